@@ -30,7 +30,7 @@ from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import run_blocks
 from colossus.models.transformer import Transformer
-from colossus.registry import MODELS, TENSOR_MODES
+from colossus.registry import MODELS
 from colossus.schedule.runtime.stage_scope import MetaTensorGuard
 
 
@@ -55,9 +55,8 @@ class TextModel:
         self._executor = pipeline.make_executor(self._stages, self._parallel) if pipeline.partition else None
         self._chain = None if self._executor is not None else _shortened(module)
         self._axes = batch_axes(context)
-        mode = TENSOR_MODES.get(context.options.tensor_mode)
-        ways = mode.batch_ways(context.grid.sizes) if context.size("tensor") > 1 else 1
-        self.row_multiple = ways * context.size("data")
+        ways, index = (context.size(self._axes), context.index(self._axes)) if self._axes else (1, 0)
+        self.row_multiple, self._rows_index = ways * context.size("data"), context.index("data") * ways + index
         self._world = context.group(context.grid.names)
         positions = [each.num_positions for each in module.modules() if isinstance(each, PositionEmbedding)]
         self.num_positions = min(positions, default=None)
@@ -104,10 +103,8 @@ class TextModel:
 
     def rows(self, count: int) -> slice:
         """Those of ``count`` rows that this rank computes."""
-        data, ways = self.context.size("data"), self.context.size(self._axes) if self._axes else 1
-        index = self.context.index("data") * ways + (self.context.index(self._axes) if self._axes else 0)
-        size = count // (data * ways)
-        return slice(index * size, (index + 1) * size)
+        size = count // self.row_multiple
+        return slice(self._rows_index * size, (self._rows_index + 1) * size)
 
     def agree(self, count: int, of_rows: Tensor | None) -> Tensor:
         """Numbers of all rows, on all ranks, out of those of each rank's rows. Collective.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +29,12 @@ def is_ours(module: nn.Module) -> bool:
     if not isinstance(module, Layer) or ("forward" in module.__dict__ and not is_checkpointed(module)):
         return False
     kind = type(module)
-    return kind.forward.__module__.startswith(_PACKAGE) and kind.__call__ is _CALL
+    return _is_of_package(kind.forward) and kind.__call__ is _CALL
+
+
+@cache
+def _is_of_package(function: Callable[..., Any]) -> bool:
+    return function.__module__.startswith(_PACKAGE)
 
 
 def call(

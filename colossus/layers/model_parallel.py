@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from colossus.layers.batch_info import BatchInfo, BatchScope
 from colossus.layout.activation import Activation
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
+from colossus.sharded_tensor.placement import Placement
 from colossus.sharded_tensor.regions import moved
 from colossus.sharded_tensor.tensor import placement_of
 from colossus.tensor_parallel.choose_sharding import Shardings
@@ -56,6 +58,11 @@ class ModelParallel:
     @property
     def batch_info(self) -> BatchInfo:
         return self.batch_scope.info
+
+    @cached_property
+    def whole_placement(self) -> Placement:
+        """Of plain tensors."""
+        return Placement(self, self.regions.whole, self.regions.whole)
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -123,8 +123,7 @@ def unwrap(x: Tensor, parallel: HasRegions, num_features: int = 1) -> tuple[Tens
         ValueError: when what is split is not in the dims in which layers take it.
     """
     if not isinstance(x, ShardedTensor):
-        whole = parallel.regions.whole
-        return x, Placement(parallel, whole, whole)
+        return x, parallel.whole_placement
     placement, local = x.placement, plain(x)
     place = placement.place("sequence")
     if place is not None and place.dim >= local.dim() - num_features:
