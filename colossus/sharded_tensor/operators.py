@@ -143,6 +143,9 @@ class Call(NamedTuple):
 _ARGUMENTS = {"axis": "dim", "dims": "dim", "keepdims": "keepdim", "axis0": "dim0", "axis1": "dim1", "input": "self",
               "tensor": "self", "x": "self"}  # fmt: skip
 
+#: whose sizes or dims may come one by one
+_TAKE_SIZES = {"view", "permute", "expand", "repeat", "tile", "flip"}
+
 
 def bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The call by its operator and the names of its arguments; without names where torch tells none."""
@@ -159,12 +162,13 @@ def bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if name == "view" and len(args) == 2 and isinstance(args[1], Tensor):
         name = "view_as"
     if hasattr(torch.ops.aten, name):
-        packed = (args[0], args[1:]) if args else args  # x.permute(0, 1) is permute(x, (0, 1))
+        if name in _TAKE_SIZES and len(args) > 1 and isinstance(args[1], int):  # x.permute(0, 1) is permute(x, (0, 1))
+            args = (args[0], args[1:])
         numpy = {_ARGUMENTS.get(key, key): value for key, value in kwargs.items()}
-        for given, named in ((args, kwargs), (packed, kwargs), (args, numpy)):
-            overload = _resolve(name, given, named)
+        for named in (kwargs, numpy):
+            overload = _resolve(name, args, named)
             if overload is not None:
                 names = [argument.name for argument in overload._schema.arguments]
-                bound = {**dict(zip(names, given, strict=False)), **named}
+                bound = {**dict(zip(names, args, strict=False)), **named}
                 return Call(name, {_ARGUMENTS.get(key, key): value for key, value in bound.items()}, overload)
     return Call(name, {"self": args[0]} if args else {}, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from colossus.comm.conjugate import conjugate
 from colossus.error_place import located_error
@@ -64,9 +64,10 @@ class ShardedTensor(Tensor):
             is_elementwise = is_pointwise(func, args, kwargs)
             placement = _common_placement(args, kwargs) if is_elementwise else None
             if placement is None:
-                first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor))
+                tensors = _tensors((args, kwargs))
+                first = next(x for x in tensors if isinstance(x, ShardedTensor))
                 try:
-                    placement = _placement_of_result(name, func, args, kwargs, is_elementwise)
+                    placement = _placement_of_result(name, func, args, kwargs, tensors, is_elementwise)
                 except MixesPartsError as error:
                     if torch._C._current_graph_task_id() != -1 and not _hooks.are_running and first.placement.is_whole:
                         # the backward of a user's own autograd function: its sums are those of a rank's part
@@ -74,7 +75,7 @@ class ShardedTensor(Tensor):
                     raise located_error(refusal(name, error, first, first.placement)) from None
                 if name == "scaled_dot_product_attention":
                     args, kwargs = _with_local_mask(args, kwargs, placement)
-                elif placement.split_axes:
+                elif placement.split_axes and any(_wants_sum(x) for x in tensors):
                     args, kwargs = tree_map_only(Tensor, lambda x: _summed_gradient(x, placement), (args, kwargs))
             # torch copies only what it has the type of
             out = func(*args, **kwargs) if name != "__deepcopy__" else func(*_plain(args), **kwargs)
@@ -192,9 +193,14 @@ def _common_placement(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placemen
 
 
 def _placement_of_result(
-    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_elementwise: bool
+    name: str,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    is_elementwise: bool,
 ) -> Placement:
-    operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+    operands = [x for x in tensors if isinstance(x, ShardedTensor)]
     base = _base(name, operands)
     call = _bound(name, func, args, kwargs)
     is_in_place = (name[-1:] == "_" and name[:2] != "__") or (name[:3] == "__i" and aten_name(name) != name)
@@ -206,8 +212,7 @@ def _placement_of_result(
         if base.split_axes:
             raise MixesPartsError("draws the same numbers for the parts of all tensor ranks")
         return base
-    if base.split_axes and not torch.is_grad_enabled() and any(x.requires_grad for x in operands):
-        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    if base.split_axes and not torch.is_grad_enabled() and any(x.requires_grad for x in operands):  # noqa: SIM102
         if any(x.requires_grad for x in tensors if not isinstance(x, ShardedTensor)):
             raise MixesPartsError(
                 "meets a parameter inside of an autograd function: its gradient would lack the parts of other ranks"
@@ -216,7 +221,11 @@ def _placement_of_result(
     for role in ROLES:
         if not any(x.placement.place(role) for x in operands):
             continue
-        place = _asked(call, At(role), args, kwargs, is_elementwise)
+        if is_elementwise:
+            place = aligned(At(role), [*args, *kwargs.values()])
+            place = place.at(place.dim + max(x.dim() for x in tensors))
+        else:
+            place = _ruled(call, At(role))
         places.append((role, place))
     return replace(base, places=tuple(places), standard_ndim=0)
 
@@ -243,12 +252,8 @@ def _bound(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return bind(func, args, kwargs)
 
 
-def _asked(call: Call, at: At, args: tuple[Any, ...], kwargs: dict[str, Any], is_elementwise: bool) -> Place:
-    """Where the split dim of one role is in the result; from the left where the rule says it from the right."""
-    if is_elementwise:
-        place = aligned(at, [*args, *kwargs.values()])
-        ndim = max(x.dim() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        return place.at(place.dim + ndim)
+def _ruled(call: Call, at: At) -> Place:
+    """Where the split dim of one role is in the result; from the right where the rule says it so."""
     rule = RULES.get(call.name) or (RULES["norm"] if call.is_reduction else None)
     if rule is None:
         raise MixesPartsError("is not known to work on each part by itself")
@@ -282,9 +287,27 @@ def _plain(nest: Any) -> Any:
     return tree_map_only(ShardedTensor, lambda x: x.as_subclass(Tensor), nest)
 
 
+def _tensors(nest: Iterable[Any]) -> list[Tensor]:
+    """Those among the arguments of a call. torch's pytree, in Python, takes ten times as long."""
+    found: list[Tensor] = []
+    for x in nest:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (tuple, list)):
+            found += _tensors(x)
+        elif isinstance(x, dict):
+            found += _tensors(x.values())
+    return found
+
+
+def _wants_sum(x: Tensor) -> bool:
+    """Whether it is a plain tensor that gets a gradient: of what ranks split it is that of one part."""
+    return not isinstance(x, ShardedTensor) and x.requires_grad and torch.is_grad_enabled()
+
+
 def _summed_gradient(x: Tensor, placement: Placement) -> Tensor:
     """A plain tensor whose gradient is summed over the ranks that split what it meets."""
-    if isinstance(x, ShardedTensor) or not x.requires_grad or not torch.is_grad_enabled():
+    if not _wants_sum(x):
         return x
     return conjugate(x, "identity", "sum", placement.parallel.context.group(placement.split_axes))
 
@@ -317,7 +340,7 @@ def _property(func: Any, args: tuple[Any, ...]) -> Any:
     if not isinstance(out, Tensor) or name == "_base":
         return out
     if name in ("mT", "mH"):
-        return _mark(out, _placement_of_result("mT", Tensor.transpose, (x, -1, -2), {}, False))
+        return _mark(out, _placement_of_result("mT", Tensor.transpose, (x, -1, -2), {}, [x], False))
     return _mark(out, x.placement)
 
 
