@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ class ModelParallel:
         sequence: how tokens are split over the sequence axis; None where they are not.
         batch_scope: entered by the engine around each step; what layers read of it is ``batch_info``.
         rotary_tables: by kind, dtype and device, what `colossus.layers.rotary.Rotary` has computed.
+        whole_placement: of plain tensors.
     """
 
     context: ParallelContext
@@ -54,15 +54,14 @@ class ModelParallel:
     sequence: SequenceSplit | None
     batch_scope: BatchScope = field(default_factory=BatchScope)
     rotary_tables: dict[tuple[str, torch.dtype, torch.device], RotaryTable] = field(default_factory=dict)
+    whole_placement: Placement = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "whole_placement", Placement(self, self.regions.whole, self.regions.whole))
 
     @property
     def batch_info(self) -> BatchInfo:
         return self.batch_scope.info
-
-    @cached_property
-    def whole_placement(self) -> Placement:
-        """Of plain tensors."""
-        return Placement(self, self.regions.whole, self.regions.whole)
 
     @property
     def sizes(self) -> Mapping[str, int]:
