@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
     "assigning by index": ("to_whole", lambda net, x: net.up(x).clone().__setitem__((..., 0), 0.0)),
     "indexing": ("to_whole", lambda net, x: net.up(x)[torch.ones(x.shape[:2], dtype=torch.bool)]),
     "mul": ("to_whole", lambda net, x: net.up(x) * torch.ones(WIDE // 2)),
-    "_is_all_true": ("to_whole", lambda net, x: torch.distributions.Normal(net.up(x), 1.0)),
+    "_is_all_true": ("to_whole", lambda net, x: torch.distributions.Normal(net.up(x), 1.0, validate_args=True)),
     "logsumexp": ("to_whole", lambda net, x: torch.distributions.Categorical(logits=net.up(x))),
 }
 
