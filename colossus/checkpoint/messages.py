@@ -47,7 +47,7 @@ class Messages:
 
     def __init__(self, context: ParallelContext, on_sign: Callable[[], None] = lambda: None, writer: str = "") -> None:
         self._on_sign, self._writer = on_sign, writer
-        self._rank, self._context, self._ranks = context.rank, context, context.ranks
+        self._rank, self._ranks = context.rank, range(context.world_size)
         # of its own: one in which another thread waits answers nobody until it has what it waits for
         self._store = _connection(context) if context.world_size > 1 else None
         self.patience = context.timeout.total_seconds()
@@ -59,7 +59,6 @@ class Messages:
     def begin(self) -> None:
         """A save begins on this rank; `end` or `share_outcome` ends it."""
         self._number += 1
-        self._ranks = self._context.ranks
         self.note_progress()
         if self._store is not None:
             self._ended = threading.Event()
@@ -102,14 +101,13 @@ class Messages:
         self._signs = None
 
     @property
-    def _others(self) -> tuple[int, ...]:
-        """All that lived when the save began, but the first."""
+    def _others(self) -> range:
         return self._ranks[1:]
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that completes the save; "rank 0" where nobody has died."""
-        return self._rank == self._ranks[0]
+        """Whether this is the rank that completes the save."""
+        return self._rank == 0
 
     # -- the store ----------------------------------------------------------------------------------------
 
@@ -148,8 +146,6 @@ class Messages:
                     raise RankProblem(
                         f"rank {rank} has not been heard of for {now - heard_at:.0f} s: its process has ended or hangs"
                     )
-            if rank not in self._context.ranks:
-                raise RankProblem(f"rank {rank} has died before its part was complete")
             self.note_progress()
             time.sleep(look)
             look = min(2 * look, _SHORT_LOOK if is_awaited() else _LONGEST_LOOK)

@@ -60,11 +60,6 @@ def rotate(tensors: list[Tensor], group: AxisGroup, description: str) -> Callabl
     return wait
 
 
-def forget(group: AxisGroup) -> None:
-    """The group has other ranks now: what it uses next is made anew."""
-    _links.pop(group, None)
-
-
 def _links_of(group: AxisGroup, device: torch.device) -> Links:
     """The links round this group. All of its ranks make them, at the first call."""
     if group not in _links:

@@ -61,11 +61,6 @@ def channel_for(x: Tensor, group: AxisGroup) -> Channel | None:
     return channel if channel is not None and x.nbytes <= channel.slot_bytes else None
 
 
-def forget(group: AxisGroup) -> None:
-    """The group has other ranks now: what it uses next is made anew."""
-    _channels.pop(group, None)
-
-
 @dataclass
 class MappedMemory:
     """Memory that all ranks of a group have mapped, and streams between some of them.

@@ -11,7 +11,7 @@ from typing import Any
 from colossus.compare.curves import Curve
 from colossus.compare.jobs import Job
 from colossus.compare.runs import Ended
-from colossus.launch import deaths, run_folder
+from colossus.launch import run_folder
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class Row:
 
     Attributes:
         problems: one line for each of its runs that is not done; then there are no numbers.
-        losses: one line for each replica that a run has gone on without.
         loss: training, after equal steps.
         validation_loss: after equal steps; of what the strategy evaluates, by default the average of the replicas.
         loss_at_time: training, after equal time; ``steps_at_time`` of them were done then.
@@ -48,7 +47,6 @@ class Row:
 
     label: str
     problems: Sequence[str] = ()
-    losses: Sequence[str] = ()
     loss: Mean | None = None
     validation_loss: Mean | None = None
     loss_at_time: Mean | None = None
@@ -94,12 +92,10 @@ def compare(jobs: Sequence[Job], ended: Mapping[str, Ended]) -> Comparison:
     """
     curves: dict[str, list[Curve]] = {}
     problems: dict[str, list[str]] = {}
-    losses: dict[str, list[str]] = {}
     for job in jobs:
         mine, lines = curves.setdefault(job.label, []), problems.setdefault(job.label, [])
         how = ended.get(job.name, Ended("not run"))
         if how.state == "done":
-            losses.setdefault(job.label, []).extend(str(row.get("reason")) for row in deaths.read(job.folder))
             mine.append(Curve.read(job.folder / run_folder.METRICS, job.config.parallel.data or 1))
         else:
             seed = "" if job.seed is None else f"seed {job.seed} "
@@ -108,10 +104,10 @@ def compare(jobs: Sequence[Job], ended: Mapping[str, Ended]) -> Comparison:
     every = [curve for mine in finished.values() for curve in mine if curve.rows]
     steps = min((curve.steps[-1] for curve in every), default=0)
     seconds = min((curve.seconds[-1] for curve in every), default=0.0)
-    rows: list[Row] = []
-    for label in curves:
-        row = _row(label, finished[label], steps, seconds) if label in finished else Row(label, problems[label])
-        rows.append(replace(row, losses=losses.get(label, [])))
+    rows = [
+        _row(label, finished[label], steps, seconds) if label in finished else Row(label, problems[label])
+        for label in curves
+    ]
     return Comparison([_with_ratios(row, rows[0]) for row in rows], steps, seconds, finished)
 
 

@@ -37,7 +37,7 @@ def print_table(comparison: Comparison, console: Console, counted: str = "tokens
     if comparison.equal_steps:
         console.print(table)
     for row in rows:
-        for line in (*row.problems, *(f"went on: {loss}" for loss in row.losses)):
+        for line in row.problems:
             console.print(f"{row.label}: {line}", markup=False, highlight=False, soft_wrap=True)
     for line in _notes(comparison, has_validation):
         console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")

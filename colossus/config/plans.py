@@ -43,19 +43,9 @@ class StrategyOptions(Protocol):
 
     Attributes:
         replicas_keep_step: whether all replicas are in the same step.
-        replicas_are_independent: whether replicas need nobody between their meetings.
-        goes_on_after_a_death: whether the others go on when a replica dies, where that can be.
-        must_go_on_after_a_death: the same, as the user has said it.
     """
 
     replicas_keep_step: ClassVar[bool]
-    replicas_are_independent: ClassVar[bool]
-
-    @property
-    def goes_on_after_a_death(self) -> bool: ...
-
-    @property
-    def must_go_on_after_a_death(self) -> bool: ...
 
     def check(self, config: Config) -> list[str]: ...
 

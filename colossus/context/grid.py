@@ -107,24 +107,6 @@ class RankGrid:
         return [self.rank({**at, **dict(zip(names, point, strict=True))}) for point in itertools.product(*ranges)]
 
 
-@dataclass(frozen=True)
-class Place:
-    """A rank of a grid."""
-
-    grid: RankGrid
-    rank: int
-
-    @property
-    def coordinates(self) -> dict[str, int]:
-        return self.grid.coordinates(self.rank)
-
-    def size(self, axes: Axes) -> int:
-        return self.grid.size(axes)
-
-    def index(self, axes: Axes) -> int:
-        return self.grid.index(self.rank, axes)
-
-
 def build_grid(parallel: Any) -> RankGrid:
     """The grid of a resolved ``ParallelConfig`` (``data`` already a number)."""
     mode = TENSOR_MODES.get(parallel.tensor.mode)

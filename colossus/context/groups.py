@@ -15,8 +15,6 @@ from torch.distributed import distributed_c10d as c10d
 class AxisGroup:
     """The ranks that differ from this one only along ``axes``.
 
-    Nobody changes one but `ParallelContext.leave_out`, after a death: whoever holds it has the living then.
-
     Attributes:
         axes: atomic axes, outermost first; they order the ranks of the group.
         ranks: global ranks in group order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from colossus.arithmetic import factors
-from colossus.context.grid import Axes, Place, RankGrid, build_grid
+from colossus.context.grid import Axes, RankGrid, build_grid
 from colossus.context.groups import AxisGroup, new_process_group, set_timeout, store_of
 from colossus.context.layer_options import LayerOptions
 from colossus.context.precision import Precision
@@ -76,8 +76,6 @@ class ParallelContext:
         self._mesh: DeviceMesh | None = None
         self._number = 0
         self._owns_world = False
-        #: of all ranks; but for those that died, and that this one goes on without
-        self.ranks = tuple(range(grid.world_size))
         self.closed = False
         if grid.world_size > 1 and connect:
             self._join(backend, on_join)
@@ -112,7 +110,7 @@ class ParallelContext:
         assert world is not None
         if on_join is not None:
             try:
-                on_join(AxisGroup(("world",), self.ranks, self.rank, world))
+                on_join(AxisGroup(("world",), tuple(range(self.world_size)), self.rank, world))
             except BaseException:
                 self.close()
                 raise
@@ -136,8 +134,7 @@ class ParallelContext:
 
     @property
     def is_logging_rank(self) -> bool:
-        """The first that lives."""
-        return self.rank == self.ranks[0]
+        return self.rank == 0
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -152,15 +149,6 @@ class ParallelContext:
     def index(self, axes: Axes) -> int:
         """Position of this rank along an axis, a public name, or a tuple of them."""
         return self.grid.index(self.rank, axes)
-
-    @property
-    def living(self) -> Place:
-        """Where this rank is, as if those that died had never been: a grid of the others, numbered anew."""
-        if len(self.ranks) == self.world_size:
-            return Place(self.grid, self.rank)
-        (axis,) = self.grid.axes("data")  # whole replicas died
-        size = len({self.grid.index(rank, axis) for rank in self.ranks})
-        return Place(RankGrid({**self.grid.sizes, axis: size}, self.grid.public), self.ranks.index(self.rank))
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -182,13 +170,10 @@ class ParallelContext:
     def _make_group(self, names: tuple[str, ...]) -> AxisGroup:
         if self.closed:
             raise ValueError("this ParallelContext is closed")
-        ranks = tuple(rank for rank in self.grid.group(self.rank, names) if rank in self.ranks)
-        is_whole = len(self.ranks) == self.world_size
+        ranks = tuple(self.grid.group(self.rank, names))
         process_group: dist.ProcessGroup | None = None
         if len(ranks) > 1:
-            if not is_whole and set(names) & {*self.grid.axes("data")}:
-                process_group = self._connect(names, ranks)
-            elif ranks == tuple(range(self.world_size)):
+            if ranks == tuple(range(self.world_size)):
                 process_group = dist.group.WORLD
             elif len(names) == 1:
                 process_group = self.mesh.get_group(names[0])
@@ -208,37 +193,15 @@ class ParallelContext:
         group = self._groups.get(key)
         if group is None:
             along_axes = self.grid.group(self.rank, names)
-            ranks = tuple(along_axes[index] for index in indices if along_axes[index] in self.ranks)
+            ranks = tuple(along_axes[index] for index in indices)
             process_group = self._connect((*names, label) if label else names, ranks) if len(ranks) > 1 else None
             group = self._groups[key] = AxisGroup(
                 (label,) if label else names, ranks, ranks.index(self.rank), process_group
             )
         return group
 
-    def leave_out(self, dead: Collection[int]) -> list[AxisGroup]:
-        """Go on without some ranks: groups that they were in become groups of the others.
-
-        A c10d group breaks as a whole when one of its members dies. All ranks that are left must call, each between the
-        same two of its collectives over such a group; ranks among which nobody died keep theirs.
-
-        Returns:
-            The groups that have changed; what was made of one before is of no use any more.
-        """
-        self.ranks = tuple(rank for rank in self.ranks if rank not in dead)
-        changed = []
-        for _, group in sorted(self._groups.items(), key=lambda item: str(item[0])):
-            ranks = tuple(rank for rank in group.ranks if rank not in dead)
-            if ranks == group.ranks:
-                continue
-            group.process_group = self._connect(group.axes, ranks) if len(ranks) > 1 else None
-            group.ranks, group.index = ranks, ranks.index(self.rank)
-            changed.append(group)
-        return changed
-
     def _connect(self, names: tuple[str, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
         name = f"colossus/{self._number}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
-        if len(self.ranks) < self.world_size:
-            name += f"/of{len(self.ranks)}"
         process_group = new_process_group(ranks, ranks.index(self.rank), name, self.timeout)
         self._own_groups.append(process_group)
         if dist.get_backend(process_group) == dist.Backend.GLOO:

@@ -63,7 +63,7 @@ class StepReduction:
 
     def _share(self) -> float:
         """Norms of groups are summed over the replicas of an inexact strategy to be their mean, as the norm is."""
-        return 1.0 if self._strategy.exact else 1.0 / self._context.living.size("data")
+        return 1.0 if self._strategy.exact else 1.0 / self._context.size("data")
 
     @property
     def group_names(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from colossus.config import ConfigError
-from colossus.context.death_board import DEATH_STORE
 from colossus.launch import elastic, failure, finished
 from colossus.launch.causes import RankExit
-from colossus.launch.death_watch import DeathWatch
-from colossus.launch.ending import ignore_stop_signals, none_if_unfinished
+from colossus.launch.ending import are_finished, ignore_stop_signals
 from colossus.launch.lingering import Lingering
 from colossus.launch.node_launch import NodeLaunch
 from colossus.launch.nodes import NodeEnd, Nodes
@@ -91,7 +89,6 @@ class _Agent(LocalElasticAgent):
         self._processes = RankProcesses({}, self.outcome.exits, marks)
         self._lingering = Lingering(marks)
         self._nodes: Nodes | None = None
-        self._deaths: DeathWatch | None = None
         self._servers = Servers()
         self._taken: Taken | None = None  # its locks must live as long as the ranks
 
@@ -105,9 +102,6 @@ class _Agent(LocalElasticAgent):
         launch = self._launch
         arguments = ["--run-dir", str(self.outcome.folder), *resumed, launch.config_path, *launch.overrides]
         worker_group.spec.args = ("-m", "colossus.launch.worker", *(text.replace("$", "$$") for text in arguments))
-        address = f"{worker_group.master_addr}:{worker_group.master_port}"
-        if launch.survives is not None:
-            os.environ[DEATH_STORE] = address  # the ranks inherit it
         if launch.servers:
             self._servers.start(
                 launch.servers, self.outcome.folder, launch.server_timeout_seconds, worker_group.store, self._nodes
@@ -116,20 +110,10 @@ class _Agent(LocalElasticAgent):
         self._servers.tell_workers()
         ids = super()._start_workers(worker_group)
         self._servers.forget()
-        os.environ.pop(DEATH_STORE, None)
         context: Any = self._pcontext
         handlers = context.subprocess_handlers
         processes = {worker.global_rank: handlers[worker.local_rank].proc for worker in worker_group.workers}
         self._processes = RankProcesses(processes, self.outcome.exits, self._marks)
-        if launch.survives is not None:
-            self._deaths = DeathWatch(
-                launch.survives,
-                list(processes),
-                address,
-                self._nodes,
-                self._read_records,
-                are_independent=launch.are_independent,
-            )
         # Elastic's own close gives every rank 30 s and signals whole process groups: a data loader's processes
         # would die of the signal before their rank has finished its step.
         elastic_close = context.close
@@ -191,23 +175,8 @@ class _Agent(LocalElasticAgent):
             return RunResult(WorkerState.FAILED)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._deaths is not None:
-            return self._monitor_survivors(self._deaths)
         self._lingering.look(self._processes.ranks)
         return super()._monitor_workers(worker_group)
-
-    def _monitor_survivors(self, deaths: DeathWatch) -> RunResult:
-        """Elastic's, where it is no reason to end all ranks that some have ended by themselves."""
-        processes, exits = self._processes, self.outcome.exits
-        processes.note_exits()
-        to_end = deaths.look(exits)
-        if to_end is None:
-            return RunResult(WorkerState.FAILED)
-        processes.kill(to_end)
-        self._lingering.look([rank for rank in processes.ranks if rank not in deaths.lost])
-        if len(exits) < len(processes.ranks) or deaths.is_suspicious:
-            return RunResult(WorkerState.HEALTHY)
-        return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(processes.ranks))
 
     def _server_has_failed(self) -> bool:
         """A server of this node has ended before its time; all nodes hear of it."""
@@ -225,15 +194,10 @@ class _Agent(LocalElasticAgent):
 
     def _end_all(self, signum: int) -> None:
         """End the ranks that still run, and record how each ended."""
-        deaths = self._deaths
         has_failed = self._server_has_failed() or (self._nodes is not None and self._nodes.has_failure())
-        if deaths is not None:
-            deaths.stopping()
 
-        def look(exits: Mapping[int, RankExit]) -> Collection[int] | None:
-            if self._server_has_failed():
-                return None
-            return none_if_unfinished(exits) if deaths is None else deaths.look(exits)
+        def look(exits: Mapping[int, RankExit]) -> bool:
+            return not self._server_has_failed() and are_finished(exits)
 
         def when_hurried() -> None:
             self.outcome.is_hurried = True
@@ -242,16 +206,7 @@ class _Agent(LocalElasticAgent):
 
     def conclude(self) -> None:
         """Tell the other nodes how the ranks here ended, and hear how theirs did."""
-        deaths = self._deaths
-        if deaths is not None:
-            deaths.judge_last(self.outcome.exits)
-        try:
-            self._conclude(self._nodes, self.outcome)
-        finally:
-            if deaths is not None:
-                deaths.sum_up(self.outcome)
-
-    def _conclude(self, nodes: Nodes | None, outcome: Outcome) -> None:
+        nodes, outcome = self._nodes, self.outcome
         if nodes is None:
             return
         try:
@@ -266,8 +221,7 @@ class _Agent(LocalElasticAgent):
     def _end_of(self, nodes: Nodes) -> NodeEnd:
         exits = self.outcome.exits
         records = [record for record in self._read_records() if record.rank in exits]
-        lost = sorted(self._deaths.lost) if self._deaths is not None else []
-        return NodeEnd(nodes.node, nodes.host, exits, self.outcome.signum, records, lost)
+        return NodeEnd(nodes.node, nodes.host, exits, self.outcome.signum, records)
 
     def close_servers(self) -> None:
         """After the last worker of all nodes."""

@@ -15,11 +15,10 @@ from urllib.parse import urlsplit
 
 from colossus import machine
 from colossus.config import Config, ConfigError, load_config
-from colossus.config.plans import strategy_options
 from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import slurm
 from colossus.launch.data_check import check_data, check_given
-from colossus.launch.device_check import check_devices, is_on_cuda
+from colossus.launch.device_check import check_devices
 from colossus.launch.dry_run import describe
 from colossus.launch.model_check import check_model
 from colossus.launch.node_launch import NodeLaunch
@@ -159,12 +158,6 @@ def _join(
             )
         config = load_config(config_path, overrides, world_size)
         check_given(config)
-        options = strategy_options(config)
-        if options is not None and options.must_go_on_after_a_death:
-            raise ConfigError(
-                "parallel.strategy.on_death = 'continue' needs `colossus launch` to start the ranks: torchrun and srun "
-                "end all of them when one has died"
-            )
         local_ranks = int(joined.get("LOCAL_WORLD_SIZE") or int(joined["LOCAL_RANK"]) + 1)
         check_devices(config, local_ranks, -(-world_size // local_ranks), environ=os.environ)
         if dry_run:
@@ -199,7 +192,6 @@ def _launch(
             # torch is imported here: everything above answers without it
             from colossus.launch.agent import run_workers
 
-            options = strategy_options(config)
             outcome = run_workers(
                 NodeLaunch(
                     config_path,
@@ -208,8 +200,6 @@ def _launch(
                     local_ranks,
                     nodes=nnodes,
                     endpoint=endpoint,
-                    survives=grid if _goes_on_after_a_death(config) else None,
-                    are_independent=options is not None and options.replicas_are_independent,
                     servers=num_servers(config, nnodes),
                     server_timeout_seconds=config.comm.timeout_seconds,
                 )
@@ -225,13 +215,6 @@ def _launch(
             print(f"colossus: the processes could not be started{where}: {error}", file=sys.stderr)
             return FAILED
     return report(outcome, config, grid)
-
-
-def _goes_on_after_a_death(config: Config) -> bool:
-    options = strategy_options(config)
-    if options is None or not options.goes_on_after_a_death:
-        return False
-    return options.must_go_on_after_a_death or not is_on_cuda(config)  # NCCL's groups do not outlive a member
 
 
 def _prepare_environment(local_ranks: int, nnodes: int) -> None:

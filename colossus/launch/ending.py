@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,8 +30,9 @@ AGAIN_SECONDS = 1.0
 """After which another Ctrl-C is not the same one any more, which a terminal sends to all processes."""
 
 
-def none_if_unfinished(exits: Mapping[int, RankExit]) -> Collection[int] | None:
-    return () if all(ended.is_finished for ended in exits.values()) else None
+def are_finished(exits: Mapping[int, RankExit]) -> bool:
+    """Whether none of these has ended before it was through."""
+    return all(ended.is_finished for ended in exits.values())
 
 
 def end_processes(
@@ -41,7 +42,7 @@ def end_processes(
     *,
     has_failed: bool = False,
     when_hurried: Callable[[], None] = lambda: None,
-    look: Callable[[Mapping[int, RankExit]], Collection[int] | None] = none_if_unfinished,
+    look: Callable[[Mapping[int, RankExit]], bool] = are_finished,
 ) -> dict[int, RankExit]:
     """End processes that run, by rank: the signal, then SIGKILL for those that cannot end themselves.
 
@@ -49,7 +50,7 @@ def end_processes(
         marks: the folder in which ranks leave marks and signs of life (`finished`).
         has_failed: a rank has failed already: nothing that the others save can be complete.
         when_hurried: called when a second Ctrl-C has asked to end the run without a checkpoint.
-        look: how ranks have ended -> those that are to be killed at once; None: what others save cannot be complete.
+        look: how ranks have ended -> whether what the others save can still be complete.
     """
     if marks is not None and has_failed:
         finished.hurry(marks)
@@ -63,8 +64,7 @@ def end_processes(
         has_spoken = False
         while left := [rank for rank in processes if rank not in exits]:
             now = time.monotonic()
-            to_kill = () if has_failed else look(exits)
-            if to_kill is None:
+            if not has_failed and not look(exits):
                 has_failed = True
                 if marks is not None:
                     finished.hurry(marks)
@@ -72,8 +72,7 @@ def end_processes(
                 process = processes[rank]
                 if marks is not None and (beat := finished.last_beat(marks, rank)) != beats[rank]:
                     beats[rank], deadlines[rank] = beat, now + KILL_SECONDS
-                is_due = now >= deadlines[rank] or rank in (to_kill or ())
-                was_killed_here = process.poll() is None and is_due
+                was_killed_here = process.poll() is None and now >= deadlines[rank]
                 if was_killed_here:
                     kill(process)
                 if process.poll() is not None:

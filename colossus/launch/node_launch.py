@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from colossus.context.grid import RankGrid
 from colossus.launch.origin import Taken
 
 
@@ -17,10 +16,8 @@ class NodeLaunch:
         begin: makes the run folder, and says from which checkpoint the run goes on. Called on the first node.
         local_ranks: of each node.
         endpoint: ``host:port`` where the nodes meet; needed when there are several.
-        are_independent: whether these replicas need nobody between their meetings.
         servers: parameter servers of the run.
         server_timeout_seconds: of silence after which a server gives up a worker.
-        survives: the plan of a run that goes on without replicas that die; None where a death ends the run.
     """
 
     config_path: str
@@ -29,7 +26,5 @@ class NodeLaunch:
     local_ranks: int
     nodes: int = 1
     endpoint: str | None = None
-    survives: RankGrid | None = None
-    are_independent: bool = False
     servers: int = 0
     server_timeout_seconds: float = 60.0

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -50,7 +50,6 @@ class NodeEnd:
         exits: global rank -> how its process ended.
         signum: the signal its launcher received, None when there was none.
         records: of its ranks that failed.
-        lost: ranks that the run goes on without.
     """
 
     node: int
@@ -58,16 +57,13 @@ class NodeEnd:
     exits: dict[int, RankExit] = field(default_factory=dict)
     signum: int | None = None
     records: Sequence[FailureRecord] = ()
-    lost: Sequence[int] = ()
 
     @property
     def is_good(self) -> bool:
-        """Whether there were ranks, and all that the run did not go on without came to the end of their program."""
+        """Whether there were ranks, and all came to the end of their program."""
         if self.signum is not None or not self.exits:
             return False
-        return all(
-            ended.code == 0 and not ended.is_early for rank, ended in self.exits.items() if rank not in self.lost
-        )
+        return all(ended.code == 0 and not ended.is_early for ended in self.exits.values())
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -105,7 +101,6 @@ class Nodes:
         self._beats: dict[int, bytes] = {}
         self._heard = dict.fromkeys(self._others, time.monotonic())
         self._closing = threading.Event()
-        self._forgiven: set[int] = set()
         store.set(f"colossus/node/{node}", json.dumps({"host": self.host, "ranks": list(ranks), "address": address}))
         told = store.multi_get([f"colossus/node/{other}" for other in range(num_nodes)])
         self._introductions: list[dict[str, Any]] = [json.loads(text) for text in told]
@@ -134,24 +129,8 @@ class Nodes:
         """The nodes that give no sign of life and have not said how they ended, in words."""
         return [self._described(other) for other in self._others if self._is_gone(other)]
 
-    def forgive(self, ranks: Collection[int]) -> None:
-        """The run goes on without these ranks, and so without nodes that have no others."""
-        self._forgiven = {other for other in self._others if set(self._introductions[other]["ranks"]) <= set(ranks)}
-
-    def gone_ranks(self) -> list[tuple[str, Sequence[int]]]:
-        """`gone`, with the ranks of each. None where the store is gone, too: then nothing can be agreed on."""
-        if not self._has_store:
-            return []
-        return [
-            (self._described(other), self._introductions[other]["ranks"])
-            for other in self._others
-            if self._is_gone(other)
-        ]
-
     def _is_gone(self, other: int) -> bool:
-        if other in self.ends or (other in self._forgiven and self._has_store):
-            return False
-        return self._is_silent(other)
+        return other not in self.ends and self._is_silent(other)
 
     def _is_silent(self, other: int) -> bool:
         return not self._has_store or time.monotonic() - self._heard[other] > self._silence

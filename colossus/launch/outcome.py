@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,8 @@ class Outcome:
         folder: the run folder all nodes agreed on, None before they have.
         others: how the ranks of other nodes ended, as far as they have said.
         gone: the nodes that give no sign of life any more, in words.
-        lost: ranks that the run went on without.
-        losses: of them, for the report.
         server: the parameter server whose failure has ended the run.
         endpoints: of all parameter servers.
-        verdict: why the run could not go on without a rank that died, where it might have.
     """
 
     folder: Path | None = None
@@ -36,8 +33,5 @@ class Outcome:
     is_hurried: bool = False
     others: Sequence[NodeEnd] = ()
     gone: Sequence[str] = ()
-    lost: Collection[int] = ()
-    losses: Sequence[Mapping[str, Any]] = ()
     server: ServerFailure | None = None
     endpoints: Sequence[Mapping[str, Any]] = ()
-    verdict: str | None = None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from colossus.launch import finished
 from colossus.launch.causes import RankExit
-from colossus.launch.ending import end_processes, kill
+from colossus.launch.ending import end_processes
 
 
 class RankProcesses:
@@ -49,19 +49,13 @@ class RankProcesses:
                 return
             time.sleep(0.02)
 
-    def kill(self, ranks: Collection[int]) -> None:
-        """End these at once, with all processes of their own."""
-        for rank in ranks:
-            kill(self._all[rank])
-            self._exits[rank] = RankExit(self._all[rank].returncode, after_stop=True)
-
     def end_all(
         self,
         signum: int = signal.SIGTERM,
         *,
         has_failed: bool,
         when_hurried: Callable[[], None],
-        look: Callable[[Mapping[int, RankExit]], Collection[int] | None],
+        look: Callable[[Mapping[int, RankExit]], bool],
     ) -> None:
         """End those that still run (`end_processes`), and record how each ended."""
         self.note_exits()

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config
 from colossus.context.grid import RankGrid
-from colossus.launch import causes, deaths, failure, run_folder
+from colossus.launch import causes, failure
 from colossus.launch.outcome import Outcome
 from colossus.launch.server_failure import ServerFailure, silent_server
 from colossus.launch.stop import exit_code
@@ -29,10 +29,6 @@ def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
         exits |= end.exits
         records |= {record.rank: record for record in end.records}
     server = outcome.server or _silent_server(outcome, records.values(), exits)
-    _tell_losses(outcome, config, verdict=outcome.verdict if server is None else None)
-    if len(outcome.lost) < len(exits):
-        exits = {rank: ended for rank, ended in exits.items() if rank not in outcome.lost}
-        records = {rank: record for rank, record in records.items() if rank not in outcome.lost}
     signum = outcome.signum or next((end.signum for end in outcome.others if end.signum), None)
     if signum is not None:
         print(stopped_line(folder, config, signum))
@@ -79,19 +75,3 @@ def _silent_server(
     if not found or found[0].kind in causes.CULPRITS:
         return None
     return silent_server(records, outcome.endpoints)
-
-
-def _tell_losses(outcome: Outcome, config: Config, verdict: str | None) -> None:
-    """The replicas that the run went on without: on the terminal and in the run folder."""
-    folder, replicas = outcome.folder, config.parallel.data
-    if outcome.losses and folder is not None and replicas is not None:
-        deaths.write(folder, outcome.losses)
-        row = run_folder.last_metrics(folder)
-        last_step = None if row is None else int(row["step"])
-        print(
-            deaths.report(outcome.losses, config.train.global_batch_size // replicas, last_step),
-            file=sys.stderr,
-            flush=True,
-        )
-    if verdict is not None:
-        print(f"colossus: the run could not go on after a death: {verdict}", file=sys.stderr, flush=True)

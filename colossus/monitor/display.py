@@ -248,7 +248,6 @@ class LiveDisplay(Display):
     def __init__(self, folder: Path, stream: TextIO) -> None:
         super().__init__(folder, stream)
         self._live: Live | None = None
-        self._is_closed = False
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -261,17 +260,13 @@ class LiveDisplay(Display):
 
     def on_train_start(self, engine: Engine) -> None:
         super().on_train_start(engine)
-        if self.shown:
-            self._start()
-
-    def _start(self) -> None:
+        if not self.shown:
+            return
         self._task = self._progress.add_task("train", total=self.total, completed=self.first)
         self._live = Live(self._progress, console=Console(file=self.stream), refresh_per_second=8)
         self._live.start()
 
     def show_step(self, engine: Engine, result: StepResult) -> None:
-        if self._live is None and not self._is_closed:  # the rank that showed it before has died
-            self._start()
         self._progress.update(self._task, completed=result.step)
         self._redraw()
         # an average that forgets: about the last twenty steps
@@ -290,7 +285,6 @@ class LiveDisplay(Display):
             self._live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        self._is_closed = True
         live, self._live = self._live, None
         if live is not None:
             live.stop()

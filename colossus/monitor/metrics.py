@@ -194,9 +194,6 @@ class Metrics(Hook):
         self._counting.close()
         if not engine.context.is_logging_rank:
             return
-        if self._file is None:  # the rank that wrote before has died: perhaps in a row, and perhaps ahead of this one
-            keep_rows(self._path, result.step - 1)
-            self._open()
         memory = peak_memory(engine.device)
         row = _Row(
             seconds,

@@ -28,7 +28,6 @@ from colossus.compare.summary import Comparison, Mean, compare
 from colossus.compare.table import print_table
 from colossus.config import ConfigError, load_config
 from colossus.config.overrides import apply_overrides, plan_overrides, strategy_overrides
-from colossus.launch import deaths
 
 FILE = """
 parallel = dict(data=2, tensor=dict(size=2, mode="2d"), strategy=dict(type="sgp", peers=1))
@@ -245,7 +244,7 @@ def test_every_strategy_under_every_plan_with_every_seed(file: str, tmp_path: Pa
 
 
 def test_folders_of_unlike_labels_are_unlike(file: str, tmp_path: Path) -> None:
-    long = "log_every=1 overlap=1 evaluate=average peers=1 mix_optimizer_state=False on_death=stop eager=False"
+    long = "log_every=1 overlap=1 evaluate=average peers=1 mix_optimizer_state=False eager=False"
     long += " optimizer.lr=0.00100000000000000000000000000000000"
     texts = ["sgp graph=ring", "sgp graph='ring'", "sgp graph=dict(type='ring')", f"sgp {long}"]
     folders = [job.folder.name for job in jobs_of(file, tmp_path, texts)]
@@ -394,14 +393,6 @@ def test_the_table_is_printed_whole(file: str, tmp_path: Path) -> None:
     assert [row["label"] for row in as_json["rows"]] == ["all_reduce", "sgp", "sgp overlap=2"]
     assert as_json["rows"][1]["validation_loss"]["mean"] == pytest.approx(2.625)
     assert as_json["rows"][2]["problems"] == ["failed: no disk"]
-
-
-def test_replicas_that_died_are_told(file: str, tmp_path: Path) -> None:
-    jobs, ended = canned(file, tmp_path)
-    deaths.write(jobs[1].folder, [{"replicas": [1], "reason": "replica 1 has died"}])
-    found = compare(jobs, ended)
-    assert "sgp: went on: replica 1 has died" in printed(found)
-    assert [row.losses for row in found.rows] == [[], ["replica 1 has died"], []]
 
 
 def test_nothing_has_come_to_its_end(file: str, tmp_path: Path) -> None:

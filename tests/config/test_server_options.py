@@ -48,7 +48,6 @@ def config_of(more: dict[str, Any], data: int = 4, **strategy: Any) -> Any:
         (dict(mode="async", algorithm="easgd", beta=1.5), {}, "parallel.strategy.beta"),
         (dict(mode="async", algorithm="easgdd"), {}, "'downpour', 'easgd'"),
         (dict(mode="async", evaluate="own"), {}, "those at the servers are evaluated"),
-        (dict(on_death="continue"), {}, "every step waits for all workers"),
         (dict(prefetch=True), {}, "nothing is pulled ahead"),
         (dict(algorithm="eamsgd"), dict(optimizer=dict(type="SGD", momentum=0.9)), "Nesterov's momentum"),
         (dict(), dict(optimizer=dict(type=torch.optim.Rprop)), "optimizer.type = 'Rprop': the servers apply SGD"),

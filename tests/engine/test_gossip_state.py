@@ -166,5 +166,5 @@ def test_a_replica_that_dies_is_named() -> None:
     told = str(raised.value)
     assert "rank 1 ---\ndied without a word (exit code 7)" in told
     assert "replica 1 has died: rank 1 (replica 1) has gone: its connection was closed, before replica" in told
-    assert "start it again from its last checkpoint" in told
+    assert "Start the run again from its last checkpoint" in told
     assert re.search(r"message of step [45] from rank 1 \(replica 1\) over data .* WAITING", told)

@@ -92,7 +92,6 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (4, {"graph": {"hosts": 2}}, "graph: a graph needs a type"),
     (4, {"graph": 3}, "graph: must be a name (bipartite_exponential, complete,"),
     (4, {"overlap": -1}, "overlap: must be at least 0, got -1"),
-    (4, {"on_death": "go"}, "on_death: must be 'stop' or 'continue', got 'go'"),
     # numbers that do not fit
     (4, {"peers": 4}, "peers = 4: of data 4 replicas each has 3 others; at most 3"),
     (4, {"peers": {0: 1, 9: 5}}, "peers = 5: of data 4 replicas each has 3 others; at most 3"),
@@ -251,7 +250,7 @@ def test_right() -> None:
         {"graph": {"type": alternating, "period": 2}},
         {"graph": edges, "peers": {0: 1, 4: 2}},
         {"graph": {"type": edges, "shift": 1}},
-        {"graph": "star", "on_death": "continue", "evaluate": "own", "log_every": 5, "mix_optimizer_state": True},
+        {"graph": "star", "evaluate": "own", "log_every": 5, "mix_optimizer_state": True},
     ]:
         assert lines(3, **options) == [], options
 
@@ -282,13 +281,10 @@ def test_what_algorithms_need(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_asynchronous_strategies_do_not_take() -> None:
     for data in (2, 4):
-        for options, wanted in (
-            (dict(overlap=2), "overlap = 2: with eager=True messages are taken in as they come"),
-            (dict(on_death="continue"), "on_death = 'continue': only where a replica waits for certain messages"),
-        ):
+        for options, wanted in ((dict(overlap=2), "overlap = 2: with eager=True messages are taken in as they come"),):
             (line,) = checked(data, "sgp", eager=True, **options)
             assert line.startswith(f"parallel.strategy.{wanted}")
-    for option in (dict(peers=1), dict(mix_optimizer_state=False), dict(on_death="stop")):
+    for option in (dict(peers=1), dict(mix_optimizer_state=False)):
         with pytest.raises(
             ConfigError, match=r"no such key; known keys of parallel.strategy: evaluate, log_every, graph"
         ):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from helpers.launching import LAUNCH, Process, children, finish, has_rows, is_running, rows_of, start, wait_for
+from helpers.launching import LAUNCH, Process, children, finish, has_rows, is_running, start, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossus.launch import deaths, failure
+from colossus.launch import failure
 from colossus.launch.failure import FailureRecord
 from colossus.launch.server_failure import ServerFailure, silent_server
 from colossus.launch.server_plan import describe_servers, servers_of_nodes
@@ -72,10 +70,8 @@ def test_nothing_outlives_the_launcher(tmp_path: Path, signum: signal.Signals) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("on_death", ["continue", "stop"])
-def test_a_server_that_dies_ends_the_run_in_words(tmp_path: Path, on_death: str) -> None:
-    """Whatever may become of workers: the others cannot do without it."""
-    launcher = begin(tmp_path, *ASYNC, *FOREVER, f"parallel.strategy.on_death={on_death}", STEP_SECONDS="0.01")
+def test_a_server_that_dies_ends_the_run_in_words(tmp_path: Path) -> None:
+    launcher = begin(tmp_path, *ASYNC, *FOREVER, STEP_SECONDS="0.01")
     wait_for(lambda: has_rows(launcher, tmp_path / "run", 3), launcher.pid)
     server = next(pid for pid in children(launcher.pid) if is_server(pid, 1))
     began = time.monotonic()
@@ -169,87 +165,14 @@ def test_who_loses_a_server_is_a_victim_that_names_it() -> None:
     assert (record.kind, record.server) == ("communication", 1)
 
 
-# -- workers that die -----------------------------------------------------------------------------------------
+# -- a worker that dies ---------------------------------------------------------------------------------------
 
 
-def test_the_others_go_on_when_workers_die(tmp_path: Path) -> None:
-    """Two at once, one of which writes the metrics; nobody hears of it before the evaluation."""
-    steps = ("train.steps=40", "train.eval_every=20")
-    code, out, err = run(tmp_path, *ASYNC, *FOUR, *steps, STEP_SECONDS="0.02", DEATHS="0:6 2:7")
-    assert code == 0, err
-    (told,) = json.loads((tmp_path / "run" / deaths.FILE).read_text())
-    assert told["replicas"] == [0, 2]
-    now, then = (line for line in err.splitlines() if "replicas 0, 2 died: rank 0 (data 0) was killed by" in line)
-    assert now.endswith("; the others go on")
-    start = told["first_step_without"]
-    assert 2 <= start <= 8
-    assert (
-        f"from about step {start}, about {(40 - start + 1) * 2 * 2} samples of their share were not trained on" in then
-    )
-    rows = rows_of(tmp_path / "run")
-    assert (rows[-1]["step"], rows[-1]["tokens"]) == (40, 2 * 2)
-    assert rows[-1]["validation_loss"] < 0.1 < rows[0]["loss"]
-    assert "done: 40 steps" in out
+def test_a_worker_that_dies_ends_the_run_and_its_servers(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, *ASYNC, *FOUR, "train.steps=400", STEP_SECONDS="0.02", DEATHS="2:6")
+    assert code == 1
+    assert "run failed: rank 2" in err
+    assert "rank 2 (data 2) was killed by SIGKILL" in err
     pids = [int(pid) for pid in re.findall(r"127.0.0.1 \(process (\d+)\)", out)]
     assert len(pids) == 2
     assert not any(map(is_running, pids))
-    assert left_in(tmp_path / "run" / "logs") == {"server0.log", "server1.log"}
-    assert not any(name.startswith(f"colossus-{pid}-") for name in left_in(SHARED_MEMORY) for pid in pids)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(8))
-def test_a_worker_may_die_at_any_moment(tmp_path: Path, seed: int) -> None:
-    """But for what all do together, and before all have trained a step."""
-    generator = random.Random(seed)
-    algorithm = generator.choice(["sgd", "downpour", "easgd"])
-    rank, seconds = generator.randrange(4), generator.random()
-    code, out, err = run(
-        tmp_path,
-        *(*ASYNC, *FOUR, f"parallel.strategy.algorithm={algorithm}", "train.steps=200", "train.eval_every=200"),
-        STEP_SECONDS="0.01",
-        KILLED=f"{rank}:{seconds}",
-    )
-    assert code == 0, err
-    assert f"colossus: replica {rank} died: rank {rank} (data {rank}) was killed by SIGKILL" in err
-    assert "done: 200 steps" in out
-    assert rows_of(tmp_path / "run")[-1]["tokens"] == 3 * 2
-
-
-@pytest.mark.long
-def test_a_replica_of_several_ranks_goes_as_a_whole(tmp_path: Path) -> None:
-    plan = ("parallel.data=3", "parallel.tensor=2", "train.global_batch_size=6", "train.steps=40")
-    code, _, err = run(tmp_path, *ASYNC, *plan, "train.eval_every=20", STEP_SECONDS="0.02", DEATHS="3:6")
-    assert code == 0, err
-    (told,) = json.loads((tmp_path / "run" / deaths.FILE).read_text())
-    assert (told["replicas"], told["ranks"]) == ([1], [2, 3])
-
-
-@pytest.mark.long
-def test_a_run_without_workers_has_failed(tmp_path: Path) -> None:
-    code, _, err = run(tmp_path, "train.steps=40", STEP_SECONDS="0.05", DEATHS="1:6 0:25")
-    assert code == 1
-    assert "colossus: replica 1 died: rank 1 (data 1) was killed by SIGKILL" in err
-    assert "the run could not go on after a death: no other replica is left" in err
-    assert "run failed: rank 0" in err
-
-
-@pytest.mark.long
-def test_the_last_one_goes_on_alone(tmp_path: Path) -> None:
-    code, out, err = run(tmp_path, "train.steps=40", "checkpoint.every=20", STEP_SECONDS="0.02", DEATHS="0:6")
-    assert code == 0, err
-    assert [row["step"] for row in rows_of(tmp_path / "run")][-1] == 40
-    assert "done: 40 steps" in out
-
-
-@pytest.mark.long
-def test_those_that_live_stop_after_the_same_step(tmp_path: Path) -> None:
-    four = ("parallel.data=4", "train.global_batch_size=8", "checkpoint.every=1000")
-    launcher = begin(tmp_path, *FOREVER, *four, STEP_SECONDS="0.01", DEATHS="1:5")
-    wait_for(lambda: has_rows(launcher, tmp_path / "run", 80), launcher.pid)
-    launcher.send_signal(signal.SIGTERM)
-    code, out, err = finish(launcher)
-    assert code == 143, err
-    assert "replica 1 died" in err
-    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    assert f"the latest checkpoint is {saved.relative_to(tmp_path)}" in out

@@ -58,25 +58,6 @@ def test_a_half_row_in_the_middle_goes_and_rows_that_fit_are_not_rewritten(tmp_p
     assert path.stat().st_ino == inode
 
 
-def test_who_takes_over_from_a_rank_that_died_leaves_no_half_row_and_none_twice(tmp_path: Path) -> None:
-    """It died while it wrote a row, of a step that the one that takes over has not trained yet."""
-    path = tmp_path / "metrics.jsonl"
-    engine = FakeEngine(steps=6, validation=False)
-    fit(engine, [Metrics(path)])
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:4]) + lines[4][:-9])
-
-    class TakesOver(Hook):
-        def on_step_end(self, engine: Any, result: Any) -> None:
-            engine.context.ranks = (0,) if result.step >= 3 else (-1, 0)
-
-    engine = FakeEngine(steps=6, validation=False)
-    engine.context.ranks = (-1, 0)
-    fit(engine, [TakesOver(), Metrics(path)])
-    assert path.read_bytes().splitlines(keepends=True)[:2] == lines[:2]
-    assert [row["step"] for row in rows_of(path)] == [1, 2, 3, 4, 5, 6]
-
-
 def test_an_evaluation_that_a_stop_left_out_is_in_its_row(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     engine = FakeEngine(steps=6, eval_every=2, stop_at=4)

@@ -68,8 +68,7 @@ def parameter_boxes(
         counted_elsewhere: tied parameters, as stored, that an earlier pipeline stage holds and writes.
         replicas_differ: each data rank has parameters of its own, and writes all of them.
     """
-    place = context.living
-    sizes, at = place.grid.sizes, place.coordinates
+    sizes, at = context.grid.sizes, context.coordinates
     shares = WriterShares(sizes, at, ("pipeline", *(context.grid.axes("data") if replicas_differ else ())))
     elsewhere = {id(param) for param in counted_elsewhere}
     named = [

@@ -78,7 +78,7 @@ class EngineState:
 
     def about(self) -> About:
         engine = self._engine
-        grid, zero = engine.context.living.grid, describe_zero(engine.config.parallel)
+        grid, zero = engine.context.grid, describe_zero(engine.config.parallel)
         text = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "one process"
         beside = self.companions
         tokenizer = getattr(engine.loaders, "tokenizer", None)
@@ -118,7 +118,7 @@ class EngineState:
         Raises:
             CheckpointError: for state that a checkpoint cannot hold; on all ranks where a hook gave it, or a buffer.
         """
-        engine, state, rank = self._engine, RankState(), self._engine.context.living.rank
+        engine, state, rank = self._engine, RankState(), self._engine.context.rank
         engine.strategy.meet()
         is_alone = self._world.size == 1
         buffers: dict[str, Entry] = {}
@@ -163,7 +163,7 @@ class EngineState:
     def _buffer_means(self) -> dict[int, Tensor]:
         """Of buffers that differ between replicas, by id, their mean."""
         strategy = self._engine.strategy
-        if strategy.exact or self._engine.context.living.size("data") == 1:
+        if strategy.exact or self._engine.context.size("data") == 1:
             return {}
         average = ReplicaAverage(strategy.parts, strategy.trained)
         return {id(buffer): mean.to(buffer.dtype) for buffer, mean in average.buffers()}

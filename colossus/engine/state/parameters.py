@@ -42,7 +42,7 @@ def add_parameters(state: RankState, engine: Engine) -> list[ParameterBox]:
     """
     strategy, context = engine.strategy, engine.context
     differ, own_state = has_own_parameters(strategy, context), has_own_state(strategy, context)
-    boxes, own = boxes_of(engine), replica_prefix(context.living.index("data"))
+    boxes, own = boxes_of(engine), replica_prefix(context.index("data"))
     own_boxes = boxes_of(engine, replicas_differ=True) if differ or own_state else boxes
     if differ:
         _add_own(state, engine, boxes, own_boxes, own)
@@ -60,7 +60,7 @@ def _add_own(
 ) -> None:
     """The parameters of this replica, and this rank's part of the average."""
     strategy = engine.strategy
-    evaluates_average, is_first = strategy.evaluates == "average", engine.context.living.index("data") == 0
+    evaluates_average, is_first = strategy.evaluates == "average", engine.context.index("data") == 0
     trained = {id(param) for param in strategy.trained}
     means = _written_means(engine, {id(box.parameter) for box in boxes if box.writes})
     for box, of_replica in zip(boxes, own_boxes, strict=True):

@@ -46,7 +46,7 @@ def record_of(strategy: Strategy, context: ParallelContext) -> dict[str, Any]:
     """What a checkpoint says of its strategy."""
     return {
         "kind": kind_of(strategy),
-        "num_replicas": context.living.size("data"),
+        "num_replicas": context.size("data"),
         "own_parameters": has_own_parameters(strategy, context),
         "own_state": has_own_state(strategy, context),
     }
@@ -54,12 +54,12 @@ def record_of(strategy: Strategy, context: ParallelContext) -> dict[str, Any]:
 
 def has_own_parameters(strategy: Strategy, context: ParallelContext) -> bool:
     """Whether replicas have parameters and optimizers of their own."""
-    return strategy.own_parameters and context.living.size("data") > 1
+    return strategy.own_parameters and context.size("data") > 1
 
 
 def has_own_state(strategy: Strategy, context: ParallelContext) -> bool:
     """Whether what the strategy keeps is of each replica."""
-    return (strategy.state_per_replica or not strategy.exact) and context.living.size("data") > 1
+    return (strategy.state_per_replica or not strategy.exact) and context.size("data") > 1
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def rng_state(context: ParallelContext) -> dict[str, Any]:
     of_torch, (version, numbers, gauss), of_numpy = GlobalRng(tuple(devices.values())).get_state()
     position = context.rng.state_dict()
     return {
-        "data_index": context.living.index("data"),
+        "data_index": context.index("data"),
         "step": position["step"],
         "microbatch": position["microbatch"],
         "torch": dict(zip(devices, of_torch, strict=True)),

@@ -32,12 +32,12 @@ log = logging.getLogger("colossus.engine")
 
 def run_values(engine: Engine) -> dict[str, Any]:
     """What this rank adds, by path; each path is from one rank."""
-    context, place = engine.context, engine.context.living
-    values: dict[str, Any] = {own_path(place.rank, "rng"): rng_state(context)}
+    context = engine.context
+    values: dict[str, Any] = {own_path(context.rank, "rng"): rng_state(context)}
     if of_modules := module_states(engine.model):
-        values[own_path(place.rank, "modules")] = of_modules
+        values[own_path(context.rank, "modules")] = of_modules
     if is_first_but_along(engine, "data"):
-        index = place.index("data")
+        index = context.index("data")
         values[f"strategy_values/{index}"] = engine.strategy.state_dict()
         if engine.loaders is not None:
             with _told_by_one(context.is_logging_rank):
@@ -63,7 +63,7 @@ def written_for(engine: Engine, *along: str) -> Iterator[str]:
     if is_first_but_along(engine, *along):
         yield ""
     if has_own_parameters(engine.strategy, engine.context) and is_first_but_along(engine, "data", *along):
-        yield replica_prefix(engine.context.living.index("data"))
+        yield replica_prefix(engine.context.index("data"))
 
 
 def restore_run(
@@ -144,6 +144,6 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 def is_first_but_along(engine: Engine, *public: str) -> bool:
     """Whether this rank is at 0 along all axes but those of some public names."""
-    place = engine.context.living
-    along = place.grid.axes(public)
-    return all(at == 0 for axis, at in place.coordinates.items() if axis not in along)
+    context = engine.context
+    along = context.grid.axes(public)
+    return all(at == 0 for axis, at in context.coordinates.items() if axis not in along)

@@ -59,7 +59,7 @@ class Eager:
         gossip, me = self._gossip, self._links.group.index
         require_alive(self._links)
         self._ages = []
-        graph = gossip.living.graph_at(step)
+        graph = gossip.graph.at(step)
         targets = graph.targets(me)
         self._take()
         for message in self._links.take(TAKEN):
@@ -89,10 +89,10 @@ class Eager:
         self._acknowledged = list(self._sent)  # they do the same
 
     def _take(self) -> None:
-        living, me = self._gossip.living, self._links.group.index
+        graph, me = self._gossip.graph, self._links.group.index
         for message in self._links.take(MIX):
             source, sent = message.source, message.number
-            share = float(living.graph_at(sent).matrix[me, source])
+            share = float(graph.at(sent).matrix[me, source])
             self._came[source].append(InFlight(source, sent, sent, share).fill(message))
 
     def _add(self, step: int, kept: float, counts: list[int]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,15 +14,12 @@ from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies import optimizer_state
 from colossus.engine.strategies.in_flight import MIX, InFlight, meta_of
-from colossus.engine.strategies.living import Living, Survivors
-from colossus.engine.strategies.mass import Mass
 from colossus.engine.strategies.options.gossip import GossipOptions
 from colossus.engine.strategies.per_replica import PerReplica
 from colossus.engine.strategies.push_sum import PushSum
 from colossus.engine.strategies.same_graph import require_same_graph
 from colossus.engine.strategies.stop_wave import StopWave
-from colossus.graphs.graph import Graph, make_graph
-from colossus.graphs.spec import name_of_graph
+from colossus.graphs.graph import make_graph
 
 
 class Gossip(PerReplica):
@@ -57,60 +52,6 @@ class Gossip(PerReplica):
             self.links = PeerLinks(data, most, timeout, pinned=parts.context.device.type == "cuda")
         # a wish of this step is in the messages of the next
         self.stop_wave = StopWave(self.graph.largest_lead(self.options.travels))
-        self._rescaled: list[tuple[float, dict[int, int]]] = []
-        self._mass = Mass()
-        self.living = self._make_living()
-
-    def _make_living(self) -> Living:
-        """Who lives: where nobody may die, all."""
-        if self.links is None or self.options.on_death == "stop":
-            return Living(self.parts.context, self.graph)
-
-        def answer(dead: Sequence[int], last: Sequence[InFlight]) -> dict[str, Any]:
-            weight = self._mass.lose(dead, [self.receive(message) for message in last])
-            return {"stop": self.stop_wave.known, "weight": weight}
-
-        def agreed(by_replica: Mapping[int, Mapping[str, Any]], start: int, graph: Graph, scale: float) -> None:
-            self._rescale(scale, {replica: each["step"] for replica, each in by_replica.items()})
-            answers = by_replica.values()
-            known = [each["stop"] for each in answers if each["stop"] is not None]
-            # wishes of steps before it travel by the graph before it
-            behind = start - min(each["step"] for each in answers)
-            self.stop_wave.agree(known, start - 1, 1 + behind + graph.largest_lead(self.options.travels))
-
-        return Survivors(
-            self.parts.context,
-            self.graph,
-            self.links,
-            name=name_of_graph(self.options.graph) or "the list of matrices",
-            problems=self.options.problems_of,
-            kind=MIX,
-            answer=answer,
-            agreed=agreed,
-        )
-
-    @torch.no_grad()
-    def _rescale(self, scale: float, begun: Mapping[int, int]) -> None:
-        """All that live multiply x and w, and what is in flight between them, by one number: their mean stays.
-
-        An update is added to x as it is, so with the weight that went with the dead steps would become larger.
-
-        Args:
-            begun: of each replica the first step whose message it sends rescaled.
-        """
-        self.push_sum.rescale(scale)
-        self._mass.rescale(scale)
-        for message in self.in_flight:
-            message.share *= scale
-        self._rescaled.append((scale, dict(begun)))
-
-    def _scale_of(self, source: int, step: int) -> float:
-        """By what a message is to be multiplied that was sent after this step, and is not in flight yet."""
-        return math.prod(scale for scale, begun in self._rescaled if step < begun.get(source, math.inf))
-
-    def come_together(self) -> None:
-        super().come_together()
-        self.in_flight = self.living.meet(self.in_flight)
 
     @property
     def weight(self) -> float:
@@ -131,17 +72,10 @@ class Gossip(PerReplica):
     def send(self, step: int) -> None:
         """Send x to the peers of step ``step``, and expect what they send."""
         assert self.links is not None
-        graph, me = self.living.graph_at(step), self.living.me
-        targets = graph.targets(me)
-        self.post(step, [to for to, _ in targets])
-        self._mass.sends(self.weight, targets)
+        graph, me = self.graph.at(step), self._data_group.index
+        self.post(step, [to for to, _ in graph.targets(me)])
         self.in_flight += [
-            InFlight(
-                source,
-                step,
-                step + self.options.travels,
-                float(graph.matrix[me, source]) * self._scale_of(source, step),
-            )
+            InFlight(source, step, step + self.options.travels, float(graph.matrix[me, source]))
             for source in graph.sources(me)
         ]
 
@@ -162,13 +96,10 @@ class Gossip(PerReplica):
     @torch.no_grad()
     def mix(self, step: int) -> None:
         """x and w become what this replica keeps of them and what is due after step ``step``; z follows."""
-        self.in_flight = self.living.settle(step, self.in_flight)
-        kept = self.living.graph_at(step).keeps(self.living.me)
         due = [self.receive(message) for message in self.in_flight if message.due <= step]
         for message in due:
             self.stop_wave.hear(message.stop, step)
-        self._mass.mixes(due)
-        self.combine(kept, due)
+        self.combine(self.graph.at(step).keeps(self._data_group.index), due)
         self.in_flight = [message for message in self.in_flight if message not in due]
 
     @torch.no_grad()
@@ -203,9 +134,9 @@ class Gossip(PerReplica):
                 received = self.links.receive(message.source, MIX, message.sent)
             except PeerGone as error:
                 raise RuntimeError(
-                    f"replica {message.source} has died: {error}, before replica {self.living.me} had what it "
-                    f"takes in of it after step {message.due + 1} (sent after step {number}). Where parallel.strategy "
-                    f"has on_death = 'stop', this ends the run: start it again from its last checkpoint"
+                    f"replica {message.source} has died: {error}, before replica {self._data_group.index} had what it "
+                    f"takes in of it after step {message.due + 1} (sent after step {number}). Start the run "
+                    f"again from its last checkpoint"
                 ) from error
             entry.done = True
             message.fill(received)
@@ -233,10 +164,10 @@ class Gossip(PerReplica):
         if self.links is None or not self.is_summed(step):
             return super().reduce_scalars(step, numbers)
         weights = numbers.new_zeros(self.graph.replicas)
-        weights[self.living.me] = self.weight
+        weights[self._data_group.index] = self.weight
         total = super().reduce_scalars(step, torch.cat((numbers, weights)))
         numbers, weights = total[: len(numbers)], total[len(numbers) :]
-        self.weights = tuple(weights[list(self.living.replicas)].tolist())
+        self.weights = tuple(weights.tolist())
         self.stop_wave.wish(step, float(numbers[3]), is_known_to_all=True)
         return numbers
 
@@ -269,7 +200,7 @@ class Gossip(PerReplica):
             for piece, view in zip(pieces, vector.views(self.push_sum.x), strict=True):
                 piece["x"] = view
         for message in self.in_flight:
-            data, name = self.receive(message).received, self._as_saved(message).name
+            data, name = self.receive(message).received, message.name
             for piece, view in zip(pieces, vector.views(data[:size]), strict=True):
                 piece[name] = view
             for piece, theirs in zip(pieces, optimizer_state.unpack(data[size:], state) if state else (), strict=False):
@@ -277,16 +208,12 @@ class Gossip(PerReplica):
         return dict(zip(trained, pieces, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        messages = [self._as_saved(self.receive(message)) for message in self.in_flight]
+        messages = [self.receive(message) for message in self.in_flight]
         return {
             "replicas": self._data_group.size,
             "weight": self.weight,
             "in_flight": [[each.source, each.sent, each.due, each.share, each.weight] for each in messages],
         }
-
-    def _as_saved(self, message: InFlight) -> InFlight:
-        """Replicas that live are numbered anew in a checkpoint."""
-        return replace(message, source=self.living.number_of(message.source))
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Kept until `load_state_dict`, which has the numbers to it."""
@@ -300,7 +227,6 @@ class Gossip(PerReplica):
         self.in_flight = []
         self.push_sum.restore(1.0, None)
         self.stop_wave.restart()
-        self._mass.restart(1.0, ())
         saved, self._saved = self._saved, {}
         if not state or state["replicas"] != self._data_group.size or self.links is None:
             return
@@ -312,7 +238,6 @@ class Gossip(PerReplica):
             message.stop = StopWave(0).pack()
             message.data = self._data_of(of_params, message.name)
             self.in_flight.append(message)
-        self._mass.restart(weight, self.in_flight)
 
     def _data_of(self, saved: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
         """The data of a message, out of what `parameter_state` gave for each parameter."""
@@ -329,6 +254,5 @@ class Gossip(PerReplica):
         return data
 
     def close(self) -> None:
-        self.living.close()
         if self.links is not None:
             self.links.close()

@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 
 from colossus.comm import collectives
-from colossus.context.parallel_context import ParallelContext
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.replica_average import Distance, ReplicaAverage, Share
 from colossus.engine.strategies.all_reduce import AllReduce
-from colossus.engine.strategies.death_news import is_posted
-from colossus.engine.strategies.meeting_gate import MeetingGate
 from colossus.engine.strategies.options.base import PerReplicaOptions
 from colossus.engine.strategies.stop_agreement import StopAgreement
 
@@ -47,9 +44,6 @@ class PerReplica(AllReduce):
     holds_parameters: bool = True
     stops_by_store: bool = True
 
-    #: through which those go that live where replicas are independent and a run goes on without who dies
-    gate: MeetingGate | None = None
-
     def __init__(self, options: PerReplicaOptions) -> None:
         self.options = options
         self.evaluates = options.evaluate
@@ -64,27 +58,13 @@ class PerReplica(AllReduce):
         self._requests_of_all = 0.0
         has_others = self._data_group.size > 1
         self.stop_agreement = None
-        if has_others and self._outlives_others(parts.context):
-            self.gate = MeetingGate(parts.context, on_progress=lambda: self.on_progress())
         if has_others and self.stops_by_store:
-            self.stop_agreement = StopAgreement(
-                parts.context,
-                on_progress=lambda: self.on_progress(),
-                dead=self.gate.dead if self.gate is not None else lambda: (),
-            )
+            self.stop_agreement = StopAgreement(parts.context, on_progress=lambda: self.on_progress())
         if not has_others and parts.context.rank == 0:
             log.warning(
                 "%s: parallel.data is 1, so there is one replica, which trains alone: nothing is mixed or averaged",
                 type(self).__name__,
             )
-
-    def _outlives_others(self, context: ParallelContext) -> bool:
-        """Whether this replica goes on when another dies: also where nobody has said so, and the launcher and the
-        device can."""
-        options = self.options
-        if not (options.replicas_are_independent and options.goes_on_after_a_death):
-            return False
-        return options.must_go_on_after_a_death or (is_posted() and context.device.type == "cpu")
 
     def meets_after(self, step: int) -> bool:
         """Whether step ``step`` (from 0) is a meeting step."""
@@ -126,9 +106,6 @@ class PerReplica(AllReduce):
 
     def agree_on_stop(self, step: int, requests: float) -> float:
         self._completed = step + 1
-        if self.gate is not None:
-            self.gate.completed = step + 1
-            self.gate.begin()
         if self.stop_agreement is None:
             return requests
         if self.is_summed(step):
@@ -150,12 +127,6 @@ class PerReplica(AllReduce):
         """What a strategy does where all replicas meet, before they do in a collective over data: wait longer than that
         would, answer the others, take in what is under way."""
         self._is_apart = False
-        if self.gate is not None:
-            self.gate.meet()
-
-    def close(self) -> None:
-        if self.gate is not None:
-            self.gate.close()
 
     def part(self) -> None:
         """Before links are closed that others may need: meet them, unless nothing was done since the last meeting, or

@@ -41,7 +41,7 @@ class ServerConnection:
 
     def __init__(self, servers: Servers, own: Sequence[OwnServer], context: ParallelContext) -> None:
         self.servers, self._own = servers, list(own)
-        self._ranks, self._rank = context.ranks, context.rank
+        self._ranks, self._rank = range(context.world_size), context.rank
         self._timeout = context.timeout.total_seconds()
         self._store = context.store() if context.world_size > 1 else None
         self._is_closed = False
@@ -87,7 +87,7 @@ def connect(
         endpoints, token = given.endpoints, given.token
     else:
         token = environment.new_token()
-        if context.rank == context.ranks[0]:
+        if context.rank == 0:
             own = start(num_servers or 1, token)
         found = [server.endpoint for server in own], token
         endpoints, token = broadcast_object(found, context.group(context.grid.names), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,7 +31,6 @@ class StopAgreement:
     Args:
         while_waiting: called again and again; raises when it is in vain.
         on_progress: called where one that is waited for has gone on: nothing is stuck.
-        dead: replicas that are known to have died; what they have posted before counts.
     """
 
     def __init__(
@@ -39,9 +38,8 @@ class StopAgreement:
         context: ParallelContext,
         while_waiting: Callable[[], None] = lambda: None,
         on_progress: Callable[[], None] = lambda: None,
-        dead: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
-        self._me, self._all, self.dead = context.index("data"), range(context.size("data")), dead
+        self._me, self._all = context.index("data"), range(context.size("data"))
         self._data, self._replica = context.group("data"), context.group(context.replica_axes)
         self._store, self._device = context.store(), context.device
         self._timeout, self.while_waiting = context.timeout.total_seconds(), while_waiting
@@ -151,17 +149,16 @@ class StopAgreement:
         self._store.set(self._key(self._me), f"{completed} {requests!r}")
 
     def _largest_post(self) -> tuple[int, float]:
-        """Wait until all replicas that live have posted."""
+        """Wait until all replicas have posted."""
         posts: dict[int, tuple[int, float]] = {}
         deadline, pause = time.monotonic() + self._timeout, _POLL[0]
         while True:
-            dead = self.dead()  # before the looks: what a dead replica has posted is there for all
             for replica in self._all:
                 if replica not in posts and (post := self._post_of(replica)) is not None:
                     posts[replica] = post
                     deadline = time.monotonic() + self._timeout
                     self._on_progress()
-            if missing := [replica for replica in self._all if replica not in posts and replica not in dead]:
+            if missing := [replica for replica in self._all if replica not in posts]:
                 self._raise_if_late(missing, deadline)
             else:
                 return max(step for step, _ in posts.values()), max(total for _, total in posts.values())

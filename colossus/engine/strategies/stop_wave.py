@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 
 _STOP = struct.Struct("<qd")  # the step after which to stop, -1 for none; the requests
 STOP_BYTES = _STOP.size
@@ -23,7 +22,6 @@ class StopWave:
         self._lead = lead
         self._step: int | None = None
         self._requests = 0.0
-        self._earliest = -1
         #: stops up to this step are of wishes before the last stop, which messages may still carry
         self._settled = -1
 
@@ -59,27 +57,7 @@ class StopWave:
         self.forget()
         self._settled = -1
 
-    @property
-    def known(self) -> tuple[int, float] | None:
-        """The step after which to stop, and the requests."""
-        return None if self._step is None else (self._step, self._requests)
-
-    def agree(self, known: Sequence[tuple[int, float]], first: int, lead: int) -> None:
-        """Replicas that go on over another graph know what all of them knew; who passed on a wish may have died.
-
-        Args:
-            known: of all replicas.
-            first: a step that nobody has completed.
-            lead: from now on.
-        """
-        self._lead = lead
-        if known:
-            self._earliest = max(min(step for step, _ in known), first)
-            self.forget()
-            self._note(self._earliest, max(requests for _, requests in known))
-
     def _note(self, stop: int, requests: float) -> None:
-        stop = max(stop, self._earliest)
         if self._step is None or stop < self._step:
             self._step, self._requests = stop, requests
         elif stop == self._step:

@@ -1,12 +1,11 @@
 """A run of two ranks beside servers that they do not use, so that the launcher is seen alone. When SIGNAL says
 "1:9", rank 0 sends that server that signal after step 3; ranks that DEATHS names ("2:5 0:9", rank and step) kill
-themselves, and the one of KILLED ("1:0.3") so many seconds after step 10."""
+themselves."""
 
 import os
 import signal
-import threading
 import time
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 
@@ -19,10 +18,7 @@ from colossus.server import environment
 
 @STRATEGY_OPTIONS.register("served")
 class ServedOptions(PerReplicaOptions):
-    replicas_are_independent: ClassVar[bool] = True
-
     servers: Count | None = 2
-    on_death: Literal["stop", "continue"] = "continue"
 
 
 @STRATEGIES.register("served")
@@ -63,9 +59,6 @@ class _Signals(Hook):
         if told and result.step == 3 and os.environ["RANK"] == "0":
             index, signum = map(int, told.split(":"))
             os.kill(environment.read().endpoints[index]["process"], signum)
-        rank, _, seconds = os.environ.get("KILLED", "").partition(":")
-        if rank == os.environ["RANK"] and result.step == 10:
-            threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
         for death in os.environ.get("DEATHS", "").split():
             if death == f"{os.environ['RANK']}:{result.step}":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -18,8 +18,6 @@ class StrategyOptions(BaseModel):
 
     #: whether all replicas are in the same step
     replicas_keep_step: ClassVar[bool] = True
-    #: whether replicas need nobody between their meetings, so that several may die before the next
-    replicas_are_independent: ClassVar[bool] = False
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
@@ -32,16 +30,6 @@ class StrategyOptions(BaseModel):
     def describe(self, data: int) -> str:
         """In a few words what it promises, for ``data`` replicas; nothing where all is as in one process."""
         return ""
-
-    @property
-    def goes_on_after_a_death(self) -> bool:
-        """Whether the others go on when a replica dies, where that can be."""
-        return self.must_go_on_after_a_death
-
-    @property
-    def must_go_on_after_a_death(self) -> bool:
-        """The same, as the user has said it: where it cannot be, that is refused."""
-        return getattr(self, "on_death", None) == "continue"
 
     def zero_of(self, parallel: Parallel) -> ZeroSection:
         """ZeRO beside this strategy."""

@@ -113,8 +113,6 @@ class GossipOptions(GraphOptions):
     peers: Annotated[Any, AfterValidator(parse_peers)] = 1
     #: the optimizer's state is mixed, too, as the parameters are
     mix_optimizer_state: bool = False
-    #: when a replica dies: the run ends, or the others go on without it
-    on_death: Literal["stop", "continue"] = "stop"
 
     @property
     def schedule(self) -> Any:
@@ -150,11 +148,6 @@ class SGPOptions(GossipOptions):
 
     def check(self, config: Config) -> list[str]:
         found = super().check(config)
-        if self.eager and self.on_death == "continue":
-            found.append(
-                "parallel.strategy.on_death = 'continue': only where a replica waits for certain messages can the "
-                "others go on without it, and with eager=True it waits for none; use 'stop', or overlap=1"
-            )
         if self.eager and self.overlap:
             found.append(
                 f"parallel.strategy.overlap = {self.overlap}: with eager=True messages are taken in as they come, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -22,8 +22,6 @@ Beta = Annotated[float, Field(gt=0, le=1)]
 class ServerOptions(PerReplicaOptions):
     """A *worker* is a replica: its ranks pull their shards of the parameters, and push what becomes of them."""
 
-    replicas_are_independent: ClassVar[bool] = True
-
     #: "sync": exact, all workers' gradients are one update; "async": each worker's push counts at once
     mode: Literal["sync", "async"] = "sync"
     #: server processes, which are spread over the hosts; None: one on each
@@ -41,12 +39,6 @@ class ServerOptions(PerReplicaOptions):
     beta: Beta = 0.9
     #: what the next step begins with is pulled while this one computes, and so lacks this one's push
     prefetch: bool = True
-    #: when a worker dies: the run ends, or (async) the others go on without it, which None says in mode "async"
-    on_death: Literal["stop", "continue"] | None = None
-
-    @property
-    def goes_on_after_a_death(self) -> bool:
-        return self.mode == "async" and self.on_death != "stop"
 
     @property
     def has_own_optimizer(self) -> bool:
@@ -97,8 +89,6 @@ class ServerOptions(PerReplicaOptions):
             refuse("beta", f"means nothing with algorithm = {self.algorithm!r}; it is for 'easgd' and 'eamsgd'")
         if self.evaluate == "own" and not self.has_own_optimizer:
             refuse("evaluate", "workers have no parameters of their own, those at the servers are evaluated")
-        if self.on_death == "continue" and self.mode == "sync":
-            refuse("on_death", "in mode 'sync' every step waits for all workers; use mode='async', or 'stop'")
         for key in ("prefetch", "log_every") if is_exact else ("prefetch",) if self.mode == "sync" else ():
             if key in given and getattr(self, key):
                 refuse(key, "in mode 'sync' there is nothing to do ahead, or beside" if key == "log_every" else _WAITS)
