@@ -1,18 +1,19 @@
 """Messages between the ranks of one axis that nobody waits for to be sent, and that outlive the death of a rank.
 
-What c10d cannot do: its groups break as a whole when a member dies, and its receives name their sender beforehand. Each
-rank has one thread that reads and writes all connections, so that messages travel while the main thread computes.
-Tensors on an accelerator are copied to the host by the caller.
+What c10d cannot do: its groups break as a whole when a member dies, and its receives name their sender beforehand.
+Messages travel by `colossus.comm.net` while the main thread computes. Tensors on an accelerator are copied to the host
+by the caller.
 """
 
 from __future__ import annotations
 
 import secrets
+import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,14 +21,16 @@ from torch import Tensor
 from colossus import machine
 from colossus.comm import accounting
 from colossus.comm.buffer_pool import BufferPool
+from colossus.comm.net import Listener, Stream, WireError, dial
 from colossus.comm.objects import all_gather_object
-from colossus.comm.peer_connections import PeerConnections
-from colossus.comm.peer_reader import Message
-from colossus.comm.peer_wire import Header
 from colossus.context.groups import AxisGroup
 
+_HEAD = struct.Struct("<Hq")  # kind, number; then what goes beside the data
+_INDEX = struct.Struct("<H")
 #: how often a rank that waits looks up
 _LOOK_SECONDS = 1.0
+#: for which a rank that closes waits until what it has sent is with the others
+_CLOSE_SECONDS = 10.0
 
 
 class PeerGone(RuntimeError):
@@ -42,6 +45,24 @@ class PeerGone(RuntimeError):
         self.index = index
 
 
+@dataclass(eq=False)
+class Message:
+    """What a peer has sent.
+
+    Attributes:
+        source: its index in the group.
+        kind: what it is for.
+        number: of a step, or whatever sender and receiver count.
+        data: uint8 [bytes], on the host; give it back with `PeerLinks.release` when it is not needed any more.
+    """
+
+    source: int
+    kind: int
+    number: int
+    meta: bytes
+    data: Tensor
+
+
 class PeerLinks:
     """The links of this rank to all others of its group. Collective: all of them make theirs at the same time.
 
@@ -54,31 +75,61 @@ class PeerLinks:
     Attributes:
         waited_seconds: that `receive` has waited so far.
         bytes_sent: by `send` so far.
-        on_arrival: called by the thread of the links when a message has come or a peer is gone; returns at once.
+        on_arrival: called by a thread of the links when a message has come or a peer is gone; returns at once.
+
+    Raises:
+        RuntimeError: a peer cannot be reached.
     """
 
     def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float, *, pinned: bool = False) -> None:
-        # of a copy: its indices are those of all, also when some of them have died
-        self.group, self._timeout = replace(group), timeout_seconds
+        self.group, self._timeout, self._most_bytes = group, timeout_seconds, most_bytes
         self.waited_seconds, self.bytes_sent = 0.0, 0
         self.on_arrival: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
         self._inbox: dict[tuple[int, int, int], deque[Message]] = {}
-        self._gone: dict[int, str] = {}
-        #: peers that take nothing any more, why, and since when: they may have ended well
-        self._deaf: dict[int, tuple[str, float]] = {}
-        #: peers that said goodbye
+        self._streams: dict[int, Stream] = {}
+        #: peers of which nothing can come any more, and why; those that said goodbye are in ``_left``, too
+        self._lost: dict[int, str] = {}
         self._left: set[int] = set()
-        #: from whom there is or was a connection
-        self._heard: set[int] = set()
         self._pool = BufferPool(pinned=pinned)
-        self._closed = False
-        self._failure: BaseException | None = None
-        self._connections = PeerConnections(_own_address(group), group.index, group.size, most_bytes, self)
-        offers = all_gather_object((self._connections.address, secrets.token_bytes(32)), group)
-        self._connections.start([address for address, _ in offers], offers[0][1])
+        own = machine.own_address()
+        host = machine.address_among(own, all_gather_object(own, group))
+        key = secrets.token_bytes(32)
+        listener = Listener(host, key, self._take_in, "the links between replicas")
+        try:
+            self._connect(all_gather_object((listener.address, key), group))
+        finally:
+            listener.close()
 
-    # -- for the main thread ------------------------------------------------------------------------------
+    def _connect(self, offers: Sequence[tuple[tuple[str, int], bytes]]) -> None:
+        """To all of smaller index; those of larger index come."""
+        me = self.group.index
+        for index, (address, key) in enumerate(offers[:me]):
+            try:
+                self._keep(index, dial(address, key, _INDEX.pack(me), self._timeout))
+            except (OSError, WireError) as error:
+                raise RuntimeError(f"{self.name(me)} cannot reach {self.name(index)}: {error}") from error
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._streams) == self.group.size - 1, self._timeout):
+                missing = [index for index in range(self.group.size) if index not in (me, *self._streams)]
+                raise RuntimeError(
+                    f"timeout: {', '.join(map(self.name, missing))} did not connect to {self.name(me)} within "
+                    f"{self._timeout:g} s"
+                )
+
+    def _take_in(self, stream: Stream) -> None:
+        (index,) = _INDEX.unpack(stream.about)
+        if index in self._streams or not self.group.index < index < self.group.size:
+            raise WireError(f"peer {index} is none that is waited for")
+        self._keep(index, stream)
+
+    def _keep(self, index: int, stream: Stream) -> None:
+        with self._changed:
+            self._streams[index] = stream
+            self._changed.notify_all()
+        stream.start(_Incoming(self, index, self._most_bytes))
+
+    # -- out ----------------------------------------------------------------------------------------------
 
     def buffer(self, size: int) -> Tensor:
         """Memory of ``size`` bytes, uint8, on the host: used again after `send(owned=True)` or `release`."""
@@ -106,29 +157,34 @@ class PeerLinks:
             dtype: of what is in it, for the count.
             owned: ``data`` came from `buffer`, and goes back there once it has been sent.
         """
-        self._raise_failure()
-        targets = [to] if isinstance(to, int) else to
-        targets = [index for index in targets if index not in self._gone and index not in self._deaf]
+        targets = [index for index in ([to] if isinstance(to, int) else to) if index not in self._lost]
         size = 0 if data is None else data.numel()
         for counter in accounting.listeners:
             for _ in targets:
                 counter.add("send", str(self.group), dtype, size)
         self.bytes_sent += size * len(targets)
-        header = Header(kind, number, len(meta), size).pack() + meta
         left = len(targets)
+        lock = threading.Lock()
 
         def done() -> None:
             nonlocal left
-            left -= 1
-            if owned and not left:
-                assert data is not None
+            with lock:
+                left -= 1
+                is_last = not left
+            if owned and is_last and data is not None:
                 self.release(data)
 
-        if not targets and owned and data is not None:
+        if owned and not targets and data is not None:
             self.release(data)
-        view = None if data is None or not size else memoryview(data.numpy())  # type: ignore[arg-type]
+        payload = [] if data is None or not size else [memoryview(data.numpy())]  # type: ignore[arg-type]
         for index in targets:
-            self._connections.send(index, header, view, done)
+            self._streams[index].send(_HEAD.pack(kind, number) + meta, payload, done)
+
+    def backlog(self, to: int) -> int:
+        """Bytes that wait to be sent to a peer."""
+        return self._streams[to].backlog
+
+    # -- in -----------------------------------------------------------------------------------------------
 
     def receive(self, source: int, kind: int, number: int) -> Message:
         """Wait for a message.
@@ -147,35 +203,31 @@ class PeerLinks:
                         del self._inbox[key]
                     self.waited_seconds += time.monotonic() - began
                     return message
-                self._raise_failure()
-                if (reason := self.lost(source)) is not None:
+                if (reason := self._lost.get(source)) is not None:
                     raise PeerGone(source, f"{self.name(source)} has gone: {reason}")
-                left = min(began + self._timeout - time.monotonic(), _LOOK_SECONDS)
-                if time.monotonic() - began > self._timeout:
+                left = began + self._timeout - time.monotonic()
+                if left <= 0:
                     raise RuntimeError(
                         f"timeout: {self.name(source)} did not send its message {number} within {self._timeout:g} s"
                     )
-                self._changed.wait(max(left, 0.0))
+                self._changed.wait(min(left, _LOOK_SECONDS))
 
     def lost(self, source: int) -> str | None:
         """Why nothing can come from a peer any more, None where something can."""
-        if source in self._gone:
-            return self._gone[source]
-        if source in self._left:
-            return "it has closed its links"
-        if source in self._heard or source not in self._deaf:
-            return None
-        reason, since = self._deaf[source]
-        return reason if time.monotonic() - since > _LOOK_SECONDS else None  # its own connection may be on its way
+        return self._lost.get(source)
 
     def has_left(self, source: int) -> bool:
         """Whether a peer has said goodbye."""
-        return source in self._left and source not in self._gone
+        return source in self._left
+
+    @property
+    def gone(self) -> dict[int, str]:
+        """Peers that died, and what was seen of it."""
+        return {index: reason for index, reason in self._lost.items() if index not in self._left}
 
     def take(self, kind: int) -> list[Message]:
         """All messages of a kind that have come and were not received, without waiting; by source and number."""
         with self._changed:
-            self._raise_failure()
             found = sorted(key for key in self._inbox if key[1] == kind)
             return [message for key in found for message in self._inbox.pop(key)]
 
@@ -190,77 +242,55 @@ class PeerLinks:
             if not until():
                 self._changed.wait(seconds)
 
-    def has(self, source: int, kind: int, number: int) -> bool:
-        """Whether a message has come and was not received."""
-        return (source, kind, number) in self._inbox
-
-    def nudge(self) -> None:
-        """Let who waits look again. From any thread."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def lose(self, index: int, reason: str) -> None:
-        """A peer is known to have died, whatever its connections say. From any thread."""
-        self.on_death(index, reason)
-        self._connections.drop(index)
-
-    @property
-    def gone(self) -> dict[int, str]:
-        """Peers that died, and what was seen of it."""
-        return dict(self._gone)
-
-    def backlog(self, to: int) -> int:
-        """Bytes that wait to be sent to a peer."""
-        return self._connections.backlog(to)
+    # -- besides ------------------------------------------------------------------------------------------
 
     def name(self, index: int) -> str:
         return f"rank {self.group.ranks[index]} (replica {index})"
 
     def close(self) -> None:
         """Wait until all that was sent is with the others, as long as they live, and say goodbye."""
-        if self._closed:
-            return
-        self._closed = True
-        self._connections.close()
+        streams, deadline = tuple(self._streams.values()), time.monotonic() + _CLOSE_SECONDS
+        for stream in streams:
+            stream.close()
+        for stream in streams:
+            stream.close(max(0.0, deadline - time.monotonic()))
+            stream.abort()
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(f"the thread of the links between replicas failed: {self._failure}") from self._failure
-
-    # -- told by the thread of the connections --------------------------------------------------------------
-
-    def on_message(self, message: Message) -> None:
+    def put(self, message: Message) -> None:
+        """A message has come. By the thread of the streams, as what follows."""
         with self._changed:
             self._inbox.setdefault((message.source, message.kind, message.number), deque()).append(message)
             self._changed.notify_all()
         self.on_arrival()
 
-    def on_connection(self, source: int) -> None:
-        self._heard.add(source)
-
-    def on_farewell(self, source: int) -> None:
+    def lose(self, source: int, reason: str | None) -> None:
+        """Nothing comes from a peer any more: why, or None where it said goodbye."""
         with self._changed:
-            self._left.add(source)
-            self._changed.notify_all()
-
-    def on_death(self, source: int, reason: str) -> None:
-        with self._changed:
-            self._gone.setdefault(source, reason)
+            self._lost[source] = "it has closed its links" if reason is None else reason
+            if reason is None:
+                self._left.add(source)
             self._changed.notify_all()
         self.on_arrival()
 
-    def on_deaf(self, target: int, reason: str) -> None:
-        with self._changed:
-            self._deaf[target] = reason, time.monotonic()
-            self._changed.notify_all()
 
-    def on_failure(self, error: BaseException) -> None:
-        with self._changed:
-            self._failure = error
-            self._changed.notify_all()
+class _Incoming:
+    """What comes from one peer: see `colossus.comm.net.Receiver`."""
 
+    def __init__(self, links: PeerLinks, source: int, most_bytes: int) -> None:
+        self._links, self._source, self._most_bytes = links, source, most_bytes
+        self._data: Tensor | None = None
 
-def _own_address(group: AxisGroup) -> str:
-    """The address of this host at which the other ranks reach it. Collective."""
-    own = machine.own_address()
-    return machine.address_among(own, all_gather_object(own, group))
+    def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
+        if size > self._most_bytes:
+            raise WireError(f"a message of {size} bytes, where at most {self._most_bytes} are expected")
+        self._data = self._links.buffer(size)
+        return [memoryview(self._data.numpy())]  # type: ignore[arg-type]
+
+    def on_frame(self, head: bytes) -> None:
+        kind, number = _HEAD.unpack_from(head)
+        data, self._data = self._data, None
+        data = torch.empty(0, dtype=torch.uint8) if data is None else data
+        self._links.put(Message(self._source, kind, number, head[_HEAD.size :], data))
+
+    def on_end(self, reason: str | None) -> None:
+        self._links.lose(self._source, reason)

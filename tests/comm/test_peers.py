@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-import resource
-import selectors
 import signal
 import socket
 import struct
 import time
 import warnings
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
 from helpers.ranks import grid, run_ranks
 
-from colossus.comm import accounting, door
+from colossus.comm import accounting, peers
+from colossus.comm.net import Listener
 from colossus.comm.objects import all_gather_object
-from colossus.comm.peer_wire import HEADER_BYTES, HELLO_BYTES, Header, WireError, hello, read_hello
 from colossus.comm.peers import PeerGone, PeerLinks
 from colossus.context.local_ranks import run_local_ranks
 from colossus.context.parallel_context import ParallelContext
@@ -67,19 +65,23 @@ def test_messages_of_any_size_come_whole_between_all() -> None:
 
 
 def _strangers(context: ParallelContext) -> list[str]:
+    """Nobody listens any more once all are connected."""
     group = context.group("data")
+    addresses: list[tuple[str, int]] = []
+
+    class Noted(Listener):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            addresses.append(self.address)
+
+    peers.Listener = Noted  # type: ignore[misc]
     links = PeerLinks(group, 1000, 10.0)
+    peers.Listener = Listener  # type: ignore[misc]
     told = []
-    if group.index == 0:
-        connections = links._connections
-        address, key = tuple(connections._addresses[0]), connections._key
-        good = hello(key, 1, 0)
-        for bad in (b"GET / HTTP/1.1\r\n\r\n" * 9, hello(b"x" * 32, 1, 0), good[:-1] + b"?", hello(key, 0, 0)):
-            with socket.create_connection(address) as stream:
-                stream.sendall(bad)
-                stream.settimeout(5.0)
-                told.append(repr(_until_closed(stream)))
-    all_gather_object(0, group)
+    try:
+        socket.create_connection(addresses[0]).close()
+    except ConnectionRefusedError:
+        told.append("refused")
     links.send([1 - group.index], 1, 1, torch.arange(10, dtype=torch.uint8))
     told.append(str(links.receive(1 - group.index, 1, 1).data.tolist()))
     told.append(str(links.gone))
@@ -87,98 +89,43 @@ def _strangers(context: ParallelContext) -> list[str]:
     return told
 
 
-def _until_closed(stream: socket.socket) -> bytes:
-    try:
-        return stream.recv(10)
-    except ConnectionResetError:
-        return b""
+def test_nobody_can_come_in_later() -> None:
+    for told in run_ranks(2, _strangers, plan=grid(data=2)):
+        assert told == ["refused", str(list(range(10))), "{}"]
 
 
-def test_strangers_are_dropped_and_change_nothing() -> None:
-    first, second = run_ranks(2, _strangers, plan=grid(data=2))
-    assert first == ["b''"] * 4 + second
-    assert second == [str(list(range(10))), "{}"]
+def _large(context: ParallelContext) -> str:
+    """A message of more bytes than there can be ends what comes from its sender, and is told."""
+    links = PeerLinks(context.group("data"), 1000, 10.0)
+    other = 1 - context.group("data").index
+    if other == 1:
+        links.send(other, 1, 1, torch.zeros(1001, dtype=torch.uint8))
+    with pytest.raises(PeerGone) as caught:
+        links.receive(other, 1, 1)
+    links.close()
+    return str(caught.value)
 
 
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def test_a_message_that_is_too_large_is_none_of_ours() -> None:
+    _, told = run_ranks(2, _large, plan=grid(data=2))
+    assert "a message of 1001 bytes, where at most 1000 are expected" in told
 
 
-def _crowd(context: ParallelContext) -> dict[str, object]:
-    """The first rank is connected to by many that say nothing, and may open no file for a while."""
+def _many_links(context: ParallelContext) -> int:
+    """Files that are open after links were made and closed again and again."""
     group, files = context.group("data"), []
-    found: dict[str, object] = {}
     for number in range(4):
         links = PeerLinks(group, 1000, 10.0)
         links.send(1 - group.index, 1, number)
         links.receive(1 - group.index, 1, number)
         links.close()
-        files.append(_open_files())
-    found["files"] = files[-1] - files[1]
-
-    door.GREETING_SECONDS, door._PAUSE_SECONDS = 1.0, 0.1
-    links = PeerLinks(group, 1000, 10.0)
-    listener, before = links._connections._incoming, _open_files()
-    if group.index == 0:
-        silent = [socket.create_connection(listener.address) for _ in range(40)]
-        for stream in silent[:20]:  # at most 20 at a time
-            stream.settimeout(10.0)
-            found["oldest"] = _until_closed(stream)
-        found["taken in"] = _open_files() - len(silent) - before
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = os.dup(0)
-        os.close(most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    all_gather_object(0, group)
-    if group.index == 0:
-        deadline = time.monotonic() + 10.0
-        while not listener.door.is_paused and time.monotonic() < deadline:
-            time.sleep(0.002)
-        found["paused"] = listener.door.is_paused
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for stream in silent[20:]:  # their time is over
-            stream.settimeout(10.0)
-            found["last"] = _until_closed(stream)
-            stream.close()
-        found["came"] = links.receive(1, 1, 0).number
-        links.send(1, 1, 1)
-    else:
-        links.send(0, 1, 0)
-        found["came"] = links.receive(0, 1, 1).number
-    connections = links._connections
-    selector = cast("selectors.EpollSelector", connections._selector)
-    kept = [connections._wake._read, connections._wake._write, selector.fileno(), listener._listener.fileno()]
-    child = os.fork()
-    if not child:
-        os._exit(sum(map(_is_open, kept)))
-    found["child"] = os.waitpid(child, 0)[1]
-    links.close()
-    return found
+        all_gather_object(0, group)
+        files.append(len(os.listdir("/proc/self/fd")))
+    return files[-1] - files[1]
 
 
-def _is_open(file: int) -> bool:
-    return os.path.exists(f"/proc/self/fd/{file}")
-
-
-def test_a_crowd_of_strangers_and_a_system_without_files() -> None:
-    first, second = run_ranks(2, _crowd, plan=grid(data=2))
-    assert first.pop("taken in") <= 20
-    assert first == {"files": 0, "oldest": b"", "paused": True, "last": b"", "came": 0, "child": 0}
-    assert second == {"files": 0, "came": 1, "child": 0}
-
-
-def test_the_wire_checks_lengths_and_keys() -> None:
-    key = b"k" * 32
-    assert len(hello(key, 2, 5)) == HELLO_BYTES
-    assert read_hello(hello(key, 2, 5), key, 5, 6) == 2
-    for raw, to, ranks in ((hello(key, 2, 5), 4, 6), (hello(key, 2, 5), 5, 2), (hello(b"o" * 32, 2, 5), 5, 6)):
-        with pytest.raises(WireError):
-            read_hello(raw, key, to, ranks)
-    header = Header(7, -3, 12, 1000)
-    assert len(header.pack()) == HEADER_BYTES
-    assert Header.unpack(header.pack(), 1000) == header
-    with pytest.raises(WireError, match=r"12 \+ 1000 bytes, where at most 4096 \+ 999"):
-        Header.unpack(header.pack(), 999)
+def test_closed_links_leave_no_file() -> None:
+    assert run_ranks(2, _many_links, plan=grid(data=2)) == [0, 0]
 
 
 def _death(rank: int, sends_first: bool) -> str:

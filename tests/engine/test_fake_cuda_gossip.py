@@ -12,7 +12,7 @@ from torch import Tensor
 
 import colossus
 from colossus.comm.buffer_pool import BufferPool
-from colossus.comm.peer_reader import Message
+from colossus.comm.peers import Message
 from colossus.context.groups import AxisGroup
 from colossus.engine.strategies import ad_psgd, gossip
 from colossus.engine.strategies.pair_answers import ANSWER, REQUEST

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from colossus.comm.peer_reader import Message
+from colossus.comm.peers import Message
 from colossus.engine.strategies.push_sum import Addend
 from colossus.engine.strategies.stop_wave import STOP_BYTES, StopWave
 
