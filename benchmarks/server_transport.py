@@ -1,4 +1,4 @@
-"""How fast tensors go to a parameter server and back: shared memory, UNIX socket, TCP, and gloo's send and receive.
+"""How fast tensors go to a parameter server and back, beside gloo's send and receive.
 
     python -m benchmarks.server_transport [--megabytes 0.0625 1 16 64] [--seconds 0.5]
 
@@ -30,9 +30,8 @@ from colossus.context.local_ranks import run_local_ranks  # noqa: E402
 from colossus.server.environment import new_token  # noqa: E402
 from colossus.server.messages import Request  # noqa: E402
 from colossus.server.process import start_server  # noqa: E402
-from colossus.server.rpc import RpcClient  # noqa: E402
+from colossus.server.rpc_client import RpcClient  # noqa: E402
 
-TRANSPORTS = ("shared memory", "unix", "tcp")
 _UNDER_WAY = 64
 
 
@@ -55,11 +54,6 @@ class Vector:
             request.reply()
 
 
-def client_of(endpoint: dict[str, Any], token: bytes, transport: str) -> RpcClient:
-    endpoint = endpoint | ({"unix": None} if transport == "tcp" else {})
-    return RpcClient(endpoint, token, 0, shared_memory=transport == "shared memory")
-
-
 def repeated(seconds: float, action: Callable[[], object]) -> float:
     """Seconds of one, the best of three rounds."""
     action()
@@ -78,22 +72,22 @@ def measure(client: RpcClient, megabytes: list[float], seconds: float) -> dict[s
     for size in megabytes:
         vector = torch.rand(int(size * (1 << 20)) // 4)
         into = [torch.empty_like(vector)]
-        push = repeated(seconds, lambda vector=vector: client.call("push", {}, [vector]).wait())
+        push = repeated(seconds, lambda vector=vector: client.call("push", {}, [vector]).result())
         header = {"size": vector.numel()}
-        pull = repeated(seconds, lambda header=header, into=into: client.call("pull", header, (), into).wait())
+        pull = repeated(seconds, lambda header=header, into=into: client.call("pull", header, (), into).result())
         assert torch.equal(into[0], vector)
         rates["push"][size], rates["pull"][size] = vector.nbytes / push / 1e9, vector.nbytes / pull / 1e9
-    rates["round trips/s"] = 1 / repeated(seconds, lambda: client.call("nothing").wait())
+    rates["round trips/s"] = 1 / repeated(seconds, lambda: client.call("nothing").result())
 
     calls = deque(client.call("nothing") for _ in range(_UNDER_WAY))
 
     def next_call() -> None:
-        calls.popleft().wait()
+        calls.popleft().result()
         calls.append(client.call("nothing"))
 
     rates["calls/s"] = 1 / repeated(seconds, next_call)
     for call in calls:
-        call.wait()
+        call.result()
     client.close()
     return rates
 
@@ -141,8 +135,7 @@ def main() -> int:
     results = {"gloo": gloo(given.megabytes, given.seconds)}
     token = new_token()
     with start_server(0, token, {"handler": "benchmarks.server_transport:Vector"}) as server:
-        for transport in TRANSPORTS:
-            results[transport] = measure(client_of(server.endpoint, token, transport), given.megabytes, given.seconds)
+        results["server"] = measure(RpcClient(server.endpoint, token, 0), given.megabytes, given.seconds)
     if given.json:
         print(json.dumps(results))
         return 0

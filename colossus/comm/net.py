@@ -5,7 +5,7 @@ One thread of each process runs an asyncio loop that reads and writes all stream
 callers' memory. A frame is a *head*, some bytes, and a *payload*, which is read to where its receiver wants it.
 
 Who connects and who listens prove to each other that they know the key (HMAC-SHA256 over both their challenges, which
-are new for each stream, and over what the dialer says of itself), so a greeting that somebody has recorded is of no use.
+are new for each stream, and over what the dialer says of itself), so a recorded greeting is of no use.
 Frames are neither authenticated nor encrypted: who can change what the network carries can change them. A stream is
 never made again: when it breaks, both ends are told.
 """
@@ -133,7 +133,9 @@ class Stream:
         """
         size = sum(map(len, payload))
         start = _FRAME.pack(len(head), size) + head
-        pieces = [b"".join((start, *payload))] if size < _SMALL_BYTES else [start, *payload]
+        pieces: list[bytes | memoryview] = [start, *payload]
+        if size < _SMALL_BYTES:
+            pieces = [b"".join(pieces)]
         self._put(_Frame(pieces, done, size))
 
     def _put(self, frame: _Frame, *, is_last: bool = False) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colossus.comm.peer_wire import WireError
+from colossus.comm.net import WireError
 
 _ALIGNMENT = 64
 _MOST_DIMS = 64
@@ -68,6 +68,11 @@ class Packing:
         """Copy tensors into a buffer. Other threads run meanwhile."""
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
             copy(view, tensor)
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors are of these dtypes and shapes."""
+        here = list(zip(self.dtypes, self.shapes, strict=True))
+        return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors] == here
 
     def targets(self, tensors: Sequence[Tensor]) -> list[memoryview] | None:
         """The memory of tensors as a buffer in pieces, None where it is not contiguous."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
@@ -12,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.server.handles import Handle, ServerCall, UnwaitedPushes, Waits, gone_in
+from colossus.server.handles import Handle, Waits
 from colossus.server.messages import Reply, ServerGone
 from colossus.server.pieces import Pieces, Splitter, Value, header_of
-from colossus.server.rpc import RpcClient
+from colossus.server.rpc_client import RpcClient
 from colossus.server.shard import ShardSpec, check_optimizer
 from colossus.server.sharding import Sharding, TensorSpec
-from colossus.server.step_calls import StepCalls, StepSquares
 from colossus.server.tensor_state import TensorState, gathered_state, split_state
 
 Options = Mapping[str, Any]
@@ -53,8 +54,8 @@ class Servers:
         self._prefetched: dict[tuple[str, ...], tuple[Handle[None], dict[str, Tensor]]] = {}
         #: by names, buffers that no pull takes any more
         self._spare: dict[tuple[str, ...], list[dict[str, Tensor]]] = {}
-        self._pushes = UnwaitedPushes()
-        self._steps = StepCalls(self._splitter, self.workers, self._call)
+        #: that nobody may wait for
+        self._pushes: list[Handle[dict[str, int | None]]] = []
         self._lock = threading.RLock()
 
     @property
@@ -76,7 +77,20 @@ class Servers:
         for client in self._clients:
             client.close(patience_seconds)
         if sys.exception() is None:
-            self._pushes.require_accepted()
+            self._require_accepted()
+
+    def _require_accepted(self) -> None:
+        """
+        Raises:
+            Refused: a push that is done was refused, and nobody was told.
+        """
+        with self._lock:
+            done = [push for push in self._pushes if push.is_done()]
+            self._pushes = [push for push in self._pushes if not push.is_done()]
+        for push in done:
+            if not push.was_waited_for:
+                with suppress(ServerGone):  # which every other call tells, too
+                    push.wait()
 
     # -- tensors --------------------------------------------------------------------------------------------
 
@@ -113,16 +127,11 @@ class Servers:
                 spec = ShardSpec(name, tuple(tensor.shape), dtype, part.start, part.stop, chosen)
                 specs.setdefault(part.server, []).append(asdict(spec))
         values = self._splitter.split(tensors) if has_values else {}
-        calls = [
-            self._call(
-                server,
-                "create",
-                [spec["name"] for spec in of_server],
-                {"specs": of_server, "has_values": has_values, "source": source, "workers": list(self.workers)},
-                values[server].arrays if has_values else (),
-            )
-            for server, of_server in specs.items()
-        ]
+        common = {"has_values": has_values, "source": source, "workers": list(self.workers)}
+        calls = []
+        for server, of_server in specs.items():
+            header = {"names": [spec["name"] for spec in of_server], "specs": of_server, **common}
+            calls.append(self._call(server, "create", header, values[server].arrays if has_values else ()))
         return Handle(calls, _nothing)
 
     def free(self, names: Sequence[str]) -> Handle[None]:
@@ -136,7 +145,7 @@ class Servers:
                 self._prefetched.pop(key, None)
                 self._spare.pop(key, None)
             self._versions = {key: version for key, version in self._versions.items() if key[0] not in names}
-        return Handle([self._call(server, "free", of, {"names": of}) for server, of in servers.items()], _nothing)
+        return Handle([self._call(server, "free", {"names": of}) for server, of in servers.items()], _nothing)
 
     def push(
         self,
@@ -164,7 +173,7 @@ class Servers:
             ValueError: a value does not fit its tensor.
             Refused: an earlier push that nobody waited for was refused.
         """
-        self._pushes.require_accepted()
+        self._require_accepted()
         counts = rule in ("add", "gradient")
         found = self._splitter.split(values)
         calls = []
@@ -172,8 +181,7 @@ class Servers:
             bases = [self._versions.get((name, server)) if counts else None for name in pieces.names]
             chosen = [dict(options_of.get(name, options)) for name in pieces.names]
             header = header_of(pieces, rule=rule, options=chosen, bases=bases)
-            calls.append(self._call(server, "push", pieces.names, header, pieces.arrays))
-        self._pushes.add(calls)
+            calls.append(self._call(server, "push", header, pieces.arrays))
 
         def staleness(replies: list[Reply]) -> dict[str, int | None]:
             most: dict[str, int | None] = dict.fromkeys(values)
@@ -183,14 +191,17 @@ class Servers:
                     most[name] = stale if before is None else max(before, stale or 0)
             return most
 
-        return Handle(calls, staleness)
+        handle = Handle(calls, staleness)
+        with self._lock:
+            self._pushes.append(handle)
+        return handle
 
     def pull(self, into: Mapping[str, Tensor]) -> Handle[None]:
         """Values of tensors, of each shard at one time. They are written to until the handle was waited for.
 
         What was prefetched for just these names is taken instead.
         """
-        self._pushes.require_accepted()
+        self._require_accepted()
         for name, target in into.items():
             if target.shape != (shape := self._shape(name)):
                 raise ValueError(f"{name!r} is {list(shape)}: it does not go into {list(target.shape)}")
@@ -226,7 +237,7 @@ class Servers:
         """Some rows of tensors: by name ids int64 [n], ascending and each once -> rows [n, ...]."""
         found, rows = self._splitter.wanted_rows(ids)
         calls = [
-            self._call(server, "pull", pieces.names, header_of(pieces), pieces.arrays, pieces.into)
+            self._call(server, "pull", header_of(pieces), pieces.arrays, pieces.into)
             for server, pieces in found.items()
         ]
 
@@ -238,10 +249,7 @@ class Servers:
 
     def _pull(self, into: Mapping[str, Tensor]) -> Handle[None]:
         found, copy = self._splitter.targets(into)
-        calls = [
-            self._call(server, "pull", pieces.names, header_of(pieces), (), pieces.into)
-            for server, pieces in found.items()
-        ]
+        calls = [self._call(server, "pull", header_of(pieces), (), pieces.into) for server, pieces in found.items()]
 
         def finish(replies: list[Reply]) -> None:
             copy()
@@ -261,26 +269,37 @@ class Servers:
 
     # -- synchronous steps ----------------------------------------------------------------------------------
 
-    def accumulate(self, step: int, values: Mapping[str, Value], *, backups: int = 0) -> Handle[list[str]]:
+    def accumulate(self, step: int, values: Mapping[str, Value]) -> Handle[None]:
         """Give this worker's part of the gradients of a step; None where it has none. All workers give each of them
         once. A sum does not depend on the order of arrival.
 
         Args:
             step: ascending.
-            backups: how many of the slowest workers are not waited for.
-
-        Returns:
-            Names whose step was applied before this part came: it was dropped.
         """
-        return self._steps.accumulate(step, values, backups)
+        found = self._splitter.split(values)
+        calls = [
+            self._call(server, "accumulate", header_of(pieces, step=step, workers=list(self.workers)), pieces.arrays)
+            for server, pieces in found.items()
+        ]
+        return Handle(calls, _nothing)
 
-    def squares(self, step: int, names: Sequence[str] | None = None, *, backups: int = 0) -> Handle[StepSquares]:
-        """The squares of the norms of the sums over workers, each element once; done when all parts are at the servers.
+    def squares(self, step: int, names: Sequence[str]) -> Handle[dict[str, float]]:
+        """By name the squares of the norms of the sums over workers, each element once; done when all parts are at the
+        servers."""
+        servers = self._splitter.by_server(names)
+        calls = [
+            self._call(server, "squares", {"names": of, "step": step, "workers": list(self.workers)})
+            for server, of in servers.items()
+        ]
 
-        Args:
-            names: None: all that this worker has given to the step.
-        """
-        return self._steps.squares(step, names, backups)
+        def total(replies: list[Reply]) -> dict[str, float]:
+            squares = dict.fromkeys(names, 0.0)
+            for of, reply in zip(servers.values(), replies, strict=True):
+                for name, square in zip(of, reply.arrays[0].tolist(), strict=True):
+                    squares[name] += square
+            return squares
+
+        return Handle(calls, total)
 
     def apply(
         self,
@@ -300,7 +319,19 @@ class Servers:
             found_inf: do not update, and forget the sums.
             into: where the values go afterwards, by name.
         """
-        return self._steps.apply(step, names, options, options_of, found_inf, into)
+        servers = self._splitter.by_server(names)
+        targets, copy = self._splitter.targets({} if into is None else {name: into[name] for name in names})
+        calls = []
+        for server, of in servers.items():
+            header = {
+                "names": of,
+                "step": step,
+                "options": [dict(options_of.get(name, options)) for name in of],
+                "found_inf": found_inf,
+                "pull": into is not None,
+            }
+            calls.append(self._call(server, "apply", header, (), targets[server].into if into is not None else ()))
+        return Handle(calls, lambda replies: copy())
 
     # -- workers --------------------------------------------------------------------------------------------
 
@@ -308,23 +339,23 @@ class Servers:
         """Done when this worker, which has finished ``step`` steps, may begin the next: no other worker that lives has
         finished fewer than ``step - max_staleness`` (SSP; Ho et al., NIPS 2013). Kept by server 0."""
         header = {"step": step, "max_staleness": max_staleness, "workers": list(self.workers)}
-        return Handle([self._call(0, "clock", (), header)], _nothing)
+        return Handle([self._call(0, "clock", header)], _nothing)
 
     def leave(self, workers: Sequence[int] | None = None) -> Handle[None]:
         """Workers (None: this one) take part no more; nobody waits for their clocks."""
         header = {"workers": [self.worker] if workers is None else list(workers)}
-        return Handle([self._call(0, "leave", (), header)], _nothing)
+        return Handle([self._call(0, "leave", header)], _nothing)
 
     def alive(self) -> Handle[tuple[list[int], dict[int, str]]]:
         """Workers that server 0 knows and that live; those that have gone, and why."""
         return Handle(
-            [self._call(0, "alive", (), {})],
+            [self._call(0, "alive", {})],
             lambda replies: (replies[0].header["alive"], dict(replies[0].header["gone"])),
         )
 
     def waiting_for(self) -> Handle[list[Waits]]:
         """What the calls of this worker that are under way wait for at the servers, now."""
-        calls = [self._call(server, "waiting_for", (), {}) for server in range(self.num_servers)]
+        calls = [self._call(server, "waiting_for", {}) for server in range(self.num_servers)]
 
         def finish(replies: list[Reply]) -> list[Waits]:
             return [
@@ -353,23 +384,18 @@ class Servers:
 
     def stats(self) -> Handle[list[dict[str, Any]]]:
         """Of each server what it has done; see `ServerLoad`, and by tensor its updates."""
-        calls = [self._call(server, "stats", (), {}) for server in range(self.num_servers)]
+        calls = [self._call(server, "stats", {}) for server in range(self.num_servers)]
         return Handle(calls, lambda replies: [reply.header for reply in replies])
 
     def _call(
         self,
         server: int,
         op: str,
-        names: Sequence[str],
         header: Mapping[str, Any],
         arrays: Sequence[Tensor] = (),
         into: Sequence[Tensor] | None = None,
-    ) -> ServerCall:
-        try:
-            call = self._clients[server].call(op, dict(header), arrays, into)
-        except ServerGone as error:
-            raise gone_in(error, op, names) from error
-        return ServerCall(server, op, names, call)
+    ) -> Future[Reply]:
+        return self._clients[server].call(op, dict(header), arrays, into)
 
 
 def _nothing(replies: list[Reply]) -> None:

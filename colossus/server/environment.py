@@ -15,16 +15,17 @@ SERVERS = "COLOSSUS_SERVERS"
 #: the key of the run, hexadecimal
 TOKEN = "COLOSSUS_SERVER_TOKEN"
 
+#: of silence, after which a server can be taken for dead at the earliest: each end gives a sign of life in a second
+LEAST_TIMEOUT_SECONDS = 3.0
+
 _TOKEN_BYTES = 32
 _MOST_PORT = 65535
 #: fields of an endpoint, and what they are
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "index": (int,),
-    "host": (str,),
-    "port": (int,),
-    "unix": (str, type(None)),
-    "host_id": (str,),
-    "process": (int,),
+_FIELDS: dict[str, type] = {
+    "index": int,
+    "host": str,
+    "port": int,
+    "process": int,
 }
 
 
@@ -101,12 +102,11 @@ def wrong_endpoint(endpoint: object) -> str | None:
     """What is wrong with the endpoint of a server; None if nothing is."""
     if not isinstance(endpoint, dict):
         return f"an endpoint is an object of {', '.join(_FIELDS)}, not {_shown(endpoint)}"
-    for name, kinds in _FIELDS.items():
+    for name, kind in _FIELDS.items():
         if name not in endpoint:
             return f"{name} is missing"
-        if not isinstance(endpoint[name], kinds) or isinstance(endpoint[name], bool):
-            wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            return f"{name} is {_shown(endpoint[name])}, where {wanted} is expected"
+        if type(endpoint[name]) is not kind:
+            return f"{name} is {_shown(endpoint[name])}, where {kind.__name__} is expected"
     if not 0 < endpoint["port"] <= _MOST_PORT:
         return f"port is {endpoint['port']}, where 1 to {_MOST_PORT} are possible"
     if endpoint["index"] < 0:

@@ -18,7 +18,7 @@ from colossus.context.parallel_context import current_context
 from colossus.server import environment
 from colossus.server.client import Servers
 from colossus.server.local_server import LocalServer
-from colossus.server.rpc import RpcClient
+from colossus.server.rpc_client import RpcClient
 
 #: workers of loops of the user's own, at servers that a strategy uses, too: this plus the rank
 _FIRST_WORKER = 1 << 20

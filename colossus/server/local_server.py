@@ -49,7 +49,6 @@ class LocalServer:
             on_gone=getattr(self.handler, "on_gone", lambda worker, reason: None),
             on_failure=self._note,
             timeout_seconds=wanted.timeout_seconds,
-            reconnect_seconds=wanted.reconnect_seconds,
         )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,15 +54,14 @@ class Request:
         worker: its number.
         op: what is asked for.
         header: data of JSON.
-        arrays: on the host, contiguous; only to be read, and valid until the answer: they may lie in memory that the
-            worker writes to afterwards. Who keeps one longer clones it.
+        arrays: on the host, contiguous; only to be read, and valid until the answer. Who keeps one longer clones it.
     """
 
     worker: int
     op: str
     header: dict[str, Any]
     arrays: list[Tensor]
-    _answer: Callable[[dict[str, Any] | None, Sequence[Tensor], str | None], None] = field(repr=False)
+    _answer: Callable[[dict[str, Any], Sequence[Tensor]], None] = field(repr=False)
     _is_answered: bool = field(default=False, repr=False)
 
     def reply(self, header: dict[str, Any] | None = None, arrays: Sequence[Tensor] = ()) -> None:
@@ -71,57 +69,15 @@ class Request:
 
         A worker that is gone is answered in silence.
         """
-        self._once()
-        self._answer(header or {}, arrays, None)
-        self.arrays = []
+        self._once({"h": header or {}}, arrays)
 
     def fail(self, message: str) -> None:
-        """Refuse the request: ``Call.wait`` of the worker raises `Refused` with this message."""
-        self._once()
-        self._answer(None, (), message)
-        self.arrays = []
+        """Refuse the request: the result of the worker's call is `Refused`, with this message."""
+        self._once({"e": message}, ())
 
-    def _once(self) -> None:
+    def _once(self, head: dict[str, Any], arrays: Sequence[Tensor]) -> None:
         if self._is_answered:
             raise RuntimeError(f"the request {self.op!r} of worker {self.worker} was answered already")
         self._is_answered = True
-
-
-class Call:
-    """A request that is under way, as the worker sees it."""
-
-    def __init__(self, op: str, server: str) -> None:
-        self._op, self._server = op, server
-        self._done = threading.Event()
-        self._reply: Reply | None = None
-        self._error: Exception | None = None
-
-    def is_done(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
-        return self._done.is_set()
-
-    def wait(self, timeout: float | None = None) -> Reply:
-        """Wait for the reply.
-
-        A server that lives but has not answered is waited for without end: it may have reasons, as a bound on
-        staleness is one.
-
-        Args:
-            timeout: seconds; None: as long as the server lives.
-
-        Raises:
-            ServerGone: the server has ended or is silent.
-            Refused: the handler has refused the request.
-            TimeoutError: after ``timeout``; the request is still under way.
-        """
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"{self._server} lives, but has not answered {self._op!r} within {timeout:g} s")
-        if self._error is not None:
-            raise self._error
-        assert self._reply is not None
-        return self._reply
-
-    def finish(self, reply: Reply | None, error: Exception | None) -> None:
-        """Called once, by the client."""
-        self._reply, self._error = reply, error
-        self._done.set()
+        self._answer(head, arrays)
+        self.arrays = []

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -44,7 +43,6 @@ class ServerSettings:
     options: dict[str, Any] = field(default_factory=dict)
     host: str | None = None
     timeout_seconds: float = 60.0
-    reconnect_seconds: float = 3.0
     threads: int = 1
     log: str | None = None
 
@@ -168,9 +166,6 @@ class ServerProcess:
         if self._child.stdin is not None:
             with contextlib.suppress(OSError):
                 self._child.stdin.close()
-        unix = None if self._endpoint is None else self._endpoint["unix"]
-        if unix is not None and not unix.startswith("@"):
-            shutil.rmtree(Path(unix).parent, ignore_errors=True)
 
     def _tell(self, line: str) -> None:
         assert self._child.stdin is not None

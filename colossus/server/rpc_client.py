@@ -1,41 +1,50 @@
-"""The end of a worker: its calls, and one thread that reads, and connects again when the connection is lost."""
+"""The end of a worker: calls at a server, many under way at once, with replies in any order.
+
+A request is applied at most once: a connection is never made again, and when it is lost all calls of its client end
+with `ServerGone`.
+"""
 
 from __future__ import annotations
 
-import secrets
-import selectors
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from colossus import machine
 from colossus.comm.buffer_pool import BufferPool
-from colossus.comm.forked import close_in_children, keep
-from colossus.comm.peer_wire import WireError
-from colossus.comm.wake import Wake
-from colossus.server import wire
-from colossus.server.beats import BEAT_SECONDS, LEAST_TIMEOUT_SECONDS
-from colossus.server.connect import address_of, connect
-from colossus.server.connection import Connection
-from colossus.server.environment import wrong_endpoint
-from colossus.server.frame_parser import Frame
-from colossus.server.messages import Call, Refused, Reply, ServerGone
-from colossus.server.outgoing import Outgoing
-from colossus.server.pending_calls import Pending, PendingCalls
-from colossus.server.reply_arrays import ReplyArrays
-from colossus.server.segments import SegmentMap, SegmentPool
-from colossus.server.wire import Hello
+from colossus.comm.net import BEAT_SECONDS, Stream, WireError, dial
+from colossus.server.arrays import copy, pack
+from colossus.server.environment import LEAST_TIMEOUT_SECONDS, wrong_endpoint
+from colossus.server.frames import Messages, send
+from colossus.server.messages import Refused, Reply, ServerGone
 
+#: what a client says of itself: the number of its worker
+WORKER = struct.Struct("<i")
+#: calls under way, and bytes of their tensors; then the next one waits
+_MOST_CALLS = 256
+_MOST_CALL_BYTES = 256 << 20
+#: tensors that an error lists
+_MOST_NAMES = 3
+#: memory that is kept for later
 _POOLED_BYTES = 256 << 20
-_LOOK_SECONDS = 0.2
-#: after which replies are acknowledged without a request
-_ACKNOWLEDGE_SECONDS = 0.02
-_MOST_UNACKNOWLEDGED = 32
+#: for which it is tried where another client of this number is connected
+_BUSY_SECONDS = 2.0
 #: in which what is left must be written at the end
 _CLOSE_SECONDS = 2.0
+
+
+@dataclass(eq=False)
+class _Pending:
+    future: Future[Reply]
+    what: str
+    into: Sequence[Tensor] | None
+    num_bytes: int = 0
 
 
 class RpcClient:
@@ -47,7 +56,6 @@ class RpcClient:
         worker: number of this worker, an int32; one client of a number at a time.
         timeout_seconds: of silence after which the server is taken for dead, at least `LEAST_TIMEOUT_SECONDS`.
         on_progress: called by a thread of the client whenever a reply has come.
-        shared_memory: whether arrays may go through it, where the server is on this host.
 
     Raises:
         ServerGone: nothing answers at the endpoint.
@@ -62,8 +70,6 @@ class RpcClient:
         worker: int,
         timeout_seconds: float = 60.0,
         on_progress: Callable[[], object] = lambda: None,
-        *,
-        shared_memory: bool = True,
     ) -> None:
         if (wrong := wrong_endpoint(endpoint)) is not None:
             raise ValueError(f"the endpoint of a server: {wrong}")
@@ -73,33 +79,46 @@ class RpcClient:
                 f"server can be taken for dead after {LEAST_TIMEOUT_SECONDS:g} s at the earliest"
             )
         self.index: int = endpoint["index"]
-        self.address = address_of(endpoint)
-        self._endpoint, self._token, self._worker = endpoint, token, worker
-        self._timeout, self._on_progress = timeout_seconds, on_progress
-        self._most_bytes = machine.memory_bytes()[0] // 4
-        self._incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
-        self._calls = PendingCalls()
-        self._acknowledged: list[int] = []
-        self._read_at = 0.0
-        self._connection: Connection | None = None
-        self._segments, self._mapped = SegmentPool(), SegmentMap()
-        self._can_map, self._takes_segments = shared_memory, False
-        self._arrays = ReplyArrays(self._most_bytes, self._mapped, self._calls.into_of)
+        host = endpoint["host"]
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"{shown}:{endpoint['port']} (process {endpoint['process']})"
+        self._worker, self._timeout, self._on_progress = worker, timeout_seconds, on_progress
         self._buffers = BufferPool(_POOLED_BYTES)
-        self._last_sign: float | None = None
-        self._is_closing = False
-        self._selector = selectors.DefaultSelector()
-        self._wake = Wake()
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        try:
-            self._connect(is_new=True)
-        except BaseException:
-            self._selector.close()
-            self._wake.close()
-            raise
-        self._thread = threading.Thread(target=self._run, name="colossus-server-client", daemon=True)
-        self._thread.start()
-        close_in_children(self)
+        self._changed = threading.Condition(threading.RLock())
+        self._pending: dict[int, _Pending] = {}
+        self._last = self._num_bytes = 0
+        self._gone: ServerGone | None = None
+        self._is_closed = False
+        self._stream = self._enter((host, endpoint["port"]), token)
+
+    def _enter(self, address: tuple[str, int], token: bytes) -> Stream:
+        began = time.monotonic()
+        most_bytes = machine.memory_bytes()[0] // 4
+        while True:
+            self._welcome: Future[str | None] = Future()
+            try:
+                stream = dial(address, token, WORKER.pack(self._worker), self._timeout)
+            except WireError as error:
+                raise self._refused(
+                    f"it does not take the token of this process, which is of another run ({error})"
+                ) from error
+            except OSError as error:
+                reason = "nothing listens there" if isinstance(error, ConnectionRefusedError) else str(error)
+                raise ServerGone(self.index, self.address, reason) from error
+            self._stream = stream
+            stream.start(Messages(self._buffers, most_bytes, self._into_of, self._take, self._end), self._timeout)
+            refusal = self._welcome.result()
+            if self._gone is not None:
+                raise self._gone
+            if refusal is None:
+                return stream
+            stream.abort()
+            if time.monotonic() - began > _BUSY_SECONDS:
+                raise self._refused(refusal)
+            time.sleep(0.05)
+
+    def _refused(self, why: str) -> Refused:
+        return Refused(f"server {self.index} at {self.address} refused worker {self._worker}: {why}")
 
     def call(
         self,
@@ -107,12 +126,16 @@ class RpcClient:
         header: dict[str, Any] | None = None,
         arrays: Sequence[Tensor] = (),
         into: Sequence[Tensor] | None = None,
-    ) -> Call:
+    ) -> Future[Reply]:
         """Start a call. Waits while too much is under way.
+
+        The result is `ServerGone` when the server has ended or is silent, `Refused` when its handler has refused the
+        request. A server that lives but has not answered is waited for without end: it may have reasons, as a bound on
+        staleness is one.
 
         Args:
             op: what is asked for.
-            header: data of JSON.
+            header: data of JSON; its ``names`` are told in errors.
             arrays: on the host; copied before this returns, so that they may be changed afterwards.
             into: where the arrays of the reply go, of the same number, shapes and dtypes: written to by a thread of the
                 client at any time until the call is done. None: new tensors.
@@ -121,22 +144,28 @@ class RpcClient:
             ServerGone: it is gone already.
             ValueError: what cannot be sent.
         """
-        self._calls.wait_for_room()
-        segments = self._segments if self._takes_segments else None
-        message = Outgoing(wire.REQUEST, {"o": op, "h": header or {}}, arrays, segments, self._buffers)
-        call = Call(op, f"server {self.index} at {self.address}")
-        with self._calls.changed:
-            if self._calls.gone is not None or self._is_closing:
-                message.release()
-                raise self._calls.gone or RuntimeError(
-                    f"a call {op!r} at server {self.index} by a client that was closed"
+        header = header or {}
+        pending = _Pending(Future(), _in_words(op, header.get("names", ())), into)
+        pending.future.set_running_or_notify_cancel()  # it cannot be cancelled
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._gone is not None or (len(self._pending) < _MOST_CALLS and self._num_bytes < _MOST_CALL_BYTES)
                 )
-            self._calls.add(Pending(call, message, into))
-            if self._connection is not None:
-                self._acknowledge(self._connection)
-                message.send(self._connection, self._takes_segments)
-                self._connection.forget(self._segments.take_dropped())
-        return call
+            )
+            if self._gone is not None:
+                raise self._error_of(self._gone, pending.what)
+            if self._is_closed:
+                raise RuntimeError(f"a call {op!r} at server {self.index} by a client that was closed")
+            self._last += 1
+            self._pending[self._last] = pending
+            try:
+                pending.num_bytes = send(self._stream, {"n": self._last, "o": op, "h": header}, arrays, self._buffers)
+            except BaseException:
+                del self._pending[self._last]
+                raise
+            self._num_bytes += pending.num_bytes
+        return pending.future
 
     def close(self, patience_seconds: float | None = None) -> None:
         """Wait for the calls under way, as long as the server lives, and say goodbye. Idempotent.
@@ -144,154 +173,71 @@ class RpcClient:
         Args:
             patience_seconds: for which calls are waited for; None: without end.
         """
-        if not self._is_closing:
-            self._calls.wait_for_end(patience_seconds)
-        self._is_closing = True
-        self._wake.call()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-            self._wake.close()
-        keep(self)
+        with self._changed:
+            if not self._is_closed:
+                self._changed.wait_for(lambda: not self._pending, patience_seconds)
+            self._is_closed = True
+        self._stream.close(_CLOSE_SECONDS)
+        self._end("the client was closed")
 
-    # -- the thread -------------------------------------------------------------------------------------------
+    # -- by the thread of the stream --------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            while not self._is_closing and self._calls.gone is None:
-                self._turn()
-            self._say_goodbye()
-        except Exception as error:
-            self._lose(f"the thread of its client failed: {type(error).__name__}: {error}")
-        finally:
-            if self._connection is not None:
-                self._connection.close()
-            self._segments.close()
-            self._mapped.close()
-            self._selector.close()
-            self._wake.close_reading()
+    def _into_of(self, head: dict[str, Any]) -> Sequence[Tensor] | None:
+        pending = self._pending.get(head.get("n", 0))
+        return None if pending is None else pending.into
 
-    def _turn(self) -> None:
-        connection = self._connection
-        assert connection is not None
-        connection.watch(self._selector)
-        self._selector.select(_ACKNOWLEDGE_SECONDS if self._acknowledged else _LOOK_SECONDS)
-        self._wake.drain()
-        if connection.has_backlog:
-            connection.write()
-        try:
-            for frame in connection.read():
-                self._take(connection, frame)
-        except (OSError, EOFError) as error:
-            self._reconnect(str(error) or type(error).__name__)
+    def _take(self, head: dict[str, Any], arrays: list[Tensor], buffer: Tensor | None) -> None:
+        if "welcome" in head:
+            self._welcome.set_result(head["welcome"])
             return
-        except WireError as error:
-            self._lose(f"it sent what no server sends: {error}")
+        if "failed" in head:
+            self._end(str(head["failed"]))
             return
-        self._last_sign = connection.last_heard
-        now = time.monotonic()
-        if now - connection.last_heard > self._timeout:
-            self._lose(f"it gave no sign of life for {self._timeout:g} s")
-            return
-        if self._acknowledged and (
-            now - self._read_at > _ACKNOWLEDGE_SECONDS or len(self._acknowledged) >= _MOST_UNACKNOWLEDGED
-        ):
-            with self._calls.changed:
-                self._acknowledge(connection)
-        connection.beat(BEAT_SECONDS)
-
-    def _say_goodbye(self) -> None:
-        connection = self._connection
-        if connection is None or self._calls.gone is not None:
-            return
-        self._acknowledge(connection)
-        connection.send(wire.frame(wire.BYE))
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while connection.has_backlog and time.monotonic() < deadline:
-            connection.watch(self._selector)
-            self._selector.select(_LOOK_SECONDS)
-            connection.write()
-
-    def _acknowledge(self, connection: Connection) -> None:
-        if self._acknowledged:
-            connection.send(wire.frame(wire.ACKNOWLEDGE, wire.encode(self._acknowledged)))
-            self._acknowledged = []
-
-    def _reconnect(self, why: str) -> None:
-        with self._calls.changed:
-            connection, self._connection = self._connection, None
-        assert connection is not None
-        self._selector.unregister(connection.stream)
-        connection.close()
-        try:
-            self._connect(is_new=False, why=why)
-        except (ServerGone, Refused) as error:
-            self._lose(error.reason if isinstance(error, ServerGone) else str(error))
-
-    def _connect(self, *, is_new: bool, why: str = "") -> None:
-        hello = Hello.make(self._worker, self._incarnation, is_new=is_new, takes_segments=self._can_map)
-        stream, takes_segments = connect(
-            self._endpoint, self._token, hello, self._timeout, why, self._last_sign, lambda: self._is_closing
-        )
-        connection = Connection(stream, self._most_bytes, self._arrays.allocate, self._wake.call)
-        self._last_sign = connection.last_heard
-        self._selector.register(stream, selectors.EVENT_READ)
-        with self._calls.changed:
-            self._takes_segments = takes_segments and self._can_map
-            if not is_new:
-                self._acknowledged = []
-                self._calls.resume(connection, self._takes_segments)
-            self._connection = connection
-
-    def _lose(self, reason: str) -> None:
-        self._calls.lose(ServerGone(self.index, self.address, reason, self._last_sign))
-
-    def _take(self, connection: Connection, frame: Frame) -> None:
-        match frame.head.kind:
-            case wire.REPLY | wire.REFUSAL:
-                self._take_reply(frame)
-            case wire.PING:
-                pass
-            case wire.SEGMENT:
-                try:
-                    self._mapped.add(frame.header, connection.take_descriptor())
-                except OSError:
-                    self._can_map = False  # told with the next greeting
-                    raise
-            case wire.FORGET:
-                self._mapped.forget(frame.header)
-            case wire.FAILED:
-                self._lose(str(frame.header))
-            case kind:
-                raise WireError(f"a frame of kind {kind}, which is a worker's")
-
-    def _take_reply(self, frame: Frame) -> None:
-        header, sequence = frame.header, frame.head.sequence
-        if not isinstance(header, dict):
-            raise WireError("a reply without a header")
-        reply: Reply | None = None
-        error: Exception | None = None
-        pending = self._calls.get(sequence)
-        if pending is not None:
-            if frame.head.kind == wire.REFUSAL:
-                error = Refused(str(header.get("e")))
-            else:
-                try:
-                    reply = Reply(header.get("h") or {}, self._arrays.of(frame, pending.into))
-                except ValueError as wrong:
-                    if isinstance(wrong, WireError):
-                        raise
-                    error = wrong
-        with self._calls.changed:
-            self._acknowledged.append(sequence)
-            self._read_at = time.monotonic()
-        if pending is None:  # it came twice
-            return
-        self._calls.remove(sequence)
-        pending.message.release()
-        pending.call.finish(reply, error)
+        with self._changed:
+            pending = self._pending.pop(head.get("n", 0), None)
+            if pending is None:
+                raise WireError("a reply to nothing")
+            self._num_bytes -= pending.num_bytes
+            self._changed.notify_all()
+        if "e" in head:
+            pending.future.set_exception(Refused(f"server {self.index} refused to {pending.what}: {head['e']}"))
+        elif pending.into is None:
+            pending.future.set_result(Reply(head.get("h") or {}, arrays))
+        elif (found := pack(arrays)).fits(pending.into):
+            if buffer is not None:  # it could not be read to where it belongs, which is not contiguous
+                for target, source in zip(pending.into, arrays, strict=True):
+                    copy(target, source)
+                self._buffers.give_back(buffer)
+            pending.future.set_result(Reply(head.get("h") or {}, list(pending.into)))
+        else:
+            wanted = pack(pending.into).describe()
+            pending.future.set_exception(
+                ValueError(f"the reply has arrays {found.describe()}, where into has {wanted}")
+            )
         self._on_progress()
 
-    def close_in_child(self) -> None:
-        """After a fork, where the thread does not run."""
-        if self._connection is not None:
-            self._connection.stream.close()
+    def _end(self, reason: str | None) -> None:
+        gone = ServerGone(self.index, self.address, reason or "it was closed", self._stream.last_heard)
+        with self._changed:
+            if self._gone is None:
+                self._gone = gone
+            lost = list(self._pending.values())
+            self._pending.clear()
+            self._num_bytes = 0
+            self._changed.notify_all()
+        for pending in lost:
+            pending.future.set_exception(self._error_of(self._gone, pending.what))
+        if not self._welcome.done():
+            self._welcome.set_result(None)
+
+    @staticmethod
+    def _error_of(gone: ServerGone, what: str) -> ServerGone:
+        """The same, which says what was asked for."""
+        return ServerGone(gone.index, gone.address, f"{gone.reason}; it was to {what}", gone.last_sign)
+
+
+def _in_words(op: str, names: Sequence[str]) -> str:
+    if not names:
+        return op
+    more = len(names) - _MOST_NAMES
+    return f"{op} {', '.join(map(repr, names[:_MOST_NAMES]))}" + (f" and {more} more" if more > 0 else "")

@@ -13,8 +13,8 @@ from colossus.server.clocks import Clocks
 from colossus.server.load import ServerLoad
 from colossus.server.messages import Request
 from colossus.server.shard import ShardSpec
-from colossus.server.step_requests import StepRequests
 from colossus.server.stored_tensors import StoredTensors, check_ids
+from colossus.server.sync_steps import SyncSteps
 from colossus.server.waiting import Answer, Awaited, WaitingRequests
 
 
@@ -34,14 +34,13 @@ class ShardStore:
         self._seen: set[int] = set()
         self._gone: dict[int, str] = {}
         self._deaths: Counter[int] = Counter()
-        self._steps = StepRequests(self._tensors, self._waiting, self._gone)
+        self._steps = SyncSteps(self._tensors, self._waiting, self._gone)
         self._ops: dict[str, Callable[[Request], object]] = {
             "create": self._create,
             "free": self._free,
             "push": self._push,
             "pull": self._pull,
             "accumulate": self._steps.accumulate,
-            "arrive": self._steps.arrive,
             "squares": self._steps.squares,
             "apply": self._apply,
             "clock": self._clock,
@@ -153,7 +152,7 @@ class ShardStore:
         self._reply(request, {"versions": [shard.version for shard in shards]}, out)
 
     def _apply(self, request: Request) -> None:
-        """See `StepRequests.apply`; pull: whether values are wanted."""
+        """See `SyncSteps.apply`; pull: whether values are wanted."""
         values = self._steps.apply(request)
         versions = [self._tensors.shard(name).version for name in request.header["names"]]
         self._reply(request, {"versions": versions}, values if request.header["pull"] else [])
@@ -222,7 +221,7 @@ class ShardStore:
             for shard in self._tensors
         }
         waiting = len(self._waiting)
-        request.reply({**self.load.as_json(), "late_parts": self._steps.num_late, "shards": shards, "waiting": waiting})
+        request.reply({**self.load.as_json(), "shards": shards, "waiting": waiting})
 
     def _reply(self, request: Request, header: dict[str, Any], arrays: list[Tensor]) -> None:
         self.load.bytes_out += sum(array.nbytes for array in arrays)

@@ -1,26 +1,31 @@
-"""Synchronous steps at a server: the sum of what all workers give, the same whatever comes first."""
+"""Synchronous steps at a server: parts of gradients, the squares of their sums, one update.
+
+A sum is the same whatever comes first: parts are added up in the order of the workers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from colossus.rows.row_gradient import RowGradient
+from colossus.server.messages import Request
 from colossus.server.shard import Part
+from colossus.server.stored_tensors import StoredTensors
+from colossus.server.waiting import Answer, Awaited, WaitingRequests
 
 
 class GradientSum:
-    """Parts of the gradient of one shard in one step, added up in the order of the workers.
+    """Parts of the gradient of one shard in one step.
 
     Args:
         workers: who gives a part each, ascending.
-        keeps_parts: whether workers may be left out at the end; else a dense part is freed as soon as it was added.
     """
 
-    def __init__(self, workers: tuple[int, ...], keeps_parts: bool) -> None:
-        self.workers, self._keeps_parts = workers, keeps_parts
+    def __init__(self, workers: tuple[int, ...]) -> None:
+        self.workers = workers
         self._parts: dict[int, Part] = {}
         self._dense: Tensor | None = None
         self._num_added = 0
@@ -32,11 +37,11 @@ class GradientSum:
         if worker in self._parts:
             raise ValueError(f"worker {worker} has given its part already")
         self._parts[worker] = part
-        if not self._keeps_parts:
-            self._add_early()
+        self._add_early()
 
     def _add_early(self) -> None:
-        """Add the dense parts of all workers before the first that is missing; rows are added at the end, at once."""
+        """Add the dense parts of all workers before the first that is missing, so that they can be freed; rows are
+        added at the end, at once."""
         while self._num_added < len(self.workers) and (worker := self.workers[self._num_added]) in self._parts:
             part = self._parts[worker]
             if isinstance(part, RowGradient):
@@ -46,23 +51,19 @@ class GradientSum:
                 self._parts[worker] = None
             self._num_added += 1
 
-    @property
-    def num_given(self) -> int:
-        return len(self._parts)
+    def missing(self) -> list[int]:
+        return [worker for worker in self.workers if worker not in self._parts]
 
-    def missing(self, included: Iterable[int]) -> list[int]:
-        return [worker for worker in included if worker not in self._parts]
-
-    def total(self, included: Iterable[int], like: Tensor) -> Part:
-        """The sum of the parts of some workers, which are all there.
+    def total(self, like: Tensor) -> Part:
+        """The sum of all parts.
 
         Args:
             like: values of the shard.
         """
-        parts = [self._parts[worker] for worker in sorted(included)]
-        given = [part for part in parts if part is not None]
-        if self._dense is None and given and all(isinstance(part, RowGradient) for part in given):
-            return RowGradient.added([part for part in given if isinstance(part, RowGradient)])
+        given = [part for worker in self.workers if (part := self._parts[worker]) is not None]
+        rows = [part for part in given if isinstance(part, RowGradient)]
+        if self._dense is None and rows and len(rows) == len(given):
+            return RowGradient.added(rows)
         total = self._dense
         for part in given:
             if isinstance(part, RowGradient):
@@ -73,48 +74,43 @@ class GradientSum:
         return total
 
 
-class SyncSteps:
+class ShardSteps:
     """The steps of one shard.
 
     Attributes:
         applied: the newest step that was applied.
-        num_late: parts that are in no sum: their step was closed without them.
     """
 
     def __init__(self) -> None:
         self.applied = -1
-        self.num_late = 0
         self._sums: dict[int, GradientSum] = {}
-        self._totals: dict[int, Part] = {}
-        self._squares: dict[int, float] = {}
+        self._totals: dict[int, tuple[Part, float]] = {}
 
-    def accumulate(self, step: int, worker: int, part: Part, workers: tuple[int, ...], keeps_parts: bool) -> bool:
-        """Take a part; False: its step is closed, and it is dropped."""
+    def accumulate(self, step: int, worker: int, part: Part, workers: tuple[int, ...]) -> None:
+        """Take a part."""
         if step <= self.applied or step in self._totals:
-            self.num_late += 1
-            return False
-        found = self._sums.setdefault(step, GradientSum(workers, keeps_parts))
+            raise ValueError(f"worker {worker} gives a part of step {step}, whose sum was taken already")
+        found = self._sums.setdefault(step, GradientSum(workers))
         if found.workers != workers:
             raise ValueError(
                 f"worker {worker} gives it with workers {list(workers)}, and another with {list(found.workers)}"
             )
         found.add(worker, part)
-        return True
 
-    def missing(self, step: int, included: tuple[int, ...]) -> list[int]:
+    def missing(self, step: int, workers: Sequence[int]) -> list[int]:
         """Who has not given a part of a step that was not applied."""
         if step <= self.applied or step in self._totals:
             return []
-        return self._sums[step].missing(included) if step in self._sums else list(included)
+        return self._sums[step].missing() if step in self._sums else list(workers)
 
-    def squares(self, step: int, included: tuple[int, ...], like: Tensor) -> float | None:
-        """The square of the norm of the sum, of a step of which nothing is missing; None: it was applied long ago."""
-        if step > self.applied and step not in self._totals:
-            found = self._sums.pop(step)
-            self.num_late += found.num_given - len(included)
-            total = found.total(included, like)
-            self._totals[step], self._squares[step] = total, _squares(total)
-        return self._squares.get(step)
+    def squares(self, step: int, like: Tensor) -> float:
+        """The square of the norm of the sum, of a step of which nothing is missing."""
+        if step not in self._totals:
+            if step not in self._sums:
+                raise ValueError(f"step {step} was applied already, and a newer one after it")
+            total = self._sums.pop(step).total(like)
+            self._totals[step] = total, _squares(total)
+        return self._totals[step][1]
 
     def peek(self, step: int) -> Part:
         """What `take` will give.
@@ -126,18 +122,108 @@ class SyncSteps:
             return None
         if step not in self._totals:
             raise ValueError(f"step {step} is to be applied before the squares of its sums were taken")
-        return self._totals[step]
+        return self._totals[step][0]
 
     def take(self, step: int) -> Part:
-        """The sum, to be applied now; None: it is nothing, or was applied before."""
+        """The sum, to be applied now; None: it is nothing, or was applied before. Older steps have failed."""
         if step <= self.applied:
             return None
-        total, self._squares = self._totals[step], {step: self._squares[step]}
+        total, squares = self._totals[step]
         self._totals = {number: kept for number, kept in self._totals.items() if number > step}
-        for old in [number for number in self._sums if number < step]:
-            self.num_late += self._sums.pop(old).num_given
+        self._totals[step] = None, squares  # others of its workers may ask for the squares yet
+        self._sums = {number: kept for number, kept in self._sums.items() if number > step}
         self.applied = step
         return total
+
+
+class SyncSteps:
+    """Requests of synchronous steps at one server.
+
+    Args:
+        gone: workers that have ended, and why.
+    """
+
+    def __init__(self, tensors: StoredTensors, waiting: WaitingRequests, gone: Mapping[int, str]) -> None:
+        self._tensors, self._waiting, self._gone = tensors, waiting, gone
+        self._steps: dict[str, ShardSteps] = {}
+
+    def accumulate(self, request: Request) -> None:
+        """Parts of a step. Header: step, names, kinds, workers (who take part)."""
+        header = request.header
+        found = self._tensors.parts(header["names"], header["kinds"], request.arrays)
+        for shard, part in found:
+            shard.check("gradient", part, {"lr": 0.0})
+        for name, (_, part) in zip(header["names"], found, strict=True):
+            steps = self._steps.setdefault(name, ShardSteps())
+            steps.accumulate(header["step"], request.worker, _own(part), tuple(header["workers"]))
+        request.reply()
+
+    def squares(self, request: Request) -> None:
+        """Of each tensor the square of the norm of the sum over workers, answered when all parts are here. Header:
+        step, names, workers. The reply: one array, float64 [names]."""
+        step, names, workers = request.header["step"], request.header["names"], request.header["workers"]
+
+        def missing() -> dict[str, list[int]]:
+            return {name: self._steps.setdefault(name, ShardSteps()).missing(step, workers) for name in names}
+
+        def answer() -> Answer | None:
+            shards = self._tensors.shards(names)
+            for name, those in missing().items():
+                for worker in those:
+                    if worker in self._gone:
+                        raise ValueError(
+                            f"worker {worker} has gone ({self._gone[worker]}) without its part of {name!r} in step "
+                            f"{step}"
+                        )
+                if those:
+                    return None
+            found = [self._steps[name].squares(step, shard.values) for name, shard in zip(names, shards, strict=True)]
+            return lambda: request.reply({}, [torch.tensor(found, dtype=torch.float64)])
+
+        def awaited() -> Awaited:
+            found = missing()
+            late = sorted({worker for those in found.values() for worker in those})
+            of = next((repr(name) for name, those in found.items() if those), "any tensor")
+            return late, f"have not given their part of {of} in step {step}"
+
+        self._waiting.add(request, answer, awaited)
+
+    def apply(self, request: Request) -> list[Tensor]:
+        """Update by the sums of a step, once, whoever asks first. Header: step, names, options (for each: of the
+        optimizer, and scale), found_inf: the sums are dropped. Returns the values afterwards. What one tensor refuses
+        changes none, and no sum is taken."""
+        header = request.header
+        step, names = header["step"], header["names"]
+        shards = self._tensors.shards(names)
+        for name, shard, options in zip(names, shards, header["options"], strict=True):
+            if name not in self._steps:
+                raise ValueError(f"step {step} of {name!r} is to be applied, and nobody has given a part of it")
+            total = self._steps[name].peek(step)
+            if total is not None and not header["found_inf"]:
+                shard.check("gradient", total, options)
+        for name, shard, options in zip(names, shards, header["options"], strict=True):
+            total = self._steps[name].take(step)
+            if total is not None and not header["found_inf"]:
+                shard.push("gradient", total, options)
+        return [shard.values for shard in shards]
+
+    def restart(self, names: list[str]) -> None:
+        """Forget steps of tensors: their state was loaded, or they were freed."""
+        for name in names:
+            self._steps.pop(name, None)
+
+
+def _own(part: Part) -> Part:
+    """A copy; what is narrower than float32 is widened, to be added up."""
+    if part is None:
+        return None
+    if isinstance(part, RowGradient):
+        return RowGradient(part.ids.clone(), _wide(part.rows))
+    return _wide(part)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.float32 if values.itemsize < torch.float32.itemsize else values.dtype, copy=True)
 
 
 def _squares(total: Part) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from colossus.server.handles import Handle, StartCall
+from colossus.server.handles import Handle
 from colossus.server.messages import Reply
 from colossus.server.pieces import Splitter
 
@@ -31,7 +32,7 @@ class TensorState:
 
 
 def gathered_state(
-    splitter: Splitter, names: Sequence[str], bounds: Mapping[str, tuple[int, int]], call: StartCall
+    splitter: Splitter, names: Sequence[str], bounds: Mapping[str, tuple[int, int]], call: Callable[..., Future[Reply]]
 ) -> Handle[dict[str, TensorState]]:
     """See `Servers.state`."""
     wanted = {name: bounds.get(name, (0, (splitter.shapes[name] or (1,))[0])) for name in names}
@@ -41,8 +42,7 @@ def gathered_state(
             if (part.start < stop and start < part.stop) or not len(part):
                 servers.setdefault(part.server, []).append(name)
     calls = [
-        call(server, "dump", of, {"names": of, "bounds": [wanted[name] for name in of]})
-        for server, of in servers.items()
+        call(server, "dump", {"names": of, "bounds": [wanted[name] for name in of]}) for server, of in servers.items()
     ]
 
     def finish(replies: list[Reply]) -> dict[str, TensorState]:
@@ -69,7 +69,9 @@ def _joined(start: int, stop: int, pieces: list[tuple[dict[str, Any], dict[str, 
     return TensorState(start, stop, rows, scalars)
 
 
-def split_state(splitter: Splitter, states: Mapping[str, TensorState], call: StartCall) -> Handle[None]:
+def split_state(
+    splitter: Splitter, states: Mapping[str, TensorState], call: Callable[..., Future[Reply]]
+) -> Handle[None]:
     """See `Servers.load_state`."""
     headers: dict[int, list[dict[str, Any]]] = {}
     arrays: dict[int, list[Tensor]] = {}
@@ -85,7 +87,7 @@ def split_state(splitter: Splitter, states: Mapping[str, TensorState], call: Sta
             )
             arrays.setdefault(part.server, []).extend(here.values())
     calls = [
-        call(server, "load", [given["name"] for given in of], {"tensors": of}, arrays[server])
+        call(server, "load", {"names": [given["name"] for given in of], "tensors": of}, arrays[server])
         for server, of in headers.items()
     ]
     return Handle(calls, lambda replies: None)

@@ -13,7 +13,6 @@ from torch import Tensor
 import colossus
 from colossus.engine.strategies import server_parameters
 from colossus.server.handles import Handle
-from colossus.server.step_calls import StepSquares
 
 
 class Echo:
@@ -33,13 +32,12 @@ class Echo:
         require_on_host(into)
         return done(None)
 
-    def accumulate(self, step: int, values: Mapping[str, Any]) -> Handle[list[str]]:
+    def accumulate(self, step: int, values: Mapping[str, Any]) -> Handle[None]:
         require_on_host(values)
-        self._names = list(values)
-        return done([])
+        return done(None)
 
-    def squares(self, step: int) -> Handle[StepSquares]:
-        return done(StepSquares([0, 1], dict.fromkeys(self._names, 1.0), False, step))
+    def squares(self, step: int, names: list[str]) -> Handle[dict[str, float]]:
+        return done(dict.fromkeys(names, 1.0))
 
     def apply(self, step: int, names: Any, *, into: Mapping[str, Tensor] = {}, **options: Any) -> Handle[None]:
         require_on_host(into)
@@ -47,6 +45,9 @@ class Echo:
 
     def clock(self, step: int, max_staleness: int) -> Handle[None]:
         return done(None)
+
+    def waiting_for(self) -> Handle[list[Any]]:
+        return done([])
 
     def stats(self) -> Handle[list[dict[str, Any]]]:
         return done([])

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import colossus
-from colossus.engine.strategies.server_patience import Patience
 from colossus.launch.failure import kind_of
+from colossus.server.handles import wait_or_name_missing
 from colossus.server.messages import ServerGone
 
 server_threads.in_threads()
@@ -152,7 +152,7 @@ def test_clocks_can_begin_anew() -> None:
 def test_others_are_waited_for_as_long_as_one_after_the_other_comes() -> None:
     """In all longer than the time-out; who then does not come is named."""
     with local_servers(1, 3) as (first, second, third):
-        patience, ended = Patience(first, 0.4), threading.Event()
+        ended = threading.Event()
 
         def come() -> None:
             for worker in (second, third):
@@ -161,10 +161,10 @@ def test_others_are_waited_for_as_long_as_one_after_the_other_comes() -> None:
 
         thread = threading.Thread(target=come)
         thread.start()
-        patience.wait(first.clock(1, 0))
+        wait_or_name_missing(first.clock(1, 0), first.waiting_for, 0.4)
         thread.join()
         with pytest.raises(RuntimeError, match=r"timeout: ranks 1, 2 did not come .* within 0.4 s"):
-            patience.wait(first.clock(2, 0))
+            wait_or_name_missing(first.clock(2, 0), first.waiting_for, 0.4)
         first.close(0.0)  # which else would wait for the same
 
 

@@ -23,7 +23,7 @@ class CuttingProxy:
         self._target = (endpoint["host"], endpoint["port"])
         self._random, self.most_bytes, self.num_cuts = random.Random(seed), most_bytes, 0
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = endpoint | {"unix": None, "port": self._listener.getsockname()[1]}
+        self.endpoint = endpoint | {"port": self._listener.getsockname()[1]}
         self._closed = False
         threading.Thread(target=self._accept, daemon=True).start()
 

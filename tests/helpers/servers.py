@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from colossus.server.client import Servers
-from colossus.server.rpc import RpcClient, RpcServer
+from colossus.server.rpc_client import RpcClient
+from colossus.server.rpc_server import RpcServer
 from colossus.server.store import ShardStore
 
 _TOKEN = b"t" * 32

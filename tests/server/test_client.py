@@ -15,7 +15,8 @@ from torch import nn
 from colossus.rows.row_gradient import RowGradient
 from colossus.server.client import Servers
 from colossus.server.messages import Refused, ServerGone
-from colossus.server.rpc import RpcClient, RpcServer
+from colossus.server.rpc_client import RpcClient
+from colossus.server.rpc_server import RpcServer
 from colossus.server.store import ShardStore
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=5)

@@ -33,7 +33,7 @@ VALUES: st.SearchStrategy[Any] = st.one_of(
     st.just([{"name": "w", "start": 7, "keys": ["value", "sum"], "scalars": {}}]),
 )
 FIELDS = [
-    *("names", "kinds", "rule", "options", "bases", "step", "workers", "backups", "included", "found_inf", "pull"),
+    *("names", "kinds", "rule", "options", "bases", "step", "workers", "found_inf", "pull"),
     *("max_staleness", "bounds", "tensors", "specs", "has_values", "source"),
 ]
 ARRAYS = st.lists(
@@ -52,7 +52,9 @@ class Asked:
         self.answers: list[tuple[dict[str, Any] | None, str | None]] = []
 
     def ask(self, op: str, header: dict[str, Any], arrays: list[Tensor] | None = None, worker: int = 0) -> None:
-        request = Request(worker, op, header, arrays or [], lambda reply, _, error: self.answers.append((reply, error)))
+        request = Request(
+            worker, op, header, arrays or [], lambda told, _: self.answers.append((told.get("h"), told.get("e")))
+        )
         self.store.handle(request)
 
 

@@ -17,7 +17,7 @@ from colossus.server import environment
 from colossus.server.client import Servers
 from colossus.server.local_server import LocalServer
 from colossus.server.messages import Refused
-from colossus.server.rpc import RpcClient
+from colossus.server.rpc_client import RpcClient
 
 
 def _all_kinds(context: ParallelContext) -> dict[str, Any]:

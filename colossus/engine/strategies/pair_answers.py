@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from colossus.comm.peers import Message
-from colossus.comm.peers import PeerLinks
+from colossus.comm.peers import Message, PeerLinks
 from colossus.engine.parameter_vector import ParameterVector
 from colossus.engine.strategies.pair_protocol import Order, PassiveSide
 

@@ -13,7 +13,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.server import environment
 from colossus.server.client import Servers
 from colossus.server.process import start_servers
-from colossus.server.rpc import RpcClient
+from colossus.server.rpc_client import RpcClient
 
 #: for which the first rank waits for others at least, before it ends servers of its own
 _PATIENCE_SECONDS = 20.0

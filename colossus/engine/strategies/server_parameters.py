@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ from colossus.engine.sparse.table import Table
 from colossus.engine.strategies.options.server import ServerOptions
 from colossus.engine.strategies.server_connection import connect
 from colossus.engine.strategies.server_optimizer import ServerOptimizer
-from colossus.engine.strategies.server_patience import Patience
 from colossus.engine.strategies.server_pull import Pull
 from colossus.engine.strategies.server_report import ServerReport
 from colossus.engine.strategies.server_rows import ServerRows
 from colossus.engine.strategies.server_shards import Gradient, ServerShard, SharedShards, gradients_of, server_shards
-from colossus.server.handles import Handle
+from colossus.server.handles import Handle, wait_or_name_missing
+
+T = TypeVar("T")
 
 
 class ServerParameters:
@@ -57,7 +58,6 @@ class ServerParameters:
         self._world, self._data = context.group(context.grid.names), context.group("data")
         self._connection = connect(options.servers, context, on_progress, self._data.ranks)
         self._servers = self._connection.servers
-        self._patience = Patience(self._servers, context.timeout.total_seconds())
         self._optimizer: ServerOptimizer | None = None
         self.is_placed = self._is_made = False
         self._begin: Sequence[Tensor] | None = None
@@ -66,7 +66,7 @@ class ServerParameters:
         #: the last update of tables
         self._applied: Handle[None] = Handle((), lambda replies: None)
         #: this rank's parts of the step that runs
-        self._given: Handle[list[str]] = Handle((), lambda replies: [])
+        self._given: Handle[None] = Handle((), lambda replies: None)
         self._numbers = ServerReport(self._servers, is_logging=context.is_logging_rank)
         #: names of tables of which steps pull rows
         self._by_rows: set[str] = set()
@@ -90,6 +90,10 @@ class ServerParameters:
         """
         self._optimizer = ServerOptimizer(optimizer, self._context)
         self.shards = self._optimizer.updated(self.shards)
+
+    def _wait(self, handle: Handle[T]) -> T:
+        """For what depends on other workers."""
+        return wait_or_name_missing(handle, self._servers.waiting_for, self._context.timeout.total_seconds())
 
     @property
     def _first(self) -> list[ServerShard]:
@@ -129,7 +133,7 @@ class ServerParameters:
                 for name in of_source
             }
             rules = {name: {"type": rule_of[name]} for name in of_source if rule_of[name]}
-            self._patience.wait(self._servers.create(tensors, optimizers=rules, source=source))
+            self._wait(self._servers.create(tensors, optimizers=rules, source=source))
         if self._optimizer is not None:
             mine = {name for name, source in source_of.items() if source == self._context.rank}
             self._optimizer.give_state(self._servers, self.shards, mine)
@@ -220,7 +224,7 @@ class ServerParameters:
             return []
         began = time.perf_counter()
         self._given.wait()  # a part that was refused would be waited for without end
-        squares = self._patience.wait(self._servers.squares(number)).squares
+        squares = self._wait(self._servers.squares(number, [shard.name for shard in self._first]))
         self._numbers.waited(time.perf_counter() - began)
         return [(shard.param, squares[shard.name]) for shard in self._first]
 
@@ -276,7 +280,7 @@ class ServerParameters:
         """Before a step, until the slowest worker is no more than ``max_staleness`` steps behind."""
         if self._clock is not None:
             began = time.perf_counter()
-            self._patience.wait(self._clock)
+            self._wait(self._clock)
             self._clock = None
             self._numbers.waited(time.perf_counter() - began)
 

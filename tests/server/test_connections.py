@@ -1,0 +1,389 @@
+"""Whatever becomes of connections and whatever comes through them: no request twice, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers.cutting_proxy import CuttingProxy
+from helpers.server_handlers import Adder
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from colossus.comm import net
+from colossus.comm.net import Stream, WireError, dial
+from colossus.server.arrays import pack, unpack
+from colossus.server.environment import new_token
+from colossus.server.messages import Refused, ServerGone
+from colossus.server.rpc_client import WORKER, RpcClient
+from colossus.server.rpc_server import RpcServer
+
+TOKEN = new_token()
+MOST_BYTES = 1 << 20
+STRANGE = 99
+
+
+@contextmanager
+def serving(length: int = 3, **options: Any) -> Iterator[tuple[Adder, RpcServer]]:
+    handler = Adder(length)
+    server = RpcServer(handler.handle, TOKEN, on_gone=handler.on_gone, **options)
+    try:
+        yield handler, server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RpcServer]:
+    with serving(most_bytes=MOST_BYTES) as (_, server):
+        yield server
+
+
+def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def serves(server: RpcServer) -> None:
+    client = RpcClient(server.endpoint, TOKEN, 0)
+    large = torch.arange(10_000.0)
+    assert torch.equal(client.call("echo", {}, [large]).result(10).arrays[0], large)
+    client.close()
+
+
+# -- cuts -----------------------------------------------------------------------------------------------------
+
+
+def add_until_lost(client: RpcClient, length: int, counts: list[int]) -> None:
+    """Numbers from 0 on, until the connection is lost: how many were answered, and how many sent."""
+    calls = []
+    try:
+        for number in range(100_000):
+            value = torch.full((length,), float(number + 1), dtype=torch.float64)
+            calls.append(client.call("add", {"number": number}, [value]))
+            value.fill_(-1e9)  # the caller's again
+    except ServerGone:
+        pass
+    ends = [call.exception(20) for call in calls]
+    answered = [end is None for end in ends]
+    assert answered == sorted(answered, reverse=True)  # none is answered after one that is not
+    assert all(end is None or isinstance(end, ServerGone) for end in ends)
+    counts += [sum(answered), len(calls)]
+
+
+@pytest.mark.parametrize("length", [3, 50_001])
+def test_a_request_is_applied_at_most_once_whereever_the_connection_is_cut(length: int) -> None:
+    with serving(length) as (handler, server):
+        expected = 0.0
+        for seed in range(8):
+            proxy = CuttingProxy(server.endpoint, seed, 30_000 if length == 3 else 40 * 8 * length)
+            counts: list[int] = []
+            try:
+                client = RpcClient(proxy.endpoint, TOKEN, seed)
+            except (ServerGone, Refused):  # cut in its greeting
+                proxy.close()
+                continue
+            add_until_lost(client, length, counts)
+            until(lambda seed=seed: seed in dict(handler.gone))
+            applied = [key for key in handler.times if key.startswith(f"{seed} ")]
+            assert applied == [f"{seed} {number}" for number in range(len(applied))]  # in order, none left out
+            assert counts[0] <= len(applied) <= counts[1]
+            expected += len(applied) * (len(applied) + 1) / 2
+            client.close()
+            proxy.close()
+        assert set(handler.times.values()) == {1}
+        assert torch.equal(handler.total, torch.full_like(handler.total, expected))
+        assert expected
+
+
+def test_a_worker_killed_in_the_midst_of_its_requests() -> None:
+    with serving(5000) as (handler, server):
+        child = os.fork()
+        if not child:
+            try:
+                signal.alarm(20)
+                client = RpcClient(server.endpoint, TOKEN, 3)
+                for number in range(100_000):
+                    client.call("add", {"number": number}, [torch.ones(5000, dtype=torch.float64)])
+            finally:
+                os._exit(1)
+        until(lambda: len(handler.times) > 20)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        until(lambda: handler.gone)
+        assert handler.gone[0][0] == 3
+        assert str(handler.gone[0][1]).startswith("its connection ")
+        assert list(handler.times) == [f"3 {number}" for number in range(len(handler.times))]
+        assert torch.equal(handler.total, torch.full_like(handler.total, len(handler.times)))
+        client = RpcClient(server.endpoint, TOKEN, 3)  # one that starts in its place
+        assert client.call("total").result(10).header["gone"] == [[3, handler.gone[0][1]]]
+        client.close()
+        until(lambda: len(handler.gone) == 2)
+        assert handler.gone[1] == (3, None)
+
+
+def test_two_clients_of_one_number(server: RpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colossus.server.rpc_client._BUSY_SECONDS", 0.2)
+    first = RpcClient(server.endpoint, TOKEN, 1)
+    with pytest.raises(Refused, match="refused worker 1: a client of worker 1 is connected already"):
+        RpcClient(server.endpoint, TOKEN, 1)
+    assert first.call("echo", {"a": 1}).result(10).header == {"a": 1}
+    first.close()
+    RpcClient(server.endpoint, TOKEN, 1).close()
+
+
+# -- ends -----------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_worker_is_given_up_and_a_quiet_one_is_not() -> None:
+    with serving(timeout_seconds=1.5) as (handler, server):
+        quiet = RpcClient(server.endpoint, TOKEN, 0)
+        silent = RpcClient(server.endpoint, TOKEN, 7)
+        net._loop().call(lambda: [task.cancel() for task in silent._stream._tasks])
+        until(lambda: handler.gone)
+        assert handler.gone == [(7, "it gave no sign of life for 1.5 s")]
+        assert quiet.call("echo").result(10).header == {}
+        quiet.close()
+
+
+def test_a_slow_server_is_waited_for_and_a_silent_one_is_not() -> None:
+    streams: list[Stream] = []
+
+    class Silent:
+        def allocate(self, head: bytes, size: int) -> list[memoryview]:
+            raise AssertionError
+
+        def on_frame(self, head: bytes) -> None: ...
+
+        def on_end(self, reason: str | None) -> None: ...
+
+    def welcome(stream: Stream) -> None:
+        streams.append(stream)
+        stream.start(Silent())
+        stream.send(b'{"welcome": null}')
+
+    listener = net.Listener("127.0.0.1", TOKEN, welcome, "nobody")
+    silent = dict(index=1, host="127.0.0.1", port=listener.address[1], process=os.getpid())
+    with serving() as (_, server):
+        slow, none = (RpcClient(endpoint, TOKEN, 0, 3.0) for endpoint in (server.endpoint, silent))
+        asleep = slow.call("sleep", {"seconds": 3.6})
+        began = time.monotonic()
+        with pytest.raises(
+            ServerGone,
+            match=r"server 1 at 127\.0\.0\.1:\d+ \(process \d+\) is gone: it gave no sign of life for 3 s; it was to "
+            r"echo \(the last sign of life came 3\.\d s ago\)",
+        ):
+            none.call("echo").result(10)
+        assert time.monotonic() - began < 5.0
+        assert not asleep.done()
+        asleep.result(10)
+        slow.close()
+    with pytest.raises(ValueError, match="timeout_seconds = 1: "):
+        RpcClient(silent, TOKEN, 0, 1.0)
+    listener.close()
+    streams[0].abort()
+
+
+def test_a_server_that_is_closed_says_so() -> None:
+    with serving() as (handler, server):
+        client = RpcClient(server.endpoint, TOKEN, 0)
+        call = client.call("sleep", {"seconds": 0.2})
+        until(lambda: handler.is_asleep)
+        later = client.call("echo")
+    call.result(10)  # it was at work
+    with pytest.raises(ServerGone, match="it was closed") as error:
+        later.result(10)
+    assert error.value.index == 0
+    assert error.value.last_sign is not None
+    client.close()
+    with pytest.raises(ServerGone, match="nothing listens there"):
+        RpcClient(server.endpoint, TOKEN, 0)
+
+
+def test_progress_is_told(server: RpcServer) -> None:
+    moved: list[int] = []
+    client = RpcClient(server.endpoint, TOKEN, 6, on_progress=lambda: moved.append(1))
+    for _ in range(3):
+        client.call("echo").result(10)
+    client.close()
+    assert len(moved) == 3
+
+
+def test_memory_under_way_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colossus.server.rpc_client._MOST_CALL_BYTES", 1000)
+    with serving() as (_, server):
+        client = RpcClient(server.endpoint, TOKEN, 0)
+        client.call("sleep", {"seconds": 0.3})
+        held = [client.call("echo", {}, [torch.zeros(200)]) for _ in range(2)]
+        began = time.monotonic()
+        client.call("echo")
+        assert time.monotonic() - began > 0.1
+        assert held[0].done()
+        client.close()
+
+
+# -- what no worker sends ---------------------------------------------------------------------------------------
+
+
+class Ears:
+    """Hears why a stream has ended."""
+
+    def __init__(self) -> None:
+        self.heads: list[Any] = []
+        self.is_over = threading.Event()
+
+    def allocate(self, head: bytes, size: int) -> list[memoryview]:
+        return [memoryview(bytearray(size))]
+
+    def on_frame(self, head: bytes) -> None:
+        self.heads.append(json.loads(head))
+
+    def on_end(self, reason: str | None) -> None:
+        self.is_over.set()
+
+
+def entered(server: RpcServer) -> tuple[Stream, Ears]:
+    """A worker of the run, up to here."""
+    until(lambda: STRANGE not in server._streams)
+    stream, ears = dial((server.endpoint["host"], server.endpoint["port"]), TOKEN, WORKER.pack(STRANGE)), Ears()
+    stream.start(ears)
+    until(lambda: ears.heads == [{"a": [], "welcome": None}] or ears.heads == [{"welcome": None, "a": []}])
+    return stream, ears
+
+
+def request(arrays: Any = (), size: int = 0, **changes: Any) -> tuple[bytes, int]:
+    return json.dumps({"n": 1, "o": "echo", "h": {}, "a": arrays} | changes).encode(), size
+
+
+WRONG: dict[str, tuple[tuple[bytes, int], str]] = {
+    "no json": ((b"{{{{", 0), "no JSON"),
+    "deep json": ((b"[" * 1_000_000, 0), "no JSON"),
+    "a long number": ((b"1" * 100_000, 0), "no JSON"),
+    "no object": ((b"[]", 0), "no object"),
+    "no operation": (request(o=1), "without an operation"),
+    "no number": (request(n="1"), "without an operation"),
+    "a dtype": (request([["float8", [2]]], 64), "dtype 'float8'"),
+    "an object's dtype": (request([["object", [1]]], 64), "dtype 'object'"),
+    "negative": (request([["float64", [-1]]], 64), "negative or huge"),
+    "negative twice": (request([["float64", [-1, -1]]], 64), "negative or huge"),
+    "huge": (request([["float64", [1 << 70]]], 64), "negative or huge"),
+    "a huge product": (request([["float64", [1 << 31, 1 << 31]]], 64), "huge shape"),
+    "huge and empty": (request([["float64", [1 << 62, 1 << 62, 0]]], 64), "huge shape"),
+    "true": (request([["uint8", [True]]], 64), "no number"),
+    "more than fits": (request([["uint8", [MOST_BYTES + 1]]], 64), "arrays of more than"),
+    "longer than said": (request([["float64", [1]]], 128), "another length"),
+    "shorter than said": (request([["float64", [100]]], 64), "another length"),
+    "said and not sent": (request([["float64", [100]]], 0), "arrays"),
+    "no arrays": (request({"a": 1}, 64), "arrays that are no list"),
+    "a string": (request(["float64"], 64), "dtype and shape"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_worker_that_sends_what_none_sends_is_given_up(server: RpcServer, case: str) -> None:
+    (head, size), message = WRONG[case]
+    ends: list[str] = []
+    real = server._on_gone
+
+    def note(worker: int, reason: str | None) -> None:
+        if worker == STRANGE:
+            ends.append(str(reason))
+        real(worker, reason)
+
+    server._on_gone = note
+    try:
+        stream, ears = entered(server)
+        stream.send(head, [memoryview(bytes(size))] if size else [])
+        assert ears.is_over.wait(20)
+        until(lambda: ends)
+    finally:
+        server._on_gone = real
+    assert message in ends[0]
+    serves(server)
+
+
+@given(st.binary(min_size=1, max_size=400), st.integers(0, 40))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+def test_any_bytes_after_a_greeting(server: RpcServer, garbage: bytes, size: int) -> None:
+    stream, _ = entered(server)
+    stream.send(garbage, [memoryview(bytes(size))])
+    stream.close(5.0)
+    assert server._ended is None
+
+
+def test_a_server_serves_after_all_this(server: RpcServer) -> None:
+    serves(server)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("float32"),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON | st.lists(st.tuples(st.sampled_from(["float32", "int8"]), st.lists(st.integers(-1, 1 << 65))).map(list)))
+@settings(max_examples=40, deadline=None)
+def test_a_description_is_understood_or_refused(described: Any) -> None:
+    try:
+        packing = unpack(described, 1 << 16)
+    except WireError:
+        return
+    assert packing.describe() == described
+    assert sum(packing.sizes) <= 1 << 16
+    views = packing.views(torch.zeros(packing.num_bytes, dtype=torch.uint8))
+    assert [list(view.shape) for view in views] == [shape for _, shape in described]
+
+
+DTYPES = [torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.uint8]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=4),
+    st.sampled_from(["new", "contiguous", "strided"]),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+def test_tensors_come_as_they_were_sent(server: RpcServer, kinds: list[Any], way: str) -> None:
+    tensors = [(torch.rand(shape) * 9).to(dtype) for dtype, shape in kinds]
+    into: list[torch.Tensor] | None = None
+    if way != "new":
+        into = [torch.zeros_like(each) for each in tensors]
+    if way == "strided":
+        into = [torch.zeros((*each.shape, 2), dtype=each.dtype)[..., 0] for each in tensors]
+    client = RpcClient(server.endpoint, TOKEN, 8)
+    came = client.call("echo", {}, tensors, into).result(20).arrays
+    client.close()
+    assert [(x.dtype, x.shape) for x in came] == [(x.dtype, x.shape) for x in tensors]
+    assert all(torch.equal(x, y) for x, y in zip(came, tensors, strict=True))
+    assert into is None or all(x is y for x, y in zip(came, into, strict=True))
+    assert pack(tensors).fits(came)
+
+
+def test_what_a_client_cannot_send_is_said_where_it_is_called(server: RpcServer) -> None:
+    client = RpcClient(server.endpoint, TOKEN, 5)
+    with pytest.raises(ValueError, match="data of JSON"):
+        client.call("echo", {"x": object()})
+    with pytest.raises(ValueError, match=r"dtype torch\.float8_e5m2"):
+        client.call("echo", {}, [torch.zeros(2).to(torch.float8_e5m2)])
+    with pytest.raises(ValueError, match=r"layout torch\.sparse_coo"):
+        client.call("echo", {}, [torch.eye(2).to_sparse()])
+    with pytest.raises(ValueError, match="what is large goes into the arrays"):
+        client.call("echo", {"x": "y" * (1 << 20)})
+    with pytest.raises(ValueError, match=r"the reply has arrays .*'float32', \[2, 3\].*, where into has .*\[3, 2\]"):
+        client.call("echo", {}, [torch.zeros(2, 3)], [torch.zeros(3, 2)]).result(10)
+    assert client.call("echo", {"still": True}).result(10).header == {"still": True}
+    client.close()
+    with pytest.raises((RuntimeError, ServerGone), match="closed"):
+        client.call("echo")
+    with pytest.raises(ServerGone, match="nothing listens there"):
+        RpcClient(server.endpoint | {"port": 1}, TOKEN, 5)
