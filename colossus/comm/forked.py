@@ -21,11 +21,6 @@ def close_in_children(thing: Closeable) -> None:
     _things.add(thing)
 
 
-def keep(thing: Closeable) -> None:
-    """It is closed."""
-    _things.discard(thing)
-
-
 def _close() -> None:
     for thing in tuple(_things):
         thing.close_in_child()

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from colossus.comm.channel import DTYPES, Channel
-from colossus.comm.local_streams import HANDOVER, LINK, LocalStreams
+from colossus.comm.local_streams import LocalStreams
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 from colossus.machine import memory_bytes
@@ -87,7 +86,8 @@ def map_segments(
 ) -> MappedMemory | None:
     """Map memory of equal segments, of at most ``max_bytes`` each, on all ranks; None, on all, where it cannot be.
 
-    The memory has no name: it goes from hand to hand as a descriptor, and is gone with the last process that maps it.
+    The memory has no name: others open it as a file of the process that has made it, which the kernel allows processes
+    of the same user, and it is gone with the last process that maps it.
 
     Args:
         pairs: the streams to make, from an index to another, the same on all ranks of the group, which must all call.
@@ -97,42 +97,35 @@ def map_segments(
     if group.process_group is None or dist.get_backend(group.process_group) != "gloo":
         return None
     timeout = group.process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    with ExitStack() as cleanup:
-        streams = LocalStreams(group.index, timeout)
-        cleanup.callback(streams.close)
-        descriptor, size = _allocate(num_segments, max_bytes) if group.index == 0 else (None, 0)
-        if descriptor is not None:
-            cleanup.callback(os.close, descriptor)
-        offers = all_gather_object((streams.address, size, secrets.token_bytes(32)), group)
-        size, key = offers[0][1:]
-        addresses = [address for address, _, _ in offers]
-        if not size or None in addresses:
-            return None
-        ours = [(LINK, to) for source, to in pairs if source == group.index]
-        theirs = [(LINK, source) for source, to in pairs if to == group.index]
+    streams, made, memory = LocalStreams(group.index, timeout), None, None
+    try:
         if group.index == 0:
-            theirs += [(HANDOVER, index) for index in range(1, group.size)]
-        else:
-            ours.append((HANDOVER, 0))
-        # who cannot reach another (a network namespace of its own) says so before anybody waits for it
-        if not all(all_gather_object(streams.connect(addresses, key, ours), group)):
+            made = _allocate(num_segments, max_bytes)
+        offers = all_gather_object((streams.address, made), group)
+        addresses, of_first = [address for address, _ in offers], offers[0][1]
+        if of_first is None or None in addresses:
             return None
-        accepted = streams.accept(theirs, descriptor)
-        confirmed, received = streams.confirm() if accepted else (False, None)
-        if received is not None:
-            cleanup.callback(os.close, received)
-            descriptor = received
-        memory = None
-        if confirmed and descriptor is not None:
+        can_reach = streams.connect(addresses, [to for source, to in pairs if source == group.index])
+        if can_reach:
             with suppress(OSError):
-                memory = _map(descriptor, size * num_segments)
-        if not all(all_gather_object(memory is not None, group)) or memory is None:
+                memory = _map(of_first, of_first.segment_bytes * num_segments)
+        # who cannot reach another (a container of its own) says so before anybody waits for it
+        if not all(all_gather_object(memory is not None, group)):
+            memory = None
             return None
-        outgoing, incoming = streams.links()
+        accepted = streams.accept([source for source, to in pairs if to == group.index])
+        if not all(all_gather_object(accepted, group)):
+            memory = None
+        if memory is None:
+            return None
+    finally:
+        streams.close(keeps_streams=memory is not None)
+        if made is not None:
+            os.close(made.descriptor)
     _maps.add(memory)
     if group.index == 0:
         _allocated.add(memory)
-    return MappedMemory(memory, size, timeout, outgoing, incoming)
+    return MappedMemory(memory, of_first.segment_bytes, timeout, streams.outgoing, streams.incoming)
 
 
 def _open_channel(group: AxisGroup) -> Channel | None:
@@ -145,25 +138,35 @@ def _open_channel(group: AxisGroup) -> Channel | None:
     return Channel(group, slots, dict(sorted((mapped.outgoing | mapped.incoming).items())))
 
 
-def _allocate(num_segments: int, max_bytes: int) -> tuple[int | None, int]:
-    """Make the memory, really allocated so that no page can be missing later.
+@dataclass(frozen=True)
+class _Memory:
+    """A file without a name, as other processes of the user find it.
 
-    Returns:
-        A descriptor and the bytes of a segment; None and 0 without room.
+    Attributes:
+        number: of the file in the system: another process's of the same number, in a container of its own, has not.
     """
+
+    process: int
+    descriptor: int
+    number: tuple[int, int]
+    segment_bytes: int
+
+
+def _allocate(num_segments: int, max_bytes: int) -> _Memory | None:
+    """Make the memory, really allocated so that no page can be missing later; None without room."""
     size = min(max_bytes, _room() // num_segments) // _PAGE * _PAGE
     if size < _MIN_SEGMENT_BYTES:
-        return None, 0
+        return None
     try:
         descriptor = os.memfd_create("colossus")
     except OSError:
-        return None, 0
+        return None
     try:
         os.posix_fallocate(descriptor, 0, size * num_segments)
     except OSError:
         os.close(descriptor)
-        return None, 0
-    return descriptor, size
+        return None
+    return _Memory(os.getpid(), descriptor, _number_of(descriptor), size)
 
 
 def _room() -> int:
@@ -177,5 +180,17 @@ def _room() -> int:
     return share if available is None else min(share, available // 4)
 
 
-def _map(descriptor: int, size: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, size)
+def _number_of(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
+def _map(memory: _Memory, size: int) -> mmap.mmap:
+    """Raises OSError where it is not there."""
+    descriptor = os.open(f"/proc/{memory.process}/fd/{memory.descriptor}", os.O_RDWR)
+    try:
+        if _number_of(descriptor) != memory.number:
+            raise OSError("another file has this number")
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
