@@ -12,9 +12,8 @@ from colossus.cli.show_servers import render_servers
 from colossus.config import Config
 from colossus.config.plans import name_of, strategy_options
 from colossus.config.sizes import describe_sizes
-from colossus.engine.sparse.choice import Choice, Parties
 from colossus.engine.sparse.cost import WAYS, WayName, bytes_sent
-from colossus.engine.sparse.forecast import Forecast, forecast
+from colossus.engine.sparse.forecast import Forecast, Hosts, TableForecast, forecast
 from colossus.engine.strategies.options.hybrid import HybridOptions
 from colossus.engine.strategies.options.server import ServerOptions
 
@@ -35,11 +34,11 @@ def render_strategy(config: Config, width: int) -> str:
     promise = options.describe(parallel.data) if options is not None and not parallel.zero.stage else ""
     head = [("strategy", name + (f" ({promise})" if promise else "")), ("", _first_line(found.strategy))]
     head.append(("plan", describe_sizes(parallel)))
-    if found.choices:
-        head.append(("bytes", f"{_parties(found)}; rows alone, without their ids"))
+    if found.tables:
+        head.append(("bytes", f"{_who_sends(found)}; rows alone, without their ids"))
     lines = [line for key, text in head for line in _wrapped(f"{key:<12}", text, width)]
     sections = ["\n".join(lines), _table(found, width)]
-    if found.choices:
+    if found.tables:
         sections.append(_totals(found))
         sections.append("\n".join(line for note in _notes(found, options) for line in _wrapped("", note, width)))
     if isinstance(options, ServerOptions):
@@ -55,21 +54,21 @@ def _first_line(strategy: Any) -> str:
     return (inspect.getdoc(type(strategy)) or "").partition("\n\n")[0].replace("\n", " ").replace("``", "")
 
 
-def _parties(found: Forecast) -> str:
-    if found.parties.are_hosts:
-        return f"that leave a host in a step, of {found.parties.hosts}; its ranks add up rows before"
+def _who_sends(found: Forecast) -> str:
+    if found.hosts.number > 1:
+        return f"that leave a host in a step, of {found.hosts.number}; its ranks add up rows before"
     return "that a rank sends in a step"
 
 
 def _table(found: Forecast, width: int) -> str:
-    rows = [_row(choice) for choice in found.choices]
+    rows = [_row(each) for each in found.tables]
     if found.dense:
         number = len(found.dense)
-        dense = byte_count(sum(each.sent(found.parties) for each in found.dense))
+        dense = byte_count(sum(each.sent(found.hosts) for each in found.dense))
         title = f"{number} dense parameter{'' if number == 1 else 's'}"
         held = f"{byte_count(sum(each.size for each in found.dense))}"
         rows.append((title, _NONE, held, _NONE, dense, _NONE, _NONE, "dense"))
-    if not found.choices:
+    if not found.tables:
         return "\n".join(f"{row[0]}, {row[2]} on a rank; their all-reduce is {row[4]} sent by a rank" for row in rows)
     widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
     if sum(widths) + 2 * (len(widths) - 1) <= width:
@@ -92,19 +91,19 @@ def _block(row: Sequence[str]) -> str:
     )
 
 
-def _row(choice: Choice) -> tuple[str, ...]:
-    table = choice.table
-    held = table.held if choice.way != "owners" else (-(-table.held[0] // table.ranks), *table.held[1:])
-    sent = {way: byte_count(choice.sent[way]) if way in choice.sent else _NONE for way in WAYS}
+def _row(found: TableForecast) -> tuple[str, ...]:
+    table, way = found.table, found.choice.way
+    held = table.held if way != "owners" else (-(-table.held[0] // table.ranks), *table.held[1:])
+    sent = {each: byte_count(found.sent[each]) if each in found.sent else _NONE for each in WAYS}
     return (
         table.name,
         _shape(table.shape),
         _shape(held),
-        _alpha(choice),
+        _alpha(found),
         sent["dense"],
         sent["gather"],
         sent["owners"],
-        choice.way,
+        way,
     )
 
 
@@ -112,15 +111,17 @@ def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _alpha(choice: Choice) -> str:
-    return "1 (tied)" if choice.table.tied is not None else choice.alpha.in_words
+def _alpha(found: TableForecast) -> str:
+    if found.table.tied is not None:
+        return "1 (tied)"
+    return "unknown" if found.source == "unknown" else f"{found.alpha:.3g} ({found.source})"
 
 
 def _totals(found: Forecast) -> str:
     """Beside what it would be without ways: of rings over all ranks one link leaves each host, too."""
-    own = sum(each.sent(found.parties) for each in found.dense)
-    own += sum(choice.sent[choice.way] for choice in found.choices)
-    ring = sum(each.sent(Parties()) for each in found.dense)
+    own = sum(each.sent(found.hosts) for each in found.dense)
+    own += sum(each.sent[each.choice.way] for each in found.tables)
+    ring = sum(each.sent(Hosts()) for each in found.dense)
     rows = [("this plan", own), ("all dense (all_reduce, DDP)", ring + _tables(found, "dense"))]
     rows.append(("rows gathered (DDP with sparse=True)", ring + _tables(found, "gather")))
     width = max(len(name) for name, _ in rows)
@@ -131,9 +132,8 @@ def _totals(found: Forecast) -> str:
 def _tables(found: Forecast, way: WayName) -> float:
     """All tables by one way, but for those that are tied; between ranks."""
     return sum(
-        bytes_sent("dense" if table.tied else way, table.ranks, table.size, choice.alpha.rank)
-        for choice in found.choices
-        for table in (choice.table,)
+        bytes_sent("dense" if each.table.tied else way, each.table.ranks, each.table.size, each.alpha)
+        for each in found.tables
     )
 
 
@@ -142,15 +142,15 @@ def _times(sent: float, own: float) -> str:
 
 
 def _notes(found: Forecast, options: Any) -> list[str]:
-    lines = [f"{choice.table.name}: {choice.way}: {choice.why}" for choice in found.choices if choice.why]
-    sources = {choice.alpha.source for choice in found.choices if choice.table.tied is None}
-    if "measured" in sources:
-        lines.append("alpha: the part of its rows that a rank touches in a step, measured on the first batch")
+    lines = [f"{each.table.name}: {each.choice.way}: {each.choice.why}" for each in found.tables]
+    sources = {each.source for each in found.tables if each.table.tied is None}
+    if "batch" in sources:
+        lines.append(
+            "alpha: the part of its rows that a rank touches in a step, here the different integers of the first batch "
+            "(sampled negatives come on top); a run's metrics.jsonl has the true one, parallel.strategy.alpha takes it"
+        )
+    if "unknown" in sources:
+        lines.append("an unknown alpha is taken for 1; parallel.strategy.alpha gives it")
     if isinstance(options, HybridOptions) and options.hosts is None and options.per_host is None:
         lines.append("all ranks are taken to be on one host; parallel.strategy.hosts=2 shows two, as --nnodes")
-    if found.failure:
-        lines.append(
-            f"alpha could not be measured ({found.failure}), and is bounded by the integers of a batch; give it by "
-            f"parallel.strategy.alpha"
-        )
     return lines

@@ -35,7 +35,6 @@ from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.reduction import StepReduction
-from colossus.engine.sparse.samples import Samples
 from colossus.engine.sparse.survey import survey
 from colossus.engine.sparse.table_group import require_optimizer_of_tables
 from colossus.engine.stages import ModelStages, parameters_by_stage
@@ -138,7 +137,7 @@ def _assemble(
     spec = config.model
     dtype = context.precision.params
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
-    plain_factory, factory = factory, with_activation_checkpoint(factory, config.train.activation_checkpoint)
+    factory = with_activation_checkpoint(factory, config.train.activation_checkpoint)
     held = data if data is not None else config.data
     loaders = None
     if held is not None:
@@ -149,7 +148,6 @@ def _assemble(
     inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
     pipeline = PipelineRuntime(config, context)
     existing: dict[str, str] = {}
-    peek = None if loaders is None else lambda: [loaders.train.peek()]
     strategy = STRATEGIES.build(config.parallel.data_strategy)
     with_tables, of_whole = False, 0
 
@@ -162,7 +160,6 @@ def _assemble(
         with_tables = bool(tables.untied)
         require_optimizer_of_tables(config.optimizer, with_tables, is_given=optimizer is not None)
         strategy.check_tables(tables)
-        strategy.choose_ways(tables, Samples(config, plain_factory, peek, loss_fn), context)
         pipeline.split(whole)
         strategy.prepare(whole, context)
 

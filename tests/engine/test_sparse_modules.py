@@ -16,8 +16,6 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.config import Config
-from colossus.engine.sparse.lookups import lookups_of
 
 ROWS, DIM, CLASSES, SAMPLES, LENGTH, BAG, SEED, STEPS = 37, 8, 41, 8, 4, 3, 3, 4
 LR, CLIP, NEGATIVES = 2.0, 0.9, 9
@@ -198,18 +196,3 @@ def test_what_is_not_there(kind: str, words: str) -> None:
 
     with pytest.raises(RankError, match=words):
         run_ranks(2, body, with_context=False)
-
-
-def test_the_ids_of_all_lookups_are_known_before_training() -> None:
-    """From which follows how much of a table a step touches: padding in bags is not looked up, negatives are."""
-    batch = batches()[0]
-    config = Config(optimizer=dict(type="SGD", lr=LR), train=dict(steps=1, global_batch_size=SAMPLES, seed=SEED))
-    (found,) = lookups_of(ours, config, [batch])
-    ids, bags, labels = batch["inputs"]["ids"], batch["inputs"]["bags"].flatten(), batch["labels"].flatten()
-    drawn = drawn_in(0, NEGATIVES, CLASSES, seed=SEED)
-    want = dict.fromkeys(("largest", "mean", "rate"), bags) | dict.fromkeys(("table", "scaled"), ids)
-    want |= {"weighted": bags[bags != 0], "head": torch.cat((labels[labels >= 0], torch.from_numpy(drawn.classes)))}
-    for name, expected in want.items():
-        (call,) = found[f"{name}.weight"]
-        assert sorted(call.flatten().tolist()) == sorted(expected.flatten().tolist()), name
-    assert torch.equal(found["head.bias"][0], found["head.weight"][0])

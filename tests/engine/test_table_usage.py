@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.comm import accounting
+from colossus.engine.sparse.cost import WAYS, WayName, bytes_sent
 
 ROWS, DIM, SAMPLES, RANKS, BYTES = 41, 3, 4, 3, 8
 
@@ -82,46 +82,6 @@ def test_what_is_reported_is_what_the_ids_say() -> None:
             assert report["rows_touched"] == len(touched[rank]) + gathered + len((ids[rank] // 3).unique())
 
 
-def _told(rank: int, few: bool) -> list[str]:
-    """All rows are touched in each step of a table of which the config says that hardly any are."""
-    said: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(2, 4096, sparse=True)  # fewer rows than ranks, more than is small
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.table(ids).sum((1, 2))
-
-    log = logging.getLogger("colossus.engine")
-    log.addHandler(handler := Keep())
-    try:
-        engine = colossus.initialize(_config(alpha={"*": 0.01}), model=Wide, loss_fn=loss)
-        ids = torch.zeros(SAMPLES, 2, dtype=torch.int64) if few else torch.arange(2 * SAMPLES).reshape(SAMPLES, 2) % 2
-        for _ in range(25):
-            engine.train_step(ids)
-    finally:
-        log.removeHandler(handler)
-    return said
-
-
-def test_a_better_way_is_told_of_once() -> None:
-    first, *others = run_ranks(RANKS, _told, False, with_context=False)
-    (line,) = first
-    assert line.startswith(
-        "table table.weight: alpha is 1 over the first 20 steps, and was 0.01 when its way was chosen"
-    )
-    assert "'dense' would send 0.667 of the bytes of 'gather'" in line
-    assert line.endswith("set parallel.strategy.ways={'table.weight': 'dense'}")
-    assert others == [[], []]
-    assert run_ranks(RANKS, _told, True, with_context=False) == [[], [], []]  # alpha 1/2: gather sends least
-
-
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -131,16 +91,17 @@ class Table(nn.Module):
         return self.table(ids)
 
 
-def _chosen_and_sent(rank: int, way: str, precision: Any) -> tuple[float, float]:
-    """Bytes of the way that was taken as the choice has them, and as they were counted, on all ranks together."""
-    config = _config(ways={"*": way}, alpha={"*": 1.0})
+def _chosen_and_sent(rank: int, way: WayName, precision: Any) -> tuple[float, float]:
+    """Bytes of a way by the formula, and as they were counted, on all ranks together."""
+    config = _config(ways={"*": way})
     config["schedule"] = dict(microbatches=1)
     config["train"]["precision"] = precision
     engine = colossus.initialize(config, model=Table, loss_fn=loss)
     with accounting.count() as meter:
         engine.train_step(torch.arange(ROWS).expand(SAMPLES, -1))
     operation = {"owners": "all_to_all rows", "gather": "all_gather rows", "dense": "all_reduce"}[way]
-    chosen = engine.strategy.choices["table.weight"].sent[way]  # type: ignore[attr-defined]
+    table = engine.strategy.choices["table.weight"].table  # type: ignore[attr-defined]
+    chosen = bytes_sent(way, RANKS, table.size, 1.0)
     return chosen, sum(
         tally.bytes for (name, _, dtype), tally in meter.entries.items() if (name, dtype) == (operation, torch.float32)
     )
@@ -148,8 +109,8 @@ def _chosen_and_sent(rank: int, way: str, precision: Any) -> tuple[float, float]
 
 @pytest.mark.rest("fp32")
 @pytest.mark.parametrize("precision", ["fp32", dict(params="bf16", compute="bf16")], ids=["fp32", "bf16"])
-def test_a_choice_counts_the_bytes_that_travel(precision: Any) -> None:
+def test_the_formula_counts_the_bytes_that_travel(precision: Any) -> None:
     """All ranks touch all rows; tables are stored as wide as the optimizer's state under any ``params``."""
-    for way in ("owners", "gather", "dense"):
+    for way in WAYS:
         found = run_ranks(RANKS, _chosen_and_sent, way, precision, with_context=False)
         assert sum(chosen for chosen, _ in found) == pytest.approx(sum(sent for _, sent in found), rel=0.01), way

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from colossus.launch import ending, finished, stop
-from colossus.launch.causes import RankExit
 from colossus.launch.stop import STOP_SIGNALS, StopSignals, exit_code
 
 
@@ -178,26 +177,6 @@ def test_ranks_are_told_when_there_is_nothing_to_wait_for(tmp_path: Path, reason
     exits = ending.end_processes(processes, signal.SIGTERM, tmp_path, has_failed=reason == "a rank has failed")
     assert time.monotonic() - began < 15.0
     assert {ended.code for ended in exits.values()} == {143}
-
-
-@pytest.mark.usefixtures("quick")
-def test_where_others_go_on_without_a_rank_that_fails_nobody_hurries(tmp_path: Path) -> None:
-    """The partner of a rank that was killed is ended, and the last one may take its time."""
-    killed, partner = rank(tmp_path, 0, beats=0.0), rank(tmp_path, 1, beats=0.0, deaf=True)
-    saving = rank(tmp_path, 2, beats=2.0)
-    killed.kill()
-
-    def look(exits: Mapping[int, RankExit]) -> list[int]:
-        return [1] if 0 in exits else []
-
-    processes = {0: killed, 1: partner, 2: saving}
-    exits = ending.end_processes(processes, signal.SIGTERM, tmp_path, look=look)
-    assert {number: (ended.code, ended.after_stop) for number, ended in exits.items()} == {
-        0: (-signal.SIGKILL, False),
-        1: (-signal.SIGKILL, True),
-        2: (143, True),
-    }
-    assert not (tmp_path / "hurry").exists()
 
 
 @pytest.mark.usefixtures("quick")

@@ -1,39 +1,35 @@
-"""Rows of owned tables change hands, so that all owners have as much to do."""
+"""Rows of owned tables are placed so that all owners have as much to do, by what the first steps have touched."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from colossus.comm import collectives, uneven
+from colossus.comm import collectives
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.sparse.partition_search import STEPS_EACH, PartitionFit, PartitionSearch
-from colossus.engine.sparse.placement import FEWEST_PER_OWNER, PARTS_PER_OWNER, Placement
+from colossus.engine.sparse.move_rows import move_rows
+from colossus.engine.sparse.placement import PARTS_PER_OWNER, Placement
 from colossus.engine.sparse.ways.owners import Owners
-from colossus.layout.parameter import StoredSpec, spec_of
 
 log = logging.getLogger("colossus.engine")
+#: steps of which a search times each number of partitions, after one that it does not
+STEPS_EACH = 5
 
 
 class Balance:
-    """Places partitions by the rows that were touched in the first steps of a process.
-
-    A placement follows from counts that all ranks have summed, so all come to the same one. What a row is, and what the
-    optimizer keeps for it, does not change.
+    """A placement follows from counts that all ranks have summed, so all come to the same one. What a row is, and what
+    the optimizer keeps for it, does not change.
 
     Args:
         tables: the owned ones of this rank, each with its owners.
         after: steps after which tables are placed; 0: not at all.
-        partitions: into how many parts each is cut; None: `PARTS_PER_OWNER` for each owner; "search": see
-            `PartitionSearch`, which begins after these steps, or after as many as it times of each number.
-
-    Attributes:
-        fit: of the search that is over.
+        partitions: into how many parts each is cut; None: `PARTS_PER_OWNER` for each owner; "search": the number with
+            the shortest steps (`best_partitions`), tried from one for each owner on, doubling until steps take longer.
     """
 
     def __init__(
@@ -44,83 +40,60 @@ class Balance:
         after: int,
         partitions: int | str | None,
     ) -> None:
-        self._tables, self._context, self._after = tables, context, after
-        self._pinned = partitions if isinstance(partitions, int) else None
-        self._search: PartitionSearch | None = None
-        self.fit: PartitionFit | None = None
-        self._searches = partitions == "search"
-        if self._searches:
-            self._after = max(after, STEPS_EACH)
-        self._steps = 0
-        self._began, self._seconds = 0.0, 0.0
-        for table, group in tables:
+        self._tables, self._context, self._searches = tables, context, partitions == "search"
+        self._after = max(after, STEPS_EACH) if self._searches else after
+        self._parts = partitions if isinstance(partitions, int) else None
+        #: of a search: partitions -> seconds of a step
+        self._times: dict[int, float] = {}
+        self._steps, self._began, self._seconds = 0, 0.0, 0.0
+        for table, _ in tables:
             table.counts = self._after > 0
-            fewest = min(FEWEST_PER_OWNER * group.size, table.num_rows)
-            if self._after and self._pinned is not None and self._pinned < fewest and context.is_logging_rank:
-                log.warning(
-                    "parallel.strategy.partitions = %d: table %r has %d owners, and with fewer than %d parts for each "
-                    "one of them may have much more to send than the others: take %d or more, or leave it out",
-                    *(self._pinned, table.name, group.size, FEWEST_PER_OWNER, fewest),
-                )
 
     def begin_step(self) -> None:
         self._began = time.perf_counter()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective after the steps at which rows move: over all ranks while the search runs, else over owners."""
+        """Collective after the steps at which rows move: over all ranks while a search runs, else over owners."""
         self._steps += 1
-        if self._search is None:
-            if self._steps == self._after:
-                self._begin(optimizer)
+        after = self._steps - self._after
+        if not self._after or after < 0:
             return
-        at = (self._steps - self._after) % (STEPS_EACH + 1)
-        if at != 1:  # the first with other partitions is slower
+        if self._searches and after % (STEPS_EACH + 1) > 1:  # the first with other partitions is slower
             self._seconds += time.perf_counter() - self._began
-        if at == 0:
-            self._sampled(self._search, optimizer)
+        if after % (STEPS_EACH + 1) == 0:
+            self._parts = self._next_parts() if self._searches else self._parts
+            self._place(optimizer)
+            if not self._searches:
+                self._after = 0
+                for table, _ in self._tables:
+                    table.counts = False
 
     def report(self) -> dict[str, float]:
-        """Of the search, once it is over."""
-        if self.fit is None:
-            return {}
-        return {f"partition_fit_{name}": getattr(self.fit, name) for name in "abc"} | {"partitions": self._found}
+        """How many partitions a search that is over has found."""
+        return {"partitions": float(self._parts or 0)} if self._times and not self._searches else {}
 
-    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._searches:
-            self._place(self._pinned, optimizer)
-            self._stop_counting()
-            return
-        sizes = [1, 1]
-        for table, group in self._tables:
-            sizes = [max(sizes[0], group.size), max(sizes[1], table.num_rows)]
+    def _next_parts(self) -> int:
+        """The number to be tried next, or, when the search is over, the best. Collective over all ranks."""
+        sizes = [max((max(group.size, 1) for _, group in self._tables), default=1)]
+        sizes.append(max((table.num_rows for table, _ in self._tables), default=1))
+        told = torch.tensor([*sizes, self._seconds / STEPS_EACH], dtype=torch.float64, device=self._context.device)
         world = self._context.group(self._context.grid.names)
-        most = torch.tensor(sizes, device=self._context.device)
-        low, high = collectives.all_reduce(most, world, op="max", owned=True).wait().tolist()
-        self._search = PartitionSearch(min(FEWEST_PER_OWNER * low, max(low, high)), high)
-        self._place(self._search.parts, optimizer)
+        low, high, seconds = collectives.all_reduce(told, world, op="max", owned=True).wait().tolist()
+        self._seconds, first, most = 0.0, int(low), max(int(low), int(high))
+        if self._parts is None:
+            return first
+        is_longer = len(self._times) > 1 and seconds > list(self._times.values())[-1]
+        self._times[self._parts] = seconds
+        if not is_longer and self._parts < most:
+            return min(2 * self._parts, most)
+        self._searches = False
+        return best_partitions(self._times, first, most)
 
-    def _sampled(self, search: PartitionSearch, optimizer: torch.optim.Optimizer) -> None:
-        world = self._context.group(self._context.grid.names)
-        mean = torch.tensor(self._seconds / STEPS_EACH, dtype=torch.float64, device=self._context.device)
-        search.record(collectives.all_reduce(mean, world, op="max", owned=True).wait().item())
-        self._seconds = 0.0
-        self._place(search.parts, optimizer)
-        if search.fit is not None:
-            self.fit, self._found = search.fit, float(search.parts)
-            self._search, self._after = None, 0
-            self._stop_counting()
-            if self._context.is_logging_rank:
-                log.info("tables are cut into %d partitions: %s", search.parts, search.fit)
-
-    def _stop_counting(self) -> None:
-        for table, _ in self._tables:
-            table.counts = False
-
-    def _place(self, partitions: int | None, optimizer: torch.optim.Optimizer) -> None:
+    def _place(self, optimizer: torch.optim.Optimizer) -> None:
         for table, group in self._tables:
             touched = collectives.all_reduce(table.touched.to(torch.float64), group, owned=True).wait()
             counts = touched.cpu().numpy()
-            parts = min(max(partitions or PARTS_PER_OWNER * group.size, group.size), table.num_rows)
+            parts = min(max(self._parts or PARTS_PER_OWNER * group.size, group.size), table.num_rows)
             placement = Placement.balanced(counts, table.num_rows, group.size, parts)
             if self._context.is_logging_rank:
                 before, after = (imbalance(each.loads(counts, group.size)) for each in (table.placement, placement))
@@ -128,7 +101,7 @@ class Balance:
                     "%s: %d partitions; the busiest owner had %.2f times the mean of touched rows, and has %.2f",
                     table.name, placement.num_parts, before, after,
                 )  # fmt: skip
-            move(table, placement, group, optimizer)
+            move_rows(table, placement, group, optimizer)
 
 
 def imbalance(loads: Sequence[float]) -> float:
@@ -137,38 +110,19 @@ def imbalance(loads: Sequence[float]) -> float:
     return max(loads) * len(loads) / total if total else 1.0
 
 
-def move(table: Owners, placement: Placement, group: AxisGroup, optimizer: torch.optim.Optimizer) -> None:
-    """Give rows of a table, with what the optimizer keeps for each, to the owners that a placement says. Collective.
+def best_partitions(times: Mapping[int, float], low: int, high: int) -> int:
+    """The number P of partitions with the shortest step, in low..high, from the seconds of a step with some numbers.
 
-    Args:
-        group: the owners.
+    As Parallax has it (1808.02621, section 3.2): a step takes b / P + a (P - 1) + c, where b is work that partitions
+    share and a what each one costs, so that the best number is the square root of b / a. Where the fit has no minimum
+    (a partition costs nothing, or shares no work), the one of the shortest steps, the smallest of these.
     """
-    param, device = table.param, table.param.device
-    held = rows_of(table.placement, group.index, device)
-    owners = placement.owners_of(held.cpu().numpy())
-    to = torch.from_numpy(owners).to(device)
-    order, counts = torch.argsort(to, stable=True), torch.bincount(to, minlength=group.size).tolist()
-    stored, state = param.shape[0], optimizer.state.get(param, {})
-    of_rows = [key for key, value in state.items() if isinstance(value, Tensor) and value.shape[:1] == (stored,)]
-    lengths, heard = uneven.agree(counts, group, device, [len(of_rows)])
-    assert all(words == heard[0] for words in heard), "owners keep different state"
-    ids = uneven.all_to_all(held[order], lengths, group, "placed ids").wait()
-    into = torch.argsort(ids)
-
-    def moved(x: Tensor) -> Tensor:
-        return uneven.all_to_all(x.detach()[: len(held)][order], lengths, group, "placed rows").wait()[into]
-
-    spec = spec_of(param)
-    assert isinstance(spec, StoredSpec)
-    with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
-        for key in of_rows:
-            state[key] = moved(state[key])
-        param.data = moved(param.data)
-    spec.place(placement.intervals(group.index))
-    table.place(placement)
-
-
-def rows_of(placement: Placement, owner: int, device: torch.device) -> Tensor:
-    """The rows that an owner stores, in the order in which it does."""
-    parts = [torch.arange(start, stop, device=device) for start, stop in placement.intervals(owner)]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+    parts, seconds = np.array(list(times), dtype=np.float64), np.array(list(times.values()))
+    terms = np.stack((parts - 1, 1 / parts, np.ones_like(parts)), axis=1)
+    scale = np.maximum(np.abs(terms).max(0), 1e-12)
+    a, b, _ = (np.linalg.lstsq(terms / scale, seconds, rcond=None)[0] / scale).tolist()
+    if min(a, b) > 0 and a * parts.max() + b / parts.min() > 1e-9 * seconds.max():
+        found = max(1, round((b / a) ** 0.5))
+    else:
+        found = min(times, key=lambda number: (times[number], number))
+    return min(max(found, low), high)

@@ -1,4 +1,9 @@
-"""Which way the gradient of each table takes: the one that sends the fewest bytes. No torch."""
+"""Which way the gradient of each table takes, and what is refused. No torch.
+
+A table is owned by the ranks that share it, unless something speaks against that: by the formula of `cost`, for any
+number of ranks and any part of the rows that a step touches, owners send at most what gathering and all-reducing send,
+and they hold the table once.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
 
-from colossus.engine.sparse.cost import WAYS, WayName, bytes_sent
+from colossus.engine.sparse.cost import WayName
 from colossus.registry import nearest
 
 #: a table of at most so many bytes on a rank is dense: its all-reduce is one short message, and rows take several
@@ -25,7 +29,6 @@ class TableFacts:
         held: what a rank computes with: rows, dim of its features.
         itemsize: bytes of an element.
         ranks: among which it is shared: those that look up other ids.
-        per_data: how many of them share the samples of one data rank.
         tied: what else computes with the parameter, all of its rows at once; None where nothing does.
     """
 
@@ -34,13 +37,17 @@ class TableFacts:
     held: tuple[int, ...]
     itemsize: int
     ranks: int
-    per_data: int = 1
     tied: str | None = None
 
     @property
     def size(self) -> int:
         """Bytes of ``held``."""
         return math.prod(self.held) * self.itemsize
+
+    @property
+    def can_be_owned(self) -> bool:
+        """Whether each rank can have rows of its own."""
+        return self.tied is None and self.held[0] >= self.ranks
 
 
 @dataclass(frozen=True)
@@ -60,105 +67,40 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class Alpha:
-    """The part of a table's rows that is touched in a step.
-
-    Attributes:
-        rank: by one rank, all its microbatches together.
-        host: by the ranks of a host together.
-        source: given in the config; measured on batches; an upper bound from the number of integers in a batch; or
-            unknown, which is the bound 1.
-    """
-
-    rank: float
-    host: float
-    source: Literal["given", "measured", "bound", "unknown"]
-
-    @property
-    def is_bound(self) -> bool:
-        return self.source in ("bound", "unknown")
-
-    @property
-    def in_words(self) -> str:
-        """``0.01 (measured)``, ``at most 0.3``, ``unknown``"""
-        if self.source == "unknown":
-            return "unknown"
-        return f"at most {self.rank:.3g}" if self.is_bound else f"{self.rank:.3g} ({self.source})"
-
-
-@dataclass(frozen=True)
-class Parties:
-    """Who sends: ranks, or, where rows are added up inside of hosts, hosts.
-
-    Attributes:
-        hosts: how many share the tables.
-        aggregate: whether they add up first.
-    """
-
-    hosts: int = 1
-    aggregate: bool = False
-
-    @property
-    def are_hosts(self) -> bool:
-        return self.aggregate and self.hosts > 1
-
-
-@dataclass(frozen=True)
 class Choice:
     """Of one table.
 
     Attributes:
-        way: taken.
         why: in a few words.
-        sent: way -> bytes that a party sends in a step; ways that the table cannot take are not there.
-        is_pinned: whether the user has said so.
     """
 
     table: TableFacts
-    alpha: Alpha
     way: WayName
     why: str
-    sent: Mapping[WayName, float]
-    is_pinned: bool = False
 
     @property
     def in_words(self) -> str:
-        """``table embedding.weight 100000 x 256: owners (the fewest bytes), alpha 0.01 measured``"""
-        shape = " x ".join(map(str, self.table.shape))
-        return f"table {self.table.name} {shape}: {self.way} ({self.why}), alpha {self.alpha.in_words}"
+        """``table embedding.weight 100000 x 256: owners (each of 4 ranks holds its rows)``"""
+        return f"table {self.table.name} {' x '.join(map(str, self.table.shape))}: {self.way} ({self.why})"
 
 
-def costs(table: TableFacts, alpha: Alpha, parties: Parties) -> dict[WayName, float]:
-    """Bytes that a party sends in a step, for each way that the table can take."""
-    if table.tied is not None:
-        possible: Iterable[WayName] = ("dense",)
-    else:
-        possible = (way for way in WAYS if way != "owners" or table.held[0] >= table.ranks)
-    number, touched = (parties.hosts, alpha.host) if parties.are_hosts else (table.ranks, alpha.rank)
-    return {way: bytes_sent(way, number, table.size, touched) for way in possible}
+def choose(table: TableFacts, pinned: WayName | None = None) -> Choice:
+    """The way of a table.
 
-
-def choose(table: TableFacts, alpha: Alpha, parties: Parties, pinned: WayName | None = None) -> Choice:
-    """The way with the fewest bytes.
-
-    Of equal ones owners come before gather, since a table is held once then, and dense before both, since it is one
-    collective; but owners before dense where alpha is an upper bound, since they send less as soon as it is smaller.
+    Args:
+        pinned: what the user has said.
     """
-    sent = costs(table, alpha, parties)
     if table.tied is not None:
-        return Choice(table, alpha, "dense", f"tied to {table.tied}, which touches every row", sent)
+        return Choice(table, "dense", f"tied to {table.tied}, which touches every row")
     if pinned is not None:
-        return Choice(table, alpha, pinned, "as parallel.strategy.ways says", sent, is_pinned=True)
+        return Choice(table, pinned, "as parallel.strategy.ways says")
     if table.ranks == 1:
-        return Choice(table, alpha, "dense", "one rank, which sends nothing", sent)
+        return Choice(table, "dense", "one rank, which sends nothing")
     if table.size <= SMALL_BYTES:
-        return Choice(table, alpha, "dense", f"at most {SMALL_BYTES // 1024} KiB: one short message", sent)
-    order: list[WayName] = [*WAYS] if alpha.is_bound else ["dense", *(way for way in WAYS if way != "dense")]
-    least = min(sent.values())
-    way = next(way for way in order if way in sent and sent[way] <= least * (1 + 1e-9))
-    others = [each for each in sent if each != way and sent[each] <= least * (1 + 1e-9)]
-    why = "the fewest bytes" if not others else f"as few bytes as {' and '.join(others)}"
-    return Choice(table, alpha, way, why, sent)
+        return Choice(table, "dense", f"at most {SMALL_BYTES // 1024} KiB: one short message")
+    if not table.can_be_owned:
+        return Choice(table, "dense", f"{table.held[0]} rows, fewer than the {table.ranks} ranks that would own them")
+    return Choice(table, "owners", f"each of {table.ranks} ranks holds its rows")
 
 
 # -- what the user has said -------------------------------------------------------------------------------------
@@ -204,7 +146,7 @@ def way_problems(ways: Mapping[str, WayName], survey: Survey) -> list[str]:
                 f"{what} is tied to {table.tied}, whose gradient is of every row: it is dense. Leave it out, or untie "
                 f"the two (a head with a sampled softmax touches few rows)"
             )
-        elif ways[pattern] == "owners" and table.held[0] < table.ranks:
+        elif ways[pattern] == "owners" and not table.can_be_owned:
             problems.append(
                 f"{what} has {table.held[0]} rows, fewer than the {table.ranks} ranks that would own them: use "
                 f"'gather' or 'dense'"

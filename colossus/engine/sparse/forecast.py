@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._pytree import tree_leaves
 
 from colossus.comm.cost import sent
 from colossus.config import Config, ConfigError
 from colossus.config.plans import strategy_options
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import shard_of_batch
 from colossus.data.make_loaders import loaders_of
 from colossus.engine.gradients.axes import gradient_sum_axes
-from colossus.engine.sparse import alphas
-from colossus.engine.sparse.choice import Alpha, Choice, Parties, Survey, choose
-from colossus.engine.sparse.samples import Samples
+from colossus.engine.sparse.choice import Choice, Survey, TableFacts, choose, first_fit
+from colossus.engine.sparse.cost import WAYS, WayName, bytes_sent, union_of_uniform
 from colossus.engine.sparse.survey import survey
 from colossus.engine.strategies.options.hybrid import HybridOptions
 from colossus.layout.parameter import spec_of
 from colossus.registry import MODELS, STRATEGIES
 
-#: data ranks whose batches are looked at
-_MOST_RANKS = 16
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where rows are added up inside of hosts before they leave them.
+
+    Attributes:
+        number: of hosts.
+        ranks: of each.
+    """
+
+    number: int = 1
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,9 +56,31 @@ class DenseParameter:
     size: int
     ranks: int
 
-    def sent(self, parties: Parties) -> float:
-        """By a party, all-reduced."""
-        return sent("all_reduce", parties.hosts if parties.are_hosts else self.ranks, self.size)
+    def sent(self, hosts: Hosts) -> float:
+        """By a rank, or by a host of several, all-reduced."""
+        return sent("all_reduce", hosts.number if hosts.number > 1 else self.ranks, self.size)
+
+
+@dataclass(frozen=True)
+class TableForecast:
+    """A table, its way, and what a step sends.
+
+    Attributes:
+        alpha: the part of its rows that a rank touches in a step.
+        source: of it: given in the config; of a batch: the different integers in it that are rows, an upper bound
+            where not all of them are looked up; or unknown, and then 1 (ids that are computed from others).
+        sent: way -> bytes that a rank, or a host of several, sends in a step; ways that the table cannot take are not
+            there.
+    """
+
+    choice: Choice
+    alpha: float
+    source: Literal["given", "batch", "unknown"]
+    sent: dict[WayName, float]
+
+    @property
+    def table(self) -> TableFacts:
+        return self.choice.table
 
 
 @dataclass(frozen=True)
@@ -57,15 +88,13 @@ class Forecast:
     """Of a plan.
 
     Attributes:
-        choices: for each table; under a strategy without ways all are dense, and say what hybrid would take.
-        failure: why alpha could not be measured; empty where it was, or was given.
+        tables: under a strategy that sends no rows all are dense, and say what hybrid would take.
     """
 
     strategy: Any
-    choices: tuple[Choice, ...]
+    tables: tuple[TableForecast, ...]
     dense: tuple[DenseParameter, ...]
-    parties: Parties
-    failure: str
+    hosts: Hosts
 
 
 def forecast(config: Config) -> Forecast:
@@ -101,29 +130,44 @@ def forecast(config: Config) -> Forecast:
     options = own if isinstance(own, HybridOptions) else HybridOptions(aggregate=False)
     data = config.parallel.data or 1
     per_host = options.ranks_per_host(data)
-    parties = Parties(1 if per_host is None else data // per_host, options.aggregate is not False)
-    known = alphas.given(found.tables, options.alpha, parties)
-    failure = ""
-    if open_tables := [table for table in found.untied if table.name not in known]:
-        samples = Samples(config, lambda: MODELS.build(spec), lambda: _batches(config))
-        lookups = samples.lookups()
-        if lookups is None:
-            failure = samples.failure
-            known |= {table.name: alphas.bound(table, samples.num_integers(), parties) for table in open_tables}
-        else:
-            of_host = max(1, min(per_host or 1, len(lookups)))
-            for table in open_tables:
-                ids = [alphas.distinct(each[table.name])[0] for each in lookups]
-                groups = [ids[first : first + of_host] for first in range(0, len(ids), of_host)]
-                together = [alphas.touched_together(table, group) for group in groups if len(group) == of_host]
-                alone = [alphas.touched(table, each[table.name]) for each in lookups]
-                known[table.name] = Alpha(alphas.mean(alone), alphas.mean(together), "measured")
-    choices = []
+    hosts = Hosts()
+    if per_host is not None and options.aggregate is not False and data > per_host:
+        hosts = Hosts(data // per_host, per_host)
+    ids = _integers_of_a_batch(config) if found.untied else None
+    tables = []
     for table in found.tables:
-        alpha = known.get(table.name) or alphas.bound(table, None, parties)
-        choice = choose(table, alpha, parties, options.way_of(table.name))
-        choices.append(choice if options is own else replace(choice, way="dense", why=f"hybrid: {choice.way}"))
-    return Forecast(strategy, tuple(choices), tuple(dense), parties, failure)
+        choice = choose(table, options.way_of(table.name))
+        if options is not own:
+            choice = replace(choice, way="dense", why=f"hybrid: {choice.way}")
+        tables.append(_forecast(choice, options, ids, hosts))
+    return Forecast(strategy, tuple(tables), tuple(dense), hosts)
+
+
+def _forecast(choice: Choice, options: HybridOptions, ids: Tensor | None, hosts: Hosts) -> TableForecast:
+    table, alpha = choice.table, 1.0
+    source: Literal["given", "batch", "unknown"] = "unknown"
+    if (pattern := first_fit(options.alpha, table.name)) is not None:
+        alpha, source = options.alpha[pattern], "given"
+    elif ids is not None and (rows := int(((ids >= 0) & (ids < table.shape[0])).sum())):
+        alpha, source = rows / max(1, table.shape[0]), "batch"
+    ways = ("dense",) if table.tied is not None else tuple(w for w in WAYS if w != "owners" or table.can_be_owned)
+    number, touched = table.ranks, alpha
+    if hosts.number > 1:
+        number, touched = hosts.number, union_of_uniform(alpha, hosts.ranks)
+    return TableForecast(choice, alpha, source, {way: bytes_sent(way, number, table.size, touched) for way in ways})
+
+
+def _integers_of_a_batch(config: Config) -> Tensor | None:
+    """The different integers of the first batch of a data rank; None without data."""
+    if config.data is None:
+        return None
+    try:
+        loaders = loaders_of(config, config.data, data_rank=0, data_size=config.parallel.data or 1, device="cpu")
+        batch = loaders.train.peek()
+    except Exception:  # of a user's own data code: training raises it again
+        return None
+    integers = [x.flatten() for x in tree_leaves(batch) if isinstance(x, Tensor) and not x.is_floating_point()]
+    return torch.unique(torch.cat([x.to(torch.int64) for x in integers])) if integers else None
 
 
 def _dense(name: str, param: nn.Parameter, context: ParallelContext) -> DenseParameter:
@@ -132,15 +176,3 @@ def _dense(name: str, param: nn.Parameter, context: ParallelContext) -> DensePar
     held = tuple(param.shape)
     size = math.prod(held) * context.precision.params.itemsize
     return DenseParameter(name, shape, held, size, context.size(gradient_sum_axes(param, context)))
-
-
-def _batches(config: Config) -> Sequence[Any]:
-    """Of the first data ranks; of the first alone where the global batch cannot be read in one place."""
-    data = config.parallel.data or 1
-    if config.data is None:
-        return ()
-    try:
-        whole = loaders_of(config, config.data, data_rank=0, data_size=1, device="cpu").train.peek()
-        return [shard_of_batch(whole, rank, data) for rank in range(min(data, _MOST_RANKS))]
-    except ValueError:
-        return [loaders_of(config, config.data, data_rank=0, data_size=data, device="cpu").train.peek()]

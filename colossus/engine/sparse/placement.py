@@ -12,8 +12,6 @@ import numpy as np
 
 #: into how many partitions the rows of an owner are cut, where nothing else is said
 PARTS_PER_OWNER = 16
-#: with fewer the owners' loads may differ much
-FEWEST_PER_OWNER = 4
 #: in which touched rows are counted
 _MOST_BINS = 1 << 17
 

@@ -33,13 +33,12 @@ def survey(model: nn.Module, context: ParallelContext) -> Survey:
     facts = []
     for weight in tables.values():
         spec, axes = spec_of(weight), gradient_sum_axes(weight, context)
-        data = context.size("data") if "data" in axes else 1
         ranks = context.size(axes)
         shape, held, precision = spec.shards[0].shape, tuple(weight.shape), context.precision
         # rows are stored, and their gradients are summed, as wide as the optimizer's; what is tied is as other weights
         is_tied = id(weight) in tied
         itemsize = (precision.reduce_dtype(precision.gradients) if is_tied else precision.optimizer).itemsize
-        facts.append(TableFacts(spec.name, shape, held, itemsize, ranks, ranks // data, tied.get(id(weight))))
+        facts.append(TableFacts(spec.name, shape, held, itemsize, ranks, tied.get(id(weight))))
     for module in model.modules():
         if any(id(table) in tied for table in lookups.get(id(module), ())):
             module.sparse = False  # type: ignore[assignment]

@@ -1,10 +1,8 @@
-"""What a step does with tables, in numbers: bytes by way, rows touched, alpha as it turns out."""
+"""What a step does with tables, in numbers: bytes by way, rows touched, alpha (the part of a table that is touched)."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -12,17 +10,9 @@ from colossus.comm import accounting
 from colossus.comm.cost import sent
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
-from colossus.engine.sparse.choice import Choice, Parties, choose
 from colossus.engine.sparse.table import Table
 from colossus.engine.sparse.ways.dense import Dense
 from colossus.tensor_parallel.dtypes import gradient_dtype
-
-log = logging.getLogger("colossus.engine")
-
-#: steps over which alpha is averaged before it is compared with what a choice was made by
-_STEPS = 20
-#: how many times the bytes of the best way a table may send before somebody is told
-_TOLERATED = 1.1
 
 
 class Usage:
@@ -31,23 +21,13 @@ class Usage:
     Args:
         tables: of this rank.
         dense: the parameters whose gradients are all-reduced in buckets.
-        choices: by full name of a table how its way was chosen; nothing where no way is.
     """
 
-    def __init__(
-        self,
-        context: ParallelContext,
-        tables: Iterable[Table],
-        dense: Iterable[nn.Parameter],
-        choices: Mapping[str, Choice],
-        parties: Parties,
-    ) -> None:
+    def __init__(self, context: ParallelContext, tables: Iterable[Table], dense: Iterable[nn.Parameter]) -> None:
         self._context, self._tables, self._dense = context, list(tables), list(dense)
-        self._choices, self._parties = choices, parties
         self._counter: accounting.Counter | None = None
         self._bytes_dense: float | None = None
-        self._touched = dict.fromkeys((table.name for table in self._tables), 0)
-        self._steps, self._last = 0, dict[str, float]()
+        self._last = dict[str, float]()
 
     def begin(self) -> None:
         """A step begins."""
@@ -64,14 +44,8 @@ class Usage:
             "bytes_dense": self._sent_dense(),
             "bytes_gathered_rows": counter.bytes(operation="all_gather rows"),
             "bytes_owned_rows": counter.bytes(operation="all_to_all rows"),
-            "rows_touched": float(sum(table.num_touched for table in self._tables)),
-            **{f"alpha.{table.name}": table.num_touched / max(1, table.num_rows) for table in self._tables},
+            **touched(self._tables),
         }
-        self._steps += 1
-        for table in self._tables:
-            self._touched[table.name] += table.num_touched
-        if self._steps == _STEPS and self._context.is_logging_rank:
-            self._tell_of_better_ways()
 
     def abandon(self) -> None:
         """Count no more."""
@@ -93,27 +67,11 @@ class Usage:
         ranks = self._context.size(gradient_sum_axes(param, self._context))
         return sent("all_reduce", ranks, param.numel() * gradient_dtype(param).itemsize)
 
-    def _tell_of_better_ways(self) -> None:
-        for table in self._tables:
-            choice = self._choices.get(table.name)
-            if choice is None or choice.is_pinned:
-                continue
-            rank = self._touched[table.name] / self._steps / max(1, table.num_rows)
-            grown = rank / choice.alpha.rank if choice.alpha.rank else 1.0
-            alpha = replace(choice.alpha, rank=rank, host=min(1.0, choice.alpha.host * grown), source="measured")
-            better = choose(choice.table, alpha, self._parties)
-            least, now = better.sent[better.way], better.sent[choice.way]
-            if better.way != choice.way and now > _TOLERATED * least:
-                log.warning(
-                    "table %s: alpha is %.3g over the first %d steps, and was %.3g when its way was chosen: %r would "
-                    "send %.3g of the bytes of %r; set parallel.strategy.ways={'%s': '%s'}",
-                    table.name,
-                    rank,
-                    self._steps,
-                    choice.alpha.rank,
-                    better.way,
-                    least / now,
-                    choice.way,
-                    table.name,
-                    better.way,
-                )
+
+def touched(tables: Iterable[Table]) -> dict[str, float]:
+    """Rows that this rank has touched in the last step, and alpha of each table, by the names of metrics."""
+    listed = list(tables)
+    if not listed:
+        return {}
+    alphas = {f"alpha.{table.name}": table.num_touched / max(1, table.num_rows) for table in listed}
+    return {"rows_touched": float(sum(table.num_touched for table in listed)), **alphas}

@@ -22,7 +22,7 @@ from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.hosts import Hosts
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
-from colossus.engine.sparse.choice import Choice, Parties, Survey
+from colossus.engine.sparse.choice import Survey
 from colossus.engine.sparse.tables import Tables
 from colossus.engine.sparse.usage import Usage
 from colossus.engine.strategies.options.exact import AllReduceOptions
@@ -75,11 +75,7 @@ class AllReduce(Strategy):
         self._reduction = self.make_reduction()
         if self.tables is not None:
             dense = [param for param in self.trained if self.tables.of(param) is None]
-            self.usage = Usage(parts.context, self.tables, dense, *self.chosen_ways())
-
-    def chosen_ways(self) -> tuple[Mapping[str, Choice], Parties]:
-        """By full name of a table how its way was chosen, and who sends; nothing where ways are not chosen."""
-        return {}, Parties()
+            self.usage = Usage(parts.context, self.tables, dense)
 
     def hosts_of_rows(self) -> Hosts | None:
         """Inside of which hosts the gradients of tables are added up before they leave them; None: nowhere."""

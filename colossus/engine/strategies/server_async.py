@@ -14,11 +14,12 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.sparse.choice import Survey
+from colossus.engine.sparse.usage import touched
 from colossus.engine.strategies.options.server import ServerOptions
 from colossus.engine.strategies.per_replica import PerReplica
 from colossus.engine.strategies.server_parameters import ServerParameters
 from colossus.engine.strategies.server_pull import Pull
-from colossus.engine.strategies.server_rows import tables_of_replica, usage_of
+from colossus.engine.strategies.server_rows import tables_of_replica
 from colossus.engine.strategies.server_shards import require_rows
 from colossus.layout.split_parameter import as_shards
 
@@ -136,7 +137,7 @@ class AsyncServer(PerReplica):
 
     def report(self) -> dict[str, float]:
         at_meeting = self.parts.meets_after(self._completed)
-        return self.at_servers.report(with_histogram=at_meeting) | usage_of(self.tables or ())
+        return self.at_servers.report(with_histogram=at_meeting) | touched(self.tables or ())
 
     def close(self) -> None:
         self.part()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.sparse.table import Table
 from colossus.engine.sparse.tables import Tables
 from colossus.engine.sparse.ways.way import Way
 
@@ -47,12 +46,3 @@ def tables_of_replica(model: nn.Module, context: ParallelContext) -> Tables | No
     """The tables of a rank's part of a model, whose gradients are summed inside of the replica; None: it has none."""
     tables = Tables(model, context, lambda name, shape, ranks: "gather", context.replica_axes)
     return tables if tables else None
-
-
-def usage_of(tables: Iterable[Table]) -> dict[str, float]:
-    """Of the last step of this rank, by the names of metrics."""
-    listed = list(tables)
-    if not listed:
-        return {}
-    alphas = {f"alpha.{table.name}": table.num_touched / max(1, table.num_rows) for table in listed}
-    return {"rows_touched": float(sum(table.num_touched for table in listed)), **alphas}

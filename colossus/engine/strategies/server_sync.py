@@ -14,11 +14,12 @@ from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
+from colossus.engine.sparse.usage import touched
 from colossus.engine.strategies.all_reduce import AllReduce
 from colossus.engine.strategies.options.server import ServerOptions
 from colossus.engine.strategies.server_parameters import ServerParameters
 from colossus.engine.strategies.server_pull import Pull
-from colossus.engine.strategies.server_rows import tables_of_replica, usage_of
+from colossus.engine.strategies.server_rows import tables_of_replica
 from colossus.engine.strategies.server_shards import require_rows
 
 
@@ -118,7 +119,7 @@ class SyncServer(AllReduce):
         return self.at_servers.optimizer_state(optimizer)
 
     def report(self) -> dict[str, float]:
-        return self.at_servers.report() | usage_of(self.tables or ())
+        return self.at_servers.report() | touched(self.tables or ())
 
     def close(self) -> None:
         self.at_servers.close()

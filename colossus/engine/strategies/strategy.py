@@ -18,7 +18,6 @@ from colossus.engine.optimizers import skipping_on_device
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.sparse.choice import Survey
-from colossus.engine.sparse.samples import Samples
 from colossus.engine.sparse.tables import Tables
 
 #: a backward of inputs and weights (dgrad and wgrad), or one of its halves under a schedule that splits them
@@ -78,11 +77,9 @@ class Strategy:
         """Why this strategy takes no tables, in words."""
         return f"{type(self).__name__} knows dense gradients only"
 
-    def choose_ways(self, found: Survey, samples: Samples, context: ParallelContext) -> None:
-        """Say how the gradient of each table is summed. Collective, over all ranks, after `check_tables`."""
-
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
-        """The model of this rank, on the meta device, before its values are drawn: say what is stored how."""
+        """The model of this rank, on the meta device, before its values are drawn: say what is stored how. Collective
+        over all ranks."""
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         """Once, before the optimizer is made."""

@@ -18,7 +18,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 class HybridOptions(StrategyOptions):
     #: pattern of full names of tables -> "dense", "gather" or "owners"; the first that fits is taken
     ways: dict[str, WayName] = {}
-    #: pattern of full names of tables -> part of the rows that a rank touches in a step; else it is measured
+    #: pattern of full names of tables -> part of the rows that a rank touches in a step, for ``show --strategy``
     alpha: dict[str, Fraction] = {}
     #: whether ranks of a host add up rows before these leave it; "auto": where there are several hosts
     aggregate: Literal["auto"] | bool = "auto"
