@@ -86,9 +86,9 @@ def _config(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
-    if arguments.graph is not None:
+    if arguments.graph:
         graphs = importlib.import_module("colossus.cli.show_graph")  # numpy takes its time
-        print(graphs.render_graph(config, arguments.graph))
+        print(graphs.render_graph(config))
     elif arguments.strategy:
         parameters = importlib.import_module("colossus.cli.show_strategy")  # torch takes its time
         print(parameters.render_strategy(config, shutil.get_terminal_size((100, 24)).columns))

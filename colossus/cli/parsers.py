@@ -137,7 +137,6 @@ def _show() -> Parser:
         "  colossus show config.py --timeline parallel.pipeline=4 schedule.type=zb-h1 schedule.microbatches=8\n"
         "  colossus show config.py --timeline timeline.svg   # a picture, too; needs the extra: colossus[plot]\n"
         "  colossus show config.py --graph parallel.data=8 parallel.strategy.type=sgp\n"
-        "  colossus show config.py --graph graph.svg           # a picture of each step, too\n"
         "  colossus show config.py --strategy parallel.data=8 parallel.strategy=hybrid\n",
     )
     _file(parser)
@@ -152,11 +151,8 @@ def _show() -> Parser:
     )
     parser.add_argument(
         "--graph",
-        nargs="?",
-        const="",
-        metavar="OUT",
-        help="print the graph of a gossip strategy: peers by step, contraction, steps to consensus; with OUT (.svg) "
-        "into this file, too",
+        action="store_true",
+        help="print the graph of a gossip strategy: peers by step, contraction, steps to consensus",
     )
     parser.add_argument(
         "--strategy",

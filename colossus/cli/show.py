@@ -64,17 +64,17 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
 
 
 def join_pictures(arguments: Sequence[str]) -> list[str]:
-    """The arguments with ``--timeline`` and ``--graph`` joined to the picture that follows, or to nothing.
+    """The arguments with ``--timeline`` joined to the picture that follows, or to nothing.
 
     Otherwise the parser takes a config file or an override that follows for the picture.
     """
     out: list[str] = []
     for argument in arguments:
         other = argument.startswith("-") or "=" in argument or argument.endswith(".py")
-        if out and out[-1] in ("--timeline=", "--graph=") and not other:
+        if out and out[-1] == "--timeline=" and not other:
             out[-1] += argument
         else:
-            out.append(f"{argument}=" if argument in ("--timeline", "--graph") else argument)
+            out.append(f"{argument}=" if argument == "--timeline" else argument)
     return out
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of, strategy_options
 from colossus.engine.strategies.options.gossip import TOLD_WEIGHT
-from colossus.graphs import svg
 from colossus.graphs.analysis import Consensus, consensus, contraction
 from colossus.graphs.graph import Graph, Phase, make_graph
 from colossus.graphs.spec import name_of_graph
@@ -19,11 +18,11 @@ _ROWS, _STEPS = 32, 12
 _ANALYSED = 512
 
 
-def render_graph(config: Config, picture: str | None = None) -> str:
-    """The graph of a resolved config: peers by step, contraction, steps to consensus; drawn into ``picture``, too.
+def render_graph(config: Config) -> str:
+    """The graph of a resolved config: peers by step, contraction, steps to consensus.
 
     Raises:
-        ConfigError: for a strategy without a graph, and for a picture that cannot be drawn.
+        ConfigError: for a strategy without a graph.
     """
     options: Any = strategy_options(config)
     strategy, replicas = name_of(config.parallel.strategy.type), config.parallel.data
@@ -47,12 +46,6 @@ def render_graph(config: Config, picture: str | None = None) -> str:
     least = options.least_weight(graph) if hasattr(options, "least_weight") else None
     if least is not None and least.weight < TOLD_WEIGHT:
         sections.append(f"warning     {least.in_words}")
-    if picture:
-        try:
-            svg.save(graph.phases, picture, f"{name}, {replicas} replicas")
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"--graph: {error}") from error
-        sections.append(f"drawn in {picture}")
     return "\n\n".join(sections)
 
 

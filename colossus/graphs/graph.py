@@ -92,17 +92,6 @@ class Graph:
         """That of a step."""
         return self.phases[bisect_right(self._starts, step) - 1]
 
-    def for_replicas(self, replicas: int) -> Graph:
-        """The same family and schedule for another number of replicas; ``peers`` that are too many become what fits.
-
-        Raises:
-            ValueError: where there is none.
-        """
-        most = max(1, self.family.most_peers(replicas)) if self.family.takes_peers and replicas > 1 else None
-        phases = phases_of(self.peers)
-        fitted = phases if most is None else tuple((start, min(number, most)) for start, number in phases)
-        return Graph(self.family, replicas, fitted)
-
     def largest_lead(self, overlap: int = 0) -> int:
         """By how many completed steps one replica can be ahead of another; what one says after step t in all its
         messages from then on, all know when they complete step t + lead. See `lead.largest_lead`."""

@@ -11,14 +11,6 @@ import numpy as np
 
 from colossus.graphs.family import GraphFamily, Sends
 
-#: steps within which a period that is not declared is looked for: it must be seen twice
-_WINDOW = 256
-#: steps far ahead from which on a function is asked, too, whether it still repeats, and for how many steps
-_FAR_STEPS = 16
-#: steps for which a function is asked twice
-_AGAIN = 4
-_FAR = [1 << power for power in range(9, 21)]
-
 
 def is_matrices(value: Any) -> bool:
     """Whether a value is meant for a matrix or a list of matrices: an array, or lists of lists."""
@@ -74,7 +66,8 @@ class OwnFunction(_Own):
     """A pure function (replicas, step, **options) -> a matrix, or {(source, to): weight}.
 
     The matrix is [to][source]: column j is what j gives to each, with what it keeps. A parameter ``peers`` is given the
-    number of ``peers``. The period is declared (an option ``period``, or an attribute of the function), or found.
+    number of ``peers``. A function whose matrices change with the step declares after how many they repeat: by an
+    option ``period``, or an attribute of the function.
     """
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -84,13 +77,13 @@ class OwnFunction(_Own):
         except (TypeError, ValueError):
             parameters = {}
         self.takes_peers = "peers" in parameters
-        declared = getattr(function, "period", None)
+        declared = getattr(function, "period", 1)
         if "period" not in parameters:
             declared = self._options.pop("period", declared)
-        if declared is not None and (not isinstance(declared, int) or isinstance(declared, bool) or declared < 1):
+        if not isinstance(declared, int) or isinstance(declared, bool) or declared < 1:
             raise ValueError(f"{self._name}: period = {declared!r}: a whole number of at least 1")
-        self._declared: int | None = declared
-        self._periods: dict[tuple[int, int], int] = {}
+        self._period = declared
+        self._checked: set[tuple[int, int]] = set()
 
     @property
     def _name(self) -> str:
@@ -104,49 +97,19 @@ class OwnFunction(_Own):
         return []
 
     def period(self, replicas: int, peers: int) -> int:
-        key = replicas, peers
-        if key not in self._periods:
-            self._periods[key] = self._find_period(replicas, peers)
-        return self._periods[key]
-
-    def _find_period(self, replicas: int, peers: int) -> int:
-        declared = self._declared
-        window = _WINDOW if declared is None else max(_WINDOW, 2 * declared)
-        matrices = [self.matrix(replicas, step, peers) for step in range(window)]
-        for number, matrix in enumerate(matrices[:_AGAIN]):
-            if not _same(self.matrix(replicas, number, peers), matrix):
-                raise ValueError(
-                    f"{self._name}: it gives another matrix for step {number} when it is called again; every process "
-                    f"calls it, and all must get the same: seed what is random in it, with the step for example"
-                )
-
-        def broken(period: int) -> int | None:
-            """The first step that is not as the one ``period`` before it."""
-            later = range(period, window)
-            return next((step for step in later if not _same(matrices[step], matrices[step - period])), None)
-
-        if declared is not None:
-            period, step = declared, broken(declared)
-            if step is not None:
-                raise ValueError(
-                    f"{self._name}: its period is said to be {period}, but its matrices of steps {step - period} and "
-                    f"{step} differ"
-                )
-        else:
-            fits = (number for number in range(1, window // 2 + 1) if broken(number) is None)
-            period = next(fits, 0)
-            if not period:
-                raise ValueError(
-                    f"{self._name}: it does not repeat within {window // 2} steps; a longer period is declared: "
-                    f"graph = dict(type={self._name}, period=...)"
-                )
-        for step in (start + number for start in _FAR for number in range(min(period, _FAR_STEPS))):
-            if not _same(self.matrix(replicas, step, peers), matrices[step % period]):
-                raise ValueError(
-                    f"{self._name}: its matrices repeat after {period} steps at first, but that of step {step} differs "
-                    f"from that of step {step % period}; it must be periodic"
-                )
-        return period
+        """As declared; that it repeats so is seen once."""
+        if (replicas, peers) not in self._checked:
+            for step in range(self._period):
+                again = step + self._period
+                first, second = (self.matrix(replicas, number, peers) for number in (step, again))
+                if not np.array_equal(first, second, equal_nan=True):
+                    raise ValueError(
+                        f"{self._name}: its matrices of steps {step} and {again} differ, where its period is "
+                        f"{self._period}: graph = dict(type={self._name}, period=...) declares another. Every process "
+                        f"calls it, and all must get the same: what is random in it is seeded, with the step say"
+                    )
+            self._checked.add((replicas, peers))
+        return self._period
 
     def matrix(self, replicas: int, step: int, peers: int) -> np.ndarray:
         more = {"peers": peers} if self.takes_peers else {}
@@ -199,7 +162,3 @@ def _real(value: Any) -> np.ndarray:
         kind = {"c": "complex numbers", "U": "text", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
         raise ValueError(f"{kind} in the place of real numbers")
     return array.astype(np.float64)
-
-
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    return np.array_equal(one, other, equal_nan=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -85,25 +84,6 @@ def test_what_has_no_graph(config: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "--graph: strategy 'all_reduce' has no graph" in capsys.readouterr().err
     assert main(["show", config, "--graph", "parallel.data=1"]) == 2
     assert "--graph: data 1 is one replica" in capsys.readouterr().err
-
-
-def test_the_picture(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "graph.svg"
-    for overrides, panels, arrows in (
-        ([], 2, 8),
-        (["parallel.strategy.graph=star"], 1, 6),
-        (["parallel.strategy.peers={0:1,9:3}"], 3, 20),
-    ):
-        assert shown(capsys, config, "--graph", str(path), *overrides).endswith(f"\ndrawn in {path}\n")
-        root = ElementTree.parse(path).getroot()
-        space = "{http://www.w3.org/2000/svg}"
-        groups = root.findall(f"{space}g")
-        assert len(groups) == panels
-        assert all(len(group.findall(f"{space}circle")) == 4 for group in groups)
-        assert sum(len(group.findall(f"{space}path")) for group in groups) == arrows
-    for name, problem in (("out.png", "the picture ends with .svg"), ("/no/where.svg", "no folder /no")):
-        assert main(["show", config, f"--graph={name}"]) == 2
-        assert f"--graph: {name}: {problem}" in capsys.readouterr().err
 
 
 def test_it_loads_no_torch(config: str) -> None:

@@ -158,14 +158,6 @@ def test_a_schedule_of_peers_begins_anew() -> None:
     assert [phase.period for phase in graph.phases] == [4, 2, 1]
 
 
-def test_for_fewer_replicas() -> None:
-    graph = make_graph("exponential", 9, ((0, 1), (5, 8))).for_replicas(3)
-    assert graph.peers == ((0, 1), (5, 2))
-    assert make_graph("ring", 4).for_replicas(1).at(7).targets(0) == []
-    with pytest.raises(ValueError, match=r"must be even, got 3"):
-        make_graph("bipartite_exponential", 4).for_replicas(3)
-
-
 def test_one_replica() -> None:
     for spec in SPECS:
         graph = make_graph(spec, 1, 3)
