@@ -186,10 +186,10 @@ OPTIMIZERS = Registry(
 TABLE_OPTIMIZERS = Registry(
     "optimizer of tables",
     {
-        "SparseAdam": "colossus.engine.sparse.table_optimizers:sparse_adam",
-        "Adagrad": "colossus.engine.sparse.table_optimizers:adagrad",
-        "RowWiseAdagrad": "colossus.engine.sparse.table_optimizers:rowwise_adagrad",
-        "SGD": "colossus.engine.sparse.table_optimizers:sgd",
+        "SparseAdam": "colossus.sparse.table_optimizers:sparse_adam",
+        "Adagrad": "colossus.sparse.table_optimizers:adagrad",
+        "RowWiseAdagrad": "colossus.sparse.table_optimizers:rowwise_adagrad",
+        "SGD": "colossus.sparse.table_optimizers:sgd",
     },
 )
 LR_SCHEDULES = Registry("learning-rate schedule", package="colossus.engine.lr_schedules")
@@ -197,33 +197,33 @@ SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
 STRATEGIES = Registry(
     "data-parallel strategy",
     {
-        "ad-psgd": "colossus.engine.strategies.ad_psgd:ADPSGD",
-        "all_reduce": "colossus.engine.strategies.all_reduce:AllReduce",
-        "d-psgd": "colossus.engine.strategies.d_psgd:DPSGD",
-        "diloco": "colossus.engine.strategies.diloco:DiLoCo",
-        "hierarchical": "colossus.engine.strategies.hierarchical:Hierarchical",
-        "hybrid": "colossus.engine.strategies.hybrid:Hybrid",
-        "local_sgd": "colossus.engine.strategies.local_sgd:LocalSGD",
-        "server": "colossus.engine.strategies.server:make_server",
-        "sgp": "colossus.engine.strategies.sgp:SGP",
-        "slowmo": "colossus.engine.strategies.slowmo:SlowMo",
-        "zero": "colossus.engine.strategies.zero:Zero",
+        "ad-psgd": "colossus.data_parallel.gossip.ad_psgd:ADPSGD",
+        "all_reduce": "colossus.data_parallel.all_reduce:AllReduce",
+        "d-psgd": "colossus.data_parallel.gossip.d_psgd:DPSGD",
+        "diloco": "colossus.data_parallel.rounds.diloco:DiLoCo",
+        "hierarchical": "colossus.data_parallel.hierarchical:Hierarchical",
+        "hybrid": "colossus.data_parallel.hybrid:Hybrid",
+        "local_sgd": "colossus.data_parallel.rounds.local_sgd:LocalSGD",
+        "server": "colossus.data_parallel.servers.make_server:make_server",
+        "sgp": "colossus.data_parallel.gossip.sgp:SGP",
+        "slowmo": "colossus.data_parallel.rounds.slowmo:SlowMo",
+        "zero": "colossus.data_parallel.zero.zero:Zero",
     },
 )
 #: of the strategies that have any: what their options may be, and whether they fit the plan
 STRATEGY_OPTIONS = Registry(
     "options of a data-parallel strategy",
     {
-        "ad-psgd": "colossus.engine.strategies.options.gossip:ADPSGDOptions",
-        "d-psgd": "colossus.engine.strategies.options.gossip:DPSGDOptions",
-        "all_reduce": "colossus.engine.strategies.options.exact:AllReduceOptions",
-        "diloco": "colossus.engine.strategies.options.averaging:DiLoCoOptions",
-        "hierarchical": "colossus.engine.strategies.options.exact:HierarchicalOptions",
-        "hybrid": "colossus.engine.strategies.options.hybrid:HybridOptions",
-        "local_sgd": "colossus.engine.strategies.options.averaging:LocalSGDOptions",
-        "server": "colossus.engine.strategies.options.server:ServerOptions",
-        "sgp": "colossus.engine.strategies.options.gossip:SGPOptions",
-        "slowmo": "colossus.engine.strategies.options.averaging:SlowMoOptions",
+        "ad-psgd": "colossus.data_parallel.options.gossip:ADPSGDOptions",
+        "d-psgd": "colossus.data_parallel.options.gossip:DPSGDOptions",
+        "all_reduce": "colossus.data_parallel.options.exact:AllReduceOptions",
+        "diloco": "colossus.data_parallel.options.averaging:DiLoCoOptions",
+        "hierarchical": "colossus.data_parallel.options.exact:HierarchicalOptions",
+        "hybrid": "colossus.data_parallel.options.hybrid:HybridOptions",
+        "local_sgd": "colossus.data_parallel.options.averaging:LocalSGDOptions",
+        "server": "colossus.data_parallel.options.server:ServerOptions",
+        "sgp": "colossus.data_parallel.options.gossip:SGPOptions",
+        "slowmo": "colossus.data_parallel.options.averaging:SlowMoOptions",
     },
 )
 GRAPHS = Registry("graph of replicas", package="colossus.graphs.builtin")

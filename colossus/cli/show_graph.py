@@ -7,7 +7,7 @@ from typing import Any
 
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of, strategy_options
-from colossus.engine.strategies.options.gossip import TOLD_WEIGHT
+from colossus.data_parallel.options.gossip import TOLD_WEIGHT
 from colossus.graphs.analysis import Consensus, consensus, contraction
 from colossus.graphs.graph import Graph, Phase, make_graph
 from colossus.graphs.spec import name_of_graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from colossus.arithmetic import byte_count
-from colossus.engine.sparse.forecast import Forecast
+from colossus.data_parallel.forecast import Forecast
 from colossus.server.sharding import Sharding, TensorSpec
 
 

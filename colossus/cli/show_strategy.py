@@ -12,10 +12,10 @@ from colossus.cli.show_servers import render_servers
 from colossus.config import Config
 from colossus.config.plans import name_of, strategy_options
 from colossus.config.sizes import describe_sizes
-from colossus.engine.sparse.cost import WAYS, WayName, bytes_sent
-from colossus.engine.sparse.forecast import Forecast, Hosts, TableForecast, forecast
-from colossus.engine.strategies.options.hybrid import HybridOptions
-from colossus.engine.strategies.options.server import ServerOptions
+from colossus.data_parallel.forecast import Forecast, Hosts, TableForecast, forecast
+from colossus.data_parallel.options.hybrid import HybridOptions
+from colossus.data_parallel.options.server import ServerOptions
+from colossus.sparse.cost import WAYS, WayName, bytes_sent
 
 _HEADER = ("parameter", "shape", "on a rank", "alpha", "dense", "gather", "owners", "way")
 _NONE = "-"

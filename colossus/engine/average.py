@@ -17,7 +17,7 @@ from colossus.comm.peers import PeerLinks
 from colossus.context.groups import AxisGroup
 from colossus.context.launched_ranks import launched_ranks
 from colossus.context.parallel_context import current_context
-from colossus.engine.parameter_vector import ParameterVector
+from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.graphs.analysis import consensus
 from colossus.graphs.checks import problems_of
 from colossus.graphs.graph import Graph, make_graph

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.strategy import Strategy
 from colossus.engine.eval_metrics import EvalTotals
 from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult
-from colossus.engine.strategies.strategy import Strategy
 
 _NONE = object()
 

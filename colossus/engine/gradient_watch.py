@@ -11,11 +11,11 @@ from torch import Tensor
 
 from colossus.config.training import Train
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.gradients.gradient_norm import GradientNorm
+from colossus.data_parallel.strategy import Strategy
 from colossus.engine.late_value import LateValue
 from colossus.engine.loss_scale import SMALLEST_SCALE, LossScaler
 from colossus.engine.nonfinite import Evidence, NonFiniteGradients, NonFiniteReport, make_report
-from colossus.engine.strategies.strategy import Strategy
+from colossus.gradients.gradient_norm import GradientNorm
 
 log = logging.getLogger("colossus.engine")
 

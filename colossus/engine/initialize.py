@@ -18,6 +18,8 @@ from colossus.context.precision import LOW
 from colossus.data.loader import Loaders
 from colossus.data.loader import log as data_log
 from colossus.data.make_loaders import loaders_of
+from colossus.data_parallel.strategy import Strategy
+from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.build_optimizer import OptimizerFactory, build_optimizer, require_factory
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.device import pick_device
@@ -25,27 +27,25 @@ from colossus.engine.engine import Engine
 from colossus.engine.eval_metrics import EvalMetrics, metrics_of
 from colossus.engine.forward_rng import seed_outside
 from colossus.engine.gradient_watch import GradientWatch
-from colossus.engine.gradients.gradient_norm import GradientNorm
-from colossus.engine.gradients.group_norms import GroupNorms
 from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import LossFunction, require_no_parameters
 from colossus.engine.loss_scale import LossScaler
 from colossus.engine.optimizer_step import OptimizerStep
-from colossus.engine.parameter_store import ParameterStore
-from colossus.engine.parts import ModelParts
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.reduction import StepReduction
-from colossus.engine.sparse.survey import survey
-from colossus.engine.sparse.table_group import require_optimizer_of_tables
 from colossus.engine.stages import ModelStages, parameters_by_stage
 from colossus.engine.start_check import require_same_settings
 from colossus.engine.start_values import hashes_of_existing, require_same_values
-from colossus.engine.strategies.strategy import Strategy
+from colossus.gradients.gradient_norm import GradientNorm
+from colossus.gradients.group_norms import GroupNorms
+from colossus.gradients.parts import ModelParts
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.layout.parameter import full_model_order, num_parameters
 from colossus.registry import MODELS, STRATEGIES
 from colossus.schedule.runtime.observer import StepObserver
+from colossus.sparse.survey import survey
+from colossus.sparse.table_group import require_optimizer_of_tables
 from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 

@@ -24,7 +24,7 @@ from colossus.data.batch import (
     split_microbatches,
 )
 from colossus.engine.batch_check import fingerprint
-from colossus.engine.host_copy import send_to
+from colossus.gradients.host_copy import send_to
 from colossus.layers.batch_info import BatchInfo
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.nest import tensors

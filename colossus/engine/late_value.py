@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from colossus.engine.host_read import HostRead
+from colossus.gradients.host_read import HostRead
 
 
 class LateValue:

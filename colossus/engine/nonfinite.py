@@ -11,9 +11,9 @@ from torch import Tensor
 from colossus.comm.objects import all_gather_object
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
-from colossus.engine.gradients.buckets import LocalSum
-from colossus.engine.gradients.gradient_norm import GradientNorm
-from colossus.engine.gradients.values import values_of
+from colossus.gradients.buckets import LocalSum
+from colossus.gradients.gradient_norm import GradientNorm
+from colossus.gradients.values import values_of
 from colossus.layout.parameter import spec_of
 
 

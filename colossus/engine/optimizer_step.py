@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from colossus.config import Config
+from colossus.data_parallel.strategy import Strategy
 from colossus.engine.gradient_watch import GradientWatch
 from colossus.engine.late_value import LateValue
 from colossus.engine.learning_rate import LearningRate
 from colossus.engine.loss_scale import LossScaler
 from colossus.engine.reduction import StepReduction
 from colossus.engine.results import StepResult
-from colossus.engine.strategies.strategy import Strategy
 from colossus.layout.split_parameter import as_shards
 from colossus.schedule.runtime.executor import StepTotals
 

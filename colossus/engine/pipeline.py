@@ -10,7 +10,7 @@ from torch import nn
 from colossus.comm.links import Links
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.gradients.tied import tied_parameters
+from colossus.gradients.tied import tied_parameters
 from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks
 from colossus.schedule.actions import Action, placement

@@ -10,13 +10,13 @@ from torch import Tensor
 from colossus.comm import collectives
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.strategy import Strategy
 from colossus.engine.batch_check import BatchCheck
 from colossus.engine.eval_metrics import EvalTotals
-from colossus.engine.gradients.gradient_norm import GradientNorm
-from colossus.engine.gradients.group_norms import GroupNorms
 from colossus.engine.loss_function import check_totals
 from colossus.engine.results import EvalResult
-from colossus.engine.strategies.strategy import Strategy
+from colossus.gradients.gradient_norm import GradientNorm
+from colossus.gradients.group_norms import GroupNorms
 from colossus.layers.model_parallel import model_parallel_of
 
 

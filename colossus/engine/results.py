@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from colossus.engine.host_read import HostRead
 from colossus.engine.stop_request import signal_of
+from colossus.gradients.host_read import HostRead
 
 
 class StepResult:

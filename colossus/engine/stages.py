@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.strategy import BackwardKind, Strategy
+from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.eval_metrics import EvalMetrics
 from colossus.engine.forward_rng import ForwardRng
 from colossus.engine.input_writes import InputWrites
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction, checked_sum
-from colossus.engine.parameter_store import ParameterStore
-from colossus.engine.strategies.strategy import BackwardKind, Strategy
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layout.split_parameter import as_shards
 from colossus.schedule.actions import Action

@@ -50,9 +50,9 @@ def check_model(config: Config) -> ModelInfo | None:
     from colossus.context.parallel_context import ParallelContext
     from colossus.engine.checkpointed_modules import with_activation_checkpoint
     from colossus.engine.pipeline import PipelineRuntime
-    from colossus.engine.sparse.survey import survey
-    from colossus.engine.sparse.table_group import require_optimizer_of_tables
     from colossus.layout.parameter import num_parameters
+    from colossus.sparse.survey import survey
+    from colossus.sparse.table_group import require_optimizer_of_tables
 
     if config.model is None:
         return None

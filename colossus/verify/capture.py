@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.engine import Engine
-from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.engine.hooks import Hook
 from colossus.engine.results import StepResult
+from colossus.gradients.axes import gradient_sum_axes
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import logical_parameters, spec_of

@@ -21,7 +21,7 @@ from colossus import layers
 from colossus.checkpoint.folder import name_of as folder_name_of
 from colossus.checkpoint.manifest import MANIFEST, read_manifest
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.engine.strategies.all_reduce import AllReduce
+from colossus.data_parallel.all_reduce import AllReduce
 
 # -- an exact strategy that keeps something of its own in each replica -------------------------------------------
 

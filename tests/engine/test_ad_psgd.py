@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
+from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.engine.engine import Engine
-from colossus.engine.parameter_vector import ParameterVector
 
 STEPS = 15
 Record = list[tuple[Any, ...]]

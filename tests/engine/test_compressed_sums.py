@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 import colossus
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.gradients.bucket_sum import BucketSum
-from colossus.engine.gradients.compression import CompressionMemory
-from colossus.engine.gradients.low_sum import LowSum
-from colossus.engine.gradients.power_sum import PowerSGD, PowerSum
+from colossus.gradients.bucket_sum import BucketSum
+from colossus.gradients.compression import CompressionMemory
+from colossus.gradients.low_sum import LowSum
+from colossus.gradients.power_sum import PowerSGD, PowerSum
 from colossus.schedule.runtime.observer import StepObserver
 
 SHAPES = [(5, 7), (3,), (11, 5), (), (2, 3, 2)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.comm.buffer_pool import BufferPool
-from colossus.engine.strategies.push_sum import Addend, PushSum
+from colossus.data_parallel.gossip.push_sum import Addend, PushSum
 
 STEPS = 5
 ONE_BLOCK = dict(model=dict(num_layers=1))
@@ -223,9 +223,9 @@ def own(rank: int, model: Callable[[], nn.Module], plan: dict[str, Any], inputs:
 
 def test_a_parameter_without_a_gradient_costs_a_wait_for_its_bucket() -> None:
     (found,) = run_fake_ranks(2, own, Unused, dict(data=2), torch.zeros(4, 6))
-    assert [files_of(step) for step in found] == [{"engine/gradients/buckets.py": 1}] * 4
+    assert [files_of(step) for step in found] == [{"gradients/buckets.py": 1}] * 4
     (found,) = run_fake_ranks(2, own, Unused, dict(data=2, zero=2), torch.zeros(4, 6))
-    assert [files_of(step) for step in found] == [{"engine/row_gradients.py": 1}] * 4
+    assert [files_of(step) for step in found] == [{"data_parallel/zero/row_gradients.py": 1}] * 4
 
 
 def test_tables_wait_for_their_ids() -> None:
@@ -234,7 +234,7 @@ def test_tables_wait_for_their_ids() -> None:
     ids = torch.zeros(4, 3, dtype=torch.int64)
     (found,) = run_fake_ranks(2, own, Tables, dict(data=2), ids)
     assert [files_of(step) for step in found] == [
-        {"engine/sparse/table.py": 4, "engine/sparse/ways/dense.py": 2, "engine/strategies/strategy.py": 1}
+        {"sparse/table.py": 4, "sparse/ways/dense.py": 2, "data_parallel/strategy.py": 1}
     ] * 4
 
 

@@ -15,9 +15,9 @@ from helpers.split_net import Split
 
 import colossus
 from colossus.comm.objects import all_gather_object
+from colossus.data_parallel.gossip.eager import LEAST_LEFT, MOST_AHEAD
+from colossus.data_parallel.gossip.sgp import SGP
 from colossus.engine.engine import Engine
-from colossus.engine.strategies.eager import LEAST_LEFT, MOST_AHEAD
-from colossus.engine.strategies.sgp import SGP
 
 STEPS, SLEEPER, ASLEEP = 22, 1, (3, 19)
 STRATEGY: dict[str, Any] = dict(type="sgp", eager=True)

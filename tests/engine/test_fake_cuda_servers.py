@@ -11,7 +11,7 @@ from helpers.training import BATCH, batch_of, config_of
 from torch import Tensor
 
 import colossus
-from colossus.engine.strategies import server_parameters
+from colossus.data_parallel.servers import parameters as server_parameters
 from colossus.server.handles import Handle
 
 
@@ -84,10 +84,10 @@ def steps(rank: int, strategies: list[dict[str, Any]]) -> list[list[dict[str, in
     return found
 
 
-HOST_READ, SKIPPED = "engine/host_read.py", "engine/strategies/strategy.py"
+HOST_READ, SKIPPED = "gradients/host_read.py", "data_parallel/strategy.py"
 NUM_GRADIENTS = 20
 CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
-    (dict(mode="sync"), {HOST_READ: NUM_GRADIENTS, "engine/strategies/server_sync.py": 2}),  # the scale, and whether
+    (dict(mode="sync"), {HOST_READ: NUM_GRADIENTS, "data_parallel/servers/sync.py": 2}),  # the scale, and whether
     (dict(mode="async"), {HOST_READ: NUM_GRADIENTS, SKIPPED: 1}),
     (dict(mode="async", algorithm="downpour"), {HOST_READ: NUM_GRADIENTS, SKIPPED: 1}),
     (dict(mode="async", algorithm="easgd"), {HOST_READ: NUM_GRADIENTS}),

@@ -16,7 +16,7 @@ import colossus
 from colossus import layers
 from colossus.comm import uneven
 from colossus.context.groups import AxisGroup
-from colossus.engine.sparse.row_exchange import RowExchange
+from colossus.sparse.row_exchange import RowExchange
 
 
 class Net(nn.Module):
@@ -79,11 +79,11 @@ def steps(rank: int, strategies: list[dict[str, Any]], precision: str) -> list[l
     return found
 
 
-LOOKUP = {"engine/sparse/table.py", "engine/sparse/bad_ids.py", "engine/strategies/strategy.py"}
+LOOKUP = {"sparse/table.py", "sparse/bad_ids.py", "data_parallel/strategy.py"}
 WAYS = {
-    "dense": LOOKUP | {"engine/sparse/ways/dense.py"},
+    "dense": LOOKUP | {"sparse/ways/dense.py"},
     "gather": LOOKUP | {"comm/uneven.py", "rows/row_gradient.py"},
-    "owners": LOOKUP | {"comm/uneven.py", "rows/row_gradient.py", "engine/sparse/row_exchange.py"},
+    "owners": LOOKUP | {"comm/uneven.py", "rows/row_gradient.py", "sparse/row_exchange.py"},
 }
 
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import current_context
-from colossus.engine.gradients.gradient_norm import GradientNorm
-from colossus.engine.gradients.group_norms import GroupNorms
+from colossus.gradients.gradient_norm import GradientNorm
+from colossus.gradients.group_norms import GroupNorms
 from colossus.layout.parameter import spec_of
 from colossus.monitor.display import PlainDisplay
 from colossus.monitor.metrics import Metrics

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.comm import accounting
-from colossus.engine.hosts import BETWEEN
+from colossus.gradients.hosts import BETWEEN
 
 ROWS, DIM, CLASSES, SAMPLES, LENGTH, STEPS = 37, 6, 5, 8, 3, 3
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from colossus.engine.strategies.pair_protocol import ActiveSide, Exchange, Order, PassiveSide
+from colossus.data_parallel.gossip.pair_protocol import ActiveSide, Exchange, Order, PassiveSide
 
 
 class Rank:

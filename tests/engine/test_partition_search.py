@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossus.engine.sparse.balance import best_partitions
+from colossus.sparse.balance import best_partitions
 
 
 def time_of(parts: int, a: float = 0.02, b: float = 8.0, c: float = 1.0) -> float:

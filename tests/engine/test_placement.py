@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.engine.sparse import balance
-from colossus.engine.sparse.balance import imbalance
-from colossus.engine.sparse.placement import PARTS_PER_OWNER, Placement, bins_for, bins_of
+from colossus.sparse import balance
+from colossus.sparse.balance import imbalance
+from colossus.sparse.placement import PARTS_PER_OWNER, Placement, bins_for, bins_of
 
 ROWS, DIM, CLASSES, SAMPLES = 41, 4, 5, 12
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colossus.engine.strategies.push_sum import PushSum
+from colossus.data_parallel.gossip.push_sum import PushSum
 
 
 @pytest.mark.parametrize("weight", [1 / 3, 0.012, 1.7])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.stop_agreement import StopAgreement
 from colossus.engine.stop_request import addend, signal_of
-from colossus.engine.strategies.stop_agreement import StopAgreement
 
 
 def number(value: float) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.gossip import Matrices, irregular
 
-from colossus.engine.strategies.stop_wave import StopWave
+from colossus.data_parallel.gossip.stop_wave import StopWave
 from colossus.graphs.graph import Graph, make_graph
 
 GRAPHS: list[tuple[Any, int, Any, int]] = [

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.comm import accounting
-from colossus.engine.sparse.cost import WAYS, WayName, bytes_sent
+from colossus.sparse.cost import WAYS, WayName, bytes_sent
 
 ROWS, DIM, SAMPLES, RANKS, BYTES = 41, 3, 4, 3, 8
 

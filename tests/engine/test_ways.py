@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import colossus
-from colossus.engine.sparse.choice import SMALL_BYTES, Survey, TableFacts, choose, pattern_problems, way_problems
-from colossus.engine.sparse.cost import bytes_sent
+from colossus.sparse.choice import SMALL_BYTES, Survey, TableFacts, choose, pattern_problems, way_problems
+from colossus.sparse.cost import bytes_sent
 
 TABLE = TableFacts("table.weight", (10_000, 64), (10_000, 64), 8, 4)
 SAMPLES = 12

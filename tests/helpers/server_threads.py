@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from colossus.engine.strategies import server_connection
+from colossus.data_parallel.servers import connection as server_connection
 from colossus.server.rpc_server import RpcServer
 from colossus.server.store import ShardStore
 

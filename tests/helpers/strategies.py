@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
-from colossus.engine.parameter_store import ParameterStore
-from colossus.engine.parts import ModelParts
-from colossus.engine.strategies.all_reduce import AllReduce
-from colossus.engine.strategies.options.base import PerReplicaOptions
-from colossus.engine.strategies.per_replica import PerReplica
+from colossus.data_parallel.all_reduce import AllReduce
+from colossus.data_parallel.options.base import PerReplicaOptions
+from colossus.data_parallel.per_replica import PerReplica
+from colossus.data_parallel.zero.parameter_store import ParameterStore
+from colossus.gradients.parts import ModelParts
 
 
 class LocalSteps(AllReduce):

@@ -18,7 +18,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.gradients.axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.rotary import Rotary
 from colossus.layers.rotary_scaling import RotaryScaling

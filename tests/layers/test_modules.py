@@ -21,7 +21,7 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.gradients.axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.models.gpt import GPT
 

@@ -23,7 +23,7 @@ from colossus.checkpoint.values import decode
 from colossus.checkpoint.writer import About
 from colossus.config import as_dict
 from colossus.config.sizes import describe_zero
-from colossus.engine.replica_average import ReplicaAverage
+from colossus.data_parallel.replica_average import ReplicaAverage
 from colossus.engine.state.boxes import ParameterBox, buffers_of
 from colossus.engine.state.buffers import checksums, held_buffers, persistent_names, require_no_late_buffers
 from colossus.engine.state.hook_state import EncodedState, HookStates

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from colossus.checkpoint.snapshot import RankState
-from colossus.engine.replica_average import ReplicaAverage
+from colossus.data_parallel.replica_average import ReplicaAverage
 from colossus.engine.state.boxes import ParameterBox, parameter_boxes
 from colossus.engine.state.per_parameter import held_of_state
 from colossus.engine.state.replicas import AVERAGE, has_own_parameters, has_own_state, replica_prefix

@@ -15,7 +15,7 @@ from typing import Any
 from colossus.checkpoint.manifest import Manifest
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.strategies.strategy import Strategy
+from colossus.data_parallel.strategy import Strategy
 
 log = logging.getLogger("colossus.engine")
 

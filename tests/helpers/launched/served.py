@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from colossus.data_parallel.options.base import Count, PerReplicaOptions
+from colossus.data_parallel.per_replica import PerReplica
 from colossus.engine import Hook
-from colossus.engine.strategies.options.base import Count, PerReplicaOptions
-from colossus.engine.strategies.per_replica import PerReplica
 from colossus.registry import STRATEGIES, STRATEGY_OPTIONS
 from colossus.server import environment
 

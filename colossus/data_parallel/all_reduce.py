@@ -1,0 +1,202 @@
+"""The default strategy: gradients are all-reduced in buckets, overlapped with backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import DTYPES
+from colossus.data_parallel.options.exact import AllReduceOptions
+from colossus.data_parallel.strategy import Strategy
+from colossus.data_parallel.zero.parameter_store import ParameterStore
+from colossus.gradients.bucket_sum import BucketSum, FlatSum
+from colossus.gradients.buckets import LocalSum
+from colossus.gradients.compression import CompressionMemory
+from colossus.gradients.hosts import Hosts
+from colossus.gradients.low_sum import LowSum
+from colossus.gradients.parts import ModelParts
+from colossus.gradients.power_sum import PowerSGD, PowerSum
+from colossus.gradients.reduction import GradientReduction
+from colossus.sparse.choice import Survey
+from colossus.sparse.tables import Tables
+from colossus.sparse.usage import Usage
+
+
+class AllReduce(Strategy):
+    """Sums gradients over data ranks in the collectives that sum them over the other ranks, too.
+
+    Exact; a subclass that is not sums them inside of the replica only.
+
+    With ``compress`` what goes along data is rounded to 16 bits, or to matrices of low rank (1905.13727): replicas stay
+    equal, but the sums are not those of one process. What is left out of a step's gradients is added to the next one's
+    (error feedback). Sums inside of a replica are exact.
+    """
+
+    _compress: AllReduceOptions = AllReduceOptions()
+    _memory: CompressionMemory | None = None
+    #: of tables, in numbers; None where there are none
+    usage: Usage | None = None
+
+    def __init__(self, **options: Any) -> None:
+        self._compress = AllReduceOptions(**options)
+
+    def check_tables(self, found: Survey) -> None:
+        if not self.exact or self._compress.compress is not None:
+            super().check_tables(found)
+
+    def dense_because(self) -> str:
+        if self._compress.compress is not None:
+            return f"parallel.strategy.compress = {self._compress.compress!r} is of dense gradients"
+        return super().dense_because()
+
+    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
+        tables = Tables(model, context, self.way_of)
+        self.tables = tables if tables else None
+
+    def way_of(self, name: str, shape: tuple[int, ...], ranks: int) -> str:
+        """How the gradient of a table is summed over so many ranks that share it."""
+        return "dense"
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        if self.tables is not None:
+            self.tables.connect(parts.model, self.hosts_of_rows(), self.partitions())
+        store.shard(())  # nothing is cut: the copies of low precision that compute takes are kept beside what is stored
+        super().setup(store, parts)
+        if self._compress.compress is not None:
+            self.state_per_replica = True
+            self._memory = CompressionMemory(store.stored, parts.context.rng.seed)
+        self._reduction = self.make_reduction()
+        if self.tables is not None:
+            dense = [param for param in self.trained if self.tables.of(param) is None]
+            self.usage = Usage(parts.context, self.tables, dense)
+
+    def hosts_of_rows(self) -> Hosts | None:
+        """Inside of which hosts the gradients of tables are added up before they leave them; None: nowhere."""
+        return None
+
+    def partitions(self) -> int | None:
+        """Into how many parts the rows of an owned table are cut; None: as many as is usual."""
+        return None
+
+    def make_reduction(self) -> GradientReduction:
+        """What sums the gradients of a step."""
+        return GradientReduction(self.without_tables(self.parts), self.summed_axes, self.sum_of)
+
+    def without_tables(self, parts: ModelParts) -> ModelParts:
+        """What is summed in buckets."""
+        if (tables := self.tables) is None:
+            return parts
+        dense = {
+            stage: [param for param in params if tables.of(param) is None]
+            for stage, params in parts.parameters_by_stage.items()
+        }
+        return replace(parts, parameters_by_stage=dense)
+
+    def sum_of(self, params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
+        """How the gradients of a bucket are summed over these axes."""
+        options, context = self._compress, self.parts.context
+        if self._memory is None or "data" not in axes:
+            return FlatSum(context.group(axes))
+        whole = context.group(tuple(axis for axis in axes if axis != "data"))
+        inner, outer = self.levels()
+        if options.compress == "powersgd":
+            power = PowerSGD(options.rank, options.start_step, options.warm_start, options.min_compression_rate)
+            return PowerSum(params, whole, inner, outer, power, self._memory)
+        assert options.compress is not None
+        return LowSum(params, whole, inner, outer, DTYPES[options.compress], self._memory)
+
+    def levels(self) -> tuple[AxisGroup, AxisGroup]:
+        """The data ranks between which nothing is compressed, and those between which all is."""
+        return self.parts.context.group(()), self._data_group
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        if self._memory is not None:
+            self._memory.begin(step, self.loss_scale)
+        if self.tables is not None:
+            self.tables.begin_step()
+        if self.usage is not None:
+            self.usage.begin()
+
+    def last_backward(self, stage: int) -> None:
+        self._reduction.arm(stage)
+
+    def reduce(self, stage: int) -> None:
+        self._reduction.start(stage)
+        if self.tables is not None:
+            self.tables.start_sums(self.parts.parameters_by_stage[stage])
+
+    def finish(self) -> None:
+        self._reduction.finish()
+        if self.tables is not None:
+            self.tables.finish_sums()
+        if self.usage is not None:
+            self.usage.end()
+        self.store.accept_whole_gradients()
+
+    def replica_scalars(self, numbers: Tensor) -> Tensor:
+        numbers = super().replica_scalars(numbers)
+        self._count = numbers[1]
+        return numbers
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Tensor,
+        before_update: Callable[[], None],
+        found_inf: Tensor | None = None,
+        clip_value: float | None = None,
+    ) -> None:
+        super().step(optimizer, scale, before_update, found_inf, clip_value)
+        if self._memory is not None:
+            self._memory.end(self._count, found_inf)
+
+    def local_sums(self) -> list[LocalSum]:
+        return self._reduction.local_sums() + ([] if self.tables is None else self.tables.local_sums())
+
+    def report(self) -> dict[str, float]:
+        return super().report() | (self.usage.report() if self.usage is not None else {})
+
+    def abandon(self) -> None:
+        if self.usage is not None:
+            self.usage.abandon()
+        self._reduction.abandon()
+        if self.tables is not None:
+            self.tables.abandon()
+        if self._memory is not None:
+            self._memory.forget()
+
+    def forwards(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.tables is None else self.tables.forwards()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        yield
+        if self.tables is not None:
+            self.tables.serve()
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._memory is None else {"counts": self._memory.counts()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._memory is None:
+            super().load_state_dict(state)
+        else:
+            self._memory.load_counts(state.get("counts", ()), self.parts.context.device)
+
+    def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+        return {} if self._memory is None else self._memory.state()
+
+    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        if self._memory is not None:
+            self._memory.load(state)

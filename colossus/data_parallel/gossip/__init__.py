@@ -1,0 +1,1 @@
+"""Strategies that mix with peers by a graph."""

@@ -1,0 +1,105 @@
+"""Every parameter by the cheapest exact way: dense gradients all-reduced, those of tables by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.all_reduce import AllReduce
+from colossus.data_parallel.options.hybrid import HybridOptions
+from colossus.data_parallel.zero.parameter_store import ParameterStore
+from colossus.gradients.hosts import Hosts
+from colossus.gradients.parts import ModelParts
+from colossus.sparse.balance import Balance
+from colossus.sparse.choice import Choice, Survey, choose, pattern_problems, way_problems
+
+
+class Hybrid(AllReduce):
+    """Exact. Dense gradients are all-reduced in buckets; tables (``sparse=True``) are held and updated by ranks that
+    own their rows, which sends the fewest bytes, after Parallax (1808.02621).
+
+    Attributes:
+        choices: by full name of the table.
+        hosts: over which data ranks are spread; None where nobody asks, or hosts have unequal numbers of them.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = HybridOptions(**options)
+        self.choices: dict[str, Choice] = {}
+        self.hosts: Hosts | None = None
+
+    def check_tables(self, found: Survey) -> None:
+        problems = way_problems(self.options.ways, found) + pattern_problems("alpha", self.options.alpha, found)
+        if problems:
+            raise ValueError("; ".join(problems))
+        self.choices = {table.name: choose(table, self.options.way_of(table.name)) for table in found.tables}
+
+    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
+        if self.choices:
+            self.hosts = self._hosts(context)
+        super().prepare(model, context)
+
+    def heading(self) -> list[str]:
+        return [choice.in_words for choice in self.choices.values()]
+
+    def in_short(self) -> str:
+        by_way: dict[str, list[str]] = {}
+        for name, choice in self.choices.items():
+            by_way.setdefault(choice.way, []).append(name)
+        return ", ".join(f"{way}: {_few(names)}" for way, names in by_way.items())
+
+    def _hosts(self, context: ParallelContext) -> Hosts | None:
+        per_host = self.options.ranks_per_host(context.size("data"))
+        if per_host is not None:
+            return Hosts.given(context, per_host)
+        if context.size("data") == 1:
+            return None
+        try:
+            return Hosts.found(context)
+        except ValueError as error:  # on all ranks: as many data ranks on each are what two levels need
+            if self.options.aggregate is True:
+                raise ValueError(f"parallel.strategy.aggregate = True: {error}") from error
+            return None
+
+    def way_of(self, name: str, shape: tuple[int, ...], ranks: int) -> str:
+        return self.choices[name].way
+
+    def hosts_of_rows(self) -> Hosts | None:
+        hosts = self.hosts if self.options.aggregate else None
+        return hosts if hosts is not None and hosts.are_levels else None
+
+    def partitions(self) -> int | None:
+        partitions = self.options.partitions
+        return partitions if isinstance(partitions, int) else None
+
+    # -- the places of rows -------------------------------------------------------------------------------
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        super().setup(store, parts)
+        owned = self.tables.owned() if self.tables is not None else []
+        options = self.options
+        self._balance = Balance(owned, parts.context, after=options.balance_after, partitions=options.partitions)
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        super().optimizer_made(optimizer)
+        self._optimizer = optimizer
+
+    def begin_step(self, step: int) -> None:
+        self._balance.begin_step()
+        super().begin_step(step)
+
+    def after_step(self, step: int) -> None:
+        super().after_step(step)
+        self._balance.after_step(self._optimizer)
+
+    def report(self) -> dict[str, float]:
+        return super().report() | self._balance.report()
+
+
+def _few(names: Sequence[str]) -> str:
+    return " ".join(names) if len(names) <= 3 else f"{len(names)} tables"

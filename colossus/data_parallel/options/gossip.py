@@ -1,0 +1,179 @@
+"""Options of the strategies that mix with some peers. No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator
+
+from colossus.config import Config
+from colossus.data_parallel.options.base import CountOrZero, PerReplicaOptions
+from colossus.graphs.checks import problems_of
+from colossus.graphs.graph import Graph, make_graph
+from colossus.graphs.least_weight import LeastWeight, least_weight
+from colossus.graphs.peers import parse_peers, phases_of
+from colossus.graphs.spec import make_family, name_of_graph
+
+#: push-sum weights below which a plan is told of, and refused: a small classifier on 4 replicas comes back from a spike
+#: in its loss at 1/16 and at 1/27 with a large learning rate, at 1/64 with a small one, and never at 1/256
+TOLD_WEIGHT, REFUSED_WEIGHT = 0.1, 0.01
+
+
+def _graph(spec: Any) -> Any:
+    make_family(spec)  # raises for a name or an option that there is not
+    return spec
+
+
+class GraphOptions(PerReplicaOptions):
+    """Of all that average along the edges of a graph.
+
+    Attributes:
+        needs_doubly_stochastic: rows of its matrices must sum to 1, too.
+        needs_bipartite: replicas must be of two sides.
+    """
+
+    needs_doubly_stochastic: ClassVar[bool] = False
+    needs_bipartite: ClassVar[bool] = False
+
+    #: a name of `GRAPHS`, or dict(type=.., **options); a function (replicas, step) -> matrix; a matrix, or several
+    graph: Annotated[Any, AfterValidator(_graph)] = "exponential"
+
+    @property
+    def schedule(self) -> Any:
+        """To how many others a replica sends in a step, as `make_graph` takes it."""
+        return 1
+
+    @property
+    def travels(self) -> int:
+        """Steps for which what is sent travels."""
+        return 0
+
+    @property
+    def late(self) -> str:
+        """Why a replica may have to go on with what it keeps, in words; empty where it waits for the messages."""
+        return f"overlap = {self.travels}" if self.travels else ""
+
+    def check(self, config: Config) -> list[str]:
+        replicas = config.parallel.data
+        assert replicas is not None
+        found = super().check(config)
+        return found if replicas == 1 else found + self._graph_problems(replicas)
+
+    def _graph_problems(self, replicas: int) -> list[str]:
+        key, family = "parallel.strategy.graph", make_family(self.graph)
+        named = f"{key} = {name!r}" if (name := name_of_graph(self.graph)) else key
+        of_family = family.problems(replicas)
+        if of_family:
+            return [f"{named} with data {replicas}: {problem}" for problem in of_family]
+        peers = [f"parallel.strategy.peers{problem}" for problem in self._peers_problems(replicas)]
+        if peers:
+            return peers
+        try:
+            graph = make_graph(family, replicas, self.schedule)
+        except ValueError as error:
+            return [f"{named} with data {replicas}: {error}"]
+        problems = self.problems_of(graph) or self._weight_problems(graph)
+        return [f"{named} with data {replicas}: {problem}" for problem in problems]
+
+    def least_weight(self, graph: Graph) -> LeastWeight | None:
+        """The smallest push-sum weight, where it depends on the graph alone."""
+        return least_weight(graph, self.travels)
+
+    def _weight_problems(self, graph: Graph) -> list[str]:
+        least = self.least_weight(graph)
+        if least is None or least.weight >= REFUSED_WEIGHT:
+            return []
+        fits = 0  # overlaps that are not refused; the larger, the smaller are weights
+        while fits < self.travels and least_weight(graph, fits).weight >= REFUSED_WEIGHT:
+            fits += 1
+        if fits:
+            why = f"with overlap = {self.travels} replicas have little until messages come, and "
+            hint = f"overlap can be {fits - 1}; or let replicas send to fewer"
+        else:
+            why, hint = "", "give this replica more"
+        return [f"{why}{least.in_words}; training does not recover below {REFUSED_WEIGHT:g}: {hint}"]
+
+    def problems_of(self, graph: Graph) -> list[str]:
+        """What is wrong with a graph for this strategy."""
+        return problems_of(
+            graph,
+            doubly_stochastic=self.needs_doubly_stochastic,
+            bipartite=self.needs_bipartite,
+            late=self.late,
+        )
+
+    def _peers_problems(self, replicas: int) -> list[str]:
+        return []
+
+
+class GossipOptions(GraphOptions):
+    """Of all that mix in each step as the graph says."""
+
+    #: to how many others a replica sends in a step; {0: 1, 200: 2}: from that step on
+    peers: Annotated[Any, AfterValidator(parse_peers)] = 1
+    #: the optimizer's state is mixed, too, as the parameters are
+    mix_optimizer_state: bool = False
+
+    @property
+    def schedule(self) -> Any:
+        return self.peers
+
+    def _peers_problems(self, replicas: int) -> list[str]:
+        family = make_family(self.graph)
+        largest = max(number for _, number in phases_of(self.peers))
+        if not family.takes_peers:
+            if self.peers == 1:
+                return []
+            name = repr(name_of_graph(self.graph) or "matrices")
+            return [f" = {self.peers}: graph {name} itself says to whom replicas send; leave peers out"]
+        most = family.most_peers(replicas)
+        if largest >= replicas:
+            return [f" = {largest}: of data {replicas} replicas each has {replicas - 1} others; at most {most}"]
+        if largest > most:
+            return [
+                f" = {largest}: graph {name_of_graph(self.graph)!r} with data {replicas} has at most {most} in a step"
+            ]
+        return []
+
+
+class SGPOptions(GossipOptions):
+    #: steps for which what is sent travels
+    overlap: CountOrZero = 0
+    #: messages are taken in as they come, and nobody waits: not reproducible
+    eager: bool = False
+
+    @property
+    def travels(self) -> int:
+        return max(self.overlap, int(self.eager))
+
+    def check(self, config: Config) -> list[str]:
+        found = super().check(config)
+        if self.eager and self.overlap:
+            found.append(
+                f"parallel.strategy.overlap = {self.overlap}: with eager=True messages are taken in as they come, "
+                f"whenever that is; leave one of the two out"
+            )
+        return found
+
+    @property
+    def late(self) -> str:
+        return "eager = True" if self.eager else super().late
+
+    def least_weight(self, graph: Graph) -> LeastWeight | None:
+        return None if self.eager else super().least_weight(graph)
+
+
+class DPSGDOptions(GossipOptions):
+    needs_doubly_stochastic: ClassVar[bool] = True
+
+    #: W x - lr g(x), whose messages travel while the step computes, or W (x - lr g(x))
+    order: Literal["adapt_while_combine", "adapt_then_combine"] = "adapt_while_combine"
+
+
+class ADPSGDOptions(GraphOptions):
+    """A replica averages parameters with one other at a time, which it picks among its neighbours in the graph."""
+
+    needs_doubly_stochastic: ClassVar[bool] = True
+    needs_bipartite: ClassVar[bool] = True
+
+    graph: Annotated[Any, AfterValidator(_graph)] = "bipartite_exponential"

@@ -1,0 +1,181 @@
+"""What inexact strategies have in common: every replica has parameters of its own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from colossus.comm import collectives
+from colossus.data_parallel.all_reduce import AllReduce
+from colossus.data_parallel.options.base import PerReplicaOptions
+from colossus.data_parallel.replica_average import Distance, ReplicaAverage, Share
+from colossus.data_parallel.stop_agreement import StopAgreement
+from colossus.data_parallel.zero.parameter_store import ParameterStore
+from colossus.gradients.parts import ModelParts
+
+#: where the requests to stop are in a step's numbers
+_STOP = 3
+
+log = logging.getLogger("colossus.engine")
+
+
+class PerReplica(AllReduce):
+    """Base of the inexact strategies: gradients are summed inside of the replica, along data nothing is.
+
+    A *meeting step* is one after which all replicas wait for each other anyway: because of an evaluation, a checkpoint,
+    ``log_every``, or since it is the last. There the loss is of all replicas, else of this one (`StepResult.replica`),
+    and all hear of requests to stop with it; between two of these they hear of it as `StopAgreement` says.
+
+    What is evaluated and exported is the average of the replicas (`Strategy.share`), unless ``evaluate`` is "own". It
+    costs one all-reduce of the parameters over data, in chunks, for each evaluation, checkpoint and export, and the
+    memory of the parameters once (of a checkpoint: of the part that a rank writes).
+
+    Attributes:
+        holds_parameters: whether a replica that trains alone has the parameters itself; else it has copies of them.
+        stops_by_store: whether requests to stop go as `StopAgreement` says; strategies with a way of their own: false.
+    """
+
+    exact = False
+    holds_parameters: bool = True
+    stops_by_store: bool = True
+
+    def __init__(self, options: PerReplicaOptions) -> None:
+        self.options = options
+        self.evaluates = options.evaluate
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        super().setup(store, parts)
+        self._average = ReplicaAverage(parts, self.trained)
+        self._distance: Distance | None = None
+        self._completed = 0
+        #: whether steps were made since the last meeting
+        self._is_apart = False
+        self._requests_of_all = 0.0
+        has_others = self._data_group.size > 1
+        self.stop_agreement = None
+        if has_others and self.stops_by_store:
+            self.stop_agreement = StopAgreement(parts.context, on_progress=lambda: self.on_progress())
+        if not has_others and parts.context.rank == 0:
+            log.warning(
+                "%s: parallel.data is 1, so there is one replica, which trains alone: nothing is mixed or averaged",
+                type(self).__name__,
+            )
+
+    def meets_after(self, step: int) -> bool:
+        """Whether step ``step`` (from 0) is a meeting step."""
+        return self._is_logged(step) or self.parts.meets_after(step + 1)
+
+    def _is_logged(self, step: int) -> bool:
+        every = self.options.log_every
+        return bool(every) and (step + 1) % every == 0
+
+    def is_summed(self, step: int) -> bool:
+        return self._data_group.size == 1 or self.meets_after(step)
+
+    def begin_step(self, step: int) -> None:
+        self._completed, self._is_apart = step, True
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._is_apart = False
+
+    def replica_scalars(self, numbers: Tensor) -> Tensor:
+        if self.stop_agreement is not None and (heard := self.stop_agreement.heard()):
+            numbers[_STOP] += heard
+        return super().replica_scalars(numbers)
+
+    def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
+        self._distance = None
+        if not self.is_summed(step) or self._data_group.size == 1:
+            return numbers
+        if self.stop_agreement is not None:
+            self.stop_agreement.enter(step + 1)
+        self.come_together()
+        if self._is_logged(step):
+            self._distance = self._average.measure(self.share())
+        total = super().reduce_scalars(step, numbers)
+        if self.stop_agreement is not None:
+            self.stop_agreement.leave(looks=False)
+            self._requests_of_all = float(total[_STOP])
+        return total
+
+    def agree_on_stop(self, step: int, requests: float) -> float:
+        self._completed = step + 1
+        if self.stop_agreement is None:
+            return requests
+        if self.is_summed(step):
+            return self._requests_of_all
+        return self.stop_agreement.agree(step + 1, requests)
+
+    def meet(self) -> None:
+        if self._data_group.size == 1:
+            return
+        if self.stop_agreement is None:
+            self.come_together()
+            return
+        self.stop_agreement.enter(self._completed + 1)
+        self.come_together()
+        collectives.all_reduce(torch.zeros(1, device=self.parts.context.device), self._data_group, owned=True).wait()
+        self.stop_agreement.leave()
+
+    def come_together(self) -> None:
+        """What a strategy does where all replicas meet, before they do in a collective over data: wait longer than that
+        would, answer the others, take in what is under way."""
+        self._is_apart = False
+
+    def part(self) -> None:
+        """Before links are closed that others may need: meet them, unless nothing was done since the last meeting, or
+        a step has failed or an exception is on its way, of which they hear by the closing."""
+        if self._is_apart and sys.exception() is None:
+            self.meet()
+
+    # -- evaluation and export ------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        if self.is_averaged or (self.holds_parameters and self._data_group.size == 1):
+            yield
+            return
+        self.meet()
+        if self.evaluates == "own":
+            yield
+            return
+        with self._instead(self.share()):
+            yield
+
+    @contextmanager
+    def export(self) -> Iterator[None]:
+        if self.is_averaged or (self.holds_parameters and self._data_group.size == 1):
+            yield
+            return
+        self.meet()
+        with self._instead(self.share() if self.evaluates == "average" else None):
+            yield
+
+    @contextmanager
+    def _instead(self, share: Share | None) -> Iterator[None]:
+        """Inside, the parameters are the average of the replicas, or the first replica's."""
+        self.store.release()  # what compute has gathered is of the replica's own
+        with self._average.in_place(share, self._keep_distance):
+            self.is_averaged = True
+            try:
+                yield
+            finally:
+                self.is_averaged = False
+                self.store.release()
+
+    def _keep_distance(self, distance: Distance) -> None:
+        self._distance = distance
+
+    def consensus(self) -> dict[str, float]:
+        if self._distance is None:
+            return {}
+        return {
+            "consensus_distance": self._distance.absolute,
+            "consensus_distance_relative": self._distance.relative,
+        }

@@ -1,0 +1,186 @@
+"""The average of replicas that have parameters of their own: of parameters, buffers, and how far they are from it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.checkpoint.tensor_file import host_bytes
+from colossus.comm import collectives
+from colossus.comm.objects import all_gather_object
+from colossus.context.precision import LOW
+from colossus.data_parallel.parameter_vector import ParameterVector
+from colossus.gradients.parts import ModelParts
+from colossus.layout.parameter import spec_of
+from colossus.layout.split_parameter import as_shards
+
+#: (shared tensors, weight), as `Strategy.share` gives them
+Share = tuple[Sequence[Tensor], float]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far replicas are from their average.
+
+    Attributes:
+        absolute: root of the mean over replicas of ||z_i - average||^2.
+        norm: of the average.
+    """
+
+    absolute: float
+    norm: float
+
+    @property
+    def relative(self) -> float:
+        return self.absolute / self.norm if self.norm else 0.0
+
+
+class ReplicaAverage:
+    """The average over the replicas of what each has of its own.
+
+    Memory: one chunk of ``bucket_mb`` (or the largest parameter), beside what `Strategy.share` makes.
+
+    Args:
+        params: stored parameters that differ between replicas, the same on ranks along data.
+    """
+
+    def __init__(self, parts: ModelParts, params: Sequence[nn.Parameter]) -> None:
+        self._parts, self._params = parts, list(params)
+        self._group = parts.context.group("data")
+        self._vector = ParameterVector(self._params)
+        elsewhere = {id(param) for param in parts.counted_elsewhere}
+        self._counted = [[] if id(param) in elsewhere else self._counted_rows(param) for param in self._params]
+
+    def _counted_rows(self, param: nn.Parameter) -> list[Any]:
+        """Rows that this rank is the first of its replica to hold, as indices."""
+        context = self._parts.context
+        axes = [axis for axis in context.replica_axes if axis not in context.grid.axes("pipeline")]
+        spec = spec_of(param)
+        if not spec.layout.owns(context.coordinates, axes):
+            return []
+        return [slice(*shard.rows) if param.dim() else ... for shard in spec.shards]
+
+    # -- what is averaged ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def parameters(self, share: Share) -> Iterator[tuple[int, Tensor]]:
+        """Of each parameter, by its number, the sum of the shares over the sum of their weights: a tensor of its shape,
+        of its dtype or wider, valid until the next. Collective over data, to the end."""
+        tensors, weight = share
+        weights = torch.tensor([weight], dtype=torch.float64, device=self._parts.context.device)
+        total = collectives.all_reduce(weights, self._group, owned=True).wait().item()
+        for numbers in self._chunks(tensors):
+            # low precision would lose what differs
+            wide = torch.float32 if tensors[numbers[0]].dtype in LOW else tensors[numbers[0]].dtype
+            flat = torch.cat([tensors[number].reshape(-1).to(wide) for number in numbers])
+            flat = collectives.all_reduce(flat, self._group, owned=True).wait().div_(total)
+            pieces = flat.split([tensors[number].numel() for number in numbers])
+            for number, piece in zip(numbers, pieces, strict=True):
+                yield number, piece.view(tensors[number].shape)
+
+    def _chunks(self, tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+        """Numbers of tensors that travel together: of one dtype and device, as many as fit a bucket."""
+        most = int(self._parts.bucket_mb * 2**20)
+        open_chunks: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+        for number, tensor in enumerate(tensors):
+            kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+            chunk, held = open_chunks.get(kind, ([], 0))
+            if chunk and held + size > most:
+                yield chunk
+                chunk, held = [], 0
+            open_chunks[kind] = [*chunk, number], held + size
+        for chunk, _ in open_chunks.values():
+            yield chunk
+
+    @torch.no_grad()
+    def buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """The floating-point buffers that differ between replicas (running statistics), each with its mean over them.
+        Collective over data, where the model has such buffers."""
+        mine = {
+            name: buffer
+            for name, buffer in self._parts.model.named_buffers()
+            if buffer.is_floating_point() and buffer.numel()
+        }
+        if not mine:
+            return []
+        sums = {name: zlib.crc32(host_bytes(buffer)) for name, buffer in mine.items()}
+        of_replicas = all_gather_object(sums, self._group)
+        differ = [name for name in mine if len({theirs.get(name) for theirs in of_replicas}) > 1]
+        means = []
+        for name in sorted(name for name in differ if all(name in theirs for theirs in of_replicas)):
+            wide = torch.float32 if mine[name].dtype in LOW else mine[name].dtype
+            total = collectives.all_reduce(mine[name].to(wide, copy=True), self._group, owned=True).wait()
+            means.append((mine[name], total / self._group.size))
+        return means
+
+    # -- how far replicas are apart -------------------------------------------------------------------------
+
+    def measure(self, share: Share) -> Distance:
+        """Of the parameters as they are. Collective over all ranks."""
+        return self.distance(self.parameters(share))
+
+    @torch.no_grad()
+    def distance(self, averages: Iterable[tuple[int, Tensor]]) -> Distance:
+        """Of the parameters as they are from these averages, by their numbers. Collective over all ranks."""
+        context = self._parts.context
+        squares = torch.zeros(2, dtype=torch.float64, device=context.device)
+        for number, mean in averages:
+            own = self._params[number].detach()
+            for rows in self._counted[number]:
+                gap = torch.linalg.vector_norm(own[rows].to(mean.dtype) - mean[rows], dtype=torch.float64)
+                squares += torch.stack([gap, torch.linalg.vector_norm(mean[rows], dtype=torch.float64)]).square()
+        world = context.group(context.grid.names)
+        total = collectives.all_reduce(squares, world, owned=True).wait() / self._group.size
+        return Distance(*total.sqrt().tolist())
+
+    # -- in place of the replica's own ----------------------------------------------------------------------
+
+    @contextmanager
+    def in_place(self, share: Share | None, tell: Callable[[Distance], None]) -> Iterator[None]:
+        """Inside, parameters and buffers are the average; or, where ``share`` is None, the first replica's. After it
+        they are the replica's own again, bit for bit, whatever happened inside.
+
+        Beginning is collective over all ranks, ending is not. Memory: the replica's own, beside the average.
+
+        Args:
+            tell: is told how far replicas are apart.
+        """
+        kept, buffers = self._vector.empty(), []
+        with as_shards():
+            self._vector.pack(kept)
+        try:
+            with as_shards():
+                means = self.buffers() if share is not None else list(self._of_first())
+                buffers = [(buffer, buffer.clone()) for buffer, _ in means]
+                if share is not None:
+                    tell(self.distance(self._taking(self.parameters(share))))
+                for buffer, mean in means:
+                    buffer.copy_(mean)
+            torch.clear_autocast_cache()
+            yield
+        finally:
+            with as_shards():
+                self._vector.unpack(kept)
+                for buffer, own in buffers:
+                    buffer.copy_(own)
+            torch.clear_autocast_cache()
+
+    def _taking(self, averages: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+        """The same; each is written to its parameter when the next is asked for."""
+        for number, mean in averages:
+            yield number, mean
+            self._params[number].detach().copy_(mean)
+
+    @torch.no_grad()
+    def _of_first(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Take the parameters of the first replica; its buffers, beside this replica's."""
+        for param in self._params:
+            param.detach().copy_(collectives.broadcast(param.detach().clone(), self._group, 0))
+        for buffer, _ in self.buffers():
+            yield buffer, collectives.broadcast(buffer.clone(), self._group, 0)

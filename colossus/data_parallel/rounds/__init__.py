@@ -1,0 +1,1 @@
+"""Strategies that make steps of their own and then take an average."""

@@ -1,0 +1,185 @@
+"""Workers that wait for nobody: what asynchronous algorithms have in common, and asynchronous SGD."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.comm import collectives
+from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.options.server import ServerOptions
+from colossus.data_parallel.per_replica import PerReplica
+from colossus.data_parallel.servers.parameters import ServerParameters
+from colossus.data_parallel.servers.pull import Pull
+from colossus.data_parallel.servers.rows import tables_of_replica
+from colossus.data_parallel.servers.shards import require_rows
+from colossus.data_parallel.zero.parameter_store import ParameterStore
+from colossus.gradients.parts import ModelParts
+from colossus.layout.split_parameter import as_shards
+from colossus.sparse.choice import Survey
+from colossus.sparse.usage import touched
+
+log = logging.getLogger("colossus.engine")
+
+
+class AsyncServer(PerReplica):
+    """Base: a worker pulls and pushes when it is there, and meets others only as `PerReplica` has it.
+
+    The parameters at the servers are those that are evaluated and exported, and what checkpoints hold under the plain
+    keys. At meetings nothing is under way.
+
+    With ``max_staleness`` s a worker begins step t once all others have finished t - s steps (stale synchronous
+    parallel; Ho et al., NIPS 2013).
+    """
+
+    options: ServerOptions
+    holds_parameters = False
+
+    def __init__(self, options: ServerOptions) -> None:
+        super().__init__(options)
+
+    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
+        require_rows(self.options.servers, model)
+        self.tables = tables_of_replica(model, context)
+
+    def check_tables(self, found: Survey) -> None:
+        """All are taken."""
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        super().setup(store, parts)
+        self.usage = None  # nothing of tables goes by collectives along data
+        self.at_servers = ServerParameters(
+            self.options, parts, self.trained, lambda: self.on_progress(), self.tables or ()
+        )
+        #: what the next step begins with, where it was asked for already
+        self._pull: Pull | None = None
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.options.has_own_optimizer:
+            self.at_servers.take_optimizer(optimizer)
+
+    @property
+    def prefetches(self) -> bool:
+        """Alone there is nothing new to wait for but one's own push."""
+        return self.options.prefetch and self.options.mode == "async" and self._data_group.size > 1
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        if self.tables is not None:
+            self.tables.begin_step()
+        self.at_servers.place()
+        self.at_servers.wait_for_slowest()
+
+    def come_together(self) -> None:
+        """Let all that was pushed be applied."""
+        super().come_together()
+        self._drop_pull()
+        self.at_servers.wait_for_pushes()
+
+    def _drop_pull(self) -> None:
+        if self._pull is not None:
+            self._pull.wait()
+            self._pull = None
+
+    # -- evaluation and export ------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        if self._data_group.size > 1:
+            super().meet()
+        else:
+            self.come_together()
+
+    def share(self) -> tuple[list[Tensor], float]:
+        """The first replica gives all: what the servers have."""
+        with as_shards():
+            self.at_servers.place()
+            values = self.at_servers.whole(self.at_servers.pull(tables=True))
+        if self._data_group.index == 0:
+            return values, 1.0
+        return [value.zero_() for value in values], 0.0
+
+    def wait_for_all(self) -> None:
+        """Until all workers have come this far. Collective over data."""
+        if self._data_group.size > 1:
+            one = torch.zeros(1, device=self.parts.context.device)
+            collectives.all_reduce(one, self._data_group, owned=True).wait()
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+        """What the servers have, of the first replica, where workers have parameters of their own beside it."""
+        if not self.own_parameters:
+            return {}
+        self.at_servers.place()
+        values, weight = self.share()
+        return {param: {"server": each} for param, each in zip(self.trained, values, strict=True)} if weight else {}
+
+    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        values = [state.get(param, {}).get("server") for param in self.trained]
+        found = [each for each in values if each is not None]
+        self.at_servers.begin_with(found if len(found) == len(values) else None)
+
+    def parameters_loaded(self) -> None:
+        self._drop_pull()
+        self.at_servers.forget()
+
+    # -- besides ------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._pull = None
+
+    def report(self) -> dict[str, float]:
+        at_meeting = self.parts.meets_after(self._completed)
+        return self.at_servers.report(with_histogram=at_meeting) | touched(self.tables or ())
+
+    def close(self) -> None:
+        self.part()
+        super().close()
+        self.at_servers.close()
+
+
+class AsyncSGD(AsyncServer):
+    """A worker pulls, and pushes its gradient, divided by its own tokens and clipped by its own norm; the servers apply
+    it at once with the learning rate of the worker's step (Dean et al., NIPS 2012, with n = m = 1)."""
+
+    #: what a worker has of the parameters is what it has pulled
+    own_parameters = False
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        pull, self._pull = self._pull or self.at_servers.pull(), None
+        pull.wait_into_parameters()
+        if self.prefetches:
+            self._pull = self.at_servers.pull()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        self.at_servers.push_gradients()
+
+    def after_step(self, step: int) -> None:
+        self.at_servers.finish_step(step)
+
+    def meet(self) -> None:
+        super().meet()
+        if self._completed or self.at_servers.is_placed:
+            self.at_servers.place()
+            self.at_servers.pull(tables=True).wait_into_parameters()
+            self.wait_for_all()
+
+    def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
+        numbers = super().reduce_scalars(step, numbers)
+        if self.is_summed(step):  # all have pushed: who looks at the model sees what was made of it
+            self.at_servers.wait_for_pushes()
+            self.at_servers.pull(tables=True).wait_into_parameters()
+        return numbers
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+        found = self.at_servers.optimizer_state(optimizer)
+        self.wait_for_all()  # nobody pushes before all have this
+        return found

@@ -1,0 +1,125 @@
+"""Synchronous steps at parameter servers: exact, as all-reduce is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.all_reduce import AllReduce
+from colossus.data_parallel.options.server import ServerOptions
+from colossus.data_parallel.servers.parameters import ServerParameters
+from colossus.data_parallel.servers.pull import Pull
+from colossus.data_parallel.servers.rows import tables_of_replica
+from colossus.data_parallel.servers.shards import require_rows
+from colossus.data_parallel.zero.parameter_store import ParameterStore
+from colossus.gradients.gradient_norm import GradientNorm
+from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import GradientReduction
+from colossus.sparse.usage import touched
+
+
+class SyncServer(AllReduce):
+    """All workers push their sums of gradients; the servers add them up, tell the square of their norm, and apply the
+    optimizer once to the total, divided and clipped. Every worker pulls the parameters of the next step.
+
+    The optimizer of the engine has the groups and their options, which go with each step; its state is at the servers.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        super().__init__()
+        self.options = options
+
+    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
+        require_rows(self.options.servers, model)
+        self.tables = tables_of_replica(model, context)
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        super().setup(store, parts)
+        self.usage = None  # nothing of tables goes by collectives along data
+        self.at_servers = ServerParameters(
+            self.options, parts, self.trained, lambda: self.on_progress(), self.tables or ()
+        )
+        #: of synchronous steps, one also for each that failed
+        self._number = 0
+        self._pull: Pull | None = None
+
+    def make_reduction(self) -> GradientReduction:
+        return GradientReduction(self.without_tables(self.parts), self.parts.context.replica_axes)
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        self.at_servers.take_optimizer(optimizer)
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        self._number += 1
+        self.at_servers.place()
+
+    def finish(self) -> None:
+        super().finish()
+        self.at_servers.accumulate(self._number)
+
+    def squares_of_step(self, norm: GradientNorm, squares: Tensor) -> Tensor:
+        """Of the sums at the servers, which the first of the ranks that push a parameter counts."""
+        total = squares * 0.0  # what is not finite here stays so
+        found = self.at_servers.squares(self._number)
+        if self._data_group.index == 0:
+            place = {id(param): number for number, param in reversed(list(enumerate(norm.params)))}
+            for param, square in found:
+                total[place[id(param)]] += square
+        return total
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Tensor,
+        before_update: Callable[[], None],
+        found_inf: Tensor | None = None,
+        clip_value: float | None = None,
+    ) -> None:
+        before_update()
+        skipped = found_inf is not None and bool(found_inf)
+        self._pull = self.at_servers.apply(self._number, None if skipped else scale.item(), clip_value)
+
+    def after_step(self, step: int) -> None:
+        assert self._pull is not None
+        self._pull.wait_into_parameters()
+        self._pull = None
+        if self.parts.meets_after(step + 1):
+            self.meet()
+
+    # -- besides ------------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Pull the tables, of which steps pull the rows that are looked up."""
+        self.at_servers.pull_tables()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        self.meet()
+        with super().evaluation():
+            yield
+
+    @contextmanager
+    def export(self) -> Iterator[None]:
+        self.meet()
+        with super().export():
+            yield
+
+    def parameters_loaded(self) -> None:
+        self.at_servers.forget()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+        return self.at_servers.optimizer_state(optimizer)
+
+    def report(self) -> dict[str, float]:
+        return self.at_servers.report() | touched(self.tables or ())
+
+    def close(self) -> None:
+        self.at_servers.close()

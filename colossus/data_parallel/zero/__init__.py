@@ -1,0 +1,1 @@
+"""ZeRO: parameters in rows over data ranks, gathered by blocks, gradients reduced to rows."""

@@ -1,0 +1,246 @@
+"""Parameters of which a rank stores some rows: how they are stored, and how they become whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from colossus.comm import in_parts
+from colossus.comm.collectives import Pending
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import LOW, Precision
+from colossus.data_parallel.zero.row_layout import RowLayout
+from colossus.error_place import located_error
+from colossus.layout.parameter import StoredSpec, attach, spec_of
+from colossus.layout.split_parameter import FREED, hide_values, mark_split, show_values
+from colossus.tensor_parallel.dtypes import set_gradient_dtype
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Of a parameter.
+
+    Attributes:
+        computed: while it is gathered, and as it travels there.
+        gradient: in which its gradients are accumulated.
+        reduced: in which they are summed over ranks.
+        stored: of the rows that the optimizer updates.
+    """
+
+    computed: torch.dtype
+    gradient: torch.dtype
+    reduced: torch.dtype
+    stored: torch.dtype
+
+    @classmethod
+    def of(cls, param: nn.Parameter, precision: Precision, *, is_product: bool) -> Dtypes:
+        """By the precision of a run; a parameter that has a wide dtype of its own keeps it.
+
+        Args:
+            is_product: whether products are taken of it and nothing else, in the dtype of compute.
+        """
+        is_usual = param.dtype == precision.params
+        computed = precision.compute if precision.is_low and is_product and is_usual else param.dtype
+        gradient = precision.gradients if computed in LOW else computed
+        stored = precision.optimizer if is_usual or param.dtype in LOW else param.dtype
+        return cls(computed, gradient, precision.reduce_dtype(gradient), stored)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How rows are stored.
+
+    Attributes:
+        keeps_whole: whether the whole parameters keep their memory between steps (ZeRO 1 and 2).
+        keeps_gradients: whether whole gradients stay until the step ends (ZeRO 1).
+        offload: whether the rows are in the memory of the host.
+    """
+
+    keeps_whole: bool = False
+    keeps_gradients: bool = False
+    offload: bool = False
+
+
+class Transfer:
+    """A collective under way. One that was dropped leaves nothing, whoever waits for it."""
+
+    def __init__(self) -> None:
+        self.is_wanted = True
+        self.pending: Pending | None = None
+
+    def wait(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.wait()
+
+
+class FlatRows:
+    """Parameters of the same dtypes, whole in compute, of which each rank of a group stores some rows.
+
+    They travel in one collective. The stored rows are views of the whole parameters where these keep their memory and
+    need no cast, and of one flat tensor else.
+
+    Args:
+        params: whole on each rank; all of them get a gradient, or none.
+
+    Attributes:
+        stored: the rank's rows of each.
+        group: over which rows are cut.
+        layout: of the rows.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        group: AxisGroup,
+        context: ParallelContext,
+        dtypes: Dtypes,
+        storage: Storage,
+    ) -> None:
+        self.params, self.group, self.dtypes, self.storage = list(params), group, dtypes, storage
+        self.is_trainable = params[0].requires_grad
+        self.device = params[0].device
+        self.layout = RowLayout(self.params, group.size)
+        self.stored: dict[nn.Parameter, nn.Parameter] = {}
+        #: those whose stored rows are views of them
+        self._views: set[nn.Parameter] = set()
+        self._rows = self._store()
+        self._rows_of = dict(zip(self.params, self._rows_of_each(), strict=True))
+        #: of the whole parameters, which nobody but a user's forward writes to
+        self._whole_versions = [param._version for param in self.params]
+        for param, rows in self._rows_of.items():
+            shape = (-1, *param.shape[1:]) if rows.numel() else (0, *param.shape[1:])
+            stored = nn.Parameter(rows.view(shape), requires_grad=param.requires_grad)
+            spec = StoredSpec(spec_of(param), group.axes, context.grid.sizes)
+            self.stored[param] = mark_split(attach(stored, spec))
+            if param._backward_hooks is not None:  # one dict: hooks that are added or removed later are those of both
+                stored._backward_hooks = param._backward_hooks
+            if param.requires_grad and param.dtype != dtypes.gradient:
+                set_gradient_dtype(param, dtypes.gradient)
+        self._targets, self._takes = self._prepare_copies()
+        self._types = [type(param) for param in self.params]
+
+    def _store(self) -> list[Tensor]:
+        """The rank's rows, flat, in the order in which they travel: of all parameters in one, or of each."""
+        if self.storage.keeps_whole and not self.storage.offload and self.dtypes.computed == self.dtypes.stored:
+            return [self._store_in_place(param) for param in self.params]
+        host = torch.device("cpu") if self.storage.offload else self.device
+        is_pinned = host != self.device
+        flat = torch.zeros(self.layout.size, dtype=self.dtypes.stored, device=host, pin_memory=is_pinned)
+        for param in self.params:
+            self._copy_own_rows(param, flat)
+            value = param.data
+            if self.dtypes.computed != value.dtype or not _fills_its_storage(value):
+                param.data = value.to(self.dtypes.computed, copy=True, memory_format=torch.contiguous_format)
+        return [flat]
+
+    def _store_in_place(self, param: nn.Parameter) -> Tensor:
+        """A view of the parameter, which gets memory for padded rows behind its last; of several shards a copy."""
+        value, pieces = param.data.to(self.dtypes.computed), self.layout.pieces_of(param)
+        width = sum(piece.width for piece in pieces)
+        if len(pieces) > 1:
+            rows = value.new_zeros(width)
+            self._copy_own_rows(param, rows, pieces[0].offset)
+            if not value.is_contiguous():
+                param.data = value.contiguous()
+            return rows
+        whole = value.new_zeros(self.group.size * width)
+        whole[: value.numel()] = value.reshape(-1)
+        param.data = whole[: value.numel()].view(param.shape)
+        self._views.add(param)
+        return whole[self.group.index * width :][:width]
+
+    def _copy_own_rows(self, param: nn.Parameter, flat: Tensor, offset: int = 0) -> None:
+        whole = param.data.reshape(-1)
+        for piece in self.layout.pieces_of(param):
+            rows = self.layout.rows_in(whole, piece, self.group.index)
+            flat[piece.offset - offset :][: rows.numel()] = rows
+
+    def _rows_of_each(self) -> list[Tensor]:
+        if len(self._rows) == len(self.params):
+            return self._rows
+        return list(
+            self._rows[0].split([sum(piece.width for piece in self.layout.pieces_of(param)) for param in self.params])
+        )
+
+    def _prepare_copies(self) -> tuple[list[Tensor], list[list[bool]]]:
+        """Views that every gather writes to, and which pieces of each rank are copied there."""
+        wholes = {param: param.data.view(-1) for param in self.params}
+        targets: list[Tensor] = []
+        takes: list[list[bool]] = []
+        for rank in range(self.group.size):
+            takes.append([])
+            for piece in self.layout.pieces:
+                is_there = rank == self.group.index and piece.param in self._views
+                takes[-1].append(piece.on(rank)[1] > 0 and not is_there)
+                if takes[-1][-1]:
+                    targets.append(self.layout.rows_in(wholes[piece.param], piece, rank))
+        return targets, takes
+
+    def start_gather(self) -> Transfer:
+        """Start to fill the whole parameters, whose memory is taken when the rows of all ranks are there."""
+        transfer = Transfer()
+        transfer.pending = in_parts.all_gather(
+            self.layout.size,
+            self.dtypes.computed,
+            self.device,
+            self.group,
+            self._fill,
+            lambda shards: self._take(shards) if transfer.is_wanted else None,
+        )
+        return transfer
+
+    def _fill(self, flat: Tensor) -> None:
+        if len(self._rows) == 1:
+            # rows on the host are pinned, and change when its gradients have come behind them (`accept_gradients`)
+            flat.copy_(self._rows[0], non_blocking=True)
+        else:
+            torch.cat(self._rows, out=flat)
+
+    @torch.no_grad()
+    def _take(self, shards: list[Tensor]) -> None:
+        if not self.storage.keeps_whole:
+            for param, kind in zip(self.params, self._types, strict=True):
+                param.untyped_storage().resize_(param.numel() * param.element_size())
+                show_values(param, kind)
+        sources: list[Tensor] = []
+        for shard, sizes, takes in zip(shards, self.layout.splits, self._takes, strict=True):
+            sources += [part for part, is_taken in zip(shard.split(sizes)[::2], takes, strict=True) if is_taken]
+        if sources:
+            torch._foreach_copy_(self._targets, sources)
+
+    @torch.no_grad()
+    def take_back_changes(self) -> None:
+        """What a forward has written to the whole parameters is written to the stored rows: on all ranks alike."""
+        versions = [param._version for param in self.params]
+        if versions == self._whole_versions:
+            return
+        changed = [
+            param for param, new, old in zip(self.params, versions, self._whole_versions, strict=True) if new != old
+        ]
+        self._whole_versions = versions
+        if self.dtypes.computed != self.dtypes.stored:
+            raise located_error(
+                f"{spec_of(changed[0]).name} was written to in a forward. Under this plan it is a copy in "
+                f"{self.dtypes.computed} of what is stored in {self.dtypes.stored}, which cannot follow without "
+                f"rounding: write to it between steps, or take parallel.zero = 0"
+            )
+        for param in changed:
+            if param not in self._views:
+                self._copy_own_rows(param, self._rows_of[param], self.layout.pieces_of(param)[0].offset)
+
+    def release(self) -> None:
+        """Free the whole parameters."""
+        for param in self.params:
+            param.untyped_storage().resize_(0)
+            hide_values(param, FREED)
+
+
+def _fills_its_storage(value: Tensor) -> bool:
+    """Whether a tensor is all that its memory holds, which then can be freed and taken back."""
+    storage = value.untyped_storage()
+    return storage.nbytes() == value.nbytes and storage.resizable() and value.is_contiguous()

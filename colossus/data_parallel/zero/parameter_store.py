@@ -1,0 +1,238 @@
+"""The parameters of a model as they are stored, and as compute sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from colossus.comm import collectives
+from colossus.comm.shared_memory import SLOT_BYTES
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.zero.block_modules import by_block, in_buckets, run_around
+from colossus.data_parallel.zero.flat_rows import Storage
+from colossus.data_parallel.zero.prefetch import BlockRuns
+from colossus.data_parallel.zero.scatter import GradientScatter
+from colossus.data_parallel.zero.sharded_block import ShardedBlock
+from colossus.layers.pipeline_block import NamedBlock
+from colossus.rows.row_source import row_source
+from colossus.tensor_parallel.gathered_weights import GatheredWeights
+from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
+
+
+class ParameterStore:
+    """Between stored parameters, which the optimizer and checkpoints see, and those that compute sees.
+
+    The two are the same until a strategy asks for `shard`. From then on ``model.parameters()`` are a rank's rows of
+    them, and the blocks of the model gather theirs while they run. What belongs to no block, or to several, is the root
+    block's, which is gathered for a whole step or evaluation.
+
+    Tensor parallelism moves what is gathered here: that is the work of ``weights``.
+
+    Args:
+        model: of this rank.
+        chain: gives the blocks of the model on this rank, None where it is no chain of them.
+        weights: of the model's layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        context: ParallelContext,
+        weights: GatheredWeights,
+        chain: Callable[[], Sequence[NamedBlock] | None],
+    ) -> None:
+        self.weights = weights
+        self._model, self._context, self._chain = model, context, chain
+        #: in the order of the model, the root block, whose gradients are complete last, before all
+        self._blocks: list[ShardedBlock] = []
+        self._root: ShardedBlock | None = None
+        #: those of them that are whole for all of a step
+        self._lasting: list[ShardedBlock] = []
+        self._runs = BlockRuns()
+        self._group: AxisGroup | None = None
+        self._block_of: dict[int, ShardedBlock] = {}
+        self._stored = list(model.parameters())
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters of this rank as they are stored, in the model's order."""
+        return list(self._stored)
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Those of them that get a gradient."""
+        return [param for param in self._stored if param.requires_grad]
+
+    def stored(self, param: nn.Parameter) -> nn.Parameter:
+        """As what a parameter that compute sees is stored."""
+        block = self._block_of.get(id(param))
+        return param if block is None else block.stored(param)
+
+    def computed(self) -> list[nn.Parameter]:
+        """All parameters as compute sees them, in no order."""
+        sharded = [param for block in self._blocks for param in block.params]
+        stored = {id(self.stored(param)) for param in sharded}
+        return [*sharded, *(param for param in self._stored if id(param) not in stored)]
+
+    def summed(self, param: nn.Parameter) -> nn.Parameter:
+        """What has the gradient of `stored`, on the device of compute, until `accept_gradients`."""
+        block = self._block_of.get(id(param))
+        return param if block is None else block.summed(param)
+
+    def shard(self, axes: Iterable[str], *, stage: int = 3, offload: bool = False) -> None:
+        """Store every parameter in rows cut over these axes; scalars, which have none, stay as they are, as do tables
+        with a `RowSource`.
+
+        Also where the axes have one rank, if the optimizer's precision is not that of the parameters. Collective, as
+        are all forwards from then on, and those of evaluations. Gradients come by `scatter`.
+
+        Args:
+            stage: of ZeRO. 3: parameters are whole while their block runs. 2: they keep their memory, and are gathered
+                once for each step or evaluation; parameters that get no gradient are not cut. 1: so are whole
+                gradients, until the step ends.
+            offload: the rows, which the optimizer updates, are in the memory of the host.
+        """
+        assert not self._blocks, "the parameters are sharded already"
+        context = self._context
+        group = context.group(tuple(axis for axis in context.grid.axes(axes) if context.grid.sizes[axis] > 1))
+        if group.size == 1:
+            if context.precision.params == context.precision.optimizer and not offload:
+                return
+            stage = min(stage, 2)
+        storage = Storage(keeps_whole=stage < 3, keeps_gradients=stage < 2, offload=offload)
+        self._group = group
+
+        def takes(param: nn.Parameter) -> bool:
+            return row_source(param) is None and (stage == 3 or param.requires_grad)
+
+        blocks, root = by_block(self._model, self._chain(), takes)
+        is_transient = stage == 3 and self.weights.scope != "step"
+        for modules, held in in_buckets(blocks, 0 if is_transient else SLOT_BYTES):
+            block = ShardedBlock(held, group, context, self.weights.scope, storage)
+            for module in modules if is_transient else ():
+                run_around(module, block, self._runs)
+            self._blocks.append(block)
+        if root:
+            self._root = ShardedBlock(root, group, context, "step", storage)
+            self._blocks.insert(0, self._root)
+        self._lasting = [block for block in self._blocks if not block.is_transient]
+        self._model.register_forward_pre_hook(lambda *_: self._before_model(), prepend=True)
+        self._model.register_forward_hook(lambda *_: self._after_model())
+        self._block_of = {id(param): block for block in self._blocks for param in block.params}
+        self._stored = list(self._model.parameters())
+
+    def scatter(self, parameters_by_stage: Mapping[int, Sequence[nn.Parameter]]) -> GradientScatter:
+        """What makes the gradients of stored parameters from those of the parameters that compute sees."""
+        return GradientScatter(self._blocks, self._runs, parameters_by_stage, self.weights)
+
+    def accept_gradients(self) -> None:
+        """The sums are complete: the stored parameters get them, also those on the host, which waits for them once."""
+        on_host = [param for block in self._blocks for each in block.gradients for param in each.send_to_host()]
+        device = self._context.device
+        if on_host and device.type != "cpu":  # also until the rows that gathers have sent to it are there
+            torch.get_device_module(device).current_stream(device).synchronize()
+        for param in on_host:
+            run_grad_hooks(param)
+
+    def accept_whole_gradients(self) -> None:
+        """Where rows are shared by no ranks: the stored parameters get the gradients of those that compute sees."""
+        for block in self._blocks:
+            for gradients in block.gradients:
+                gradients.give_whole()
+
+    # -- a step or an evaluation --------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Drop the gradients of the step before, also those of parameters that the engine's optimizer does not have."""
+        self._begin_run()
+        for param in self._stored:
+            param.grad = None
+        for block in self._blocks:
+            block.begin_step()
+        self.weights.begin_step()
+
+    def begin_evaluation(self, num_forwards: int) -> None:
+        """Before the forwards of an evaluation, of which data ranks may have unequal numbers.
+
+        Then none may gather in the midst of them: all is made whole before.
+        """
+        self._begin_run()
+        if self._group is None:
+            return
+        is_uneven = False
+        if any(block.is_transient for block in self._blocks):
+            counts = torch.tensor([num_forwards, -num_forwards], device=self._context.device)
+            most, least = collectives.all_reduce(counts, self._group, op="max", owned=True).wait().tolist()
+            is_uneven = most != -least
+        self.gather_lasting()  # a rank without samples runs no stage
+        for block in self._blocks if is_uneven else ():
+            block.gather()
+            block.is_held = True
+
+    def _begin_run(self) -> None:
+        self.release()
+        self._runs.is_running = True
+        for block in self._blocks:
+            block.settle()
+
+    def begin_action(self) -> None:
+        """A forward or a backward of a stage begins."""
+        if self._blocks:
+            self._runs.begin()
+
+    def gather_lasting(self) -> None:
+        """Before a stage runs: the blocks that are whole for a step or an evaluation, each while the next travels."""
+        if not self._lasting or self._lasting[-1].is_whole:
+            for block in self._lasting:
+                block.gather()  # for a user's code that has let the modules hold other parameters
+            return
+        self._lasting[0].start_gather()
+        for block, following in pairwise(self._lasting):
+            following.start_gather()
+            block.gather()
+        self._lasting[-1].gather()
+
+    def after_backward(self) -> None:
+        """A stage's backward is over, also of blocks whose inputs get no gradient."""
+        self._runs.leave_all()
+
+    def end_step(self) -> None:
+        """All backwards are done: reduce the gradients that are left in layers, and free what is gathered."""
+        self.weights.end_step()
+        self.release()
+
+    def abandon_step(self) -> None:
+        """Forget a step that failed, without a collective."""
+        self.weights.abandon_step()
+        for block in self._blocks:
+            block.abandon()
+        self._end_run()
+
+    def release(self) -> None:
+        """Free what is gathered, and wait for what was gathered ahead."""
+        for block in self._blocks:
+            block.end_step()
+        self._end_run()
+
+    def _end_run(self) -> None:
+        self._runs.reset()
+        self._runs.is_running = False
+
+    # -- a model that is called outside of a step -----------------------------------------------------------
+
+    def _before_model(self) -> None:
+        if not self._runs.is_running:
+            if not torch.is_grad_enabled():
+                self.release()
+            self._runs.begin()
+        self.gather_lasting()
+
+    def _after_model(self) -> None:
+        if self._runs.is_running:
+            return
+        if not torch.is_grad_enabled():
+            self.release()
+        for block in self._blocks:  # what a backward may need stays whole, but is not what a state dict is to find
+            block.unplace()

@@ -1,0 +1,103 @@
+"""The order in which the blocks of a model run: each is gathered while the one before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from colossus.data_parallel.zero.sharded_block import ForwardCall, ShardedBlock
+
+
+class BlockRuns:
+    """Gathers blocks as they run, and starts the gather of the next one: at most one block ahead.
+
+    Which is next is what came next the last time, in forwards and in backwards apart; for the first backward, the order
+    of forward reversed. All ranks that share rows run the same blocks in the same order, and so guess alike: where a
+    block comes that was not expected, what was started for another is waited for and dropped on all of them.
+
+    Attributes:
+        on_backward: called with a block whose backward is over, before it is let go.
+        is_running: whether a step or an evaluation is.
+    """
+
+    def __init__(self) -> None:
+        self.on_backward: Callable[[ShardedBlock], None] = lambda block: None
+        self.is_running = False
+        #: block, whether in backward -> the block gathered after it
+        self._next: dict[tuple[ShardedBlock, bool], ShardedBlock] = {}
+        self._last: tuple[ShardedBlock, bool] | None = None
+        #: whose gather has been started ahead
+        self._ahead: ShardedBlock | None = None
+        #: to be started when the block that ran before has been let go
+        self._waiting: ShardedBlock | None = None
+        self._in_backward: list[ShardedBlock] = []
+
+    def begin(self) -> None:
+        """A forward or backward of a stage begins: what ran before says nothing about what comes."""
+        self._last = self._waiting = None
+        self._drop_ahead()
+
+    def gather(self, block: ShardedBlock) -> None:
+        """Make a block whole, and start the gather of the next one."""
+        if block.is_whole:
+            block.gather()  # for a user's code that has let the modules hold other parameters
+            return
+        if self._ahead is not block:
+            self._drop_ahead()
+        self._ahead = self._waiting = None
+        block.gather()
+        # -1: no backward is running
+        key = block, torch._C._current_graph_task_id() != -1
+        if self._last is not None and self._last[1] == key[1]:
+            self._next[self._last] = block
+            if not key[1]:
+                self._next.setdefault((block, True), self._last[0])
+        self._last = key
+        following = self._next.get(key)
+        if following is not None and following is not block and not following.is_whole:
+            self._waiting = following
+            self.after_release()
+
+    def after_release(self) -> None:
+        """A block may have been let go: there is room for the next."""
+        if self._waiting is None or any(block.frees_after_forward for block in self._in_backward[:-1]):
+            return
+        self._ahead, self._waiting = self._waiting, None
+        self._ahead.start_gather()
+
+    def enter_backward(self, block: ShardedBlock, call: ForwardCall) -> None:
+        """The backward of one forward of a block begins."""
+        block.enter_backward(call)
+        if block in self._in_backward:
+            self._in_backward.remove(block)
+        self._in_backward.append(block)
+        self.gather(block)
+
+    def leave_backward(self, block: ShardedBlock, call: ForwardCall) -> None:
+        """The backward of one forward of a block is over, if it had begun and was not over before."""
+        if call not in block.in_backward:
+            return
+        if len(block.in_backward) > 1:  # of a block that runs twice in a row, the one before has begun
+            block.leave_backward(call)
+            return
+        self._in_backward.remove(block)
+        self.on_backward(block)
+        block.leave_backward(call)
+        self.after_release()
+
+    def leave_all(self) -> None:
+        """A stage's backward is over, also of blocks whose inputs get no gradient."""
+        for block in list(self._in_backward):
+            for call in list(block.in_backward):
+                self.leave_backward(block, call)
+
+    def reset(self) -> None:
+        """A step or an evaluation is over: nothing that was started for it is used after it."""
+        self._last = self._ahead = self._waiting = None
+        self._in_backward.clear()
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.drop_gather()
+        self._ahead = None

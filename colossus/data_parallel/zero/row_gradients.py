@@ -1,0 +1,186 @@
+"""The gradients of parameters of which a rank stores some rows: each rank gets the sum of its rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from colossus.comm import in_parts
+from colossus.data_parallel.zero.flat_rows import FlatRows, Transfer
+from colossus.gradients.buckets import LocalSum, sum_of_all
+from colossus.layout.parameter import attach, spec_of
+from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
+
+
+class RowGradients:
+    """The gradients of `FlatRows`, reduced in one collective.
+
+    Attributes:
+        flat, params: whose gradients they are.
+        summed: what has the sum of a parameter's gradients over the group: the stored parameter, or, where that is on
+            the host, a stand-in without memory on the device.
+    """
+
+    def __init__(self, flat: FlatRows) -> None:
+        self.flat, self.params = flat, flat.params
+        offload = flat.storage.offload
+        self.summed = {param: self._stand_in(param) for param in self.params} if offload else flat.stored
+        #: the sums so far of this rank's rows, and which parameters any rank has used
+        self._sums: Tensor | None = None
+        self._is_used = [False] * len(self.params)
+        #: of the reduction under way: which parameters this rank has used
+        self._present: list[bool] = []
+        self._reduction: Transfer | None = None
+        #: of all numbers that this rank has put into the reductions of a step
+        self._own_sum: Tensor | None = None
+
+    def _stand_in(self, param: nn.Parameter) -> nn.Parameter:
+        stored = self.flat.stored[param]
+        empty = torch.empty((), dtype=stored.dtype, device=self.flat.device).expand(stored.shape)
+        return attach(nn.Parameter(empty, requires_grad=stored.requires_grad), spec_of(stored))
+
+    @property
+    def are_freed(self) -> bool:
+        """Whether a whole gradient is freed when its reduction has started."""
+        return not self.flat.storage.keeps_gradients
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before; what a user has frozen since gets none."""
+        self._sums = self._own_sum = None
+        self._is_used = [False] * len(self.params)
+        for param in self.params:
+            stored = self.flat.stored[param]
+            if param.requires_grad != stored.requires_grad:
+                param.requires_grad = stored.requires_grad
+            if stored._backward_hooks is not param._backward_hooks and stored._backward_hooks:
+                param._backward_hooks = stored._backward_hooks  # registered between steps, on what modules hold then
+            param.grad = self.summed[param].grad = stored.grad = None
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Start to sum the whole gradients over the group, each rank its rows, which are added to those it has."""
+        flat = self.flat
+        for param in self.params:
+            axes = spec_of(param).gradient_axes
+            assert axes is None or set(flat.group.axes) <= set(axes), "each rank has a part of the sum"
+        self._present = [param.grad is not None for param in self.params]
+        # behind the gradients one flag for each parameter: how many ranks used it
+        size = flat.layout.size + len(self.params)
+        transfer = self._reduction = Transfer()
+        transfer.pending = in_parts.reduce_scatter(
+            size,
+            flat.dtypes.reduced,
+            flat.device,
+            flat.group,
+            self._fill,
+            lambda addends: self._take(addends) if transfer.is_wanted else None,
+        )
+        if self.are_freed:
+            self.free()
+
+    def _fill(self, stacked: Tensor) -> None:
+        layout = self.flat.layout
+        values = {param: param.grad.reshape(-1) for param in self.params if param.grad is not None}
+        targets, sources, empty = [], [], []
+        for rank, row in enumerate(stacked):
+            *parts, flags = row.split([*layout.splits[rank], len(self.params)])
+            for piece, part, padding in zip(layout.pieces, parts[::2], parts[1::2], strict=True):
+                if piece.param not in values:
+                    empty.append(part)
+                elif part.numel():
+                    targets.append(part)
+                    sources.append(layout.rows_in(values[piece.param], piece, rank))
+                if padding.numel():
+                    empty.append(padding)
+            flags.fill_(1.0)
+            for index, is_present in enumerate(self._present):
+                if not is_present:
+                    flags[index].zero_()
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if empty:
+            torch._foreach_zero_(empty)
+        own_sum = sum_of_all(stacked)
+        self._own_sum = own_sum if self._own_sum is None else self._own_sum + own_sum
+
+    @torch.no_grad()
+    def _take(self, addends: list[Tensor]) -> None:
+        size = self.flat.layout.size
+        rows = [addend[:size] for addend in addends]
+        if self._sums is None:
+            self._sums = (rows[0] if len(rows) == 1 else torch.add(rows[0], rows[1])).to(self.flat.dtypes.gradient)
+            rows = rows[2:]
+        for one in rows:
+            self._sums.add_(one)
+        if all(self._present):
+            self._is_used = [True] * len(self.params)
+        else:
+            flags = torch.stack([addend[size:] for addend in addends]).sum(0).tolist()
+            self._is_used = [used or flag != 0 for used, flag in zip(self._is_used, flags, strict=True)]
+
+    def wait(self) -> None:
+        """Wait for the sums that `start` has started, if any."""
+        if self._reduction is not None:
+            transfer, self._reduction = self._reduction, None
+            transfer.wait()
+
+    @property
+    def are_there(self) -> bool:
+        """Whether any parameter has a whole gradient."""
+        return any(param.grad is not None for param in self.params)
+
+    def free(self) -> None:
+        """Free the whole gradients."""
+        for param in self.params:
+            param.grad = None
+
+    def give_sums(self) -> None:
+        """The sums of a step to the parameters; one that no rank of the group used has none."""
+        begin = 0
+        for param, used in zip(self.params, self._is_used, strict=True):
+            summed = self.summed[param]
+            end = begin + summed.numel()
+            if used:
+                assert self._sums is not None
+                summed.grad = self._sums[begin:end].view(summed.shape).to(summed.dtype)
+            begin = end
+        self._sums = None
+
+    def give_whole(self) -> None:
+        """On a rank that stores all rows: whole gradients are those of the stored parameters."""
+        assert self.flat.group.size == 1
+        for param in self.params:
+            stored = self.flat.stored[param]
+            if param.grad is not None:
+                stored.grad, param.grad = param.grad.view(stored.shape).to(stored.dtype), None
+                run_grad_hooks(stored)
+
+    def send_to_host(self) -> list[nn.Parameter]:
+        """Offloaded rows get their gradients from their stand-ins.
+
+        Returns:
+            Those that do. Their values are there once the device has been waited for.
+        """
+        taking = []
+        for param, summed in self.summed.items():
+            stored = self.flat.stored[param]
+            if stored is not summed and summed.grad is not None:
+                stored.grad = torch.empty_like(stored, pin_memory=stored.device != summed.device)
+                stored.grad.copy_(summed.grad, non_blocking=True)
+                summed.grad = None
+                taking.append(stored)
+        return taking
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of what this rank put into the reductions of the last step."""
+        if self._own_sum is None:
+            return []
+        return [(tuple(spec_of(param).name for param in self.params), self._own_sum)]
+
+    def abandon(self) -> Transfer | None:
+        """Forget those of a step that failed, without a collective; what is to be waited for before the next step."""
+        self.begin_step()
+        transfer, self._reduction = self._reduction, None
+        if transfer is not None:
+            transfer.is_wanted = False
+        return transfer

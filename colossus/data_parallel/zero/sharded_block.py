@@ -1,0 +1,280 @@
+"""The parameters of one block of a model, of which a rank stores some rows: whole while the block runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from colossus.comm.recorded import is_recorded
+from colossus.comm.shared_memory import SLOT_BYTES
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.zero.flat_rows import Dtypes, FlatRows, Storage, Transfer
+from colossus.data_parallel.zero.row_gradients import RowGradients
+from colossus.layout.parameter import spec_of
+from colossus.layout.split_parameter import as_shards
+
+#: (module, name in it) under which a module holds a parameter
+Place = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter with all places where the modules of a model hold it.
+
+    Attributes:
+        is_product: whether all of them take products of it, and nothing else.
+    """
+
+    param: nn.Parameter
+    places: tuple[Place, ...]
+    is_product: bool = False
+
+
+class ForwardCall:
+    """One forward of a block.
+
+    Attributes:
+        is_left_by_input: whether the end of its backward is seen by the gradients of its inputs.
+    """
+
+    __slots__ = ("is_left_by_input",)
+
+    def __init__(self, is_left_by_input: bool) -> None:
+        self.is_left_by_input = is_left_by_input
+
+
+class ShardedBlock:
+    """Parameters that are gathered, and whose gradients are reduced, together.
+
+    In a step or an evaluation the modules of a block that has been gathered hold the parameters that compute uses, else
+    the stored ones. The former are always the same objects. Their memory is there while they are gathered only, or
+    (`Storage.keeps_whole`) always: then a block is gathered once for each step or evaluation.
+
+    Args:
+        held: parameters with at least one dim, their values whole on each rank of the group.
+        group: over which rows are cut.
+        scope: as of `colossus.tensor_parallel.gathered_weights.GatheredWeights`: ``matmul`` frees what forward gathered
+            at its end, ``microbatch`` after its backward, ``step`` at the end of the step.
+
+    Attributes:
+        call: the forward that has begun last.
+        in_backward: forwards whose backward has begun.
+        is_kept: whether the block is not freed before the end of the step: its backward is differentiated again.
+        is_held: whether the block is not freed before the end of an evaluation.
+        is_whole: whether the parameters that compute uses have the values of the stored ones.
+        gradients: those that travel in one collective, for each such.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[HeldParameter],
+        group: AxisGroup,
+        context: ParallelContext,
+        scope: str = "matmul",
+        storage: Storage | None = None,
+    ) -> None:
+        self.params = [one.param for one in held]
+        self._held, self._scope = held, scope
+        self._keeps = storage is not None and storage.keeps_whole
+        with as_shards():
+            self._flats = [
+                FlatRows(params, group, context, dtypes, storage or Storage())
+                for params, dtypes in _travelling_together(held, group, context)
+            ]
+        self._stored = {id(param): stored for flat in self._flats for param, stored in flat.stored.items()}
+        self.gradients = [RowGradients(flat) for flat in self._flats if flat.is_trainable]
+        self._summed = self._stored | {id(param): own for each in self.gradients for param, own in each.summed.items()}
+        self.call = ForwardCall(False)
+        self.in_backward: list[ForwardCall] = []
+        self.is_held = self.is_kept = False
+        self.is_whole = self._is_placed = True
+        #: forwards whose backward has not run
+        self._num_awaited = 0
+        self._gathers: list[Transfer] = []
+        #: of a step that failed: waited for before the next, when the ranks have agreed to go on
+        self._abandoned: list[Transfer] = []
+        self.release()
+
+    def stored(self, param: nn.Parameter) -> nn.Parameter:
+        """The rank's rows of a parameter of this block."""
+        return self._stored[id(param)]
+
+    def summed(self, param: nn.Parameter) -> nn.Parameter:
+        """What has the gradient of these rows; see `RowGradients`."""
+        return self._summed[id(param)]
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the block is freed, and its gradients reduced, within a step."""
+        return not self._keeps and self._scope != "step"
+
+    @property
+    def frees_after_forward(self) -> bool:
+        return not self._keeps and self._scope == "matmul"
+
+    # -- gathering ----------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Start to make the parameters whole, where they are not."""
+        if self.is_whole or self._gathers:
+            return
+        with as_shards(), _unrecorded():
+            self._gathers = [flat.start_gather() for flat in self._flats]
+
+    def gather(self) -> None:
+        """Make the parameters whole, and let the modules hold them."""
+        if not self.is_whole:
+            self.start_gather()
+            with as_shards(), _unrecorded():
+                self._wait_for_gathers()
+            self.is_whole = True
+        self._place()
+
+    def _wait_for_gathers(self) -> None:
+        transfers, self._gathers = self._gathers, []
+        for transfer in transfers:
+            transfer.wait()
+
+    def drop_gather(self) -> None:
+        """A gather that was started is not wanted any more: wait for it."""
+        for transfer in self._gathers:
+            transfer.is_wanted = False
+        self._wait_for_gathers()
+
+    def release(self) -> None:
+        """Let the modules hold the stored parameters, and free the gathered ones, or keep their memory only.
+
+        What is kept is not relied on: an optimizer, a load or a user may have written to the stored rows.
+        """
+        self.unplace()
+        if not self.is_whole:
+            return
+        with as_shards():
+            for flat in self._flats:
+                flat.take_back_changes()
+                if not self._keeps:
+                    flat.release()
+        self.is_whole = False
+
+    def unplace(self) -> None:
+        """Let the modules hold the stored parameters."""
+        if self._is_placed:
+            for one in self._held:
+                _put(one.places, self._stored[id(one.param)])
+            self._is_placed = False
+
+    def _place(self) -> None:
+        if not self._is_placed:
+            for one in self._held:
+                _put(one.places, one.param)
+            self._is_placed = True
+
+    def after_forward(self) -> None:
+        """A forward that a backward may follow is over."""
+        if self.in_backward:  # activation checkpointing has recomputed it: its backward is next
+            return
+        if torch.is_grad_enabled():
+            self._num_awaited += 1
+        self._release_by_scope()
+
+    def begin_forward(self, *, is_left_by_input: bool) -> ForwardCall:
+        """A forward begins that a backward may follow."""
+        self.call = ForwardCall(is_left_by_input)
+        return self.call
+
+    def enter_backward(self, call: ForwardCall) -> None:
+        """The backward of one forward begins."""
+        if call not in self.in_backward:
+            self.in_backward.append(call)
+        # with create_graph: what runs the backward of this backward is not seen here
+        self.is_kept = self.is_kept or torch.is_grad_enabled()
+
+    def leave_backward(self, call: ForwardCall) -> None:
+        """The backward of one forward is over."""
+        self.in_backward.remove(call)
+        self._num_awaited -= 1
+        if not self.in_backward:
+            self.is_held = False
+            self._release_by_scope()
+
+    def _release_by_scope(self) -> None:
+        if (
+            self.is_transient
+            and not (self.is_held or self.is_kept)
+            and (self.frees_after_forward or not self._num_awaited)
+        ):
+            self.release()
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self.settle()
+        with as_shards():
+            for gradients in self.gradients:
+                gradients.begin_step()
+
+    def settle(self) -> None:
+        """Before a step or an evaluation: wait for what one that failed has left."""
+        abandoned, self._abandoned = self._abandoned, []
+        for transfer in abandoned:
+            transfer.wait()
+
+    def end_step(self) -> None:
+        """All backwards of a step, or all forwards of an evaluation, are over."""
+        self.in_backward.clear()
+        self.is_held = self.is_kept = False
+        self._num_awaited = 0
+        if self._gathers:
+            self.drop_gather()
+        self.release()
+
+    def abandon(self) -> None:
+        """Forget a step that failed, without a collective."""
+        self._abandoned += self._gathers
+        for gather in self._gathers:
+            gather.is_wanted = False
+        self._gathers = []
+        with as_shards():
+            self._abandoned += [left for each in self.gradients if (left := each.abandon()) is not None]
+        self.end_step()
+
+
+def _put(places: Iterable[Place], param: nn.Parameter) -> None:
+    for module, leaf in places:
+        module._parameters[leaf] = param
+
+
+def _unrecorded() -> AbstractContextManager[object]:
+    """What moves parameters is no part of what a recorder (of selective activation checkpointing, say) is to see."""
+    return _disable_current_modes() if is_recorded() else nullcontext()
+
+
+def _travelling_together(
+    held: Iterable[HeldParameter], group: AxisGroup, context: ParallelContext
+) -> Iterator[tuple[list[nn.Parameter], Dtypes]]:
+    """Parameters of the same dtypes, on CPU as many as fit a slot of shared memory."""
+    kinds: dict[tuple[Dtypes, bool], list[nn.Parameter]] = {}
+    for one in held:
+        dtypes = Dtypes.of(one.param, context.precision, is_product=one.is_product)
+        kinds.setdefault((dtypes, one.param.requires_grad), []).append(one.param)
+    for (dtypes, _), params in kinds.items():
+        wide = max(dtypes.computed.itemsize, dtypes.reduced.itemsize)
+        chunk: list[nn.Parameter] = []
+        size = 0
+        for param in params:
+            # with the padding of each rank's last rows, and a flag
+            padding = len(spec_of(param).shards) * math.prod(param.shape[1:])
+            nbytes = (param.numel() + group.size * (padding + 1)) * wide
+            if chunk and param.device.type == "cpu" and size + nbytes > SLOT_BYTES:
+                yield chunk, dtypes
+                chunk, size = [], 0
+            chunk.append(param)
+            size += nbytes
+        yield chunk, dtypes

@@ -1,1 +1,0 @@
-"""Data-parallel strategies, one per file: how the replicas of the data axis are kept alike."""

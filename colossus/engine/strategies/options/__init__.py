@@ -1,1 +1,0 @@
-"""Options of the data-parallel strategies, checked before a process starts. No torch."""

@@ -1,0 +1,1 @@
+"""Sums of gradients over ranks: which axes, in which buckets, compressed or not; their norm."""

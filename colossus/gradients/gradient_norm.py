@@ -1,0 +1,81 @@
+"""The global gradient norm, each element of each logical parameter counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import LOW
+from colossus.gradients.host_copy import send_to
+from colossus.gradients.values import values_of
+from colossus.layout.parameter import spec_of
+
+
+class GradientNorm:
+    """The squares of the gradients of this rank.
+
+    A shard that several ranks hold is counted by the first of them, so that the plain sum over ``axes`` is exact. All
+    replicas of a shard have the same gradient by then, so the sum goes over the axes that shard parameters, and no
+    further. The others multiply theirs by 0: the sum is not finite if any gradient on any rank is not.
+
+    Args:
+        counted_elsewhere: ids of tied parameters that another pipeline rank counts.
+
+    Attributes:
+        axes: those that shard some parameter.
+        params: those that are trained.
+        norms: [params] of the last call, those that other ranks count included.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], context: ParallelContext, counted_elsewhere: Container[int] = ()
+    ) -> None:
+        trainable = [param for param in params if param.requires_grad]
+        sizes, at = context.grid.sizes, context.coordinates
+        specs = [spec_of(param) for param in trainable]
+        shard = {axis for spec in specs for axis in spec.layout.shard_axes if sizes[axis] > 1}
+        if sizes["pipeline"] > 1:  # stages hold other parameters, but all must sum over the same axes
+            shard |= {axis for axis in context.grid.axes(("pipeline", "tensor")) if sizes[axis] > 1}
+        self.axes = tuple(axis for axis in context.grid.names if axis in shard)
+        self.params = trainable
+        inside = tuple(axis for axis in self.axes if axis != "pipeline")  # stages hold different parameters
+        counted = [
+            id(param) not in counted_elsewhere and spec.layout.owns(at, inside)
+            for param, spec in zip(trainable, specs, strict=True)
+        ]
+        #: [params] 1 for those that this rank counts, else 0; None where it counts all
+        self._weights = None if all(counted) else torch.tensor(counted, dtype=torch.float64, device=context.device)
+        self._some_are_offloaded = any(param.device.type != context.device.type for param in trainable)
+        self._no_gradient = torch.zeros((), device=context.device)
+        self.norms: Tensor | None = None
+
+    def local_squares(self, device: torch.device) -> Tensor:
+        """Of each parameter the square of its gradient's norm where this rank counts it, else 0: float64 [params].
+
+        Not finite where a gradient is not, counted or not.
+        """
+        grads = [self._no_gradient if param.grad is None else values_of(param.grad) for param in self.params]
+        if not grads:
+            return torch.zeros(0, dtype=torch.float64, device=device)
+        norms = list(_norms(grads))
+        if self._some_are_offloaded:
+            norms = list(_brought_to(device, norms))
+        self.norms = torch.stack(norms)
+        squares = self.norms.double().square()
+        return squares if self._weights is None else squares * self._weights
+
+
+def _brought_to(device: torch.device, norms: list[Tensor]) -> Iterator[Tensor]:
+    """Those of the host in one copy that nobody waits for, in the order they have."""
+    elsewhere = [norm for norm in norms if norm.device != device]
+    arrived = iter(send_to(device, torch.stack(elsewhere)).unbind())
+    return (norm if norm.device == device else next(arrived) for norm in norms)
+
+
+def _norms(grads: list[Tensor]) -> tuple[Tensor, ...]:
+    if any(grad.dtype in LOW for grad in grads):  # whose norms would be rounded, or overflow
+        return torch._foreach_norm(grads, 2, torch.float32)
+    return torch._foreach_norm(grads)

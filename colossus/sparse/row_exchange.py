@@ -1,0 +1,244 @@
+"""Rows of owned tables between the ranks that share them: fetched, and their gradients summed, in rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from colossus.comm import uneven
+from colossus.error_place import located_error
+from colossus.rows.row_gradient import RowGradient
+from colossus.sparse.levels import Level
+from colossus.sparse.row_cache import RowCache
+
+
+class Wish(IntEnum):
+    """What a rank wants of a round."""
+
+    #: rows of a table
+    FETCH = 0
+    #: the same of rows that are not wanted again
+    READ = 1
+    #: to give the gradients of its rows of a table
+    SUM = 2
+    #: nothing more: it serves the others
+    END = 3
+    #: to tell the others that it cannot go on
+    FAIL = 4
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank says at the start of a round, for itself or for its host.
+
+    Attributes:
+        table: number of the table; of END and FAIL without meaning.
+        rank: global, of who says it.
+        is_used: of SUM, whether a backward has come to the table, on any rank for which the word is.
+    """
+
+    wish: Wish
+    table: int
+    rank: int
+    is_used: bool = False
+
+    @property
+    def looks_up(self) -> bool:
+        return self.wish in (Wish.FETCH, Wish.READ)
+
+
+class OwnedRows(Protocol):
+    """One of the tables whose rows are exchanged."""
+
+    name: str
+    #: of each level the rows that have come through it; the first those of this rank
+    caches: list[RowCache]
+
+    def owners_of(self, ids: Tensor) -> Tensor:
+        """Of each id the index of its owner."""
+        ...
+
+    def count(self, ids: Tensor) -> None:
+        """Ids whose gradients have come to this rank, each as often as it has come."""
+        ...
+
+    def stored_rows(self, ids: Tensor) -> Tensor:
+        """The rows of ids that this rank owns."""
+        ...
+
+
+class RowExchange:
+    """Over the levels from a rank to the owners of rows.
+
+    A round begins with the lengths of what is sent, and with what each rank wants. So ranks that do not run the same
+    program hear of it, and one that has nothing more to fetch serves the others until all are through (`serve`).
+    """
+
+    def __init__(self, levels: Sequence[Level], rank: int, device: torch.device) -> None:
+        self.levels, self._rank, self._device = levels, rank, device
+        self._towards = [torch.tensor(level.towards, device=device) for level in levels]
+        self._tables: list[OwnedRows] = []
+        #: whether rows that were fetched may be taken for those of a later lookup: inside of a step or an evaluation
+        self.keeps = False
+
+    def add(self, table: OwnedRows) -> int:
+        """The number of a table; all ranks add them in the same order."""
+        self._tables.append(table)
+        return len(self._tables) - 1
+
+    # -- rounds -------------------------------------------------------------------------------------------
+
+    def fetch(self, table: int, ids: Tensor, *, keep: bool = True) -> Tensor:
+        """Rows [n, dim] of distinct ascending ids. Collective.
+
+        Args:
+            keep: take rows out of the caches, and leave them there.
+        """
+        _, rows = self._fetch(0, self._say(Wish.FETCH if keep and self.keeps else Wish.READ, table), ids)
+        return rows
+
+    def serve(self) -> None:
+        """Give the others their rows until no rank has a wish any more. Collective."""
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+        while self._fetch(0, self._say(Wish.END, 0), nothing)[0].wish != Wish.END:
+            pass
+
+    def fail(self, table: int) -> None:
+        """Tell the others that this rank cannot look up: they raise, and so does the caller after this. Collective."""
+        self._hear_all(self._say(Wish.FAIL, table))
+
+    def start_sum(self, table: int, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
+        """Start to sum gradients at the owners; what is returned waits for those of the rows that this rank owns.
+
+        None where ``is_used`` is False on all ranks. Collective; of the last level only the start.
+        """
+        word, parts = self._say(Wish.SUM, table, is_used), [gradient]
+        for number, level in enumerate(self.levels):
+            gradient = RowGradient.added(parts)
+            order, counts = self._by_target(number, self._tables[table], gradient.ids)
+            lengths, word = self._agree(number, counts, word)
+            if word.wish == Wish.FAIL:
+                self._hear_all(word, number + 1)
+            ids = uneven.all_to_all(gradient.ids[order], lengths, level.group, "ids")
+            rows = uneven.all_to_all(gradient.rows[order], lengths, level.group, "rows")
+            if number < len(self.levels) - 1:
+                parts = RowGradient.parts(ids.wait(), rows.wait(), lengths.received)
+
+        def finish() -> RowGradient | None:
+            received = ids.wait()
+            self._tables[table].count(received)
+            total = RowGradient.added(RowGradient.parts(received, rows.wait(), lengths.received))
+            return total if word.is_used else None
+
+        return finish
+
+    def _fetch(self, number: int, word: Word, ids: Tensor) -> tuple[Word, Tensor]:
+        """From a level on, for a rank that wants the rows of ids, or nothing: what all ranks said, and the rows."""
+        level, is_last = self.levels[number], number == len(self.levels) - 1
+        new, order, counts = ids, ids, [0] * level.group.size
+        cache = self._tables[word.table].caches[number] if word.wish == Wish.FETCH else None
+        if word.looks_up:
+            new = ids if cache is None else cache.missing(ids)
+            order, counts = self._by_target(number, self._tables[word.table], new)
+        lengths, heard = self._agree(number, counts, word)
+        if heard.wish == Wish.FAIL:
+            self._hear_all(heard, number + 1)
+        moves = heard.looks_up
+        wanted = uneven.all_to_all(new[order], lengths, level.group, "ids").wait() if moves else ids[:0]
+        if is_last:
+            said = heard
+            found = self._tables[heard.table].stored_rows(wanted) if moves else None
+        else:
+            distinct, where = torch.unique(wanted, return_inverse=True)
+            said, found = self._fetch(number + 1, heard, distinct)
+            found = found[where]
+        if not moves:
+            return said, torch.empty(0, device=self._device)
+        assert found is not None
+        rows = uneven.all_to_all(found, lengths.back, level.group).wait()
+        if not word.looks_up:
+            return said, rows
+        if cache is not None:
+            cache.add(new[order], rows)
+            return said, cache.rows_of(ids)
+        back = torch.empty_like(rows)
+        back[order] = rows
+        return said, back
+
+    # -- what ranks say -----------------------------------------------------------------------------------
+
+    def _say(self, wish: Wish, table: int, is_used: bool = False) -> Word:
+        return Word(wish, table, self._rank, is_used)
+
+    def _agree(self, number: int, counts: Sequence[int], word: Word) -> tuple[uneven.Lengths, Word]:
+        """Lengths of a round at one level, and what its ranks want together."""
+        group = self.levels[number].group
+        said = word.wish, word.table, word.rank, word.is_used
+        lengths, heard = uneven.agree(counts, group, self._device, said)
+        return lengths, self._together([Word(Wish(wish), of, by, bool(used)) for wish, of, by, used in heard])
+
+    def _together(self, words: Sequence[Word]) -> Word:
+        """What ranks want together; FAIL, told of by the rank that fails, or where they want different things."""
+        failed = next((word for word in words if word.wish == Wish.FAIL), None)
+        if failed is not None:
+            return failed
+        acting = [word for word in words if word.wish != Wish.END]
+        if not acting:
+            return words[0]
+        first = acting[0]
+        other = next((word for word in acting if (word.wish, word.table) != (first.wish, first.table)), None)
+        if other is None and first.wish == Wish.SUM:  # whoever gave its gradients waits for those of the others
+            other = next((word for word in words if word.wish == Wish.END), None)
+        if other is None:
+            return replace(first, is_used=any(word.is_used for word in words))
+        self._disagreement = (
+            f"rank {first.rank} {self._doing(first)} while rank {other.rank} {self._doing(other)}: rows of tables that "
+            f"have owners are exchanged by all ranks together. Every rank must look up in the same tables as often and "
+            f"in the same order in each step, with an empty tensor of ids where it has none: look for an `if` in a "
+            f"forward that depends on the rank or on the data"
+        )
+        return Word(Wish.FAIL, first.table, first.rank)
+
+    _disagreement: str | None = None
+
+    def _doing(self, word: Word) -> str:
+        if word.wish == Wish.END:
+            return "is through with its lookups"
+        name = self._tables[word.table].name
+        return f"looks up in {name!r}" if word.looks_up else f"sums the gradient of {name!r}"
+
+    def _hear_all(self, word: Word, first: int = 0) -> None:
+        """Go through the levels from ``first`` on for nothing but the word, then raise what this rank knows of it.
+
+        As many collectives as of ranks that look up and hear of it at the last level: who catches the error can go on.
+        """
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+        for number in range(first, len(self.levels)):
+            if number:
+                group = self.levels[number - 1].group
+                uneven.all_to_all(nothing, uneven.Lengths.zero(group.size), group, "ids").wait()
+            _, word = self._agree(number, [0] * self.levels[number].group.size, word)
+        told, self._disagreement = self._disagreement, None
+        if told is not None:
+            raise located_error(told, RuntimeError)
+        if word.rank != self._rank:
+            error = located_error(
+                f"rank {word.rank} cannot go on with its lookups in {self._tables[word.table].name!r}, whose rows all "
+                f"ranks exchange together: its own error says why",
+                RuntimeError,
+            )
+            error.culprit = word.rank  # type: ignore[attr-defined]  # in the report of a run
+            raise error
+
+    # -- ids ----------------------------------------------------------------------------------------------
+
+    def _by_target(self, number: int, table: OwnedRows, ids: Tensor) -> tuple[Tensor, list[int]]:
+        """What sorts ids by the rank of a level to which they go, and how many go to each."""
+        towards = self._towards[number][table.owners_of(ids)]
+        counts = torch.bincount(towards, minlength=self.levels[number].group.size)
+        return torch.argsort(towards, stable=True), counts.tolist()
