@@ -44,10 +44,10 @@ class Hybrid(AllReduce):
             self.hosts = self._hosts(context)
         super().prepare(model, context)
 
-    def heading(self) -> list[str]:
+    def choices_made(self) -> list[str]:
         return [choice.in_words for choice in self.choices.values()]
 
-    def in_short(self) -> str:
+    def choices_in_short(self) -> str:
         by_way: dict[str, list[str]] = {}
         for name, choice in self.choices.items():
             by_way.setdefault(choice.way, []).append(name)

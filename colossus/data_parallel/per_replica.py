@@ -31,7 +31,7 @@ class PerReplica(AllReduce):
     ``log_every``, or since it is the last. There the loss is of all replicas, else of this one (`StepResult.replica`),
     and all hear of requests to stop with it; between two of these they hear of it as `StopAgreement` says.
 
-    What is evaluated and exported is the average of the replicas (`Strategy.share`), unless ``evaluate`` is "own". It
+    What is evaluated and exported is the average of the replicas (`average_addend`), unless ``evaluate`` is "own". It
     costs one all-reduce of the parameters over data, in chunks, for each evaluation, checkpoint and export, and the
     memory of the parameters once (of a checkpoint: of the part that a rank writes).
 
@@ -97,7 +97,7 @@ class PerReplica(AllReduce):
             self.stop_agreement.enter(step + 1)
         self.come_together()
         if self._is_logged(step):
-            self._distance = self._average.measure(self.share())
+            self._distance = self._average.measure(self.average_addend())
         total = super().reduce_scalars(step, numbers)
         if self.stop_agreement is not None:
             self.stop_agreement.leave(looks=False)
@@ -112,7 +112,7 @@ class PerReplica(AllReduce):
             return self._requests_of_all
         return self.stop_agreement.agree(step + 1, requests)
 
-    def meet(self) -> None:
+    def sync_point(self) -> None:
         if self._data_group.size == 1:
             return
         if self.stop_agreement is None:
@@ -132,7 +132,7 @@ class PerReplica(AllReduce):
         """Before links are closed that others may need: meet them, unless nothing was done since the last meeting, or
         a step has failed or an exception is on its way, of which they hear by the closing."""
         if self._is_apart and sys.exception() is None:
-            self.meet()
+            self.sync_point()
 
     # -- evaluation and export ------------------------------------------------------------------------------
 
@@ -141,11 +141,11 @@ class PerReplica(AllReduce):
         if self.is_averaged or (self.holds_parameters and self._data_group.size == 1):
             yield
             return
-        self.meet()
+        self.sync_point()
         if self.evaluates == "own":
             yield
             return
-        with self._instead(self.share()):
+        with self._instead(self.average_addend()):
             yield
 
     @contextmanager
@@ -153,8 +153,8 @@ class PerReplica(AllReduce):
         if self.is_averaged or (self.holds_parameters and self._data_group.size == 1):
             yield
             return
-        self.meet()
-        with self._instead(self.share() if self.evaluates == "average" else None):
+        self.sync_point()
+        with self._instead(self.average_addend() if self.evaluates == "average" else None):
             yield
 
     @contextmanager

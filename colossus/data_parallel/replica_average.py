@@ -20,7 +20,7 @@ from colossus.gradients.parts import ModelParts
 from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import as_shards
 
-#: (shared tensors, weight), as `Strategy.share` gives them
+#: (shared tensors, weight), as `Strategy.average_addend` gives them
 Share = tuple[Sequence[Tensor], float]
 
 
@@ -44,7 +44,7 @@ class Distance:
 class ReplicaAverage:
     """The average over the replicas of what each has of its own.
 
-    Memory: one chunk of ``bucket_mb`` (or the largest parameter), beside what `Strategy.share` makes.
+    Memory: one chunk of ``bucket_mb`` (or the largest parameter), beside what `Strategy.average_addend` makes.
 
     Args:
         params: stored parameters that differ between replicas, the same on ranks along data.

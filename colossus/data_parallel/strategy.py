@@ -3,125 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from colossus.comm import collectives
-from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.engine_queries import EngineQueries
 from colossus.data_parallel.skipped_update import skipping_on_device
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.buckets import LocalSum
-from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.parts import ModelParts
 from colossus.gradients.values import values_of
-from colossus.sparse.choice import Survey
-from colossus.sparse.tables import Tables
-
-#: a backward of inputs and weights (dgrad and wgrad), or one of its halves under a schedule that splits them
-BackwardKind = Literal["backward", "backward_input", "backward_weight"]
 
 
-class Strategy:
+class Strategy(EngineQueries):
     """Base of the data-parallel strategies: this one exchanges nothing.
 
     A *replica* is a whole copy of the model: all ranks but those along ``data``. An *exact* strategy keeps replicas
-    equal, and a step's numbers are those of the global batch. An inexact one has parameters per replica; it sums
-    gradients inside of the replica (`GradientReduction` over ``context.replica_axes``), and its steps are divided and
-    clipped by the replica's own count and norm.
+    equal, and a step's numbers are those of the global batch: it is a subclass of `AllReduce`, or of this. An inexact
+    one has parameters per replica; it sums gradients inside of the replica, and its steps are divided and clipped by
+    the replica's own count and norm: a subclass of `PerReplica` (`Gossip`, `Averaging`).
 
-    The engine calls, in each step:
+    ``__init__`` takes the options of ``parallel.strategy``. The engine calls
 
+        setup                                                       once, before the optimizer is made
         begin_step
-        for each microbatch and stage:   before_forward, after_forward, before_backward, after_backward
-        for each stage:                  last_backward before its last backward, reduce after it
-        finish, replica_scalars, step, after_step, reduce_scalars, agree_on_stop
+        for each stage: last_backward, its last backward, reduce    gradients: start what has not been started
+        finish                                                      they are what the optimizer is to see
+        step, and in it update                                      divide, clip, update
+        after_step                                                  mix, average, gather
+        abandon                                                     in place of the rest, where something is raised
+        report                                                      numbers for the metrics of the step
+        state_dict, load_state_dict, parameter_state, load_parameter_state     checkpoints
+        close
 
-    and `abandon` in place of the rest where something is raised. The arguments of ``__init__`` are the options of
-    ``parallel.strategy``.
+    and asks what `EngineQueries` answers.
 
     Attributes:
-        exact: see above.
-        state_per_replica: whether what it keeps (`state_dict`, `parameter_state`) is of each replica, although it is
-            exact; of an inexact one it always is.
-        evaluates: of an inexact one, what is evaluated and exported: the average of the replicas, or each replica's own
-            (exported: the first's).
-        is_averaged: whether parameters are not the replica's own, inside of `evaluation` or `export`.
         on_progress: called where this replica waits for others that go on: nothing is stuck.
-        tables: with sparse gradients, of this rank; None where there are none.
         loss_scale: what the losses of the step that runs are multiplied by, set before `begin_step`; None: by nothing.
     """
 
-    exact: ClassVar[bool] = True
-    state_per_replica: bool = False
-    evaluates: Literal["average", "own"] = "own"
-    is_averaged = False
     loss_scale: Tensor | None = None
-    tables: Tables | None = None
-
-    def check_tables(self, found: Survey) -> None:
-        """The tables of the whole model, before a pipeline cuts it; also called before a process is started.
-
-        Raises:
-            ValueError: for tables that this strategy cannot train.
-        """
-        for table in found.untied:
-            raise ValueError(
-                f"table {table.name!r} has sparse=True, but {self.dense_because()}: leave sparse out, or take "
-                f"parallel.strategy = 'hybrid' or 'all_reduce'"
-            )
-
-    def dense_because(self) -> str:
-        """Why this strategy takes no tables, in words."""
-        return f"{type(self).__name__} knows dense gradients only"
-
-    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
-        """The model of this rank, on the meta device, before its values are drawn: say what is stored how. Collective
-        over all ranks."""
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         """Once, before the optimizer is made."""
         self.store, self.parts = store, parts
         self.on_progress: Callable[[], None] = lambda: None
-        #: the stored parameters that training changes: of an inexact strategy each replica has its own
         self.trained = store.trainable()
         context = parts.context
         self._step_group = context.group(self.summed_axes)
         self._data_group = context.group("data")
 
-    @property
-    def own_parameters(self) -> bool:
-        """Whether each replica has parameters and an optimizer of its own, which a checkpoint keeps beside those that
-        are evaluated."""
-        return not self.exact
-
-    @property
-    def summed_axes(self) -> tuple[str, ...]:
-        """Over which gradients and the step's numbers are summed: all, or those inside of a replica."""
-        context = self.parts.context
-        return context.grid.names if self.exact else context.replica_axes
-
-    def optimizer_parameters(self) -> list[nn.Parameter]:
-        """What the optimizer updates on this rank: all trainable parameters as they are stored."""
-        return self.store.trainable()
-
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Once, before the first step."""
-
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
         """Before the first forward of step ``step`` (from 0)."""
-
-    def before_forward(self, stage: int, microbatch: int) -> None: ...
-
-    def after_forward(self, stage: int, microbatch: int) -> None: ...
-
-    def before_backward(self, stage: int, microbatch: int, kind: BackwardKind) -> None: ...
-
-    def after_backward(self, stage: int, microbatch: int, kind: BackwardKind) -> None: ...
 
     def last_backward(self, stage: int) -> None:
         """The backward that follows is a stage's last of the step: what it completes may be reduced at once."""
@@ -135,34 +72,6 @@ class Strategy:
 
     def finish(self) -> None:
         """Wait until the gradients are what the optimizer is to see, not divided yet."""
-
-    def local_sums(self) -> list[LocalSum]:
-        """Of each piece of gradients that this rank gave to a collective in this step: which parameters' they are, and
-        the sum of its own numbers before the first collective that took them.
-
-        Read where a gradient turns out not to be finite, to tell on which rank that began. Scalars on the device, a
-        parameter in one piece; what no collective sums is in none.
-        """
-        return []
-
-    def squares_of_step(self, norm: GradientNorm, squares: Tensor) -> Tensor:
-        """What this rank adds to the square of the gradient norm, for each entry of ``norm``: float64 [entries].
-
-        Args:
-            squares: of the gradients that are here, not finite where one of these is not.
-        """
-        return squares
-
-    def replica_scalars(self, numbers: Tensor) -> Tensor:
-        """The step's numbers summed over the replica's ranks, and by an exact strategy over all: float64, 1-D.
-
-        By them the gradients are divided and clipped, so they are never late.
-        """
-        return collectives.all_reduce(numbers, self._step_group, owned=True).wait()
-
-    def replica_count(self, numbers: Tensor) -> Tensor | None:
-        """Of the numbers that `replica_scalars` gave, the count of this replica alone; None where nobody knows it."""
-        return None if self.exact else numbers[1]
 
     def step(
         self,
@@ -207,73 +116,14 @@ class Strategy:
         Also after a step that was skipped, whose parameters are those from before it: other replicas may wait here.
         """
 
-    def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
-        """What is logged of step ``step``, over all replicas: float64 [loss sum, count, gradient norm, ..].
-
-        Of an inexact strategy the norm is averaged over replicas and all else is summed, where `is_summed` says so;
-        else they are those of its own replica.
-        """
-        if self.exact:
-            return numbers
-        return self.sum_over_replicas(numbers)
-
-    def sum_over_replicas(self, numbers: Tensor) -> Tensor:
-        """The numbers of a step, each replica's own, over all of them: sums, of the gradient norm the mean.
-        Collective over data."""
-        if self._data_group.size == 1:
-            return numbers
-        total = collectives.all_reduce(numbers.clone(), self._data_group, owned=True).wait()
-        total[2] /= self._data_group.size
-        return total
-
-    def is_summed(self, step: int) -> bool:
-        """Whether what is logged of step ``step`` is of all replicas."""
-        return True
-
-    def agree_on_stop(self, step: int, requests: float) -> float:
-        """Called at the end of each step: the requests to stop that all replicas act on after step ``step``, at the
-        same step.
-
-        Args:
-            requests: of the ranks that `replica_scalars` sums over, from their own request on in every step.
-        """
-        return requests
-
     def abandon(self) -> None:
         """Forget a step that failed, without a collective."""
 
-    # -- besides ------------------------------------------------------------------------------------------
+    def report(self) -> dict[str, float]:
+        """Numbers for the metrics of a step, by name."""
+        return {}
 
-    def meet(self) -> None:
-        """All replicas are about to do something together (evaluate, save, end): wait until all have come this far.
-
-        Replicas that wait answer those that do not.
-        """
-
-    def evaluation(self) -> AbstractContextManager[None]:
-        """Around an evaluation, and around a loop of `Engine.eval_step` or of one's own: inside, parameters and
-        buffers are those that ``evaluates`` says. Collective, by ranks of all replicas; one inside of another changes
-        nothing."""
-        return nullcontext()
-
-    def forwards(self) -> AbstractContextManager[None]:
-        """Around the forwards of one batch of an evaluation, inside of `evaluation`: as many as a rank has, or none.
-        Collective."""
-        return nullcontext()
-
-    def export(self) -> AbstractContextManager[None]:
-        """Around what gives weights away: inside, parameters and buffers are the same in all replicas. Collective, by
-        ranks of all replicas."""
-        return nullcontext()
-
-    def share(self) -> tuple[list[Tensor], float]:
-        """This replica's addend of the average, for each of the stored parameters in ``trained``, and its weight.
-
-        The average is the sum of these over the sum of the weights, over all replicas; what is on its way is counted by
-        who is to get it. The tensors may be the parameters themselves: they are not written to. Called on all ranks of
-        all replicas, since it may be collective.
-        """
-        return [param.detach() for param in self.trained], 1.0
+    # -- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """State beyond the parameters: plain values and tensors, of which the first rank of each replica's are saved.
@@ -286,13 +136,6 @@ class Strategy:
         if state:
             raise ValueError(f"{type(self).__name__} has no state, but was given {', '.join(sorted(state))}")
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
-        """What an optimizer keeps for each stored parameter, wherever that is. Collective over all ranks."""
-        return optimizer.state
-
-    def parameters_loaded(self) -> None:
-        """Parameters, or the state of their optimizer, were loaded: what is kept of them elsewhere counts no more."""
-
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
         """State for each parameter as it is stored: tensors of its shape, others that are the same on all ranks, or
         plain values. It is saved by logical name, so that it can be taken back under another plan."""
@@ -300,24 +143,6 @@ class Strategy:
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Take back what `parameter_state` gave; empty when the checkpoint has none."""
-
-    def heading(self) -> list[str]:
-        """Lines for the start of a run: what it has chosen."""
-        return []
-
-    def in_short(self) -> str:
-        """The same in a few words, for the end of a run; empty where it had nothing to choose."""
-        return ""
-
-    def report(self) -> dict[str, float]:
-        """Numbers for the metrics of a step, by name."""
-        return {}
-
-    def consensus(self) -> dict[str, float]:
-        """How far replicas are apart, where that was found out since the last step (its end, an evaluation): the
-        ``consensus_distance`` is the root of the mean over replicas of ||z_i - average||^2, over ||average|| it is the
-        ``consensus_distance_relative``."""
-        return {}
 
     def close(self) -> None:
         """The run is over: let go of threads and connections."""

@@ -274,7 +274,7 @@ class Checkpoints:
     def _read_newest(self, find: Find, take: Callable[[CheckpointReader], None]) -> Path | None:
         """Read what rank 0 finds; if a checksum then shows that it is damaged, what it finds without that."""
         self._saves.require_between_steps("loaded")
-        self._engine.strategy.meet()
+        self._engine.strategy.sync_point()
         self.finish()
         self._saves.is_changed()
         world = self._engine.context.group(self._engine.context.grid.names)

@@ -84,7 +84,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
             if not stopped and evaluation_due(engine, completed):
                 stopped, stop_signal = evaluations.run(hooks)
             _save_if_due(engine, hooks)
-        engine.strategy.meet()  # a replica that is through answers those that are not
+        engine.strategy.sync_point()  # a replica that is through answers those that are not
         _save_if_due(engine, hooks, is_last=True)
         for hook in hooks:
             hook.on_train_end(engine)
@@ -103,7 +103,7 @@ def _loss_of_all(engine: Engine, result: StepResult) -> float:
     """The loss of the last step, which is the replica's own where a stop has made it the last."""
     if result.replica is None:
         return result.loss
-    engine.strategy.meet()
+    engine.strategy.sync_point()
     return result.of_all_replicas(engine.strategy.sum_over_replicas).loss
 
 

@@ -209,7 +209,7 @@ def _engine(
     store = ParameterStore(model, context, parallel.weights, lambda: pipeline.chain(model))
     strategy.setup(store, parts)
     tables = {id(table.param) for table in strategy.tables or ()} if with_tables else None
-    optimizer, config = build_optimizer(config, optimizer_factory, strategy.optimizer_parameters(), context, tables)
+    optimizer, config = build_optimizer(config, optimizer_factory, strategy.trained, context, tables)
     strategy.optimizer_made(optimizer)
     norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
     train = config.train

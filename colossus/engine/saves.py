@@ -83,7 +83,7 @@ class Saves:
 
     def save(self, *, background: bool) -> Save:
         self.require_between_steps("saved")
-        self._engine.strategy.meet()
+        self._engine.strategy.sync_point()
         if self._save is not None:
             self._settle()
         began = time.perf_counter()
@@ -113,7 +113,7 @@ class Saves:
         if self._save is not None and (is_due or self._save.is_done):
             self._settle(is_raised=is_due and stops)
         if is_due:
-            self._engine.strategy.meet()
+            self._engine.strategy.sync_point()
             if stops:
                 self._raise_failed()
             if not self._is_saved():

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.strategy import BackwardKind, Strategy
+from colossus.data_parallel.engine_queries import BackwardKind
+from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.eval_metrics import EvalMetrics
 from colossus.engine.forward_rng import ForwardRng
@@ -91,7 +92,6 @@ class ModelStages:
                 observer.before_forward(stage, microbatch, samples)
             self._store.begin_action()
             self._store.gather_lasting()
-            self._strategy.before_forward(stage, microbatch)
             rng = self._rng.at(stage, microbatch, training=self.step is not None)
             with self._autocast, rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
@@ -112,7 +112,6 @@ class ModelStages:
                         )
                     raise
             self._to_guard.discard(stage)
-            self._strategy.after_forward(stage, microbatch)
             return out
 
     def is_trained(self, stage: int) -> bool:
@@ -122,7 +121,6 @@ class ModelStages:
         if kind != "backward_weight":  # the half that recomputes nothing
             self._context.rng.return_to(microbatch)
         self._store.begin_action()
-        self._strategy.before_backward(stage, microbatch, cast(BackwardKind, kind))
 
     def after_backward(self, stage: int, microbatch: int, kind: str) -> None:
         self._store.after_backward()

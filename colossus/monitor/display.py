@@ -66,7 +66,7 @@ class Display(Hook):
     def on_train_start(self, engine: Engine) -> None:
         self.shown = engine.context.is_logging_rank
         self.total, self.first = engine.config.train.steps, engine.completed_steps
-        self._chosen = engine.strategy.in_short()
+        self._chosen = engine.strategy.choices_in_short()
         self._began = time.monotonic()
         options = model_options(engine.config)
         if options is not None:
@@ -91,7 +91,7 @@ class Display(Hook):
             lines.append(engine.loaders.description)
             if engine.config.train.eval_every and engine.loaders.validation_missing:
                 lines.append(f"no validation: {engine.loaders.validation_missing}")
-        lines += engine.strategy.heading()
+        lines += engine.strategy.choices_made()
         checkpoints = engine.checkpoints
         if checkpoints.resumed_from is not None:
             where = f"resumed from {checkpoints.resumed_from} at step {self.first}"

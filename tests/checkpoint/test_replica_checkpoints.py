@@ -147,7 +147,7 @@ def goes_on(rank: int, folder: Path, name: str) -> tuple[State, list[Tensor], fl
     config = config_of(folder / name, STRATEGIES[name])
     engine = mixed(config)
     trains(engine, 3)
-    shares, weight = engine.strategy.share()
+    shares, weight = engine.strategy.average_addend()
     shares = [share.clone() for share in shares]
     at_save = state_of(engine)
     path = engine.checkpoints.save(background=True).wait().path

@@ -54,7 +54,7 @@ def train(settings: dict[str, Any], model: Any, sleeps: bool = False) -> Run:
         run.states.append(full_state_dict(engine.model, engine.context))
         run.reports.append(engine.strategy.report())
     run.before_the_end = list(run.record)
-    engine.strategy.meet()
+    engine.strategy.sync_point()
     run.states.append(full_state_dict(engine.model, engine.context))
     engine.close()
     return run

@@ -85,7 +85,7 @@ def test_replicas_end_together(name: str) -> None:
 
 def _state_of(engine: Engine) -> list[Any]:
     strategy, params = engine.strategy, [param for param in engine.model.parameters() if param.requires_grad]
-    share, weight = strategy.share()
+    share, weight = strategy.average_addend()
     return [_flat(params), _flat(share), weight, strategy.state_dict(), _state(engine.optimizer, params)]
 
 
@@ -106,7 +106,7 @@ def _save_and_load(rank: int, name: str, folder: Path) -> tuple[list[Any], list[
     loaded, completed = _state_of(engine), engine.completed_steps
     for step in range(6, 9):
         engine.train_step(part_of(step, rank))
-    engine.strategy.meet()
+    engine.strategy.sync_point()
     engine.close()
     return state, later, loaded, completed
 
@@ -130,7 +130,7 @@ def _change_at_a_meeting(rank: int) -> list[float]:
     engine = colossus.initialize(settings_of(STRATEGIES["ad-psgd"], 2, dict(type="SGD", lr=1e-30)), Net, classify)
     params, store = [param for param in engine.model.parameters() if param.requires_grad], engine.context.store()
     engine.train_step(part_of(0, rank))
-    engine.strategy.meet()
+    engine.strategy.sync_point()
     with torch.no_grad():
         for param in params:
             param.fill_(1.0 + 2 * rank)
@@ -139,7 +139,7 @@ def _change_at_a_meeting(rank: int) -> list[float]:
         time.sleep(0.1)
     engine.train_step(part_of(1, rank))
     store.set("begun", "")
-    engine.strategy.meet()
+    engine.strategy.sync_point()
     values = _flat(params)
     engine.close()
     return [values.min(), values.max()]
@@ -155,7 +155,7 @@ def _die(rank: int, name: str) -> None:
         engine.train_step(part_of(step, rank))
     if rank == 1:
         os._exit(3)
-    engine.strategy.meet()
+    engine.strategy.sync_point()
 
 
 @pytest.mark.parametrize("name", but(("eager",), STRATEGIES))
@@ -178,7 +178,7 @@ def _own_loop(rank: int) -> dict[str, Any]:
             time.sleep(0.1 * rank)
             engine.train_step(part_of(step, rank))
         engine.close()
-        share, weight = engine.strategy.share()
+        share, weight = engine.strategy.average_addend()
         told[name] = sum(view.sum().item() for view in share), weight
         engine = colossus.initialize(settings_of(strategy, 2, SGD), model=Net, loss_fn=classify)
         try:

@@ -73,8 +73,8 @@ def train(settings: dict[str, Any], model: Any, sleeps: bool) -> Run:
         run.reports.append(strategy.report())
         if strategy.is_summed(step):
             run.total_weight.append(sum(all_gather_object(strategy.weight, group)))
-    strategy.meet()
-    views, run.weight = strategy.share()
+    strategy.sync_point()
+    views, run.weight = strategy.average_addend()
     run.x = _flat(views)
     run.total_weight.append(sum(all_gather_object(run.weight, group)))
     run.taken.append(tuple(eager._taken))

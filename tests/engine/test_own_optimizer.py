@@ -302,7 +302,7 @@ def stored(rank: int) -> tuple[list[tuple[str, tuple[int, ...]]], str]:
 
     engine = colossus.initialize(plan, model=Net, loss_fn=square, optimizer=make)
     engine.train_step(numbers()[rank * 4 : rank * 4 + 4])
-    assert engine.optimizer.param_groups[0]["params"] == engine.strategy.optimizer_parameters()
+    assert engine.optimizer.param_groups[0]["params"] == engine.strategy.trained
     engine.close()
     computed: list[Tensor] = []
 

@@ -49,9 +49,9 @@ class Rank:
             self.completed = step + 1
             yield from self.boundary()
             if self.completed in self.world.meetings:
-                yield from self.meet()
+                yield from self.sync_point()
         self.completed = max(self.world.steps)
-        yield from self.meet()
+        yield from self.sync_point()
         self.finished = True
 
     def boundary(self) -> Iterator[Callable[[], bool]]:
@@ -81,7 +81,7 @@ class Rank:
             self.x -= self.answers.pop(exchange.number)
             self.exchanges.append(self.active.complete())
 
-    def meet(self) -> Iterator[Callable[[], bool]]:
+    def sync_point(self) -> Iterator[Callable[[], bool]]:
         if self.active is not None:
             yield from self.apply()
         yield from self.world.all_arrive(self)

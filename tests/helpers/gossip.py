@@ -307,7 +307,7 @@ def train(
         run.weights.append(getattr(strategy, "weight", 1.0))
         run.reports.append(strategy.report())
         if totals:
-            views, weight = strategy.share()
+            views, weight = strategy.average_addend()
             shares = all_gather_object((_flat(views), weight), group)
             run.total_x.append(np.sum([x for x, _ in shares], axis=0))
             run.total_w.append(sum(w for _, w in shares))

@@ -39,8 +39,8 @@ class Apart(PerReplica):
         super().__init__(PerReplicaOptions(**options))
         self._travelling = travelling
 
-    def share(self) -> tuple[list[Tensor], float]:
-        params, weight = super().share()
+    def average_addend(self) -> tuple[list[Tensor], float]:
+        params, weight = super().average_addend()
         more = self._travelling * self.parts.context.index("data")
         return [param + more * param for param in params], weight + more
 
@@ -51,7 +51,7 @@ class Delayed(AllReduce):
     _kept: dict[nn.Parameter, Tensor | None] | None = None
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        params = self.optimizer_parameters()
+        params = self.trained
         current = {param: None if param.grad is None else param.grad.clone() for param in params}
         if self._kept is not None:
             for param in params:
@@ -71,9 +71,6 @@ class OwnSGD(AllReduce):
         self._data = parts.context.group("data")
         self._owner = {param: number % self._data.size for number, param in enumerate(store.trainable())}
         self._velocity: dict[nn.Parameter, Tensor] = {}
-
-    def optimizer_parameters(self) -> list[nn.Parameter]:
-        return []
 
     @torch.no_grad()
     def update(self, optimizer: torch.optim.Optimizer) -> None:

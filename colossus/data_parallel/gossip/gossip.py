@@ -147,7 +147,7 @@ class Gossip(PerReplica):
         self.links.release(message.received)
         message.data = None
 
-    def share(self) -> tuple[list[Tensor], float]:
+    def average_addend(self) -> tuple[list[Tensor], float]:
         return self.push_sum.total([self.receive(message).addend for message in self.in_flight])
 
     # -- a step -------------------------------------------------------------------------------------------

@@ -151,10 +151,10 @@ class Averaging(PerReplica):
             weight: of this replica.
         """
 
-    def share(self) -> tuple[list[Tensor], float]:
+    def average_addend(self) -> tuple[list[Tensor], float]:
         """Weighted as at the end of the round that is open, of each fragment by its own tokens; all alike where nobody
         has trained since the last. Collective over data."""
-        shares, weight = super().share()
+        shares, weight = super().average_addend()
         if self._data_group.size == 1:
             return shares, weight
         tokens = torch.stack([fragment.tokens for fragment in self.fragments])

@@ -89,13 +89,13 @@ class AsyncServer(PerReplica):
 
     # -- evaluation and export ------------------------------------------------------------------------------
 
-    def meet(self) -> None:
+    def sync_point(self) -> None:
         if self._data_group.size > 1:
-            super().meet()
+            super().sync_point()
         else:
             self.come_together()
 
-    def share(self) -> tuple[list[Tensor], float]:
+    def average_addend(self) -> tuple[list[Tensor], float]:
         """The first replica gives all: what the servers have."""
         with as_shards():
             self.at_servers.place()
@@ -117,7 +117,7 @@ class AsyncServer(PerReplica):
         if not self.own_parameters:
             return {}
         self.at_servers.place()
-        values, weight = self.share()
+        values, weight = self.average_addend()
         return {param: {"server": each} for param, each in zip(self.trained, values, strict=True)} if weight else {}
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
@@ -165,8 +165,8 @@ class AsyncSGD(AsyncServer):
     def after_step(self, step: int) -> None:
         self.at_servers.finish_step(step)
 
-    def meet(self) -> None:
-        super().meet()
+    def sync_point(self) -> None:
+        super().sync_point()
         if self._completed or self.at_servers.is_placed:
             self.at_servers.place()
             self.at_servers.pull(tables=True).wait_into_parameters()

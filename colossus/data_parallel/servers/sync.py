@@ -92,23 +92,23 @@ class SyncServer(AllReduce):
         self._pull.wait_into_parameters()
         self._pull = None
         if self.parts.meets_after(step + 1):
-            self.meet()
+            self.sync_point()
 
     # -- besides ------------------------------------------------------------------------------------------
 
-    def meet(self) -> None:
+    def sync_point(self) -> None:
         """Pull the tables, of which steps pull the rows that are looked up."""
         self.at_servers.pull_tables()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        self.meet()
+        self.sync_point()
         with super().evaluation():
             yield
 
     @contextmanager
     def export(self) -> Iterator[None]:
-        self.meet()
+        self.sync_point()
         with super().export():
             yield
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from colossus.data_parallel.strategy import BackwardKind, Strategy
+from colossus.data_parallel.engine_queries import BackwardKind
+from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.buckets import LocalSum, first_of_each
 from colossus.gradients.parts import ModelParts

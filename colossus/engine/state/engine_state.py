@@ -119,7 +119,7 @@ class EngineState:
             CheckpointError: for state that a checkpoint cannot hold; on all ranks where a hook gave it, or a buffer.
         """
         engine, state, rank = self._engine, RankState(), self._engine.context.rank
-        engine.strategy.meet()
+        engine.strategy.sync_point()
         is_alone = self._world.size == 1
         buffers: dict[str, Entry] = {}
         of_hooks: dict[str, EncodedState] = {}
@@ -188,7 +188,7 @@ class EngineState:
         """
         engine = self._engine
         context, world = engine.context, self._world
-        engine.strategy.meet()
+        engine.strategy.sync_point()
         if reader.manifest.is_weights_only:
             raise CheckpointError(
                 f"{reader.folder} has weights only, no optimizer and no place in the data: nothing can go on from it; "
@@ -261,7 +261,7 @@ class EngineState:
                 fit.
         """
         engine = self._engine
-        engine.strategy.meet()
+        engine.strategy.sync_point()
         with as_shards(), torch.no_grad():
             boxes = on_all_ranks(self._world, self._made_boxes)
             known = known_weights(engine.model, boxes, engine.context)

@@ -80,7 +80,7 @@ def _written_means(engine: Engine, written: set[int]) -> dict[int, Tensor]:
     strategy = engine.strategy
     average = ReplicaAverage(strategy.parts, strategy.trained)
     means: dict[int, Tensor] = {}
-    for number, mean in average.parameters(strategy.share()):
+    for number, mean in average.parameters(strategy.average_addend()):
         param = strategy.trained[number]
         if id(param) in written:
             means[id(param)] = mean.to(param.dtype, copy=True)
