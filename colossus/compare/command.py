@@ -86,12 +86,12 @@ def run(
 
 
 def _run(jobs: Sequence[Job], root: Path, plot: str | None) -> int:
-    earlier, told = _read_ended(root / RESULT), dict[str, Ended]()
+    told = dict[str, Ended]()
     code = DONE
     # while a run goes on, standard output is a file
     with contextlib.closing(os.fdopen(os.dup(STANDARD_OUTPUT), "w")) as terminal:
         try:
-            for job, how in run_all(jobs, earlier, Progress(len(jobs), terminal)):
+            for job, how in run_all(jobs, Progress(len(jobs), terminal)):
                 told[job.name] = how
                 _write(root, jobs, told, compare(jobs, told))
         except KeyboardInterrupt:
@@ -167,12 +167,3 @@ def _write(root: Path, jobs: Sequence[Job], told: dict[str, Ended], comparison: 
     draft = root / f".{RESULT}.tmp"
     draft.write_text(json.dumps({**comparison.as_dict(), "runs": runs}, indent=2) + "\n")
     draft.replace(root / RESULT)
-
-
-def _read_ended(path: Path) -> dict[str, Ended]:
-    """Name of a job -> how it ended in an earlier comparison in this folder."""
-    try:
-        runs = json.loads(path.read_text())["runs"]
-        return {run["name"]: Ended(run["state"], run["reason"], run["code"]) for run in runs}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,6 @@ def make_jobs(
                 given += plan_overrides(plan) if plan is not None else []
                 given += strategy_overrides(strategy) if strategy is not None else []
                 config = load_config(file, given, nproc)
-                problems.begin("start")
                 check_given(config)
                 _check_start(config)
                 root = root or root_of(str(config.name))
@@ -131,46 +131,29 @@ def check_jobs(jobs: Sequence[Job]) -> None:
 
 
 class _Problems:
-    """Collects what is wrong with several jobs: problem -> whose it is.
-
-    What all have that came as far as to be asked is nobody's own.
-    """
+    """What is wrong with several jobs: each problem once, with whose it is, unless all have it."""
 
     def __init__(self, known: Sequence[str] = ()) -> None:
-        self._known = list(known)
-        self._whose: dict[tuple[str, str], list[str]] = {}
-        self._asked: dict[str, list[str]] = {}
-        self._labels: tuple[str, ...] = ()
-        self._stage = ""
+        self._known, self._asked = list(known), set[str]()
+        self._whose: dict[str, list[str]] = {}
         self._source: str | None = None
 
-    def of(self, *labels: str) -> _Problems:
+    @contextmanager
+    def of(self, *labels: str) -> Iterator[None]:
         """What is raised inside is wrong with these."""
-        self._labels = labels
-        self.begin("")
-        return self
-
-    def begin(self, stage: str) -> None:
-        """What is asked next of these labels is asked only of those that have come here."""
-        self._stage = stage
-        self._asked.setdefault(stage, []).extend(self._labels)
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, ConfigError):
-            return False
-        self._source = self._source or error.source
-        for problem in error.problems:
-            self._whose.setdefault((self._stage, problem), []).extend(self._labels)
-        return True
+        self._asked |= set(labels)
+        try:
+            yield
+        except ConfigError as error:
+            self._source = self._source or error.source
+            for problem in error.problems:
+                self._whose.setdefault(problem, []).extend(labels)
 
     def raise_any(self) -> None:
         lines = self._known
-        for (stage, problem), whose in self._whose.items():
-            is_common = set(whose) == set(self._asked[stage])
+        for problem, whose in self._whose.items():
             names = " and ".join(filter(None, dict.fromkeys(whose)))
-            lines.append(problem if is_common or not names else f"{names}: {problem}")
+            lines.append(problem if not names or set(whose) == self._asked else f"{names}: {problem}")
         if lines:
             raise ConfigError(lines, self._source)
 

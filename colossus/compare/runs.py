@@ -36,21 +36,18 @@ def is_complete(job: Job) -> bool:
 
 def run_all(
     jobs: Sequence[Job],
-    earlier: dict[str, Ended],
     progress: Progress,
     launch: Callable[[Job], int] | None = None,
 ) -> Iterator[tuple[Job, Ended]]:
     """Run what is not complete, in order, until a signal stops one of them.
 
     Args:
-        earlier: name of a job -> how it ended, of those that were run by an earlier comparison.
         launch: exit code of a job's launch; by default a real one.
     """
     for number, job in enumerate(jobs, start=1):
         if is_complete(job):
             progress.skipped(number, job)
-            known = earlier.get(job.name, Ended("done"))
-            yield job, known if known.state in ("done", "failed") else Ended("done")
+            yield job, Ended("done")
             continue
         with progress.of(number, job, sum(not is_complete(other) for other in jobs[number:])):
             code = (launch or launched)(job)

@@ -62,9 +62,6 @@ class Servers:
     def num_servers(self) -> int:
         return len(self._clients)
 
-    def names(self) -> list[str]:
-        return list(self.sharding.ranges)
-
     def close(self, patience_seconds: float | None = None) -> None:
         """Say goodbye to all servers, which go on.
 
@@ -341,18 +338,6 @@ class Servers:
         header = {"step": step, "max_staleness": max_staleness, "workers": list(self.workers)}
         return Handle([self._call(0, "clock", header)], _nothing)
 
-    def leave(self, workers: Sequence[int] | None = None) -> Handle[None]:
-        """Workers (None: this one) take part no more; nobody waits for their clocks."""
-        header = {"workers": [self.worker] if workers is None else list(workers)}
-        return Handle([self._call(0, "leave", header)], _nothing)
-
-    def alive(self) -> Handle[tuple[list[int], dict[int, str]]]:
-        """Workers that server 0 knows and that live; those that have gone, and why."""
-        return Handle(
-            [self._call(0, "alive", {})],
-            lambda replies: (replies[0].header["alive"], dict(replies[0].header["gone"])),
-        )
-
     def waiting_for(self) -> Handle[list[Waits]]:
         """What the calls of this worker that are under way wait for at the servers, now."""
         calls = [self._call(server, "waiting_for", {}) for server in range(self.num_servers)]
@@ -368,15 +353,9 @@ class Servers:
 
     # -- state ----------------------------------------------------------------------------------------------
 
-    def state(
-        self, names: Sequence[str], rows: Mapping[str, tuple[int, int]] = _NONE
-    ) -> Handle[dict[str, TensorState]]:
-        """Values and what optimizers keep.
-
-        Args:
-            rows: by name (start, stop), where not all rows are wanted.
-        """
-        return gathered_state(self._splitter, names, rows, self._call)
+    def state(self, names: Sequence[str]) -> Handle[dict[str, TensorState]]:
+        """Values and what optimizers keep."""
+        return gathered_state(self._splitter, names, self._call)
 
     def load_state(self, states: Mapping[str, TensorState]) -> Handle[None]:
         """Take back what `state` gave, of all rows or of some, for tensors that are there."""

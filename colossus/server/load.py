@@ -14,7 +14,6 @@ class ServerLoad:
         bytes_in, bytes_out: of tensors in requests and replies.
         busy_seconds: within requests.
         staleness: how many updates of its shard were applied between a worker's pull and its push -> how often.
-        worker_staleness: the same by worker.
     """
 
     def __init__(self) -> None:
@@ -22,11 +21,6 @@ class ServerLoad:
         self.bytes_in = self.bytes_out = 0
         self.busy_seconds = 0.0
         self.staleness: Counter[int] = Counter()
-        self.worker_staleness: dict[int, Counter[int]] = {}
-
-    def stale(self, worker: int, updates: int) -> None:
-        self.staleness[updates] += 1
-        self.worker_staleness.setdefault(worker, Counter())[updates] += 1
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -35,7 +29,4 @@ class ServerLoad:
             "bytes_out": self.bytes_out,
             "busy_seconds": self.busy_seconds,
             "staleness": sorted(self.staleness.items()),
-            "worker_staleness": [
-                [worker, sorted(found.items())] for worker, found in sorted(self.worker_staleness.items())
-            ],
         }

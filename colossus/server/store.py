@@ -31,7 +31,6 @@ class ShardStore:
     def __init__(self) -> None:
         self.load = ServerLoad()
         self._tensors, self._waiting, self._clocks = StoredTensors(), WaitingRequests(), Clocks()
-        self._seen: set[int] = set()
         self._gone: dict[int, str] = {}
         self._deaths: Counter[int] = Counter()
         self._steps = SyncSteps(self._tensors, self._waiting, self._gone)
@@ -44,8 +43,6 @@ class ShardStore:
             "squares": self._steps.squares,
             "apply": self._apply,
             "clock": self._clock,
-            "leave": self._leave,
-            "alive": self._alive,
             "waiting_for": self._waiting_for,
             "dump": self._dump,
             "load": self._load,
@@ -62,7 +59,6 @@ class ShardStore:
         began = time.perf_counter()
         self.load.requests[request.op] += 1
         self.load.bytes_in += sum(array.nbytes for array in request.arrays)
-        self._seen.add(request.worker)
         self._gone.pop(request.worker, None)
         try:
             if request.op not in self._ops:
@@ -133,7 +129,7 @@ class ShardStore:
         for (shard, part), options, base in pairs:
             stale = None if base is None else shard.version - base
             if stale is not None:
-                self.load.stale(request.worker, stale)
+                self.load.staleness[stale] += 1
             staleness.append(stale)
             shard.push(header["rule"], part, options)
         request.reply({"versions": [shard.version for shard, _ in found], "staleness": staleness})
@@ -173,16 +169,6 @@ class ShardStore:
 
         self._waiting.add(request, answer, awaited)
 
-    def _leave(self, request: Request) -> None:
-        """Header: workers that take no further part in clocks."""
-        for worker in request.header["workers"]:
-            self._clocks.leave(worker)
-        request.reply()
-
-    def _alive(self, request: Request) -> None:
-        gone = sorted(self._gone.items())
-        request.reply({"alive": sorted(self._seen - self._gone.keys()), "gone": gone})
-
     def _waiting_for(self, request: Request) -> None:
         """The reply: waits, for each request of this worker that is not answered (workers, what they have not done)."""
         request.reply({"waits": self._waiting.of(request.worker)})
@@ -190,18 +176,15 @@ class ShardStore:
     # -- state ----------------------------------------------------------------------------------------------
 
     def _dump(self, request: Request) -> None:
-        """Header: names, bounds: for each (start, stop) of the whole tensor, as much of which as is here is given. The
-        reply: for each of ``tensors`` its start, version, scalars and keys, each of which is an array."""
+        """Header: names. The reply: for each of ``tensors`` its start, version, scalars and keys, each of which is an
+        array."""
         arrays: list[Tensor] = []
         tensors = []
-        for shard, (start, stop) in zip(
-            self._tensors.shards(request.header["names"]), request.header["bounds"], strict=True
-        ):
-            first = max(start, shard.spec.start)
-            last = max(first, min(stop, shard.spec.stop))
-            rows = {key: x[first - shard.spec.start : last - shard.spec.start] for key, x in shard.by_row().items()}
+        for shard in self._tensors.shards(request.header["names"]):
+            rows = shard.by_row()
             arrays += rows.values()
-            tensors.append({"start": first, "version": shard.version, "scalars": shard.scalars(), "keys": list(rows)})
+            about = {"start": shard.spec.start, "version": shard.version, "scalars": shard.scalars()}
+            tensors.append({**about, "keys": list(rows)})
         self._reply(request, {"tensors": tensors}, arrays)
 
     def _load(self, request: Request) -> None:

@@ -17,7 +17,7 @@ from colossus.layout.parameter import spec_of
 from colossus.rows.row_gradient import RowGradient
 from colossus.rows.rules import Features
 from colossus.sparse.bad_ids import in_words, outside
-from colossus.sparse.ways.way import Way
+from colossus.sparse.ways.table_sync import TableSync
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
@@ -35,7 +35,7 @@ class Table:
     """
 
     def __init__(
-        self, param: nn.Parameter, way: Way, context: ParallelContext, features: Features | None = None
+        self, param: nn.Parameter, way: TableSync, context: ParallelContext, features: Features | None = None
     ) -> None:
         self.features, self._context = features, context
         self.name, self.param, self.num_rows, self.way = spec_of(param).name, param, way.num_rows, way

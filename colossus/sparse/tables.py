@@ -28,7 +28,7 @@ from colossus.sparse.table import Table
 from colossus.sparse.ways.dense import Dense
 from colossus.sparse.ways.gather import Gather
 from colossus.sparse.ways.owners import Owners
-from colossus.sparse.ways.way import Way
+from colossus.sparse.ways.table_sync import TableSync
 
 #: what looks up rows, if it has sparse=True -> in which of its parameters; others, of a subclass, are as any other
 _LOOKUPS: dict[type[nn.Module], tuple[str, ...]] = {
@@ -119,11 +119,11 @@ class Tables:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 look_up_in_rows(module)
 
-    def _way(self, weight: nn.Parameter, spec: ParameterSpec, way: str, axes: tuple[str, ...]) -> Way:
+    def _way(self, weight: nn.Parameter, spec: ParameterSpec, way: str, axes: tuple[str, ...]) -> TableSync:
         num_rows = spec.shards[0].shape[0]
         ranks = self._context.size(axes)
         if ranks == 1:
-            return Way(weight, num_rows)
+            return TableSync(weight, num_rows)
         levels = levels_over(self._context, axes, self._hosts)
         groups = [level.group for level in levels]
         if way == "dense":

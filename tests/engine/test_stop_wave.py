@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.gossip import Matrices, irregular
 
-from colossus.data_parallel.gossip.stop_wave import StopWave
+from colossus.data_parallel.gossip.stop_in_messages import StopInMessages
 from colossus.graphs.graph import Graph, make_graph
 
 GRAPHS: list[tuple[Any, int, Any, int]] = [
@@ -28,7 +28,7 @@ def _stops(graph: Graph, overlap: int, lead: int, wishes: dict[int, int]) -> lis
     Args:
         wishes: replica -> the step in which it wishes a stop.
     """
-    waves = [StopWave(lead) for _ in range(graph.replicas)]
+    waves = [StopInMessages(lead) for _ in range(graph.replicas)]
     sent: list[list[bytes]] = []
     stops: dict[int, int] = {}
     for step in range(max(wishes.values()) + lead + 2):

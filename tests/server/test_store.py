@@ -15,7 +15,7 @@ from colossus.server.messages import Request
 from colossus.server.store import ShardStore
 
 OPS = [
-    *("create", "free", "push", "pull", "accumulate", "arrive", "squares", "apply", "clock", "leave", "alive", "dump"),
+    *("create", "free", "push", "pull", "accumulate", "squares", "apply", "clock", "dump"),
     *("load", "stats", "none of these"),
 ]
 VALUES: st.SearchStrategy[Any] = st.one_of(

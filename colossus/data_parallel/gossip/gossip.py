@@ -14,7 +14,7 @@ from colossus.data_parallel.gossip import optimizer_state
 from colossus.data_parallel.gossip.in_flight import MIX, InFlight, meta_of
 from colossus.data_parallel.gossip.push_sum import PushSum
 from colossus.data_parallel.gossip.same_graph import require_same_graph
-from colossus.data_parallel.gossip.stop_wave import StopWave
+from colossus.data_parallel.gossip.stop_in_messages import StopInMessages
 from colossus.data_parallel.options.gossip import GossipOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
@@ -51,7 +51,7 @@ class Gossip(PerReplica):
                 most += optimizer_state.most_bytes(self.push_sum.params)
             self.links = PeerLinks(data, most, timeout, pinned=parts.context.device.type == "cuda")
         # a wish of this step is in the messages of the next
-        self.stop_wave = StopWave(self.graph.largest_lead(self.options.travels))
+        self.stop_in_messages = StopInMessages(self.graph.largest_lead(self.options.travels))
 
     @property
     def weight(self) -> float:
@@ -89,7 +89,7 @@ class Gossip(PerReplica):
             self.push_sum.write(data[:size])
             if state:
                 optimizer_state.pack(state, data[size:])
-            meta = meta_of(self.weight, self.stop_wave)
+            meta = meta_of(self.weight, self.stop_in_messages)
             vector = self.push_sum.vector
             self.links.send(list(targets), MIX, step, data, meta, dtype=vector.dtype, owned=True)
 
@@ -98,7 +98,7 @@ class Gossip(PerReplica):
         """x and w become what this replica keeps of them and what is due after step ``step``; z follows."""
         due = [self.receive(message) for message in self.in_flight if message.due <= step]
         for message in due:
-            self.stop_wave.hear(message.stop, step)
+            self.stop_in_messages.hear(message.stop, step)
         self.combine(self.graph.at(step).keeps(self._data_group.index), due)
         self.in_flight = [message for message in self.in_flight if message not in due]
 
@@ -168,14 +168,14 @@ class Gossip(PerReplica):
         total = super().reduce_scalars(step, torch.cat((numbers, weights)))
         numbers, weights = total[: len(numbers)], total[len(numbers) :]
         self.weights = tuple(weights.tolist())
-        self.stop_wave.wish(step, float(numbers[3]), is_known_to_all=True)
+        self.stop_in_messages.wish(step, float(numbers[3]), is_known_to_all=True)
         return numbers
 
     def agree_on_stop(self, step: int, requests: float) -> float:
         if self.links is None or self.stop_agreement is not None:
             return super().agree_on_stop(step, requests)
-        self.stop_wave.wish(step, requests)
-        return self.stop_wave.due(step)
+        self.stop_in_messages.wish(step, requests)
+        return self.stop_in_messages.due(step)
 
     def report(self) -> dict[str, float]:
         if self.links is None:
@@ -226,7 +226,7 @@ class Gossip(PerReplica):
             self._release(self.receive(message))
         self.in_flight = []
         self.push_sum.restore(1.0, None)
-        self.stop_wave.restart()
+        self.stop_in_messages.restart()
         saved, self._saved = self._saved, {}
         if not state or state["replicas"] != self._data_group.size or self.links is None:
             return
@@ -235,7 +235,7 @@ class Gossip(PerReplica):
         self.push_sum.restore(weight, None if weight == 1.0 else [of_param["x"] for of_param in of_params])
         for numbers in state["in_flight"]:
             message = InFlight(*numbers)
-            message.stop = StopWave(0).pack()
+            message.stop = StopInMessages(0).pack()
             message.data = self._data_of(of_params, message.name)
             self.in_flight.append(message)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from colossus.comm.peers import Message
 from colossus.data_parallel.gossip.push_sum import Addend
-from colossus.data_parallel.gossip.stop_wave import STOP_BYTES, StopWave
+from colossus.data_parallel.gossip.stop_in_messages import STOP_BYTES, StopInMessages
 
 #: kind of the messages that carry parameters
 MIX = 1
@@ -58,6 +58,6 @@ class InFlight:
         return Addend(self.share, self.weight, self.received)
 
 
-def meta_of(weight: float, stop_wave: StopWave) -> bytes:
+def meta_of(weight: float, stop_in_messages: StopInMessages) -> bytes:
     """What goes beside x."""
-    return _WEIGHT.pack(weight) + stop_wave.pack()
+    return _WEIGHT.pack(weight) + stop_in_messages.pack()

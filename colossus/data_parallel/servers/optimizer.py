@@ -120,8 +120,7 @@ def _tensor_state(shard: ServerShard, kept: Mapping[str, Any]) -> TensorState:
         else:
             local = shard.local(value).detach().cpu()
             rows[key] = local if local.dim() else local.view(1)
-    local = shard.local()
-    return TensorState(0, len(local) if local.dim() else 1, rows, scalars)
+    return TensorState(rows, scalars)
 
 
 def _plain(value: Any) -> Any:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.sparse.tables import Tables
-from colossus.sparse.ways.way import Way
+from colossus.sparse.ways.table_sync import TableSync
 
 
-class ServerRows(Way):
+class ServerRows(TableSync):
     """A table that this rank shares with no other of its replica.
 
     What is here of it is as old as the last pull of each row, until the whole table is pulled.

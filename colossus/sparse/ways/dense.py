@@ -11,10 +11,10 @@ from colossus.comm import collectives
 from colossus.context.groups import AxisGroup
 from colossus.gradients.bucket_sum import FlatSum, TwoLevelSum
 from colossus.rows.row_gradient import RowGradient
-from colossus.sparse.ways.way import Way
+from colossus.sparse.ways.table_sync import TableSync
 
 
-class Dense(Way):
+class Dense(TableSync):
     """The gradient of all rows, and apart from it a byte for each row: whether any rank has looked it up.
 
     Args:

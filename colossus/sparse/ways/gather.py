@@ -10,10 +10,10 @@ from torch import nn
 from colossus.comm import uneven
 from colossus.context.groups import AxisGroup
 from colossus.rows.row_gradient import RowGradient
-from colossus.sparse.ways.way import Way
+from colossus.sparse.ways.table_sync import TableSync
 
 
-class Gather(Way):
+class Gather(TableSync):
     """All-gather of the rows that ranks have touched, as many as each of them has.
 
     In two levels: the ranks of a host share out the ids, and each adds up what its host has of its own. These travel

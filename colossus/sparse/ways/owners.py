@@ -13,10 +13,10 @@ from colossus.rows.row_gradient import RowGradient
 from colossus.sparse.placement import Placement, bins_for
 from colossus.sparse.row_cache import RowCache
 from colossus.sparse.row_exchange import RowExchange
-from colossus.sparse.ways.way import Way
+from colossus.sparse.ways.table_sync import TableSync
 
 
-class Owners(Way):
+class Owners(TableSync):
     """Each partition of a table is stored by its owner (`Placement`).
 
     A step fetches each row once: what one microbatch has fetched the next one finds, as does a recomputation, which

@@ -1,4 +1,4 @@
-"""The seam of the ways."""
+"""What all ways in which ranks that share a table come to the same rows have in common."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from colossus.rows.row_gradient import RowGradient
 
 
-class Way:
-    """Base, and the way of a rank that shares a table with no other. A way never changes results.
+class TableSync:
+    """Base, and what a rank does that shares a table with no other. Which it is never changes results.
 
     Args:
         param: as it is stored on this rank: [rows, dim] or its part.

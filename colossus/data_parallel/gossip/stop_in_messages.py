@@ -8,7 +8,7 @@ _STOP = struct.Struct("<qd")  # the step after which to stop, -1 for none; the r
 STOP_BYTES = _STOP.size
 
 
-class StopWave:
+class StopInMessages:
     """What a replica knows of a stop.
 
     Who wishes one names a step by which all will have heard of it, and every message carries the earliest step that
