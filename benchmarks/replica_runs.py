@@ -84,7 +84,7 @@ def train(config: Mapping[str, Any], on_step: Callable[[int], None] | None = Non
     """
     run = RankRun()
     engine = colossus.initialize(dict(config))
-    run.parameters = sum(param.numel() for param in engine.strategy.optimizer_parameters())
+    run.parameters = sum(param.numel() for param in engine.strategy.trained)
     with accounting.count() as counter:
         run.validation_loss = fit(engine, [_Marks(run, counter, on_step)]).validation_loss
     engine.close()

@@ -188,6 +188,12 @@ def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
     return x
 
 
+def barrier(group: AxisGroup, device: torch.device) -> None:
+    """Until all ranks of the group have come here."""
+    if group.size > 1:
+        all_reduce(torch.zeros(1, device=device), group, owned=True).wait()
+
+
 def _is_slow_on_gloo(whole: Tensor) -> bool:
     """Whether gloo gathers or scatters a tensor of this size slower than messages between its ranks do."""
     return whole.device.type == "cpu" and whole.nbytes >= _MESSAGES_BYTES

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from colossus.comm import collectives
@@ -120,7 +119,7 @@ class PerReplica(AllReduce):
             return
         self.stop_agreement.enter(self._completed + 1)
         self.come_together()
-        collectives.all_reduce(torch.zeros(1, device=self.parts.context.device), self._data_group, owned=True).wait()
+        collectives.barrier(self._data_group, self.parts.context.device)
         self.stop_agreement.leave()
 
     def come_together(self) -> None:

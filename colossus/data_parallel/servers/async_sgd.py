@@ -104,11 +104,9 @@ class AsyncServer(PerReplica):
             return values, 1.0
         return [value.zero_() for value in values], 0.0
 
-    def wait_for_all(self) -> None:
+    def barrier(self) -> None:
         """Until all workers have come this far. Collective over data."""
-        if self._data_group.size > 1:
-            one = torch.zeros(1, device=self.parts.context.device)
-            collectives.all_reduce(one, self._data_group, owned=True).wait()
+        collectives.barrier(self._data_group, self.parts.context.device)
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -170,7 +168,7 @@ class AsyncSGD(AsyncServer):
         if self._completed or self.at_servers.is_placed:
             self.at_servers.place()
             self.at_servers.pull(tables=True).wait_into_parameters()
-            self.wait_for_all()
+            self.barrier()
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
         numbers = super().reduce_scalars(step, numbers)
@@ -181,5 +179,5 @@ class AsyncSGD(AsyncServer):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
         found = self.at_servers.optimizer_state(optimizer)
-        self.wait_for_all()  # nobody pushes before all have this
+        self.barrier()  # nobody pushes before all have this
         return found

@@ -42,7 +42,7 @@ class Elastic(AsyncServer):
             anchor = self.at_servers.whole(self._pull or self.at_servers.pull())
             self._pull = None
             if is_sync:
-                self.wait_for_all()
+                self.barrier()
             params = [param.detach() for param in self.trained]
             force = torch._foreach_sub(params, anchor)
             torch._foreach_mul_(force, self.alpha)

@@ -139,7 +139,7 @@ class ServerParameters:
             self._optimizer.give_state(self._servers, self.shards, mine)
         if self._options.max_staleness is not None:
             self._servers.clock(0, 0).wait()  # the steps before a load do not count
-        self.wait_for_all()
+        collectives.barrier(self._world, self._context.device)
         self.is_placed, self._is_made, self._begin = True, True, None
         self._clock = None
 
@@ -156,12 +156,6 @@ class ServerParameters:
             for name, rule in held:
                 source_of[name], rules[name] = rank, rule
         return source_of, rules
-
-    def wait_for_all(self) -> None:
-        """Until all ranks have come here."""
-        if self._world.size > 1:
-            one = torch.zeros(1, device=self._context.device)
-            collectives.all_reduce(one, self._world, owned=True).wait()
 
     # -- pulling --------------------------------------------------------------------------------------------
 
