@@ -103,8 +103,6 @@ def test_a_missing_sum_is_outside_of_the_bounds(monkeypatch: pytest.MonkeyPatch)
         return Ready(x)
 
     monkeypatch.setattr("colossus.gradients.bucket_sum.collectives.all_reduce", own_gradient)
-    with monkeypatch.context() as patch:
-        patch.setattr("colossus.data_parallel.strategy.collectives.all_reduce", own_gradient)
     assert len(outside(run_plan(2, settings("bf16", dict(data=2), {}), STEPS)[0], alone, "bf16")) >= 2
 
 
