@@ -26,7 +26,7 @@ log = logging.getLogger("colossus.engine")
 class PerReplica(AllReduce):
     """Base of the inexact strategies: gradients are summed inside of the replica, along data nothing is.
 
-    A *meeting step* is one after which all replicas wait for each other anyway: because of an evaluation, a checkpoint,
+    A *sync point* is one after which all replicas wait for each other anyway: because of an evaluation, a checkpoint,
     ``log_every``, or since it is the last. There the loss is of all replicas, else of this one (`StepResult.replica`),
     and all hear of requests to stop with it; between two of these they hear of it as `StopAgreement` says.
 
@@ -52,7 +52,7 @@ class PerReplica(AllReduce):
         self._average = ReplicaAverage(parts, self.trained)
         self._distance: Distance | None = None
         self._completed = 0
-        #: whether steps were made since the last meeting
+        #: whether steps were made since the last sync point
         self._is_apart = False
         self._requests_of_all = 0.0
         has_others = self._data_group.size > 1
@@ -65,16 +65,16 @@ class PerReplica(AllReduce):
                 type(self).__name__,
             )
 
-    def meets_after(self, step: int) -> bool:
-        """Whether step ``step`` (from 0) is a meeting step."""
-        return self._is_logged(step) or self.parts.meets_after(step + 1)
+    def syncs_after(self, step: int) -> bool:
+        """Whether step ``step`` (from 0) is a sync point."""
+        return self._is_logged(step) or self.parts.syncs_after(step + 1)
 
     def _is_logged(self, step: int) -> bool:
         every = self.options.log_every
         return bool(every) and (step + 1) % every == 0
 
     def is_summed(self, step: int) -> bool:
-        return self._data_group.size == 1 or self.meets_after(step)
+        return self._data_group.size == 1 or self.syncs_after(step)
 
     def begin_step(self, step: int) -> None:
         self._completed, self._is_apart = step, True
@@ -128,8 +128,8 @@ class PerReplica(AllReduce):
         self._is_apart = False
 
     def part(self) -> None:
-        """Before links are closed that others may need: meet them, unless nothing was done since the last meeting, or
-        a step has failed or an exception is on its way, of which they hear by the closing."""
+        """Before links are closed that others may need: wait for them, unless nothing was done since the last sync
+        point, or a step has failed or an exception is on its way, of which they hear by the closing."""
         if self._is_apart and sys.exception() is None:
             self.sync_point()
 

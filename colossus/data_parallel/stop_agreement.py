@@ -17,14 +17,14 @@ _POLL = (0.005, 0.1)
 
 
 class StopAgreement:
-    """A wish to stop of any rank becomes a step after which all replicas stop: the largest that any has completed.
+    """A request of any rank to stop becomes a step after which all replicas stop: the largest that any has completed.
 
-    Who wishes posts that, and the steps it has completed, and waits until all others have posted theirs, which they do
-    when they see the wish; all see the same steps then, and nobody is beyond the largest of them.
+    A replica that requests it posts that and the steps it has completed, and waits until all others have posted theirs,
+    which they do when they see the request; all see the same steps then, and nobody is beyond the largest of them.
 
-    A *meeting* is where all replicas wait for each other: in a collective of theirs, at an evaluation, a checkpoint or
-    the end. Who comes to one posts where it is, wish or not (`enter`), so that nobody waits for one that waits. Posts
-    are named by the number of meetings so far, which is the same on all replicas that can see each other's.
+    A *sync point* is where all replicas wait for each other: in a collective of theirs, at an evaluation, a checkpoint
+    or the end. Who comes to one posts where it is, requested or not (`enter`), so that nobody waits for one that waits.
+    Posts are named by the number of sync points so far, the same on all replicas that can see each other's.
 
     The first rank of each replica writes to the store, and tells the others of its replica what they have to know.
 
@@ -44,7 +44,7 @@ class StopAgreement:
         self._store, self._device = context.store(), context.device
         self._timeout, self.while_waiting = context.timeout.total_seconds(), while_waiting
         self._on_progress = on_progress
-        self._meetings = self._rounds = 0
+        self._sync_points = self._rounds = 0
         #: (step, requests) that all have agreed on
         self._agreed: tuple[int, float] | None = None
         self._seen, self._next_look = 0.0, 0.0
@@ -56,19 +56,19 @@ class StopAgreement:
     def _is_leader(self) -> bool:
         return self._replica.index == 0
 
-    # -- wishes -------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------
 
     def heard(self) -> float:
-        """A wish of another replica, for the leader to add to what its replica sums; costs nothing on most calls."""
+        """A request of another replica, for the leader to add to what its replica sums; costs nothing on most calls."""
         if not self._is_leader or self._data.size == 1:
             return 0.0
         now, self._num_steps = time.monotonic(), self._num_steps + 1
         if now >= self._next_look:
             self._next_look = now + _LOOK_EVERY
             self._store.set(f"progress/{self._me}", str(self._num_steps))
-            wish = self._key("wish")
-            if not self._seen and self._store.check([wish]):
-                self._seen = float(self._store.get(wish))
+            request = self._key("request")
+            if not self._seen and self._store.check([request]):
+                self._seen = float(self._store.get(request))
         return self._seen
 
     def agree(self, completed: int, requests: float) -> float:
@@ -86,7 +86,7 @@ class StopAgreement:
         if self._agreed is None and requests:
             if self._is_leader:
                 self._post(completed, requests)
-                self._store.set(self._key("wish"), repr(requests))
+                self._store.set(self._key("request"), repr(requests))
             self._agreed = self._told(self._largest_post() if self._is_leader else None)
         if self._agreed is None or completed < self._agreed[0]:
             return 0.0
@@ -95,29 +95,29 @@ class StopAgreement:
         self._rounds, self._seen = self._rounds + 1, 0.0
         return total
 
-    # -- meetings -----------------------------------------------------------------------------------------
+    # -- sync points --------------------------------------------------------------------------------------
 
     def enter(self, completed: int) -> None:
-        """This replica comes to a meeting, and can stop after ``completed`` steps, or later."""
+        """This replica comes to a sync point, and can stop after ``completed`` steps, or later."""
         if self._is_leader and self._data.size > 1:
-            self._store.set(self._meeting_key(self._me), f"{completed} 0.0")
+            self._store.set(self._sync_point_key(self._me), f"{completed} 0.0")
 
     def leave(self, *, looks: bool = True) -> None:
-        """All replicas have come to the meeting. Collective in a replica.
+        """All replicas have come to the sync point. Collective in a replica.
 
         Args:
-            looks: whether a wish is looked for that others have agreed on meanwhile, and counted on this replica as one
-                that waits. Not where the meeting itself tells all replicas of all requests.
+            looks: whether a request is looked for that others have agreed on meanwhile, and counted on this replica
+                as one that waits. Not where the sync point itself tells all replicas of all requests.
         """
         if self._data.size == 1:
             return
         if not looks:
             self._agreed = None
         elif self._agreed is None:
-            # whoever wished before this meeting came to it after that; nobody wishes by this name after it
-            is_wished = self._is_leader and self._store.check([self._key("wish")])
-            self._agreed = self._told(self._largest_post() if is_wished else None)
-        self._meetings, self._rounds, self._seen = self._meetings + 1, 0, 0.0
+            # whoever requested it before this sync point came to it after that; nobody uses this name after it
+            is_requested = self._is_leader and self._store.check([self._key("request")])
+            self._agreed = self._told(self._largest_post() if is_requested else None)
+        self._sync_points, self._rounds, self._seen = self._sync_points + 1, 0, 0.0
 
     def watch(self, replicas: Sequence[int]) -> None:
         """These are waited for, however far behind they are, as long as one of them makes steps. On any rank.
@@ -140,10 +140,10 @@ class StopAgreement:
     # -- the store ----------------------------------------------------------------------------------------
 
     def _key(self, name: object) -> str:
-        return f"stop/{self._meetings}/{self._rounds}/{name}"
+        return f"stop/{self._sync_points}/{self._rounds}/{name}"
 
-    def _meeting_key(self, replica: int) -> str:
-        return f"meeting/{self._meetings}/{replica}"
+    def _sync_point_key(self, replica: int) -> str:
+        return f"sync_point/{self._sync_points}/{replica}"
 
     def _post(self, completed: int, requests: float) -> None:
         self._store.set(self._key(self._me), f"{completed} {requests!r}")
@@ -175,9 +175,9 @@ class StopAgreement:
             )
 
     def _post_of(self, replica: int) -> tuple[int, float] | None:
-        # a replica posts a wish's step before it comes to the meeting: who sees the latter sees the former
-        meets = self._store.check([self._meeting_key(replica)])
-        for key in (self._key(replica), *([self._meeting_key(replica)] if meets else [])):
+        # a replica posts the step of a request before it comes to the sync point: who sees the latter sees the former
+        meets = self._store.check([self._sync_point_key(replica)])
+        for key in (self._key(replica), *([self._sync_point_key(replica)] if meets else [])):
             if self._store.check([key]):
                 step, total = self._store.get(key).split()
                 return int(step), float(total)

@@ -204,7 +204,7 @@ def _engine(
         parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model)),
         pipeline.tied_parameters(model),
         config.comm.bucket_mb,
-        partial(_meets_after, config, loaders is not None and loaders.validation is not None),
+        partial(_syncs_after, config, loaders is not None and loaders.validation is not None),
     )
     store = ParameterStore(model, context, parallel.weights, lambda: pipeline.chain(model))
     strategy.setup(store, parts)
@@ -252,7 +252,7 @@ def _engine(
     )
 
 
-def _meets_after(config: Config, has_validation: bool, completed: int) -> bool:
+def _syncs_after(config: Config, has_validation: bool, completed: int) -> bool:
     """Whether all replicas wait for each other after so many steps, as the config says."""
     train, every = config.train, config.checkpoint.every
     evaluates = has_validation and bool(train.eval_every) and completed % train.eval_every == 0

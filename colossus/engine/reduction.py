@@ -1,4 +1,4 @@
-"""What the ranks add up at the end of a step or an evaluation: losses, tokens, the gradient norm, wishes to stop."""
+"""What the ranks add up at the end of a step or an evaluation: losses, tokens, the gradient norm, requests to stop."""
 
 from __future__ import annotations
 

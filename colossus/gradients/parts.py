@@ -21,7 +21,7 @@ class ModelParts:
         tied: the parameters that other pipeline ranks hold, too, each with all that do; the first of these counts it
             in the gradient norm.
         bucket_mb: how many MB of gradients one collective takes.
-        meets_after: whether all replicas wait for each other after so many completed steps: because of an evaluation
+        syncs_after: whether all replicas wait for each other after so many completed steps: because of an evaluation
             or a checkpoint that is due, or since they are the last.
     """
 
@@ -30,7 +30,7 @@ class ModelParts:
     parameters_by_stage: Mapping[int, Sequence[nn.Parameter]]
     tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]]
     bucket_mb: float
-    meets_after: Callable[[int], bool] = lambda completed: False
+    syncs_after: Callable[[int], bool] = lambda completed: False
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:

@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def _serve(told: dict[str, Any], parent: int, status: int) -> int:
-    with contextlib.suppress(OSError, ValueError):  # each connection and each segment is a file
+    with contextlib.suppress(OSError, ValueError):  # each connection is a file
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     index, token = told.pop("index"), bytes.fromhex(told.pop("token"))

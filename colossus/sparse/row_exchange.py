@@ -17,7 +17,7 @@ from colossus.sparse.levels import Level
 from colossus.sparse.row_cache import RowCache
 
 
-class Wish(IntEnum):
+class Kind(IntEnum):
     """What a rank wants of a round."""
 
     #: rows of a table
@@ -33,23 +33,23 @@ class Wish(IntEnum):
 
 
 @dataclass(frozen=True)
-class Word:
+class Request:
     """What a rank says at the start of a round, for itself or for its host.
 
     Attributes:
         table: number of the table; of END and FAIL without meaning.
         rank: global, of who says it.
-        is_used: of SUM, whether a backward has come to the table, on any rank for which the word is.
+        is_used: of SUM, whether a backward has come to the table, on any rank for which the request is.
     """
 
-    wish: Wish
+    kind: Kind
     table: int
     rank: int
     is_used: bool = False
 
     @property
     def looks_up(self) -> bool:
-        return self.wish in (Wish.FETCH, Wish.READ)
+        return self.kind in (Kind.FETCH, Kind.READ)
 
 
 class OwnedRows(Protocol):
@@ -99,31 +99,31 @@ class RowExchange:
         Args:
             keep: take rows out of the caches, and leave them there.
         """
-        _, rows = self._fetch(0, self._say(Wish.FETCH if keep and self.keeps else Wish.READ, table), ids)
+        _, rows = self._fetch(0, self._say(Kind.FETCH if keep and self.keeps else Kind.READ, table), ids)
         return rows
 
     def serve(self) -> None:
-        """Give the others their rows until no rank has a wish any more. Collective."""
+        """Give the others their rows until no rank wants more. Collective."""
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        while self._fetch(0, self._say(Wish.END, 0), nothing)[0].wish != Wish.END:
+        while self._fetch(0, self._say(Kind.END, 0), nothing)[0].kind != Kind.END:
             pass
 
     def fail(self, table: int) -> None:
         """Tell the others that this rank cannot look up: they raise, and so does the caller after this. Collective."""
-        self._hear_all(self._say(Wish.FAIL, table))
+        self._hear_all(self._say(Kind.FAIL, table))
 
     def start_sum(self, table: int, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
         """Start to sum gradients at the owners; what is returned waits for those of the rows that this rank owns.
 
         None where ``is_used`` is False on all ranks. Collective; of the last level only the start.
         """
-        word, parts = self._say(Wish.SUM, table, is_used), [gradient]
+        request, parts = self._say(Kind.SUM, table, is_used), [gradient]
         for number, level in enumerate(self.levels):
             gradient = RowGradient.added(parts)
             order, counts = self._by_target(number, self._tables[table], gradient.ids)
-            lengths, word = self._agree(number, counts, word)
-            if word.wish == Wish.FAIL:
-                self._hear_all(word, number + 1)
+            lengths, request = self._agree(number, counts, request)
+            if request.kind == Kind.FAIL:
+                self._hear_all(request, number + 1)
             ids = uneven.all_to_all(gradient.ids[order], lengths, level.group, "ids")
             rows = uneven.all_to_all(gradient.rows[order], lengths, level.group, "rows")
             if number < len(self.levels) - 1:
@@ -133,20 +133,20 @@ class RowExchange:
             received = ids.wait()
             self._tables[table].count(received)
             total = RowGradient.added(RowGradient.parts(received, rows.wait(), lengths.received))
-            return total if word.is_used else None
+            return total if request.is_used else None
 
         return finish
 
-    def _fetch(self, number: int, word: Word, ids: Tensor) -> tuple[Word, Tensor]:
+    def _fetch(self, number: int, request: Request, ids: Tensor) -> tuple[Request, Tensor]:
         """From a level on, for a rank that wants the rows of ids, or nothing: what all ranks said, and the rows."""
         level, is_last = self.levels[number], number == len(self.levels) - 1
         new, order, counts = ids, ids, [0] * level.group.size
-        cache = self._tables[word.table].caches[number] if word.wish == Wish.FETCH else None
-        if word.looks_up:
+        cache = self._tables[request.table].caches[number] if request.kind == Kind.FETCH else None
+        if request.looks_up:
             new = ids if cache is None else cache.missing(ids)
-            order, counts = self._by_target(number, self._tables[word.table], new)
-        lengths, heard = self._agree(number, counts, word)
-        if heard.wish == Wish.FAIL:
+            order, counts = self._by_target(number, self._tables[request.table], new)
+        lengths, heard = self._agree(number, counts, request)
+        if heard.kind == Kind.FAIL:
             self._hear_all(heard, number + 1)
         moves = heard.looks_up
         wanted = uneven.all_to_all(new[order], lengths, level.group, "ids").wait() if moves else ids[:0]
@@ -161,7 +161,7 @@ class RowExchange:
             return said, torch.empty(0, device=self._device)
         assert found is not None
         rows = uneven.all_to_all(found, lengths.back, level.group).wait()
-        if not word.looks_up:
+        if not request.looks_up:
             return said, rows
         if cache is not None:
             cache.add(new[order], rows)
@@ -172,48 +172,50 @@ class RowExchange:
 
     # -- what ranks say -----------------------------------------------------------------------------------
 
-    def _say(self, wish: Wish, table: int, is_used: bool = False) -> Word:
-        return Word(wish, table, self._rank, is_used)
+    def _say(self, kind: Kind, table: int, is_used: bool = False) -> Request:
+        return Request(kind, table, self._rank, is_used)
 
-    def _agree(self, number: int, counts: Sequence[int], word: Word) -> tuple[uneven.Lengths, Word]:
+    def _agree(self, number: int, counts: Sequence[int], request: Request) -> tuple[uneven.Lengths, Request]:
         """Lengths of a round at one level, and what its ranks want together."""
         group = self.levels[number].group
-        said = word.wish, word.table, word.rank, word.is_used
+        said = request.kind, request.table, request.rank, request.is_used
         lengths, heard = uneven.agree(counts, group, self._device, said)
-        return lengths, self._together([Word(Wish(wish), of, by, bool(used)) for wish, of, by, used in heard])
+        return lengths, self._together([Request(Kind(kind), of, by, bool(used)) for kind, of, by, used in heard])
 
-    def _together(self, words: Sequence[Word]) -> Word:
+    def _together(self, requests: Sequence[Request]) -> Request:
         """What ranks want together; FAIL, told of by the rank that fails, or where they want different things."""
-        failed = next((word for word in words if word.wish == Wish.FAIL), None)
+        failed = next((request for request in requests if request.kind == Kind.FAIL), None)
         if failed is not None:
             return failed
-        acting = [word for word in words if word.wish != Wish.END]
+        acting = [request for request in requests if request.kind != Kind.END]
         if not acting:
-            return words[0]
+            return requests[0]
         first = acting[0]
-        other = next((word for word in acting if (word.wish, word.table) != (first.wish, first.table)), None)
-        if other is None and first.wish == Wish.SUM:  # whoever gave its gradients waits for those of the others
-            other = next((word for word in words if word.wish == Wish.END), None)
+        other = next(
+            (request for request in acting if (request.kind, request.table) != (first.kind, first.table)), None
+        )
+        if other is None and first.kind == Kind.SUM:  # whoever gave its gradients waits for those of the others
+            other = next((request for request in requests if request.kind == Kind.END), None)
         if other is None:
-            return replace(first, is_used=any(word.is_used for word in words))
+            return replace(first, is_used=any(request.is_used for request in requests))
         self._disagreement = (
             f"rank {first.rank} {self._doing(first)} while rank {other.rank} {self._doing(other)}: rows of tables that "
             f"have owners are exchanged by all ranks together. Every rank must look up in the same tables as often and "
             f"in the same order in each step, with an empty tensor of ids where it has none: look for an `if` in a "
             f"forward that depends on the rank or on the data"
         )
-        return Word(Wish.FAIL, first.table, first.rank)
+        return Request(Kind.FAIL, first.table, first.rank)
 
     _disagreement: str | None = None
 
-    def _doing(self, word: Word) -> str:
-        if word.wish == Wish.END:
+    def _doing(self, request: Request) -> str:
+        if request.kind == Kind.END:
             return "is through with its lookups"
-        name = self._tables[word.table].name
-        return f"looks up in {name!r}" if word.looks_up else f"sums the gradient of {name!r}"
+        name = self._tables[request.table].name
+        return f"looks up in {name!r}" if request.looks_up else f"sums the gradient of {name!r}"
 
-    def _hear_all(self, word: Word, first: int = 0) -> None:
-        """Go through the levels from ``first`` on for nothing but the word, then raise what this rank knows of it.
+    def _hear_all(self, request: Request, first: int = 0) -> None:
+        """Go through the levels from ``first`` on for nothing but the request, then raise what this rank knows of it.
 
         As many collectives as of ranks that look up and hear of it at the last level: who catches the error can go on.
         """
@@ -222,17 +224,17 @@ class RowExchange:
             if number:
                 group = self.levels[number - 1].group
                 uneven.all_to_all(nothing, uneven.Lengths.zero(group.size), group, "ids").wait()
-            _, word = self._agree(number, [0] * self.levels[number].group.size, word)
+            _, request = self._agree(number, [0] * self.levels[number].group.size, request)
         told, self._disagreement = self._disagreement, None
         if told is not None:
             raise located_error(told, RuntimeError)
-        if word.rank != self._rank:
+        if request.rank != self._rank:
             error = located_error(
-                f"rank {word.rank} cannot go on with its lookups in {self._tables[word.table].name!r}, whose rows all "
-                f"ranks exchange together: its own error says why",
+                f"rank {request.rank} cannot go on with its lookups in {self._tables[request.table].name!r}, whose "
+                f"rows all ranks exchange together: its own error says why",
                 RuntimeError,
             )
-            error.culprit = word.rank  # type: ignore[attr-defined]  # in the report of a run
+            error.culprit = request.rank  # type: ignore[attr-defined]  # in the report of a run
             raise error
 
     # -- ids ----------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def runs() -> dict[str, list[Run]]:
 
 
 def replay(model: nn.Module, records: list[Record], optimizer: dict[str, Any], clip: float | None) -> list[list[Any]]:
-    """The replicas' parameters after each step, and after the last meeting: gradients and updates by plain torch."""
+    """The replicas' parameters after each step, and after the last sync point: gradients and updates by plain torch."""
     replicas = range(len(records))
     models = [copy.deepcopy(model) for _ in replicas]
     params = [[param for param in each.parameters() if param.requires_grad] for each in models]
@@ -173,7 +173,7 @@ def test_every_replica_is_the_replay_of_the_recorded_pairs(case: str) -> None:
     wanted = replay(model, records, optimizer, clip)
     for index, run in enumerate(of_all):
         states = [trained(state, model) for state in run.states]
-        # the state after a step is seen before what a meeting adds after it: compared at the beginning of the next
+        # the state after a step is seen before what a sync point adds after it: compared at the beginning of the next
         np.testing.assert_allclose(states[-1], wanted[index // num_ranks][-1], rtol=1e-10, atol=1e-10)
         for step in range(STEPS - 1):
             np.testing.assert_allclose(states[step], wanted[index // num_ranks][step], rtol=1e-10, atol=1e-10)
@@ -209,7 +209,7 @@ def test_the_others_go_on_and_mix_while_one_sleeps() -> None:
             assert [event[1] for event in slept if event[0] == "step"] == list(range(step + 1, until))
 
 
-def test_numbers_are_a_replicas_own_but_at_meeting_steps() -> None:
+def test_numbers_are_a_replicas_own_but_at_sync_points() -> None:
     of_all = runs()["sgd"]
     for step in range(STEPS):
         meets = (step + 1) % 6 == 0

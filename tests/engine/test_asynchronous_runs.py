@@ -44,7 +44,7 @@ class Stream:
 
 
 class Pace(Hook):
-    """Replicas are not as fast as each other, and some wish to stop."""
+    """Replicas are not as fast as each other, and some request a stop."""
 
     def __init__(self, seconds: float, stops_at: int | None) -> None:
         self.seconds, self.stops_at = seconds, stops_at
@@ -55,7 +55,7 @@ class Pace(Hook):
             engine.request_stop()
 
 
-#: seconds of a replica's step, and after which it wishes to stop
+#: seconds of a replica's step, and after which it requests a stop
 STOPS: dict[str, dict[int, int]] = {"nobody": {}, "the slow one": {1: 3}, "two": {0: 9, 1: 2}}
 
 
@@ -126,7 +126,7 @@ def test_what_is_saved_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None
         assert torch.isfinite(torch.from_numpy(loaded[0])).all()
 
 
-def _change_at_a_meeting(rank: int) -> list[float]:
+def _change_at_a_sync_point(rank: int) -> list[float]:
     engine = colossus.initialize(settings_of(STRATEGIES["ad-psgd"], 2, dict(type="SGD", lr=1e-30)), Net, classify)
     params, store = [param for param in engine.model.parameters() if param.requires_grad], engine.context.store()
     engine.train_step(part_of(0, rank))
@@ -146,7 +146,7 @@ def _change_at_a_meeting(rank: int) -> list[float]:
 
 
 def test_what_is_changed_where_all_meet_counts_in_the_next_average() -> None:
-    assert run_ranks(2, _change_at_a_meeting, with_context=False) == [[2.0, 2.0], [2.0, 2.0]]
+    assert run_ranks(2, _change_at_a_sync_point, with_context=False) == [[2.0, 2.0], [2.0, 2.0]]
 
 
 def _die(rank: int, name: str) -> None:

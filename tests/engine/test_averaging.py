@@ -279,10 +279,10 @@ def same(mine: Trace, wanted: Trace) -> None:
     assert (flat(ends[0]) - flat(ends[1])).abs().max() < 1e-12
 
 
-def _stopped(rank: int, wishes: list[tuple[str, int, int]]) -> list[int]:
-    """Of each (strategy, replica, step): the step after which this rank stops, where one replica wishes to."""
+def _stopped(rank: int, requests: list[tuple[str, int, int]]) -> list[int]:
+    """Of each (strategy, replica, step): the step after which this rank stops, where one replica requests one."""
     found = []
-    for kind, replica, step in wishes:
+    for kind, replica, step in requests:
         options = dict(post_local=2) if kind == "local_sgd" else {}
         config = settings(dict(type=kind, period=4, **options), dict(data=2), PLAIN_SGD)
         engine = colossus.initialize({**config, "train": {**config["train"], "steps": 60}})
@@ -414,9 +414,9 @@ def test_an_optimizer_begins_anew_as_it_was_made() -> None:
 
 def test_all_stop_after_the_same_step() -> None:
     """In the exact steps, in the last step of a round, and in the midst of one."""
-    wishes = [("local_sgd", 1, 1), ("diloco", 0, 5), ("slowmo", 1, 3)]
-    ranks = run_ranks(2, _stopped, wishes, with_context=False)
+    requests = [("local_sgd", 1, 1), ("diloco", 0, 5), ("slowmo", 1, 3)]
+    ranks = run_ranks(2, _stopped, requests, with_context=False)
     assert ranks[0] == ranks[1]
-    assert all(step + 1 <= stopped < 60 for stopped, (_, _, step) in zip(ranks[0], wishes, strict=True))
+    assert all(step + 1 <= stopped < 60 for stopped, (_, _, step) in zip(ranks[0], requests, strict=True))
     assert ranks[0][0] == 2
     assert ranks[0][2] == 4

@@ -16,7 +16,7 @@ from colossus.graphs.peers import parse_peers
 
 REPLICAS = 3
 STEPS = 40
-#: strategy; then of each stop its wishes: (steps since the stop before, replica, signal)
+#: strategy; then of each stop its requests: (steps since the stop before, replica, signal)
 CASES: dict[str, tuple[dict[str, Any], list[list[tuple[int, int, int | None]]]]] = {
     "exponential": (dict(type="sgp"), [[(0, 1, signal.SIGTERM)], [(3, 0, None)], [(2, 2, signal.SIGINT)]]),
     "ring, overlap 2": (
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], list[list[tuple[int, int, int | None]]]]]
     ),
     "d-psgd": (dict(type="d-psgd"), [[(0, 2, signal.SIGTERM)], [(2, 1, None)]]),
     "schedule": (dict(type="sgp", peers={0: 1, 4: 2}), [[(1, 0, None)], [(0, 1, None)], [(1, 2, None)]]),
-    # a meeting step is one at which all hear of it
+    # a sync point is one at which all hear of it
     "meets": (dict(type="sgp", log_every=5), [[(0, 0, signal.SIGTERM), (4, 2, None)], [(4, 1, signal.SIGINT)]]),
 }
 
@@ -49,11 +49,11 @@ def _stops(rank: int) -> dict[str, tuple[list[tuple[int, int | None]], int]]:
     for name, (strategy, stops) in CASES.items():
         engine = colossus.initialize(settings_of(strategy, REPLICAS, SGD), model=Flat, loss_fn=squares)
         found: list[tuple[int, int | None]] = []
-        for wishes in stops:
+        for requests in stops:
             begun = engine.completed_steps
             while engine.completed_steps < begun + STEPS:
                 step = engine.completed_steps
-                for after, replica, signum in wishes:
+                for after, replica, signum in requests:
                     if (step - begun, rank) == (after, replica):
                         engine.request_stop(signum)
                 result = engine.train_step(part_of(step, rank))
@@ -87,9 +87,9 @@ def test_all_replicas_stop_after_the_same_step(name: str) -> None:
     assert last <= 4
     lead, begun = _lead(strategy), 0
     wanted = []
-    for wishes in stops:
-        first = min(after for after, _, _ in wishes)
-        signals = [signum for after, _, signum in wishes if after == first]
+    for requests in stops:
+        first = min(after for after, _, _ in requests)
+        signals = [signum for after, _, signum in requests if after == first]
         signum = max(signals, key=lambda each: (each is not None, each == signal.SIGTERM))
         step = first + lead
         if "log_every" in strategy:

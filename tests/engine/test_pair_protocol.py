@@ -48,7 +48,7 @@ class Rank:
             self.x, self.updates = self.x + update, self.updates + update
             self.completed = step + 1
             yield from self.boundary()
-            if self.completed in self.world.meetings:
+            if self.completed in self.world.sync_points:
                 yield from self.sync_point()
         self.completed = max(self.world.steps)
         yield from self.sync_point()
@@ -133,7 +133,7 @@ class World:
         self.passive = list(range(1, replicas, 2))
         steps = self.draw.randrange(2, 8)
         self.steps = [steps] * replicas
-        self.meetings = {step for step in range(1, steps) if self.draw.random() < 0.2}
+        self.sync_points = {step for step in range(1, steps) if self.draw.random() < 0.2}
         self.sleeps = self.draw.choice([None, *range(replicas)])
         self.links: dict[tuple[int, int, int, int], deque[tuple[Any, ...]]] = {}
         self.tells: dict[tuple[int, int], Any] = {}
@@ -171,10 +171,10 @@ class World:
         return self.tells[key]
 
     def may_compute(self, rank: Rank) -> Callable[[], bool]:
-        """One replica may sleep until all others have done their steps up to the next meeting."""
+        """One replica may sleep until all others have done their steps up to the next sync point."""
         if rank.replica != self.sleeps:
             return lambda: True
-        until = min((step for step in self.meetings if step > rank.completed), default=self.steps[0])
+        until = min((step for step in self.sync_points if step > rank.completed), default=self.steps[0])
         return lambda: all(other.completed >= until for other in self.all if other.replica != rank.replica)
 
     def send(self, rank: Rank, replica: int, index: int, message: tuple[Any, ...]) -> None:

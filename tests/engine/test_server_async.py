@@ -207,7 +207,7 @@ def _times(rank: int, folder: Path, bound: int, steps: int) -> tuple[list[float]
 
 
 def _slow(rank: int, folder: Path, steps: int) -> tuple[float, list[dict[str, float]]]:
-    """The first worker is in its second step until the others have come to their last, which is a meeting."""
+    """The first worker is in its second step until the others have come to their last, which is a sync point."""
     engine = engine_of(server(), 3, steps, type="SGD", lr=0.1)
     reports = []
     for step in range(steps):

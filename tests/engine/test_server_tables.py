@@ -72,7 +72,7 @@ def test_a_table_at_servers_is_that_of_all_reduce(names: tuple[str, ...]) -> Non
         _assert_same(found, names)
         # rows are pulled once in a step, although two microbatches look them up
         dense = (DIM * CLASSES + CLASSES) * 8
-        for step, sizes in enumerate(found["sgd/server"][2][:-1]):  # the last is a meeting
+        for step, sizes in enumerate(found["sgd/server"][2][:-1]):  # the last is a sync point
             ids = batch_of(step, SAMPLES, rank, 2)[0]
             pulled = len(ids.unique()) + len((ids // 2).unique())
             pushed = len(ids[ids != 2].unique()) + len((ids // 2).unique())

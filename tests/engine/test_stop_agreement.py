@@ -1,4 +1,4 @@
-"""Stops of replicas that do not wait for each other: after the same step, wherever the wish comes from."""
+"""Stops of replicas that do not wait for each other: after the same step, wherever the request comes from."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def number(value: float) -> Tensor:
 
 
 class Replica:
-    """Steps of a rank whose replicas wait for each other at meetings alone.
+    """Steps of a rank whose replicas wait for each other at sync points alone.
 
     Args:
         pace: seconds of a step.
-        wishes: step -> signal that this rank gets in it.
-        meetings: steps after which all meet; ``outside`` says that this comes after the step is over, as a save in a
+        requests: step -> signal that this rank gets in it.
+        sync_points: steps after which all meet; ``outside`` says that this comes after the step is over, as a save in a
             loop of one's own does, so that none can be told with the sums of the step.
     """
 
     def __init__(
-        self, context: ParallelContext, pace: float, wishes: dict[int, int], meetings: set[int], outside: set[int]
+        self, context: ParallelContext, pace: float, requests: dict[int, int], sync_points: set[int], outside: set[int]
     ) -> None:
-        self.context, self.pace, self.wishes = context, pace, wishes
-        self.meetings, self.outside = meetings, outside
+        self.context, self.pace, self.requests = context, pace, requests
+        self.sync_points, self.outside = sync_points, outside
         self.agreement, self.data = StopAgreement(context), context.group("data")
         self.replica, self.completed, self.requested = context.group(context.replica_axes), 0, 0.0
 
@@ -42,11 +42,11 @@ class Replica:
         """Steps completed, and the signal that was the reason."""
         while self.completed < steps:
             time.sleep(self.pace)
-            if self.completed in self.wishes:
-                self.requested = addend(True, self.wishes[self.completed])
+            if self.completed in self.requests:
+                self.requested = addend(True, self.requests[self.completed])
             numbers = collectives.all_reduce(number(self.requested + self.agreement.heard()), self.replica).wait()
             self.completed += 1
-            if self.completed in self.meetings or self.completed == steps:
+            if self.completed in self.sync_points or self.completed == steps:
                 self.agreement.enter(self.completed)
                 numbers = collectives.all_reduce(numbers, self.data).wait()
                 self.agreement.leave(looks=False)
@@ -64,19 +64,19 @@ class Replica:
 
 
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
-#: name -> (paces by data rank, wishes by rank, meetings, meetings outside of a step)
+#: name -> (paces by data rank, requests by rank, sync points, sync points outside of a step)
 CASES: dict[str, Any] = {
-    "a fast one wishes": ((0.002, 0.01), {0: {12: TERM}}, set(), set()),
-    "a slow one wishes": ((0.002, 0.01), {2: {3: INT}}, set(), set()),
+    "a fast one requests": ((0.002, 0.01), {0: {12: TERM}}, set(), set()),
+    "a slow one requests": ((0.002, 0.01), {2: {3: INT}}, set(), set()),
     "a rank that leads nobody": ((0.002, 0.01), {3: {3: INT}}, set(), set()),
     "all at once": ((0.002, 0.01), {0: {9: TERM}, 1: {9: TERM}, 2: {2: TERM}, 3: {2: TERM}}, set(), set()),
     "two with other reasons": ((0.005, 0.005), {0: {5: INT}, 2: {5: TERM}}, set(), set()),
     "while another waits": ((0.001, 0.03), {2: {5: TERM}}, {10}, set()),
-    "in a meeting step": ((0.001, 0.01), {1: {9: TERM}}, {10}, set()),
+    "in a sync point": ((0.001, 0.01), {1: {9: TERM}}, {10}, set()),
     "while another waits outside": ((0.001, 0.03), {2: {5: TERM}}, set(), {10}),
-    "right before a meeting outside": ((0.001, 0.01), {0: {9: TERM}}, set(), {10}),
+    "right before a sync point outside": ((0.001, 0.01), {0: {9: TERM}}, set(), {10}),
     "right before, of the slow one": ((0.001, 0.01), {2: {9: TERM}}, {30}, {10, 20}),
-    "after meetings": ((0.002, 0.01), {2: {25: TERM}}, {4, 9}, {5, 17}),
+    "after sync points": ((0.002, 0.01), {2: {25: TERM}}, {4, 9}, {5, 17}),
     "one has finished": ((0.0, 0.02), {2: {5: TERM}}, set(), set()),
     "nobody": ((0.001, 0.002), {}, {7}, {3}),
 }
@@ -86,10 +86,10 @@ STEPS = 40
 def _body(context: ParallelContext) -> dict[str, tuple[int, int | None]]:
     data = context.index("data")
     found = {}
-    for name, (paces, wishes, meetings, outside) in CASES.items():
+    for name, (paces, requests, sync_points, outside) in CASES.items():
         collectives.all_reduce(number(0.0), context.group(context.grid.names)).wait()
-        replica = Replica(context, paces[data], wishes.get(context.rank, {}), meetings, outside)
-        replica.agreement._meetings = 1000 * (1 + list(CASES).index(name))  # keys of its own in the store
+        replica = Replica(context, paces[data], requests.get(context.rank, {}), sync_points, outside)
+        replica.agreement._sync_points = 1000 * (1 + list(CASES).index(name))  # keys of its own in the store
         found[name] = replica.run(STEPS)
     return found
 
@@ -98,13 +98,13 @@ def test_all_ranks_stop_after_the_same_step_for_the_same_reason() -> None:
     by_rank = run_ranks(4, _body, plan=grid(data=2, tensor=2))
     assert by_rank.count(by_rank[0]) == 4, by_rank
     found = by_rank[0]
-    for name, (_, wishes, _, _) in CASES.items():
-        reasons = {signum for of_rank in wishes.values() for signum in of_rank.values()}
+    for name, (_, requests, _, _) in CASES.items():
+        reasons = {signum for of_rank in requests.values() for signum in of_rank.values()}
         wanted = None if not reasons else TERM if TERM in reasons else INT
         assert found[name][1] == wanted, name
-        latest = min((step for of_rank in wishes.values() for step in of_rank), default=STEPS - 1)
+        latest = min((step for of_rank in requests.values() for step in of_rank), default=STEPS - 1)
         assert latest < found[name][0] <= STEPS, name
-    assert found["while another waits"][0] == found["in a meeting step"][0] == 10
+    assert found["while another waits"][0] == found["in a sync point"][0] == 10
     assert found["while another waits outside"][0] == 11
     assert found["one has finished"][0] == found["nobody"][0] == STEPS
     assert found["two with other reasons"][0] < STEPS

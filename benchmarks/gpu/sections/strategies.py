@@ -14,7 +14,7 @@ from benchmarks.gpu.section import Case, Figures
 from benchmarks.gpu.trained import run_of
 
 STEPS, REPLICAS = 6, 4
-#: steps between meetings of those that meet
+#: steps between sync points of those that meet
 PERIOD = 3
 STRATEGIES: dict[str, dict[str, Any]] = {
     "all_reduce": dict(type="all_reduce"),

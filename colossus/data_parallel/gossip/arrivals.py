@@ -56,7 +56,7 @@ def require_alive(links: PeerLinks) -> None:
             if links.has_left(index):
                 raise RuntimeError(
                     f"replica {index} has ended before this one: {links.name(index)} has closed its links. It failed, "
-                    f"or, in a loop of your own, did not come to a meeting that this one waits in or has before it: "
+                    f"or, in a loop of your own, did not come to a sync point that this one waits in or has before it: "
                     f"all replicas evaluate, save and close as often as each other"
                 )
             raise death_of(index, f"{links.name(index)} has gone: {reason}")

@@ -50,7 +50,7 @@ class Gossip(PerReplica):
             if self.options.mix_optimizer_state:
                 most += optimizer_state.most_bytes(self.push_sum.params)
             self.links = PeerLinks(data, most, timeout, pinned=parts.context.device.type == "cuda")
-        # a wish of this step is in the messages of the next
+        # a request of this step is in the messages of the next
         self.stop_in_messages = StopInMessages(self.graph.largest_lead(self.options.travels))
 
     @property
@@ -168,13 +168,13 @@ class Gossip(PerReplica):
         total = super().reduce_scalars(step, torch.cat((numbers, weights)))
         numbers, weights = total[: len(numbers)], total[len(numbers) :]
         self.weights = tuple(weights.tolist())
-        self.stop_in_messages.wish(step, float(numbers[3]), is_known_to_all=True)
+        self.stop_in_messages.request(step, float(numbers[3]), is_known_to_all=True)
         return numbers
 
     def agree_on_stop(self, step: int, requests: float) -> float:
         if self.links is None or self.stop_agreement is not None:
             return super().agree_on_stop(step, requests)
-        self.stop_in_messages.wish(step, requests)
+        self.stop_in_messages.request(step, requests)
         return self.stop_in_messages.due(step)
 
     def report(self) -> dict[str, float]:

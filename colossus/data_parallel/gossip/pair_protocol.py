@@ -97,7 +97,7 @@ class PassiveSide(Generic[Request]):
     before it.
 
     Attributes:
-        is_open: whether anything is answered: not from a meeting of all replicas until the next step begins, since
+        is_open: whether anything is answered: not from a sync point of all replicas until the next step begins, since
             parameters may be changed there.
         boundary: boundaries passed so far.
         num_answered: exchanges answered so far.

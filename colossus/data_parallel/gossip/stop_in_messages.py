@@ -1,4 +1,4 @@
-"""A wish to stop that travels with the messages of gossip: all replicas stop after the same step, and none waits."""
+"""A request to stop that travels with the messages of gossip: all replicas stop after the same step, and none waits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ STOP_BYTES = _STOP.size
 class StopInMessages:
     """What a replica knows of a stop.
 
-    Who wishes one names a step by which all will have heard of it, and every message carries the earliest step that
-    its sender knows of. Of several wishes the one with the earliest step wins: by then everyone has heard of it.
+    A replica that requests one names a step by which all will have heard of it, and every message carries the earliest
+    step that its sender knows of. Of several requests the one with the earliest step wins: by then everyone has heard of it.
 
     Args:
         lead: steps after which a word of any replica, in any step, has reached all others.
@@ -22,7 +22,7 @@ class StopInMessages:
         self._lead = lead
         self._step: int | None = None
         self._requests = 0.0
-        #: stops up to this step are of wishes before the last stop, which messages may still carry
+        #: stops up to this step are of requests before the last stop, which messages may still carry
         self._settled = -1
 
     def pack(self) -> bytes:
@@ -35,8 +35,8 @@ class StopInMessages:
         if stop >= step and stop > self._settled:
             self._note(stop, requests)
 
-    def wish(self, step: int, requests: float, *, is_known_to_all: bool = False) -> None:
-        """Wish a stop in step ``step``: after it, if all replicas hear of it in this very step."""
+    def request(self, step: int, requests: float, *, is_known_to_all: bool = False) -> None:
+        """Request a stop in step ``step``: after it, if all replicas hear of it in this very step."""
         if requests:
             self._note(step if is_known_to_all else step + self._lead, requests)
 
@@ -49,11 +49,11 @@ class StopInMessages:
         return requests
 
     def forget(self) -> None:
-        """That there was any wish."""
+        """That there was any request."""
         self._step, self._requests = None, 0.0
 
     def restart(self) -> None:
-        """Steps are made again, with messages that carry no wishes."""
+        """Steps are made again, with messages that carry no requests."""
         self.forget()
         self._settled = -1
 

@@ -30,7 +30,7 @@ class AsyncServer(PerReplica):
     """Base: a worker pulls and pushes when it is there, and meets others only as `PerReplica` has it.
 
     The parameters at the servers are those that are evaluated and exported, and what checkpoints hold under the plain
-    keys. At meetings nothing is under way.
+    keys. At sync points nothing is under way.
 
     With ``max_staleness`` s a worker begins step t once all others have finished t - s steps (stale synchronous
     parallel; Ho et al., NIPS 2013).
@@ -134,8 +134,8 @@ class AsyncServer(PerReplica):
         self._pull = None
 
     def report(self) -> dict[str, float]:
-        at_meeting = self.parts.meets_after(self._completed)
-        return self.at_servers.report(with_histogram=at_meeting) | touched(self.tables or ())
+        at_sync_point = self.parts.syncs_after(self._completed)
+        return self.at_servers.report(with_histogram=at_sync_point) | touched(self.tables or ())
 
     def close(self) -> None:
         self.part()

@@ -16,7 +16,7 @@ class Downpour(AsyncServer):
     gradients: the optimizer, any, is the worker's own.
 
     What a pull does not have yet of the worker's own updates is added to it, so that a worker never loses one. What was
-    not pushed before a meeting (an evaluation, a checkpoint, the end) is pushed there.
+    not pushed before a sync point (an evaluation, a checkpoint, the end) is pushed there.
     """
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:

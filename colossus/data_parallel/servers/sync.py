@@ -91,7 +91,7 @@ class SyncServer(AllReduce):
         assert self._pull is not None
         self._pull.wait_into_parameters()
         self._pull = None
-        if self.parts.meets_after(step + 1):
+        if self.parts.syncs_after(step + 1):
             self.sync_point()
 
     # -- besides ------------------------------------------------------------------------------------------

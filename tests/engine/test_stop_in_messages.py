@@ -1,5 +1,5 @@
-"""A wish to stop that travels by a graph, without ranks: what is known where after which step does not depend on who is
-how fast."""
+"""A request to stop that travels by a graph, without ranks: what is known where after which step does not depend on
+who is how fast."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ GRAPHS: list[tuple[Any, int, Any, int]] = [
 ]
 
 
-def _stops(graph: Graph, overlap: int, lead: int, wishes: dict[int, int]) -> list[int]:
+def _stops(graph: Graph, overlap: int, lead: int, requests: dict[int, int]) -> list[int]:
     """The steps after which the replicas stop first, -1 for never.
 
     Args:
-        wishes: replica -> the step in which it wishes a stop.
+        requests: replica -> the step in which it requests a stop.
     """
     waves = [StopInMessages(lead) for _ in range(graph.replicas)]
     sent: list[list[bytes]] = []
     stops: dict[int, int] = {}
-    for step in range(max(wishes.values()) + lead + 2):
+    for step in range(max(requests.values()) + lead + 2):
         sent.append([wave.pack() for wave in waves])
         for index, wave in enumerate(waves):
             if step >= overlap:
                 for source in graph.at(step - overlap).sources(index):
                     wave.hear(sent[step - overlap][source], step)
-            wave.wish(step, float(wishes.get(index) == step))
+            wave.request(step, float(requests.get(index) == step))
             if wave.due(step):
                 stops.setdefault(index, step)
     return [stops.get(index, -1) for index in range(graph.replicas)]
@@ -45,7 +45,8 @@ def _stops(graph: Graph, overlap: int, lead: int, wishes: dict[int, int]) -> lis
 
 @pytest.mark.parametrize(("spec", "replicas", "peers", "overlap"), GRAPHS)
 def test_all_stop_at_the_step_of_the_wish_and_the_lead(spec: Any, replicas: int, peers: Any, overlap: int) -> None:
-    """For every wisher and step of the period, and with another wish meanwhile; by one step less not all have heard."""
+    """For every replica and step of the period, and with another request meanwhile; by one step less not all have
+    heard."""
     graph = make_graph(spec, replicas, peers)
     lead, too_early = graph.largest_lead(overlap), False
     for step in range(12):
