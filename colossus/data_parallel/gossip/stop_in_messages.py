@@ -12,7 +12,7 @@ class StopInMessages:
     """What a replica knows of a stop.
 
     A replica that requests one names a step by which all will have heard of it, and every message carries the earliest
-    step that its sender knows of. Of several requests the one with the earliest step wins: by then everyone has heard of it.
+    step that its sender knows of. The request with the earliest step wins: by then everyone has heard of it.
 
     Args:
         lead: steps after which a word of any replica, in any step, has reached all others.
