@@ -111,8 +111,8 @@ def test_a_message_that_is_too_large_is_none_of_ours() -> None:
     assert "a message of 1001 bytes, where at most 1000 are expected" in told
 
 
-def _many_links(context: ParallelContext) -> int:
-    """Files that are open after links were made and closed again and again."""
+def _many_links(context: ParallelContext) -> list[int]:
+    """Files that are open each time that links were made and closed again."""
     group, files = context.group("data"), []
     for number in range(4):
         links = PeerLinks(group, 1000, 10.0)
@@ -121,11 +121,12 @@ def _many_links(context: ParallelContext) -> int:
         links.close()
         all_gather_object(0, group)
         files.append(len(os.listdir("/proc/self/fd")))
-    return files[-1] - files[1]
+    return files
 
 
 def test_closed_links_leave_no_file() -> None:
-    assert run_ranks(2, _many_links, plan=grid(data=2)) == [0, 0]
+    for files in run_ranks(2, _many_links, plan=grid(data=2)):
+        assert files[-1] <= files[1]  # a file that was about to be closed may have been counted once
 
 
 def _death(rank: int, sends_first: bool) -> str:
