@@ -78,11 +78,6 @@ def recent() -> list[str]:
     return [str(entry) for entry in _entries]
 
 
-def counts() -> dict[str, int]:
-    """How many collectives this rank has started, by their axes."""
-    return dict(_sequence)
-
-
 def clear() -> None:
     _entries.clear()
     _sequence.clear()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossus.comm import log
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders
@@ -18,7 +17,6 @@ from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.checkpoints import Checkpoints
 from colossus.engine.eval_metrics import EvalTotals
 from colossus.engine.evaluation import Evaluation
-from colossus.engine.failed_step import agree_on_failure
 from colossus.engine.gradient_watch import GradientWatch
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.loss_function import LossFunction
@@ -84,14 +82,12 @@ class Engine:
         self.completed_steps = 0
         #: where the launcher keeps what this run writes; None outside of a launch
         self.run_dir: Path | None = None
-        self._broken = self._closed = False
+        #: whether a step or an evaluation has failed on this rank
+        self._failed = self._closed = False
         #: this rank's request to stop, see `addend`
         self._stop = 0.0
-        #: number of the run (step or evaluation) that failed last, until the ranks have agreed that it did
-        self._failed_run: int | None = None
+        #: steps, and forwards of evaluations, so far
         self._num_runs = 0
-        #: collectives up to the last evaluation, in which data ranks may have had unequal numbers of samples
-        self._counts_of_evaluations: dict[str, int] = {}
         self._batch_scope = model_parallel_of(context).batch_scope
         self.checkpoints = Checkpoints(self)
         self._evaluation = Evaluation(
@@ -207,18 +203,15 @@ class Engine:
         """A step, or the forward of an evaluation's batch, begins: on all ranks alike, also on one without samples.
 
         Raises:
-            RuntimeError: after `close`, and under a pipeline after a run that failed.
+            RuntimeError: after `close`, and after a run that failed.
         """
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
-        if self._broken:
+        if self._failed:
             raise RuntimeError(
-                "an earlier step or evaluation failed on this rank while others waited for its values: the ranks of a "
-                "pipeline no longer agree on where they are. Close this engine and make a new one"
+                "an earlier step or evaluation failed on this rank, and others may wait for what it has left out: "
+                "close this engine and make a new one; with checkpoint.resume it goes on from the newest checkpoint"
             )
-        if self._failed_run is not None:
-            agree_on_failure(self.context, self._failed_run, self._counts_of_evaluations)
-            self._failed_run = None
         self.checkpoints.require_begun()
         self._num_runs += 1
 
@@ -232,14 +225,13 @@ class Engine:
             with self._batch_scope.enter(batch.info):
                 return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
         except BaseException as error:
-            self._broken = self.context.size("pipeline") > 1
             self._mark_failed()
             add_place(error)
             raise
 
     def _mark_failed(self) -> None:
-        """What runs next asks the other ranks first whether it has failed there, too."""
-        self._failed_run = self._num_runs
+        """Nothing runs after this: what the other ranks have done meanwhile is not known."""
+        self._failed = True
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
@@ -284,7 +276,6 @@ class Engine:
             raise
         finally:
             self.store.release()
-        self._counts_of_evaluations = log.counts()
         return sums
 
     # -- life ---------------------------------------------------------------------------------------------

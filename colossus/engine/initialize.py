@@ -222,6 +222,7 @@ def _engine(
     observers: list[StepObserver] = []
     stages = ModelStages(
         context,
+        model,
         pipeline.stage_forwards(model),
         pipeline.last_stage,
         inputs=inputs,

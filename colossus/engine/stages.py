@@ -15,7 +15,7 @@ from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.eval_metrics import EvalMetrics
 from colossus.engine.forward_rng import ForwardRng
-from colossus.engine.input_writes import InputWrites
+from colossus.engine.input_writes import refuse_writes
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction, checked_sum
 from colossus.layers.deferred_wgrad import DeferredWgrad
@@ -32,6 +32,7 @@ class ModelStages:
     """Implements `colossus.schedule.runtime.executor.Stages`.
 
     Args:
+        model: of this rank.
         forwards: stage -> what runs it, for the stages of this rank.
         last_stage: number of the last stage of the model.
         inputs: from a microbatch of a data rank to this rank's shard of it.
@@ -49,6 +50,7 @@ class ModelStages:
     def __init__(
         self,
         context: ParallelContext,
+        model: nn.Module,
         forwards: Mapping[int, Callable[[Any], Any]],
         last_stage: int,
         *,
@@ -67,7 +69,7 @@ class ModelStages:
         self._store, self._strategy, self._weights = store, strategy, store.weights
         self._parameters, self._is_partitioned = parameters_by_stage, is_partitioned
         self._rng, self._autocast = ForwardRng(context), context.precision.autocast(context.device)
-        self._input_writes = InputWrites(context, last_stage)
+        self._model = model
         self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
         #: stages that have not run yet: the guard is slow, and what a stage uses does not change
         self._to_guard = set(forwards) if is_partitioned else set()
@@ -82,10 +84,11 @@ class ModelStages:
             self._context.rng.move_to(self.step, microbatch)
         with self._context, self._wgrad_mode:
             own = self._inputs.local(batch) if stage in (0, self._last_stage) else None
-            value = self._input_writes.before_forward(
-                stage, microbatch, value if stage else model_input(own), self.step
-            )
+            watch: AbstractContextManager[None] = nullcontext()
             if stage == 0:
+                value = model_input(own)
+                if self._is_partitioned:
+                    watch = refuse_writes(value, self._model, names_writer=stage in self._to_guard)
                 value = self._inputs.mark_tokens(value, batch)
             for observer in self._observers:
                 samples = self._inputs.local_samples(batch) if observer.needs_samples else None
@@ -95,16 +98,15 @@ class ModelStages:
             rng = self._rng.at(stage, microbatch, training=self.step is not None)
             with self._autocast, rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
-                    out = self._forwards[stage](value)
-                    self._input_writes.after_forward(stage, microbatch, out, self.step)
+                    with watch:
+                        out = self._forwards[stage](value)
                     for observer in self._observers:
                         observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
-                        with self._input_writes.around_loss(own):
-                            outputs = tree_map_only(ShardedTensor, without_sequence, out)
-                            out = checked_sum(self.loss_fn(outputs, own))
-                            if self.step is None:
-                                self.metrics.add(outputs, own)
+                        outputs = tree_map_only(ShardedTensor, without_sequence, out)
+                        out = checked_sum(self.loss_fn(outputs, own))
+                        if self.step is None:
+                            self.metrics.add(outputs, own)
                 except AttributeError as error:
                     if self._is_partitioned:
                         error.add_note(

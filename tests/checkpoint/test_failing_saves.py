@@ -385,7 +385,7 @@ def test_the_store_does_not_grow(in_memory: Path) -> None:
 
 
 def test_the_store_is_used_by_two_threads() -> None:
-    """The main thread may wait in it (`engine/failed_step.py`), for what comes after the save."""
+    """The main thread may wait in it (a collective's, say), for what comes after the save."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context: Any = SimpleNamespace(
         rank=1, world_size=2, ranks=(0, 1), timeout=timedelta(seconds=5), store=lambda: store
