@@ -31,7 +31,6 @@ def trace_constructor(factory: Callable[[], Any], seed: int) -> tuple[Any, InitT
             return factory(), trace
     finally:
         _traces.pop()
-        trace.generators.restore()
 
 
 def allocate(

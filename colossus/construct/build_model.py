@@ -51,7 +51,8 @@ def build(
             `colossus.construct.tensor_replacer.keep_attributes_on_meta`. A build inside of a build ignores it.
 
     Raises:
-        ValueError: for sizes the plan cannot split, and for `torch.nn.init` on a parameter of our layers.
+        ValueError: for sizes the plan cannot split, for `torch.nn.init` on a parameter of our layers, and for a tensor
+            of the constructor that is held where it is not found (`TensorReplacer`).
     """
     if allocate.is_building():
         return factory()  # the build around this one does the rest
@@ -60,6 +61,19 @@ def build(
         model, trace = allocate.trace_constructor(factory, context.rng.key("init", "constructor"))
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model factory returned a {type(model).__name__}, not a torch.nn.Module")
+    _name_parts(model)
+    dropped = {} if prepare is None else _prepared(model, trace, context, prepare)
+    if materialize:
+        materializer = _Materializer(trace, context, dtype, wide_dtype or dtype, _kept_wide(model), draw=draw)
+        TensorReplacer(materializer.materialize, dropped).run(model)
+        del materializer
+        if not dropped:  # else a stage of another rank may hold what is its own
+            trace.require_nothing_hidden()
+    return model
+
+
+def _name_parts(model: nn.Module) -> None:
+    """Tell modules and parameters their full names."""
     for name, module in model.named_modules():
         if isinstance(module, NamedModule):
             module.full_name = name
@@ -70,18 +84,18 @@ def build(
         if isinstance(module, NamedModule):
             module.decide_uses()
     name_modules_of(model)
-    dropped: dict[int, Tensor] = {}
-    if prepare is not None:
-        TensorReplacer(partial(_fix_seed, trace, context)).run(model)
-        before = _registered(model)
-        with context:
-            prepare(model)
-        after = _registered(model)
-        dropped = {key: tensor for key, tensor in before.items() if key not in after}
-    if materialize:
-        materializer = _Materializer(trace, context, dtype, wide_dtype or dtype, _kept_wide(model), draw=draw)
-        TensorReplacer(materializer.materialize, dropped).run(model)
-    return model
+
+
+def _prepared(
+    model: nn.Module, trace: InitTrace, context: ParallelContext, prepare: Callable[[nn.Module], None]
+) -> dict[int, Tensor]:
+    """Run ``prepare``; by id, the parameters and buffers that it has taken out of the model."""
+    TensorReplacer(partial(_fix_seed, trace, context)).run(model)
+    before = _registered(model)
+    with context:
+        prepare(model)
+    after = _registered(model)
+    return {key: tensor for key, tensor in before.items() if key not in after}
 
 
 #: of torch, those with and without running statistics, too

@@ -1,14 +1,16 @@
 """Deferred initialisation: record what a constructor does to its tensors, and do it later. (As torchdistX does.)
 
 While a model is built under `InitTrace` nothing is allocated. Tensors are made on the meta device, and operations on
-them are recorded by the storages that they read or write, and the generators that they draw from. A value is computed
-afterwards by running the operations connected with its storage, each once and in the recorded order: copies, views,
-weights computed from other weights and draws from one generator come out as in plain torch.
+them are recorded by the storages that they read or write. A value is computed afterwards by running the operations
+connected with its storage, each once and in the recorded order: copies, views, and weights computed from other weights
+come out as in plain torch.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colossus import torch_versions
-from colossus.construct.generators import GeneratorRef, TracedGenerators
 from colossus.construct.recorded_op import RecordedOp, TensorRef, as_ref
 from colossus.error_place import located_error
 from colossus.layout.parameter import ParameterSpec
@@ -27,6 +28,7 @@ from colossus.random import GlobalRng, hash_key
 _aten = torch.ops.aten
 _TORCH_RNG = GlobalRng(torch_only=True)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+_TORCHS = torch.default_generator
 #: operation -> what gives the same tensor on meta
 _ON_META = dict.fromkeys(
     (_aten.rand.default, _aten.randn.default, _aten.rand.generator, _aten.randn.generator), _aten.empty.memory_format
@@ -49,8 +51,8 @@ class HideMeta(TorchFunctionMode):
 class InitTrace(TorchDispatchMode):
     """Makes every new tensor a meta tensor and records the operations on it.
 
-    Where the constructor needs a value at once (``.item()``, a shape that depends on values, a copy to a device), what
-    it depends on is run there and then.
+    Where the constructor needs a value at once (``.item()``, a shape that depends on values, a copy to a device, a draw
+    from a generator of its own), what it depends on is run there and then.
 
     Args:
         seed: of random numbers whose values are needed at once (``torch.rand(()).item()``).
@@ -61,7 +63,7 @@ class InitTrace(TorchDispatchMode):
         self._seed = seed
         self._num_seeds_drawn = 0
         self._num_ops = 0
-        #: by storage, and by generator
+        #: by storage
         self._ops_by_key: dict[int, list[RecordedOp]] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._fixed_seeds: dict[int, int] = {}
@@ -69,7 +71,6 @@ class InitTrace(TorchDispatchMode):
         self._meta_storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._sharded: dict[int, ParameterSpec] = {}
         self._alive: list[torch.UntypedStorage] = []
-        self.generators = TracedGenerators()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -91,8 +92,9 @@ class InitTrace(TorchDispatchMode):
             return self._record_or_run(func, args, kwargs or {})
 
     def _record_or_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = self.generators.refer(args, kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        has_generator = any(isinstance(leaf, torch.Generator) and leaf is not _TORCHS for leaf in leaves)
         metas = [leaf for leaf in inputs if leaf.is_meta]
         makes_tensor = any(argument.name == "device" for argument in func._schema.arguments)
         written = list(_written(func, args, kwargs))
@@ -100,7 +102,8 @@ class InitTrace(TorchDispatchMode):
             if _storage_id(leaf) in self._sharded:
                 raise located_error(_write_refusal(func, self._sharded[_storage_id(leaf)]))
         only_real = not metas and not (makes_tensor and not inputs)
-        if only_real or not all(leaf.is_meta for leaf in written) or (metas and _needs_values(func, args, kwargs)):
+        needs_values = has_generator or (metas and _needs_values(func, args, kwargs))
+        if only_real or needs_values or not all(leaf.is_meta for leaf in written):
             return self._run_now(func, args, kwargs, written)
         meta_args, meta_kwargs = tree_map(self._as_meta, (args, kwargs))
         if makes_tensor:
@@ -140,9 +143,6 @@ class InitTrace(TorchDispatchMode):
 
     def _read_now(self, leaf: Any) -> Any:
         """A tensor with values in the place of one on meta; the CPU in the place of the meta device."""
-        if isinstance(leaf, GeneratorRef):  # what was drawn from it before comes first
-            self._run_connected(leaf.key, self._next_seed())
-            return self.generators.draw_from(leaf)
         if isinstance(leaf, Tensor) and leaf.is_meta:
             return self.value(leaf, self._next_seed())
         return _CPU if isinstance(leaf, torch.device) and leaf == _META else leaf
@@ -178,6 +178,24 @@ class InitTrace(TorchDispatchMode):
         with _disable_current_modes(), torch.no_grad():
             return self._to_real(as_ref(tensor))
 
+    def require_nothing_hidden(self) -> None:
+        """That nobody holds a meta tensor, now that all which were found have values.
+
+        Raises:
+            ValueError: saying what made it, and its shape.
+        """
+        made = [(op, ref) for op in dict.fromkeys(chain(*self._ops_by_key.values())) for ref in op.outputs]
+        if any(_is_held(ref.storage) for _, ref in made):
+            gc.collect()  # what is in cycles may be held by nobody
+        for op, ref in made:
+            if _is_held(ref.storage):
+                raise ValueError(
+                    f"a tensor of shape {tuple(ref.size)} that {op.func.overloadpacket.__name__} made in the "
+                    f"constructor is held where it gets no values: by an object that is no module, or by a function. "
+                    f"Keep it as a buffer (register_buffer(.., persistent=False)), or as an attribute of a module (a "
+                    f"tensor, or in lists, tuples and dicts), and look it up there when it is used"
+                )
+
     def _run_connected(self, key: int, seed: int) -> None:
         """Run all operations connected with a storage, in the recorded order, so that each sees what it saw then."""
         pending, _ = self._connected(key)
@@ -189,7 +207,7 @@ class InitTrace(TorchDispatchMode):
     def _connected(self, key: int) -> tuple[dict[int, RecordedOp], set[int]]:
         """Operations not yet run that are connected with a storage, by index, and all storages on the way to them.
 
-        Two storages are connected when one operation touches both, and so are a storage and a generator.
+        Two storages are connected when one operation touches both.
         """
         pending: dict[int, RecordedOp] = {}
         todo, seen = [key], set[int]()
@@ -205,8 +223,6 @@ class InitTrace(TorchDispatchMode):
         return pending, seen
 
     def _to_real(self, leaf: Any) -> Any:
-        if isinstance(leaf, GeneratorRef):
-            return self.generators.draw_from(leaf)
         if not isinstance(leaf, TensorRef):
             return _CPU if isinstance(leaf, torch.device) else leaf
         if leaf.key in self._sharded:
@@ -222,6 +238,11 @@ class InitTrace(TorchDispatchMode):
         if leaf.is_conj:
             real = real.conj()
         return real._neg_view() if leaf.is_neg else real
+
+
+def _is_held(storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor has this storage, of which we keep one reference."""
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 1)
 
 
 def _storage_id(tensor: Tensor) -> int:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colossus.construct.generators import GeneratorRef
-
 
 @dataclass(frozen=True)
 class TensorRef:
@@ -45,9 +43,8 @@ class RecordedOp:
         return refs + [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
 
     def touched(self) -> list[int]:
-        """Of what connects this operation with others: the storages and generators that it touches."""
-        generators = [leaf.key for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, GeneratorRef)]
-        return [storage._cdata for storage in self.storages()] + generators
+        """Of the storages that it touches, which connect it with other operations."""
+        return [storage._cdata for storage in self.storages()]
 
     def run(self, to_real: Callable[[Any], Any], storages: dict[int, torch.UntypedStorage]) -> None:
         args, kwargs = tree_map(to_real, (self.args, self.kwargs))
@@ -56,7 +53,7 @@ class RecordedOp:
             if ref.key not in storages:
                 storages[ref.key] = _storage_like(real, ref)
         self.has_run = True
-        self.args, self.kwargs, self.outputs = (), {}, []
+        self.args, self.kwargs = (), {}
 
 
 def _storage_like(real: Tensor, ref: TensorRef) -> torch.UntypedStorage:

@@ -100,10 +100,10 @@ def test_stages_draw_what_one_process_draws(is_outside: bool) -> None:
     assert seen == plain.keys()
 
 
-def test_a_build_leaves_a_generator_as_it_found_it() -> None:
-    """So that a second build, as some plans make to measure, gives the same values; and one that checks sizes none."""
-    generator = torch.Generator().manual_seed(11)
-    builds = [build(lambda: Chain(generator), materialize=False), *(build(lambda: Chain(generator)) for _ in range(2))]
-    for name, param in Chain().named_parameters():
-        assert all(torch.equal(built.get_parameter(name), param) for built in builds[1:])
-    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(11).get_state())
+def test_a_generator_of_the_callers_goes_on_as_in_plain_torch() -> None:
+    of_build, of_plain = (torch.Generator().manual_seed(11) for _ in range(2))
+    for _ in range(2):
+        built, plain = build(lambda: Chain(of_build)), Chain(of_plain)
+        for name, param in plain.named_parameters():
+            assert torch.equal(built.get_parameter(name), param), name
+        assert torch.equal(of_build.get_state(), of_plain.get_state())

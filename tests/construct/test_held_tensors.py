@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,73 +22,68 @@ from colossus.context.parallel_context import ParallelContext
 NamedPair = collections.namedtuple("NamedPair", "first second")
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    held: Tensor
-    more: list[Tensor]
-
-
-class Slotted:
-    __slots__ = ("__weakref__", "held")
-
-    def __init__(self, held: Tensor) -> None:
-        self.held = held
-
-
-class HoldsAnywhere(nn.Module):
-    """Tensors of a constructor wherever Python can put them."""
+class HoldsInAttributes(nn.Module):
+    """Tensors of a constructor in attributes, and in lists, tuples and dicts there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.register_buffer("base", torch.arange(3.0))
         base, weight = self.base, self.linear.weight
-        self.frozen = Frozen(base * 2, [base * 3])
-        self.slotted = Slotted(base * 4)
+        self.plain = base * 2
         self.pair = NamedPair(base * 5, {"deep": (base * 6,)})
         self.default = collections.defaultdict(list, key=[base * 7])
-        self.queue = collections.deque([base * 8])
-        self.normal = distributions.Normal(base * 9, torch.ones(3))
-        self.mixed = distributions.Independent(distributions.Normal(base * 10, torch.ones(3)), 1)
-        self.closure = lambda: base * 11
-        self.partial = functools.partial(torch.add, base, other=base * 11)
         self.largest = torch.max(torch.stack([base, base * 13]), dim=0)
-        self.unregistered = [nn.Linear(3, 3)]
-        self.chain = Frozen(base * 14, [])
-        for _ in range(2000):
-            self.chain.more.append(self.chain.held)
-        node: Any = Slotted(base * 15)
-        for _ in range(3000):
-            node = [node]
-        self.deep = node
-        self.itself = [self]
-        gone = Slotted(base)
-        self.proxies = [weakref.proxy(gone), (weakref.proxy(gone), weakref.proxy(self))]
-        self.tied = Frozen(weight, [weight])
-        self.register_forward_hook(lambda module, args, output: output + weight.sum() * 0)
+        self.itself = [self.pair]
+        self.itself.append(self.itself)
+        self.tied = [weight, {"weight": weight}]
+        self.rnn = nn.LSTM(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+        return self.linear(self.rnn(x)[0])
 
 
-def test_tensors_held_anywhere_have_their_values() -> None:
-    model = build(HoldsAnywhere, ParallelContext(grid(), seed=3))
-    while isinstance(model.deep, list):
-        model.deep = model.deep[0]
+def test_tensors_in_attributes_have_their_values() -> None:
+    model = build(HoldsInAttributes, ParallelContext(grid(), seed=3))
     held = {
-        1: model.partial.args[0], 2: model.frozen.held, 3: model.frozen.more[0], 4: model.slotted.held,
-        5: model.pair.first, 6: model.pair.second["deep"][0], 7: model.default["key"][0], 8: model.queue[0],
-        9: model.normal.loc, 10: model.mixed.base_dist.loc, 11: model.closure(), 12: model.partial(),
-        13: model.largest.values, 14: model.chain.more[-1], 15: model.deep.held,
+        2: model.plain, 5: model.pair.first, 6: model.pair.second["deep"][0], 7: model.default["key"][0],
+        13: model.largest.values,
     }  # fmt: skip
     for factor, value in held.items():
         assert torch.equal(value, torch.arange(3.0) * factor), factor
     assert type(model.pair) is NamedPair
-    assert model.tied.held is model.tied.more[0] is model.linear.weight
-    assert model.normal.sample().shape == (3,)
-    assert model.unregistered[0](torch.ones(3)).isfinite().all()
-    assert model.unregistered[0].weight.requires_grad
+    assert model.tied[0] is model.tied[1]["weight"] is model.linear.weight
     assert model(torch.ones(2, 3)).shape == (2, 3)
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+
+@pytest.mark.parametrize(
+    ("name", "hide"),
+    [
+        ("mul", lambda module: setattr(module, "slotted", Slotted(module.base * 4))),
+        ("mul", lambda module: setattr(module, "normal", distributions.Normal(module.base * 9, torch.ones(3)))),
+        ("mul", lambda module: setattr(module, "partial", functools.partial(torch.add, module.base * 2))),
+        ("mul", lambda module: setattr(module, "closure", (lambda held: lambda: held)(module.base * 2))),
+        ("empty", lambda module: setattr(module, "unregistered", [nn.Linear(3, 5)])),
+    ],
+)
+def test_tensors_held_elsewhere_are_refused(name: str, hide: Any) -> None:
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("base", torch.arange(3.0))
+            hide(self)
+
+    with pytest.raises(
+        ValueError, match=rf"a tensor of shape \(.*\) that {name} made in the constructor is held where"
+    ):
+        build(Hides, ParallelContext(grid(), seed=3))
 
 
 class Hooked(nn.Module):

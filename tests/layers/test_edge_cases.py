@@ -240,7 +240,8 @@ def _caught(rank: int) -> float:
         engine.train_step((torch.full((4, HIDDEN), 9.0),))
     zeros = {name: torch.zeros_like(value) for name, value in full_state_dict(engine.model, engine.context).items()}
     load_full_state_dict(engine.model, zeros, engine.context)
-    return engine.eval_step((torch.ones(4, HIDDEN),)).loss
+    with engine.context, torch.no_grad():
+        return float(engine.model(torch.ones(2, HIDDEN)).abs().sum())
 
 
 def test_a_step_that_raised_leaves_no_weights_behind() -> None:
