@@ -17,16 +17,15 @@ from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.checkpoints import Checkpoints
 from colossus.engine.eval_metrics import EvalTotals
 from colossus.engine.evaluation import Evaluation
-from colossus.engine.gradient_watch import GradientWatch
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.loss_function import LossFunction
 from colossus.engine.loss_scale import LossScaler
+from colossus.engine.nonfinite import GradientWatch
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.pipeline import PipelineRuntime
-from colossus.engine.reduction import StepReduction
-from colossus.engine.results import EvalResult, EvalSummary, StepResult
+from colossus.engine.results import EvalResult, EvalSummary, StepResult, addend, signal_of
 from colossus.engine.stages import ModelStages
-from colossus.engine.stop_request import addend, signal_of
+from colossus.engine.step_numbers import StepReduction
 from colossus.error_place import add_place
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards

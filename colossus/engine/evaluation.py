@@ -13,8 +13,8 @@ from torch import nn
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
 from colossus.engine.eval_metrics import EvalTotals
-from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult
+from colossus.engine.step_numbers import StepReduction
 
 _NONE = object()
 
@@ -54,7 +54,7 @@ class Evaluation:
         """Sums over a loader's batches, whether they were all evaluated, and the requests to stop if not.
 
         Args:
-            stop_request: of this rank, asked before each batch (`stop_request.addend`); one ends all.
+            stop_request: of this rank, asked before each batch (`results.addend`); one ends all.
 
         Raises:
             ValueError: on all ranks, when the batches of some end before those of others.

@@ -22,20 +22,19 @@ from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.build_optimizer import OptimizerFactory, build_optimizer, require_factory
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
+from colossus.engine.consistency import hashes_of_existing, require_same_settings, require_same_values
 from colossus.engine.device import pick_device
 from colossus.engine.engine import Engine
 from colossus.engine.eval_metrics import EvalMetrics, metrics_of
 from colossus.engine.forward_rng import seed_outside
-from colossus.engine.gradient_watch import GradientWatch
 from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import LossFunction, require_no_parameters
 from colossus.engine.loss_scale import LossScaler
+from colossus.engine.nonfinite import GradientWatch
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.pipeline import PipelineRuntime
-from colossus.engine.reduction import StepReduction
 from colossus.engine.stages import ModelStages, parameters_by_stage
-from colossus.engine.start_check import require_same_settings
-from colossus.engine.start_values import hashes_of_existing, require_same_values
+from colossus.engine.step_numbers import StepReduction
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.group_norms import GroupNorms
 from colossus.gradients.parts import ModelParts

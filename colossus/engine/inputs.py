@@ -23,8 +23,8 @@ from colossus.data.batch import (
     slice_batch,
     split_microbatches,
 )
-from colossus.engine.batch_check import fingerprint
-from colossus.gradients.host_copy import send_to
+from colossus.engine.consistency import fingerprint
+from colossus.gradients.host_transfer import send_to
 from colossus.layers.batch_info import BatchInfo
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.nest import tensors

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossus.gradients.host_copy import send_to
+from colossus.gradients.host_transfer import send_to
 
 log = logging.getLogger("colossus.engine")
 

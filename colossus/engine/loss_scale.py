@@ -12,7 +12,7 @@ from colossus.comm.objects import all_gather_object
 from colossus.config.training import LossScale
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.inputs import model_input
-from colossus.engine.late_value import LateValue
+from colossus.gradients.host_transfer import LateValue
 from colossus.nest import tensors
 
 GROWTH, BACKOFF = 2.0, 0.5

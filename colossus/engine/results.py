@@ -1,16 +1,37 @@
-"""Results of train steps and evaluations."""
+"""Results of train steps and evaluations, and the requests to stop that come with them."""
 
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from colossus.engine.stop_request import signal_of
-from colossus.gradients.host_read import HostRead
+from colossus.gradients.host_transfer import HostRead
+
+#: what may have asked for a stop, the last one wins: the program itself (None), or a signal to some rank
+_REASONS = (None, signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+#: a reason counts more than those before it from so many ranks: their sum says which it was, in float32 too
+_MOST_RANKS = 1 << 20
+
+
+def addend(is_requested: bool, signum: int | None) -> float:
+    """What a rank adds; 0 when it asks for nothing. A signal that is no stop signal counts as the program itself."""
+    if not is_requested:
+        return 0.0
+    return float(_MOST_RANKS ** (_REASONS.index(signum) if signum in _REASONS else 0))
+
+
+def signal_of(total: float) -> int | None:
+    """The signal that stopped the run, None where nobody asked or no signal did."""
+    reason = None
+    for index, signum in enumerate(_REASONS):
+        if signum is not None and total >= _MOST_RANKS**index:
+            reason = int(signum)
+    return reason
 
 
 class StepResult:
@@ -33,7 +54,7 @@ class StepResult:
 
     Args:
         numbers: of `StepReduction.finish_step`.
-        stops: requests to stop of all ranks, summed (`stop_request.addend`).
+        stops: requests to stop of all ranks, summed (`results.addend`).
         require_zero: raises unless the total of the batches' marks is 0; called when the numbers are read. None where
             the numbers have no such total.
         groups: names of the parameter groups whose norms the numbers end with.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.context.precision import LOW
-from colossus.gradients.host_copy import send_to
+from colossus.gradients.host_transfer import send_to
 from colossus.random import derive_seeds, hash_key
 
 _ERROR, _WARM_START = "compression_error", "compression_start"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
-from colossus.gradients.host_copy import send_to
+from colossus.gradients.host_transfer import send_to
 from colossus.gradients.values import values_of
 from colossus.layout.parameter import spec_of
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.host_copy import send_to
+from colossus.gradients.host_transfer import send_to
 from colossus.layout.parameter import spec_of
 
 

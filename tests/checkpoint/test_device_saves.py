@@ -52,11 +52,11 @@ def saved_and_loaded(
 def test_a_save_waits_for_one_copy_and_a_load_brings_all_back(tmp_path: Path) -> None:
     """Beside the copy it reads the few numbers of the run that are on the device."""
     ((waits, steps, kinds),) = run_fake_ranks(1, saved_and_loaded, tmp_path / "fp32", {}, "fp32")
-    assert waits == {"checkpoint/snapshot.py": 1, "engine/gradient_watch.py": 1}
+    assert waits == {"checkpoint/snapshot.py": 1, "engine/nonfinite.py": 1}
     assert steps == [0, 0]
     assert kinds == {"cuda"}
     ((waits, steps, kinds),) = run_fake_ranks(1, saved_and_loaded, tmp_path / "fp16", OFFLOADED, "fp16")
-    assert waits == {"engine/gradient_watch.py": 1, "engine/loss_scale.py": 3}  # rows and state are on the host
+    assert waits == {"engine/nonfinite.py": 1, "engine/loss_scale.py": 3}  # rows and state are on the host
     assert steps == [3, 3]
     assert kinds == {"cpu"}
 

@@ -127,7 +127,7 @@ def test_started_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_fails(rank: int) -> str:
     """In the midst of it a rank raises, and says goodbye to the others, which wait for it."""
-    links = importlib.import_module("colossus.engine.average").PeerLinks
+    links = importlib.import_module("colossus.data_parallel.gossip.average").PeerLinks
     send = links.send
 
     def once(self: Any, to: Any, kind: int, number: int, *arguments: Any, **more: Any) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import colossus
 from colossus import layers
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.check_replicas import ReplicaDifferences
+from colossus.data_parallel.check_replicas import ReplicaDifferences
 
 
 class Net(nn.Module):

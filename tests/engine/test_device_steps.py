@@ -97,7 +97,7 @@ def test_no_step_waits(kind: str) -> None:
 
 # -- how far the host may be ahead ----------------------------------------------------------------------------------
 
-STOPS, FINITE, BATCHES = "optimizer_step.py", "gradient_watch.py", "batch_check.py"
+STOPS, FINITE, BATCHES = "optimizer_step.py", "nonfinite.py", "consistency.py"
 COUNT = "loss_scale.py"
 #: world, case, and whose numbers of the step before a step reads
 BOUNDED: dict[str, tuple[int, Case, list[str]]] = {

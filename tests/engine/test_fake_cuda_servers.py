@@ -84,7 +84,7 @@ def steps(rank: int, strategies: list[dict[str, Any]]) -> list[list[dict[str, in
     return found
 
 
-HOST_READ, SKIPPED = "gradients/host_read.py", "data_parallel/strategy.py"
+HOST_READ, SKIPPED = "gradients/host_transfer.py", "data_parallel/strategy.py"
 NUM_GRADIENTS = 20
 CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
     (dict(mode="sync"), {HOST_READ: NUM_GRADIENTS, "data_parallel/servers/sync.py": 2}),  # the scale, and whether

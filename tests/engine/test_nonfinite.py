@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.data_parallel.skipped_update import _skipped_where, skipping_on_device
-from colossus.engine.gradient_watch import GradientWatch
-from colossus.engine.nonfinite import NonFiniteGradients
+from colossus.engine.nonfinite import GradientWatch, NonFiniteGradients
 from colossus.engine.optimizers import adamw, sgd
 
 STEPS, BAD = 4, 1

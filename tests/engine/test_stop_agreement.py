@@ -13,7 +13,7 @@ from torch import Tensor
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.stop_agreement import StopAgreement
-from colossus.engine.stop_request import addend, signal_of
+from colossus.engine.results import addend, signal_of
 
 
 def number(value: float) -> Tensor:

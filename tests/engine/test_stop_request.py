@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from colossus.engine.stop_request import addend, signal_of
+from colossus.engine.results import addend, signal_of
 from colossus.launch.stop import STOP_SIGNALS
 
 

@@ -13,7 +13,7 @@ import torch._dynamo  # own optimizers and checkpoints import it
 import torch._subclasses.schema_check_mode  # and each step this
 
 import colossus
-from colossus.engine import start_check
+from colossus.engine import consistency
 
 
 def prepare() -> None:
@@ -35,7 +35,7 @@ def prepare() -> None:
     weight.sum().backward()
     optimizer.step()
     # what ranks compare: a hash of the sources, which do not change under the tests
-    start_check._hash_of_files(Path(colossus.__file__).parent)
+    consistency._hash_of_files(Path(colossus.__file__).parent)
 
 
 def collected() -> None:

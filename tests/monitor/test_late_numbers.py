@@ -252,7 +252,7 @@ def test_the_logging_rank_waits_for_its_device_at_logging_steps_only(tmp_path: P
     (found,) = run_fake_ranks(1, steps_that_wait, tmp_path)
     assert found["metrics, tensorboard"] == found["live"] == {}
     assert set(found["plain"]) == {2, 4}
-    assert all("Event.synchronize" in line and "host_read.py" in line for line in found["plain"][2])
+    assert all("Event.synchronize" in line and "host_transfer.py" in line for line in found["plain"][2])
     assert len(rows_of(tmp_path / "metrics.jsonl")) == 5
     # the step itself reads three numbers of the step before: finite, stop, and under fp16 whether there were tokens;
     # a row one more, which is read once for all hooks; a line has read what it shows in its own step

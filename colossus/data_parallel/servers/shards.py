@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
-from colossus.gradients.host_read import HostRead
+from colossus.gradients.host_transfer import HostRead
 from colossus.gradients.parts import ModelParts
 from colossus.layout.layout import Box
 from colossus.layout.parameter import logical_parameters, spec_of

@@ -196,4 +196,4 @@ def note_event(step: int | None) -> None:
     if step == Waits.step:
         note_wait("Event.synchronize")
     elif Waits._stack:
-        Waits._stack[-1].bounds.append((Waits.step - step, _place("late_value.py", "host_read.py")))
+        Waits._stack[-1].bounds.append((Waits.step - step, _place("host_transfer.py")))

@@ -11,7 +11,7 @@ from colossus.comm import collectives
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
-from colossus.engine.batch_check import BatchCheck
+from colossus.engine.consistency import BatchCheck
 from colossus.engine.eval_metrics import EvalTotals
 from colossus.engine.loss_function import check_totals
 from colossus.engine.results import EvalResult
@@ -82,7 +82,7 @@ class StepReduction:
 
         Args:
             loss_sum, tokens: float64 scalars of this rank.
-            stop: this rank's request to end training (`stop_request.addend`).
+            stop: this rank's request to end training (`results.addend`).
             mark: of the batch, where ranks share one (`BatchCheck.mark`).
             loss_scale: what losses were multiplied by before backward, if they were.
 
@@ -150,7 +150,7 @@ class StepReduction:
         """Before each batch of an evaluation: whether to go on, and the requests to stop, the same on all ranks.
 
         Args:
-            stop: this rank's request (`stop_request.addend`), which ends the evaluation on all of them.
+            stop: this rank's request (`results.addend`), which ends the evaluation on all of them.
             has_ended: whether this rank found no batch the last time.
 
         Raises:

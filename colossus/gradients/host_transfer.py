@@ -1,4 +1,4 @@
-"""Numbers that travel from an accelerator to the host while both go on."""
+"""Numbers that travel from an accelerator to the host, and tensors the other way, while both go on."""
 
 from __future__ import annotations
 
@@ -37,3 +37,36 @@ class HostRead:
             arrived.synchronize()
             self._arrived = None
         return self._host
+
+
+class LateValue:
+    """Reads a scalar of each step: at once where that costs nothing, on an accelerator one step late.
+
+    All ranks see the same value after the same step.
+    """
+
+    def __init__(self) -> None:
+        #: the last one on its way from an accelerator
+        self._on_its_way: HostRead | None = None
+
+    def push(self, value: Tensor) -> float | None:
+        """Hand in a step's scalar.
+
+        Returns:
+            Its value; on an accelerator that of the step before, None for the first.
+        """
+        if value.device.type == "cpu":
+            return value.item()
+        before, self._on_its_way = self._on_its_way, HostRead(value)
+        return None if before is None else before.wait().item()
+
+
+def send_to(device: torch.device, x: Tensor) -> Tensor:
+    """A tensor of the host on a device: the host goes on, and what the device is told next finds it there.
+
+    From pinned memory: from other memory the host would wait until the device has come to the copy. torch keeps pinned
+    memory until the copy is over.
+    """
+    if device.type == "cpu" or x.layout is not torch.strided:
+        return x.to(device)
+    return torch.empty_like(x, pin_memory=True).copy_(x).to(device, non_blocking=True)
