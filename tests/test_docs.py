@@ -1,12 +1,21 @@
-"""docs/strategies.md names what there is."""
+"""The pages of docs/ name what there is."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
 import pytest
+import torch
+from helpers.ranks import run_ranks
+from torch import nn
 
+import colossus
+from colossus import layers
 from colossus.registry import GRAPHS, STRATEGIES, STRATEGY_OPTIONS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
@@ -31,3 +40,72 @@ def test_no_table_names_an_option_that_one_of_its_strategies_refuses() -> None:
 def test_every_strategy_and_graph_has_a_row() -> None:
     for name in [*STRATEGIES.names(), *GRAPHS.names()]:
         assert f"\n| `{name}` |" in PAGE, name
+
+
+# -- docs/one-train-step.md, CONTRIBUTING.md ----------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+LINKS = re.findall(r"\[`([\w.]+)`\]\(\.\./(colossus/[\w/]+)\.py\)", (ROOT / "docs" / "one-train-step.md").read_text())
+
+
+def _code(name: str, file: str) -> CodeType:
+    """Of the function that a link names."""
+    found: Any = importlib.import_module(file.replace("/", "."))
+    for part in name.split("."):
+        found = getattr(found, part)
+    code: CodeType = found.__code__
+    return code
+
+
+def _called(rank: int) -> list[str]:
+    """The linked functions in the order in which a step calls them first."""
+    names = {_code(name, file): name for name, file in LINKS}
+    settings = dict(
+        parallel=dict(data=2, tensor=2),
+        optimizer=dict(type="SGD", lr=0.1),
+        train=dict(global_batch_size=4, precision="fp32"),
+        device="cpu",
+    )
+
+    def pair() -> nn.Module:
+        return nn.Sequential(layers.Linear(6, 10, split="column"), nn.Tanh(), layers.Linear(10, 6, split="row"))
+
+    engine = colossus.initialize(settings, model=pair, loss_fn=lambda y, batch: (y.square().sum(), y.shape[0]))
+    engine.train_step(torch.ones(2, 6))
+    called: dict[str, None] = {}
+
+    def look(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code in names:
+            called.setdefault(names[frame.f_code])
+
+    sys.setprofile(look)
+    engine.train_step(torch.ones(2, 6))
+    sys.setprofile(None)
+    engine.close()
+    return list(called)
+
+
+def test_a_step_calls_what_the_page_links_in_its_order() -> None:
+    assert len(LINKS) == 14  # twelve numbers, of which two name a second function
+    for called in run_ranks(4, _called, with_context=False):
+        assert called == [name for name, _ in LINKS]
+
+
+def test_recipes_are_short_and_name_files_that_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    recipes = re.findall(r"\n\*\*(an? [\w' -]+)\*\*: (.*?)\n(?=\n)", text, re.S)
+    assert len(recipes) >= 8
+    for title, recipe in recipes:
+        assert recipe.count("\n") < 15, title
+        for path in re.findall(r"`((?:colossus|tests|docs)/[\w/.-]+)`", recipe):
+            assert (ROOT / path).exists(), f"{title}: {path}"
+
+
+def test_places_of_the_architecture_are_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    places = text[text.index("## Where is") : text.index("## Rooms")]
+    rows = [line for line in places.splitlines() if line.startswith("| ")][1:]
+    assert 30 <= len(rows) <= 42
+    for row in rows:
+        for path in re.findall(r"`([\w/]+(?:\.py|/))`", row):
+            assert (ROOT / "colossus" / path).exists() or (ROOT / path).exists(), path
