@@ -261,7 +261,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
     for alias, name in body["aliases"].items():
         if f"model/{name}" not in tensors:
             raise KeyError(f"{alias} is another name of {name}, which is not there")
-    tokenizer = body.get("tokenizer")  # older manifests have none
+    tokenizer = body["tokenizer"]
     if tokenizer not in (None, BYTES) and (tokenizer != TOKENIZER_FILE or tokenizer not in files):
         raise DamagedCheckpoint(f"names a tokenizer {tokenizer!r:.40}, which is no file of it; take another checkpoint")
     return Manifest(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import torch
 from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.resumed import CLASSES, WIDTH, Listener, Vectors, classify, load, saved, settings
-from helpers.strategies import Apart, LocalSteps
+from helpers.strategies import Apart
 from torch import Tensor, nn
 
 import colossus
 from colossus import layers
 from colossus.checkpoint.folder import name_of as folder_name_of
-from colossus.checkpoint.manifest import MANIFEST, read_manifest
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.data_parallel.all_reduce import AllReduce
 
@@ -256,31 +254,3 @@ def test_another_inexact_strategy_goes_on_from_the_average(tmp_path: Path) -> No
             "the checkpoint has 3 replicas with parameters of their own, of SGP, and this run has DiLoCo: all go on "
             "from the average, the optimizer with the average of theirs",
         ]
-
-
-def as_older(path: Path) -> None:
-    """Make of a checkpoint what an older colossus wrote: the first replica's under the plain keys, no word of it."""
-    manifest, first = read_manifest(path), "replicas/0/"
-    tensors = {key: entry for key, entry in manifest.tensors.items() if not key.startswith((first, "average/"))}
-    tensors |= {key.removeprefix(first): manifest.tensors[key] for key in manifest.tensors if key.startswith(first)}
-    values = {key: value for key, value in manifest.values.items() if not key.startswith(("replicas/", "strategy/"))}
-    del values["strategy"]
-    (path / MANIFEST).write_bytes(replace(manifest, tensors=tensors, values=values).to_bytes())
-
-
-@pytest.mark.long
-def test_older_checkpoints_are_read_as_they_were(tmp_path: Path) -> None:
-    """Each replica takes its own, others the first's."""
-    parallel = dict(data=2, strategy=dict(type=LocalSteps, every=10))
-    path = saved(tmp_path, world=2, parallel=parallel)
-    new = load(path, settings(tmp_path / "a", parallel), state_of, world=2)
-    as_older(path)
-    old = load(path, settings(tmp_path / "b", parallel), state_of, world=2)
-    assert not torch.equal(old[0][0]["up.weight"], old[1][0]["up.weight"])
-    for (state, told, _), (wanted, _, _) in zip(old, new, strict=True):
-        assert not differences(state, wanted)
-        assert told == []
-    ((state, told, _),) = load(path, settings(tmp_path / "c"), state_of)
-    assert not differences(state, new[0][0])
-    wanted = "the checkpoint has 2 replicas with parameters of their own, AllReduce has none: all go on from the first"
-    assert told == [wanted]

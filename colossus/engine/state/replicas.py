@@ -67,9 +67,8 @@ class SavedReplicas:
     """What the replicas of a checkpoint had of their own.
 
     Attributes:
-        kind: of the strategy, None where it is not `is_recorded`, or an older colossus wrote it, which kept the first
-            replica's under the plain keys.
-        num_replicas: data ranks; 1 in an older one where replicas were equal.
+        kind: of the strategy, None where it is not `is_recorded`: its replicas were equal then.
+        num_replicas: data ranks.
         own_parameters, own_state: as `record_of` has it.
     """
 
@@ -81,14 +80,9 @@ class SavedReplicas:
     @classmethod
     def of(cls, manifest: Manifest) -> SavedReplicas:
         record = manifest.values.get(RECORD)
-        if record is not None:
-            return cls(record["kind"], record["num_replicas"], record["own_parameters"], record["own_state"])
-        num = 1 + max((int(key.split("/")[1]) for key in manifest.tensors if key.startswith(_ROOT)), default=0)
-        return cls(None, num, num > 1, num > 1)
-
-    def prefix(self, index: int) -> str:
-        """Before the keys of what was a replica's own."""
-        return "" if self.kind is None and index == 0 else replica_prefix(index)
+        if record is None:
+            return cls(None, 1, False, False)
+        return cls(record["kind"], record["num_replicas"], record["own_parameters"], record["own_state"])
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,7 @@ def source_of(reader: CheckpointReader, strategy: Strategy, context: ParallelCon
     """Where this rank finds its state; one rank tells what does not go on as it was."""
     manifest, num, index = reader.manifest, context.size("data"), context.index("data")
     saved = SavedReplicas.of(manifest)
-    own, now = saved.prefix(index), f"now there {'is' if num == 1 else 'are'} {num}"
+    own, now = replica_prefix(index), f"now there {'is' if num == 1 else 'are'} {num}"
     of_strategy: str | None = ""
     if saved.kind not in (None, kind_of(strategy)):
         of_strategy, why = None, f"it is of {saved.kind}, this run has {kind_of(strategy)}"
@@ -131,20 +125,20 @@ def source_of(reader: CheckpointReader, strategy: Strategy, context: ParallelCon
         _tell(context, f"what the strategy of the checkpoint has kept is not taken: {why}")
     if not saved.own_parameters:
         return Source(strategy=of_strategy)
-    is_same_kind = saved.kind in (None, kind_of(strategy))
+    is_same_kind = saved.kind == kind_of(strategy)
     if strategy.own_parameters and saved.num_replicas == num and is_same_kind:
         return Source(own, (own,), of_strategy, own)
     if not strategy.own_parameters:
         now = f"{kind_of(strategy)} has none"
     elif not is_same_kind:  # it may never make them equal, and does not know of mass in flight
         now = f"of {saved.kind}, and this run has {kind_of(strategy)}"
-    told = f"the checkpoint has {saved.num_replicas} replicas with parameters of their own, {now}: all go on from the"
-    if saved.kind is None:
-        _tell(context, f"{told} first")
-        return Source(strategy=of_strategy)
-    _tell(context, f"{told} average, the optimizer with the average of theirs")
+    _tell(
+        context,
+        f"the checkpoint has {saved.num_replicas} replicas with parameters of their own, {now}: all go on from the "
+        f"average, the optimizer with the average of theirs",
+    )
     model = AVERAGE if any(key.startswith(AVERAGE) for key in manifest.tensors) else ""
-    prefixes = tuple(saved.prefix(each) for each in range(saved.num_replicas))
+    prefixes = tuple(map(replica_prefix, range(saved.num_replicas)))
     return Source(model, prefixes, of_strategy, is_average=True)
 
 
