@@ -39,8 +39,8 @@ class Net(nn.Module):
         return self.table(y, ids) if self.kind == "head" else (y.sum(), len(y))
 
 
-def _step(rank: int, kind: str, bad: int, among: tuple[int, ...] = (1,)) -> tuple[str, str, float]:
-    """The error of a step in which ranks have a bad id in the second of two microbatches, and the next step's loss."""
+def _step(rank: int, kind: str, bad: int, among: tuple[int, ...] = (1,)) -> tuple[str, str]:
+    """The error of a step in which ranks have a bad id in the second of two microbatches."""
     config = dict(
         parallel=dict(data=2, strategy=dict(type="hybrid", ways={"*": "owners"})),
         optimizer=dict(type="SGD", lr=0.1),
@@ -59,7 +59,7 @@ def _step(rank: int, kind: str, bad: int, among: tuple[int, ...] = (1,)) -> tupl
         engine.train_step(ids)
     except (ValueError, RuntimeError) as error:
         kind_of, text = type(error).__name__, f"{error} culprit {getattr(error, 'culprit', None)}"
-    return kind_of, text, engine.train_step(good).loss
+    return kind_of, text
 
 
 @pytest.mark.rest("torch's--1", "bag--1", "torch's bag--1", "head-23")
@@ -76,12 +76,10 @@ def test_a_bad_id_is_told_on_all_ranks(kind: str, bad: int) -> None:
     assert other[1].startswith("rank 1 cannot go on with its lookups in 'table.weight'")
     assert other[1].endswith("culprit 1")  # in the report of a run
     assert own[1].endswith("culprit None")
-    assert other[2] == pytest.approx(own[2], rel=1e-12)  # the run may go on
 
 
 def test_two_ranks_with_bad_ids_say_each_its_own() -> None:
     found = run_ranks(2, _step, "ours", ROWS, (0, 1), with_context=False, timeout=20)
-    for rank, (kind, text, loss) in enumerate(found):
+    for rank, (kind, text) in enumerate(found):
         assert kind == "ValueError"
         assert f"rank {rank} was given id {ROWS} in row {BAD_ROW}" in text
-        assert loss == pytest.approx(found[0][2], rel=1e-12)

@@ -117,20 +117,3 @@ def test_one_process_is_the_mean_over_the_samples(alone: float) -> None:
 
     loss_sum, count = run_ranks(1, body, with_context=False)[0]
     assert (loss_sum / count, count) == (pytest.approx(alone, rel=1e-13), TOKENS)
-
-
-def test_a_caught_failure_after_batches_of_unequal_sizes() -> None:
-    """Data ranks that evaluated unequal numbers of parts still agree on which step has failed."""
-
-    def body(rank: int) -> float:
-        engine = engine_of(dict(data=2, tensor=dict(mode="2d", shape=(2, 1))), 1, "dataset", eval_batch_size=12)
-        engine.evaluate()
-        loss_fn, engine.loss_fn = engine.loss_fn, lambda outputs, batch: 1 / 0  # type: ignore[assignment, return-value]
-        batch = next(engine.loader)
-        with pytest.raises(ZeroDivisionError):
-            engine.train_step(batch)
-        engine.loss_fn = loss_fn
-        return engine.train_step(batch).loss
-
-    losses = run_ranks(4, body, with_context=False, timeout=40)
-    assert len(set(losses)) == 1

@@ -125,32 +125,6 @@ def test_a_parameter_may_be_frozen_on_the_way(tmp_path: Path) -> None:
 # -- failures -------------------------------------------------------------------------------------------------
 
 
-def _caught(rank: int) -> list[tuple[Rows, Rows]]:
-    """A run, and one whose third step raises in its loss on all ranks and is made again."""
-    told = []
-    for strategy in (dict(type="sgp", graph=IRREGULAR, overlap=1), dict(type="d-psgd")):
-        rows = []
-        for fails in (False, True):
-            engine = colossus.initialize(settings_of(strategy, REPLICAS, SGD), model=Net, loss_fn=classify)
-            first = _walk(engine, 2)
-            if fails:
-                engine.loss_fn = None  # type: ignore[assignment]
-                with pytest.raises(TypeError):
-                    engine.train_step(part_of(2, rank))
-                engine.loss_fn = classify
-            rows.append(first + _walk(engine, 2))
-            engine.close()
-        told.append((rows[0], rows[1]))
-    return told
-
-
-def test_a_step_that_failed_is_made_again() -> None:
-    """What it has sent is not sent twice."""
-    for of_rank in run_ranks(REPLICAS, _caught, with_context=False):
-        for usual, after in of_rank:
-            assert after == usual
-
-
 def _dying(rank: int) -> None:
     engine = colossus.initialize(settings_of(dict(type="sgp"), REPLICAS, SGD), model=Net, loss_fn=classify)
     for step in range(20):

@@ -44,26 +44,24 @@ def test_fingerprints_tell_batches_apart() -> None:
 def _lengths_seen(rank: int, parallel: dict[str, Any]) -> list[int | None]:
     """In and after a step whose loss raises, a step, an evaluation."""
     settings = config_of(parallel, 2, "fp64", model=SIZES)
-    is_bad = True
-
-    def loss_fn(outputs: Any, batch: Any) -> Any:
-        if is_bad:
-            raise ArithmeticError("a bad batch")
-        return engine.model.loss(outputs, batch)
-
-    engine = colossus.initialize(settings, loss_fn=loss_fn)
-    parallel_of_model = model_parallel_of(engine.context)
     seen: list[int | None] = []
 
     class Watch(StepObserver):
         def before_forward(self, stage: int, microbatch: int, samples: Any) -> None:
-            seen.append(parallel_of_model.batch_info.num_tokens)
+            seen.append(model_parallel_of(engine.context).batch_info.num_tokens)
 
+    def bad(outputs: Any, batch: Any) -> Any:
+        raise ArithmeticError("a bad batch")
+
+    engine = colossus.initialize(settings, loss_fn=bad)
     engine.observers.append(Watch())
     with pytest.raises(ArithmeticError):
         engine.train_step(batch_of(0, {**SIZES, "seq_len": 5}))
-    seen.append(parallel_of_model.batch_info.num_tokens)
-    is_bad = False
+    seen.append(model_parallel_of(engine.context).batch_info.num_tokens)
+    engine.close()
+    engine = colossus.initialize(settings)
+    parallel_of_model = model_parallel_of(engine.context)
+    engine.observers.append(Watch())
     engine.train_step(batch_of(0, SIZES))
     seen.append(parallel_of_model.batch_info.num_tokens)
     engine.eval_step(batch_of(0, {**SIZES, "seq_len": 3}))

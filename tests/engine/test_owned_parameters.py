@@ -60,20 +60,20 @@ def _errors(rank: int, way: str, kind: Any) -> dict[str, str]:
         optimizer=dict(type="SGD", lr=0.1),
         train=dict(steps=3, global_batch_size=2 * SAMPLES, precision="fp64"),
     )
-    engine = colossus.initialize(config, model=lambda: Net(kind))
-    model, ids = next(m for m in engine.model.modules() if isinstance(m, Net)), torch.arange(SAMPLES) + rank
-    engine.train_step(ids)
-    assert model.table.weight.shape[0] in ((11, 12) if way == "owners" else (ROWS,))  # may be asked for
-    repr(model.table.weight)
     found = {}
-    for name, model.read in [("in a step", READS["mean of detached"]), *READS.items()]:
+    for name, read in [("in a step", READS["mean of detached"]), *READS.items()]:
+        engine = colossus.initialize(config, model=lambda: Net(kind))
+        model, ids = next(m for m in engine.model.modules() if isinstance(m, Net)), torch.arange(SAMPLES) + rank
+        engine.train_step(ids)
+        assert model.table.weight.shape[0] in ((11, 12) if way == "owners" else (ROWS,))  # may be asked for
+        repr(model.table.weight)
+        model.read = read
         try:
             engine.train_step(ids) if name == "in a step" else engine.eval_step(ids)
             found[name] = ""
         except (ValueError, RuntimeError) as error:
             found[name] = str(error)
-    model.read = None
-    engine.train_step(ids)  # the run may go on
+        engine.close()
     return found
 
 

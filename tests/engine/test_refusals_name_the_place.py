@@ -117,12 +117,12 @@ def test_in_a_step_and_in_an_evaluation(parallel: dict[str, Any]) -> None:
     def body(rank: int) -> Any:
         found = {}
         for mark in marks:
-            engine = engine_of(mark, parallel)
-            batch = torch.ones(4, 6, dtype=torch.float64)
-            if not is_piped and mark not in ("hook", "recompute"):
-                found[mark, "eval"] = told(lambda: engine.eval_step(batch))
-            found[mark, "step"] = told(lambda: engine.train_step(batch))
-            engine.close()
+            kinds = ("step",) if is_piped or mark in ("hook", "recompute") else ("eval", "step")
+            for kind in kinds:
+                engine = engine_of(mark, parallel)
+                act = engine.train_step if kind == "step" else engine.eval_step
+                found[mark, kind] = told(lambda act=act: act(torch.ones(4, 6, dtype=torch.float64)))
+                engine.close()
         return found
 
     results = run_ranks(4 if is_piped else 2, body, with_context=False)
