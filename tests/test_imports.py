@@ -35,17 +35,18 @@ LEVELS = {
     "gradients": 6,
     "sparse": 7,
     "data_parallel": 8,
-    "hf": 9,  # beside the engine, which reaches it through a registry
-    "engine": 9,
-    "convert": 10,
-    "monitor": 10,
-    "doctor": 10,
-    "launch": 11,
-    "inference": 12,
-    "verify": 13,
-    "compare": 13,
-    "cli": 14,
-    "__main__": 15,
+    "state": 9,
+    "hf": 10,  # beside the engine, which reaches it through a registry
+    "engine": 10,
+    "convert": 11,
+    "monitor": 11,
+    "doctor": 11,
+    "launch": 12,
+    "inference": 13,
+    "verify": 14,
+    "compare": 14,
+    "cli": 15,
+    "__main__": 16,
 }
 #: anyone may import these; they import only each other as listed
 LEAVES = {

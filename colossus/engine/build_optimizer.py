@@ -16,11 +16,11 @@ from colossus.comm.objects import all_gather_object
 from colossus.config import Config
 from colossus.config.schema import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.state.optimizer import why_not_saved
 from colossus.layout.parameter import spec_of
 from colossus.registry import OPTIMIZERS
 from colossus.sparse.row_update import table_problem
 from colossus.sparse.table_group import group_tables, tell_of_weight_decay
+from colossus.state.optimizer import why_not_saved
 
 #: (full name, parameter) of what a rank updates, as ``model.named_parameters()`` would give it
 NamedParameters = list[tuple[str, nn.Parameter]]

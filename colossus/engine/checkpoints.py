@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,12 +19,9 @@ from colossus.checkpoint.sources import find_weights, open_weights
 from colossus.checkpoint.together import on_all_ranks
 from colossus.checkpoint.writer import Save, SavedCheckpoint
 from colossus.comm.objects import broadcast_object
-from colossus.engine.hooks import Hook
 from colossus.engine.saves import Saves
-from colossus.engine.state.engine_state import EngineState
-
-if TYPE_CHECKING:
-    from colossus.engine.engine import Engine
+from colossus.state.hook_state import SavedHook
+from colossus.state.state import State
 
 log = logging.getLogger("colossus.engine")
 
@@ -34,7 +30,7 @@ Find = Callable[[dict[Path, CheckpointError]], Path | None]
 
 
 class Checkpoints:
-    """Saves and loads the whole state of an engine. What is not told otherwise is collective: every rank calls.
+    """Saves and loads the whole state of a run. What is not told otherwise is collective: every rank calls.
 
     `fit` follows the config's section ``checkpoint``. In a loop of your own call `resume` before it and `after_step` in
     it, or `save` and `load` as you like.
@@ -50,10 +46,9 @@ class Checkpoints:
         on_progress: called from any thread when a part of a checkpoint was written or read: nothing is stuck.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._config = engine, engine.config.checkpoint
-        self._state = EngineState(engine)
-        self._saves = Saves(engine, self._state, lambda: self.on_progress())
+    def __init__(self, state: State) -> None:
+        self._state, self._run, self._config = state, state.run, state.run.config.checkpoint
+        self._saves = Saves(state, lambda: self.on_progress())
         self.resume_from = self._config.resume
         self.resumed_from: Path | None = None
         self.resumed_plan = ""
@@ -63,11 +58,11 @@ class Checkpoints:
         self.on_progress: Callable[[], None] = lambda: None
 
     @property
-    def hooks(self) -> Sequence[Hook]:
+    def hooks(self) -> Sequence[SavedHook]:
         return self._state.hook_states.hooks
 
     @hooks.setter
-    def hooks(self, hooks: Sequence[Hook]) -> None:
+    def hooks(self, hooks: Sequence[SavedHook]) -> None:
         self._state.hook_states.hooks = hooks
 
     @property
@@ -186,7 +181,7 @@ class Checkpoints:
     def _take_weights(self) -> None:
         """Those that the config names, into a run that begins and has none."""
         weights = self._config.weights
-        if weights is not None and self.weights_from is None and not self._engine.completed_steps:
+        if weights is not None and self.weights_from is None and not self._run.completed_steps:
             with under_key("checkpoint.weights"):
                 self.load_weights(
                     weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow
@@ -198,7 +193,7 @@ class Checkpoints:
 
         Under the plan of the checkpoint the run is bit for bit the one that was saved. Under another all parameters and
         their state are the same to the bit, and what belonged to single ranks (random generators, places in a loader of
-        one's own, buffers, modules and hooks that differ between ranks) goes on as `engine/state/` says of each.
+        one's own, buffers, modules and hooks that differ between ranks) goes on as `state/` says of each.
         What the config changes is done: more steps, another precision, lr or weight decay, another order of the data
         (warnings, by one rank). The optimizer must be of the same class.
 
@@ -255,7 +250,7 @@ class Checkpoints:
 
         self.weights_from = self._read_newest(lambda damaged: find_weights(path, damaged), take)
         (self.weights_match,) = matched
-        if not self.weights_match.is_complete and self._engine.context.is_logging_rank:
+        if not self.weights_match.is_complete and self._run.context.is_logging_rank:
             log.warning("not loaded from %s: %s", self.weights_from, self.weights_match)
         return self.weights_match
 
@@ -274,12 +269,12 @@ class Checkpoints:
     def _read_newest(self, find: Find, take: Callable[[CheckpointReader], None]) -> Path | None:
         """Read what rank 0 finds; if a checksum then shows that it is damaged, what it finds without that."""
         self._saves.require_between_steps("loaded")
-        self._engine.strategy.sync_point()
+        self._run.strategy.sync_point()
         self.finish()
         self._saves.is_changed()
-        world = self._engine.context.group(self._engine.context.grid.names)
+        world = self._run.context.group(self._run.context.grid.names)
         damaged: dict[Path, CheckpointError] = {}
-        is_first = self._engine.context.is_logging_rank
+        is_first = self._run.context.is_logging_rank
         while True:
             mine = on_all_ranks(world, lambda: find(damaged) if is_first else None, tells_ranks=False)
             found = broadcast_object(mine, world, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,8 @@ from colossus.layout.split_parameter import as_shards
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import Executor, StepTotals
 from colossus.schedule.runtime.observer import StepObserver
+from colossus.state.run import Run
+from colossus.state.state import State
 
 
 class Engine:
@@ -49,7 +50,7 @@ class Engine:
         executor: runs the stages of this rank.
         observers: told of what happens inside of a step; append your own.
         num_parameters: elements of the whole model, a tied parameter counted once.
-        completed_steps: optimizer steps done.
+        run: the parts that have a state, how far it is, and where the launcher keeps what it writes.
         checkpoints: saves and loads all of this.
     """
 
@@ -75,20 +76,26 @@ class Engine:
         self.store, self.strategy, self._reduction = store, strategy, reduction
         self.pipeline, self._stages, self.executor, self.observers = pipeline, stages, executor, observers
         self._optimizer_step = optimizer_step
-        self.inputs, self.loaders = inputs, loaders
+        self.inputs = inputs
         self.device = context.device
         self.num_parameters = 0
-        self.completed_steps = 0
-        #: where the launcher keeps what this run writes; None outside of a launch
-        self.run_dir: Path | None = None
         #: whether a step or an evaluation has failed on this rank
         self._failed = self._closed = False
-        #: this rank's request to stop, see `addend`
-        self._stop = 0.0
         #: steps, and forwards of evaluations, so far
         self._num_runs = 0
         self._batch_scope = model_parallel_of(context).batch_scope
-        self.checkpoints = Checkpoints(self)
+        self.run = Run(
+            config,
+            context,
+            model,
+            optimizer,
+            store,
+            strategy,
+            optimizer_step.watch,
+            optimizer_step.loss_scaler,
+            loaders,
+        )
+        self.checkpoints = Checkpoints(State(self.run, self))
         self._evaluation = Evaluation(
             model, stages.metrics.names, context, self._forward, self._mark_failed, reduction, strategy
         )
@@ -103,6 +110,15 @@ class Engine:
         self._stages.loss_fn = loss_fn
 
     @property
+    def completed_steps(self) -> int:
+        """Optimizer steps done."""
+        return self.run.completed_steps
+
+    @completed_steps.setter
+    def completed_steps(self, completed: int) -> None:
+        self.run.completed_steps = completed
+
+    @property
     def loss_scaler(self) -> LossScaler | None:
         """Of fp16, else None."""
         return self._optimizer_step.loss_scaler
@@ -113,6 +129,15 @@ class Engine:
         return self._optimizer_step.watch
 
     # -- data ---------------------------------------------------------------------------------------------
+
+    @property
+    def loaders(self) -> Loaders | None:
+        """Of training and validation; may be replaced between steps."""
+        return self.run.loaders
+
+    @loaders.setter
+    def loaders(self, loaders: Loaders | None) -> None:
+        self.run.loaders = loaders
 
     @property
     def loader(self) -> Any:
@@ -156,7 +181,7 @@ class Engine:
                 check.mark(batch, step_batch.fingerprint) if check.is_needed else None
             )  # before the model writes to it
             totals = self.accumulate_gradients(step_batch)
-            result = self._optimizer_step.run(self.completed_steps, totals, self._stop, mark, self._before_update)
+            result = self._optimizer_step.run(self.completed_steps, totals, self.run.stop, mark, self._before_update)
             self.completed_steps = result.step
         return result
 
@@ -251,7 +276,7 @@ class Engine:
         if self.eval_loader is None:
             raise ValueError("there is no validation data to evaluate on")
         result, complete, stops = self._evaluation.all_batches(
-            self.eval_loader, self.config.train.eval_batches, lambda: self._stop
+            self.eval_loader, self.config.train.eval_batches, lambda: self.run.stop
         )
         return EvalSummary.of(result, self.completed_steps, complete, signal_of(stops))
 
@@ -285,11 +310,11 @@ class Engine:
         Args:
             signum: of the signal that is the reason; all ranks learn of it (`StepResult.stop_signal`).
         """
-        self._stop = addend(True, signum)
+        self.run.stop = addend(True, signum)
 
     def withdraw_stop(self) -> None:
         """Forget a request of this rank: what it was to stop has ended."""
-        self._stop = 0.0
+        self.run.stop = 0.0
 
     def close(self) -> None:
         """Wait for a save under way, and for replicas of an asynchronous strategy that are not through yet unless

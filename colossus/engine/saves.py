@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,16 +18,14 @@ from colossus.checkpoint.together import on_all_ranks
 from colossus.checkpoint.writer import CheckpointWriter, Save, SavedCheckpoint
 from colossus.comm.objects import all_gather_object
 from colossus.data.loader import Loader
-from colossus.engine.state.engine_state import EngineState
-
-if TYPE_CHECKING:
-    from colossus.engine.engine import Engine
+from colossus.engine.results import addend
+from colossus.state.state import State
 
 log = logging.getLogger("colossus.engine")
 
 
 class Saves:
-    """Of one engine.
+    """Of one run.
 
     Attributes:
         writer: made by the first save.
@@ -36,9 +33,9 @@ class Saves:
         is_in_step: a step runs, so that nothing can be saved or loaded.
     """
 
-    def __init__(self, engine: Engine, state: EngineState, on_block: Callable[[], None]) -> None:
-        self._engine, self._state, self._on_block = engine, state, on_block
-        self._config = engine.config.checkpoint
+    def __init__(self, state: State, on_block: Callable[[], None]) -> None:
+        self._run, self._state, self._on_block = state.run, state, on_block
+        self._config = state.run.config.checkpoint
         # what it means now, whatever the working directory will be
         self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
         self.writer: CheckpointWriter | None = None
@@ -58,13 +55,13 @@ class Saves:
 
     @property
     def has_root(self) -> bool:
-        return self._config.dir is not None or self._engine.run_dir is not None
+        return self._config.dir is not None or self._run.folder is not None
 
     @property
     def root(self) -> Path:
         if not self.has_root:
             raise ValueError("checkpoint.dir: name a folder for checkpoints; only `colossus launch` has a run folder")
-        return folder.root_of(self._dir, self._engine.run_dir or Path())
+        return folder.root_of(self._dir, self._run.folder or Path())
 
     def require_root(self) -> None:
         """Where checkpoints are due, find now that they have nowhere to go, and not at the first save. Collective.
@@ -75,20 +72,20 @@ class Saves:
         """
         if self._config.every and not self._is_root_known:
             root = self.root
-            world = self._engine.context.group(self._engine.context.grid.names)
+            world = self._run.context.group(self._run.context.grid.names)
             on_all_ranks(
-                world, lambda: _try_to_write(root) if self._engine.context.is_logging_rank else None, tells_ranks=False
+                world, lambda: _try_to_write(root) if self._run.context.is_logging_rank else None, tells_ranks=False
             )
             self._is_root_known = True
 
     def save(self, *, background: bool) -> Save:
         self.require_between_steps("saved")
-        self._engine.strategy.sync_point()
+        self._run.strategy.sync_point()
         if self._save is not None:
             self._settle()
         began = time.perf_counter()
         self.name_latest()
-        context, step = self._engine.context, self._engine.completed_steps
+        context, step = self._run.context, self._run.completed_steps
         if self.writer is None:
             self.writer = CheckpointWriter(
                 self.root,
@@ -109,11 +106,11 @@ class Saves:
         self.require_root()
         self.name_latest()
         stops = self._config.on_error == "stop"
-        is_due = is_last or self._engine.completed_steps % self._config.every == 0
+        is_due = is_last or self._run.completed_steps % self._config.every == 0
         if self._save is not None and (is_due or self._save.is_done):
             self._settle(is_raised=is_due and stops)
         if is_due:
-            self._engine.strategy.sync_point()
+            self._run.strategy.sync_point()
             if stops:
                 self._raise_failed()
             if not self._is_saved():
@@ -128,7 +125,7 @@ class Saves:
     def _is_saved(self) -> bool:
         """Whether there is a checkpoint of the state as it is: for all ranks, or for none. One rank alone may have seen
         its save fail, when it did not hear how it ended."""
-        step, context = self._engine.completed_steps, self._engine.context
+        step, context = self._run.completed_steps, self._run.context
         if self._begun_step != step:
             return False
         return all(all_gather_object(self._saved_step == step, context.group(context.grid.names)))
@@ -157,14 +154,14 @@ class Saves:
             if is_raised:
                 return
             if stops:  # ranks hear of it at different steps: they raise it at the next one that is due
-                self._engine.request_stop()
+                self._run.stop = addend(True, None)
                 self._has_asked_to_stop = True
-            if self._engine.context.is_logging_rank:
+            if self._run.context.is_logging_rank:
                 log.error("%s; training %s", error, "stops" if stops else "goes on")
 
     def _raise_failed(self) -> None:
         """What went wrong on any rank, on all of them. It is over then: the next save that is due is tried."""
-        context = self._engine.context
+        context = self._run.context
         failed, self._failed = self._failed, None
 
         def work() -> None:
@@ -176,7 +173,7 @@ class Saves:
         except CheckpointError:
             self._saved_step = None
             if self._has_asked_to_stop:  # whoever catches this goes on
-                self._engine.withdraw_stop()
+                self._run.stop = 0.0
                 self._has_asked_to_stop = False
             raise
 
@@ -203,7 +200,7 @@ class Saves:
     @contextlib.contextmanager
     def during_step(self) -> Iterator[None]:
         """Around a train step."""
-        if self._engine.strategy.is_averaged:
+        if self._run.strategy.is_averaged:
             raise RuntimeError(
                 "a step cannot be trained inside of strategy.evaluation() or export(): the parameters are the average "
                 "of the replicas there, and the replica's own come back at its end; leave that block first"
@@ -215,7 +212,7 @@ class Saves:
             yield
         finally:
             self.is_in_step = False
-            loaders = self._engine.loaders
+            loaders = self._run.loaders
             if loaders is not None and isinstance(loaders.train, Loader):
                 loaders.train.num_untrained = 0
 
@@ -225,7 +222,7 @@ class Saves:
                 f"a checkpoint cannot be {what} inside of a train step: weights, optimizer and place in the data are "
                 f"of different steps there; do it after engine.train_step, or in a hook's on_step_end"
             )
-        if self._engine.strategy.is_averaged:
+        if self._run.strategy.is_averaged:
             raise CheckpointError(
                 f"a checkpoint cannot be {what} inside of strategy.evaluation() or export(): the parameters are the "
                 f"average of the replicas there, not each replica's own; leave that block first"
@@ -234,7 +231,7 @@ class Saves:
     def goes_on_from(self, found: Path) -> None:
         """All state is that of a checkpoint now."""
         is_own = self.has_root and found.parent.resolve() == self.root.resolve()
-        self._begun_step = self._saved_step = self._engine.completed_steps if is_own else None
+        self._begun_step = self._saved_step = self._run.completed_steps if is_own else None
         self._origin = found if is_own and self._config.every else None
 
     def is_changed(self) -> None:
@@ -244,7 +241,7 @@ class Saves:
     def name_latest(self) -> None:
         """Training goes on: let ``latest`` name the checkpoint it goes on from, which may be an older one."""
         origin, self._origin = self._origin, None
-        if origin is None or not self._engine.context.is_logging_rank:
+        if origin is None or not self._run.context.is_logging_rank:
             return
         try:
             folder.name_latest(origin)

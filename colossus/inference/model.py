@@ -19,8 +19,6 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.engine.device import pick_device
 from colossus.engine.inputs import batch_axes
 from colossus.engine.pipeline import PipelineRuntime
-from colossus.engine.state.boxes import parameter_boxes
-from colossus.engine.state.weights import known_weights, load_matched, require_same_model
 from colossus.error_place import add_place
 from colossus.inference.config import Source, generation_config
 from colossus.layers import to_whole
@@ -32,6 +30,8 @@ from colossus.layers.pipeline_block import run_blocks
 from colossus.models.transformer import Transformer
 from colossus.registry import MODELS
 from colossus.schedule.runtime.stage_scope import MetaTensorGuard
+from colossus.state.boxes import parameter_boxes
+from colossus.state.weights import known_weights, load_matched, require_same_model
 
 
 class TextModel:

@@ -108,7 +108,7 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     folder = run.folder
     assert folder is not None
     say_where_to_record(folder)
-    engine.run_dir, engine.checkpoints.resume_from = folder, run.resume
+    engine.run.folder, engine.checkpoints.resume_from = folder, run.resume
     metrics, display = Metrics(folder / run_folder.METRICS), make_display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
     run.hooks = [_beginning(run, config), metrics, display, *user_hooks]

@@ -31,7 +31,7 @@ class TensorBoard(Hook):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError("the TensorBoard hook needs its extra: pip install 'colossus[tensorboard]'") from error
-        folder = self.log_dir or str((engine.run_dir or Path(".")) / "tensorboard")
+        folder = self.log_dir or str((engine.run.folder or Path(".")) / "tensorboard")
         # a run that goes on hides what an attempt before it has written of the steps that come again
         purged = engine.completed_steps + 1 if engine.checkpoints.resumed_from is not None else None
         self._writer = SummaryWriter(folder, purge_step=purged)

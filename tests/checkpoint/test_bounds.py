@@ -17,8 +17,8 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.manifest import read_manifest
-from colossus.engine.state.parameters import boxes_of
 from colossus.layout.layout import Box
+from colossus.state.parameters import boxes_of
 
 WIDTH = 1024
 NUM_LAYERS = 6

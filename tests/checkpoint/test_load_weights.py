@@ -236,7 +236,7 @@ def by_config(rank: int, root: str) -> None:
     def fitted(**checkpoint: Any) -> Any:
         engine = made(dict(parallel=dict(data=2)), seed=9, train=dict(seed=9, steps=checkpoint.pop("steps", 1)),
                       checkpoint=dict(dir=root + "/second", **checkpoint))  # fmt: skip
-        vars(engine)["loaders"] = type("Loaders", (), {"train": Batches(batches), "validation": None, "description": "",
+        engine.loaders = type("Loaders", (), {"train": Batches(batches), "validation": None, "description": "",
                                              "validation_missing": ""})()  # fmt: skip
         return engine, fit(engine)
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,7 +161,7 @@ def test_tensorboard_hides_the_steps_that_come_again(
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     engine = resumed(step, steps=4, validation=False) if step else FakeEngine(steps=4, validation=False)
-    engine.run_dir = tmp_path  # type: ignore[attr-defined]
+    engine.run = SimpleNamespace(folder=tmp_path)  # type: ignore[attr-defined]
     engine.checkpoints.on_save_after = {4}
     fit(engine, [TensorBoard()])
     assert calls == [4 if step else None, "flush"]

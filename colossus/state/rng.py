@@ -17,8 +17,8 @@ from torch import Tensor
 
 from colossus.checkpoint.values import decode
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.state.of_ranks import of_ranks
 from colossus.random import GlobalRng
+from colossus.state.of_ranks import of_ranks
 
 
 def rng_state(context: ParallelContext) -> dict[str, Any]:

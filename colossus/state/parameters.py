@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from colossus.checkpoint.snapshot import RankState
 from colossus.data_parallel.replica_average import ReplicaAverage
-from colossus.engine.state.boxes import ParameterBox, parameter_boxes
-from colossus.engine.state.per_parameter import held_of_state
-from colossus.engine.state.replicas import AVERAGE, has_own_parameters, has_own_state, replica_prefix
-
-if TYPE_CHECKING:
-    from colossus.engine.engine import Engine
+from colossus.state.boxes import ParameterBox, parameter_boxes
+from colossus.state.per_parameter import held_of_state
+from colossus.state.replicas import AVERAGE, has_own_parameters, has_own_state, replica_prefix
+from colossus.state.run import Run
 
 
-def boxes_of(engine: Engine, *, replicas_differ: bool = False) -> list[ParameterBox]:
-    """Of the model of an engine. Each is written once, or once by each replica."""
-    elsewhere = [engine.store.stored(param) for param in engine.strategy.parts.counted_elsewhere]
-    return parameter_boxes(engine.model, engine.context, elsewhere, replicas_differ=replicas_differ)
+def boxes_of(run: Run, *, replicas_differ: bool = False) -> list[ParameterBox]:
+    """Of the model of an run. Each is written once, or once by each replica."""
+    elsewhere = [run.store.stored(param) for param in run.strategy.parts.counted_elsewhere]
+    return parameter_boxes(run.model, run.context, elsewhere, replicas_differ=replicas_differ)
 
 
-def per_parameter(engine: Engine) -> dict[str, Mapping[Any, Mapping[str, Any]]]:
+def per_parameter(run: Run) -> dict[str, Mapping[Any, Mapping[str, Any]]]:
     """What is kept for each parameter, by section."""
     return {
-        "optimizer": engine.strategy.optimizer_state(engine.optimizer),
-        "strategy": engine.strategy.parameter_state(),
+        "optimizer": run.strategy.optimizer_state(run.optimizer),
+        "strategy": run.strategy.parameter_state(),
     }
 
 
-def add_parameters(state: RankState, engine: Engine) -> list[ParameterBox]:
+def add_parameters(state: RankState, run: Run) -> list[ParameterBox]:
     """Add them; returns the boxes of all parameters. Collective over data, where replicas have parameters of their own.
 
     Then each replica writes its own, and the ranks along data share out the average. Memory: of that, what this rank
@@ -40,29 +38,27 @@ def add_parameters(state: RankState, engine: Engine) -> list[ParameterBox]:
     Raises:
         CheckpointError: for state that a checkpoint cannot hold.
     """
-    strategy, context = engine.strategy, engine.context
+    strategy, context = run.strategy, run.context
     differ, own_state = has_own_parameters(strategy, context), has_own_state(strategy, context)
-    boxes, own = boxes_of(engine), replica_prefix(context.index("data"))
-    own_boxes = boxes_of(engine, replicas_differ=True) if differ or own_state else boxes
+    boxes, own = boxes_of(run), replica_prefix(context.index("data"))
+    own_boxes = boxes_of(run, replicas_differ=True) if differ or own_state else boxes
     if differ:
-        _add_own(state, engine, boxes, own_boxes, own)
+        _add_own(state, run, boxes, own_boxes, own)
     else:
         state.tensors += [box.held(f"model/{box.name}") for box in boxes]
-    for section, held in per_parameter(engine).items():
+    for section, held in per_parameter(run).items():
         is_own = differ if section == "optimizer" else own_state
         where, by = (f"{own}{section}", own_boxes) if is_own else (section, boxes)
         state.tensors += held_of_state(where, held, by, state.values)
     return boxes
 
 
-def _add_own(
-    state: RankState, engine: Engine, boxes: list[ParameterBox], own_boxes: list[ParameterBox], own: str
-) -> None:
+def _add_own(state: RankState, run: Run, boxes: list[ParameterBox], own_boxes: list[ParameterBox], own: str) -> None:
     """The parameters of this replica, and this rank's part of the average."""
-    strategy = engine.strategy
-    evaluates_average, is_first = strategy.evaluates == "average", engine.context.index("data") == 0
+    strategy = run.strategy
+    evaluates_average, is_first = strategy.evaluates == "average", run.context.index("data") == 0
     trained = {id(param) for param in strategy.trained}
-    means = _written_means(engine, {id(box.parameter) for box in boxes if box.writes})
+    means = _written_means(run, {id(box.parameter) for box in boxes if box.writes})
     for box, of_replica in zip(boxes, own_boxes, strict=True):
         key = f"model/{box.name}"
         if id(box.parameter) not in trained:
@@ -75,9 +71,9 @@ def _add_own(
             state.tensors.append(of_replica.held(key))
 
 
-def _written_means(engine: Engine, written: set[int]) -> dict[int, Tensor]:
+def _written_means(run: Run, written: set[int]) -> dict[int, Tensor]:
     """The average of those parameters that this rank writes, by id."""
-    strategy = engine.strategy
+    strategy = run.strategy
     average = ReplicaAverage(strategy.parts, strategy.trained)
     means: dict[int, Tensor] = {}
     for number, mean in average.parameters(strategy.average_addend()):

@@ -18,7 +18,7 @@ from colossus.checkpoint.values import decode, encode
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
-from colossus.engine.state.boxes import ParameterBox
+from colossus.state.boxes import ParameterBox
 
 #: stored parameter -> name -> tensor of its shape, another tensor that is the same on all ranks, or a plain value
 ParameterState = Mapping[nn.Parameter, Mapping[str, Any]]

@@ -13,8 +13,8 @@ from colossus.checkpoint.matching import Known, Shape, WeightMatch, match_exactl
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.state.boxes import ParameterBox, buffers_of
-from colossus.engine.state.buffers import read_buffer
+from colossus.state.boxes import ParameterBox, buffers_of
+from colossus.state.buffers import read_buffer
 
 
 def known_weights(model: nn.Module, boxes: Sequence[ParameterBox], context: ParallelContext) -> dict[str, Known]:

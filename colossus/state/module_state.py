@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from colossus.checkpoint.values import decode
-from colossus.engine.state.of_ranks import of_ranks
+from colossus.state.of_ranks import of_ranks
 
 
 def module_states(model: nn.Module) -> dict[str, Any]:

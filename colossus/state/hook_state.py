@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -22,11 +22,8 @@ from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import host_bytes
 from colossus.checkpoint.values import decode, encode
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.hooks import Hook
-from colossus.engine.state.of_ranks import of_ranks
-
-if TYPE_CHECKING:
-    from colossus.engine.engine import Engine
+from colossus.state.of_ranks import of_ranks
+from colossus.state.run import Stateful
 
 log = logging.getLogger("colossus.engine")
 
@@ -56,33 +53,42 @@ class EncodedState:
         return crc
 
 
+class SavedHook(Stateful, Protocol):
+    """A hook as a checkpoint sees it."""
+
+    def on_save(self, engine: Any) -> None: ...
+
+
 class HookStates:
     """The hooks of a run, and what a checkpoint has of hooks that are not there yet.
+
+    Args:
+        owner: what hooks are called with: the engine.
 
     Attributes:
         hooks: whose ``state_dict`` belongs to the run. Those that are set after a load, and before the next step, take
             what was saved.
     """
 
-    def __init__(self, context: ParallelContext) -> None:
-        self._context = context
-        self._hooks: list[Hook] = []
+    def __init__(self, context: ParallelContext, owner: Any) -> None:
+        self._context, self._owner = context, owner
+        self._hooks: list[SavedHook] = []
         #: by name, decoded
         self._untaken: dict[str, Any] = {}
 
     @property
-    def hooks(self) -> list[Hook]:
+    def hooks(self) -> list[SavedHook]:
         return self._hooks
 
     @hooks.setter
-    def hooks(self, hooks: Sequence[Hook]) -> None:
+    def hooks(self, hooks: Sequence[SavedHook]) -> None:
         self._hooks = list(hooks)
         self._give()
 
-    def before_save(self, engine: Engine) -> None:
+    def before_save(self) -> None:
         for name, hook in _by_name(self._hooks):
             with _naming(name, "on_save"):
-                hook.on_save(engine)
+                hook.on_save(self._owner)
 
     def collect(self) -> dict[str, EncodedState]:
         """What each hook of this rank gives, if it gives anything, by path."""
@@ -111,7 +117,7 @@ class HookStates:
         if self._untaken and self._context.is_logging_rank:
             log.warning(
                 "the checkpoint has state of hooks that this run does not have: %s. It is dropped; to take it, give "
-                "the hooks to fit, or set engine.checkpoints.hooks, before the first step",
+                "the hooks to fit, or set run.checkpoints.hooks, before the first step",
                 ", ".join(self._untaken),
             )
         self._untaken = {}
@@ -167,12 +173,12 @@ def _naming(name: str, method: str) -> Iterator[None]:
         raise CheckpointError(f"the hook {name}: {method}: {in_words(error)}") from error
 
 
-def _by_name(hooks: Sequence[Hook]) -> list[tuple[str, Hook]]:
+def _by_name(hooks: Sequence[SavedHook]) -> list[tuple[str, SavedHook]]:
     """By the name of the class; of several of one name by their number, too.
 
     A class inside of another is ``Outer:Inner``: what follows a dot is the hook's own.
     """
-    named: list[tuple[str, Hook]] = []
+    named: list[tuple[str, SavedHook]] = []
     counts: Counter[str] = Counter()
     for hook in hooks:
         name = type(hook).__qualname__.replace(".", ":")

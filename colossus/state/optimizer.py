@@ -17,7 +17,7 @@ from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.values import decode, encode
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
-from colossus.engine.state.per_parameter import ParameterState
+from colossus.state.per_parameter import ParameterState
 
 log = logging.getLogger("colossus.engine")
 
@@ -171,7 +171,7 @@ def require_same_optimizer(
         raise CheckpointError(
             f"{reader.folder} was saved with the optimizer {saved.kind}, this run has {kind}: what the one has kept of "
             f"each parameter ({', '.join(sorted(kept))}) tells the other nothing. Take {saved.kind}, or begin a run "
-            f"with the weights alone: checkpoint.weights, or engine.checkpoints.load_weights"
+            f"with the weights alone: checkpoint.weights, or run.checkpoints.load_weights"
         )
     before = _row_rules(saved.made)
     if rules != before:

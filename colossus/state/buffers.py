@@ -12,7 +12,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import host_bytes
-from colossus.engine.state.of_ranks import own_path
+from colossus.state.of_ranks import own_path
 
 
 def own_key(rank: int, name: str) -> str:
