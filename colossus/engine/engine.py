@@ -6,20 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from colossus.config import Config
-from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders
-from colossus.data_parallel.strategy import Strategy
-from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.checkpoints import Checkpoints
 from colossus.engine.eval_metrics import EvalTotals
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.loss_function import LossFunction
 from colossus.engine.loss_scale import LossScaler
-from colossus.engine.nonfinite import GradientWatch
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.results import EvalResult, EvalSummary, StepResult, addend, signal_of
@@ -56,13 +51,8 @@ class Engine:
 
     def __init__(
         self,
-        config: Config,
-        context: ParallelContext,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        run: Run,
         *,
-        store: ParameterStore,
-        strategy: Strategy,
         reduction: StepReduction,
         optimizer_step: OptimizerStep,
         pipeline: PipelineRuntime,
@@ -70,34 +60,23 @@ class Engine:
         executor: Executor,
         observers: list[StepObserver],
         inputs: Inputs,
-        loaders: Loaders | None,
     ) -> None:
-        self.config, self.context, self.model, self.optimizer = config, context, model, optimizer
-        self.store, self.strategy, self._reduction = store, strategy, reduction
+        self.run, self.config, self.context = run, run.config, run.context
+        self.model, self.optimizer, self.store, self.strategy = run.model, run.optimizer, run.store, run.strategy
         self.pipeline, self._stages, self.executor, self.observers = pipeline, stages, executor, observers
+        self._reduction = reduction
         self._optimizer_step = optimizer_step
         self.inputs = inputs
-        self.device = context.device
+        self.device = run.context.device
         self.num_parameters = 0
         #: whether a step or an evaluation has failed on this rank
         self._failed = self._closed = False
         #: steps, and forwards of evaluations, so far
         self._num_runs = 0
-        self._batch_scope = model_parallel_of(context).batch_scope
-        self.run = Run(
-            config,
-            context,
-            model,
-            optimizer,
-            store,
-            strategy,
-            optimizer_step.watch,
-            optimizer_step.loss_scaler,
-            loaders,
-        )
-        self.checkpoints = Checkpoints(State(self.run, self))
+        self._batch_scope = model_parallel_of(run.context).batch_scope
+        self.checkpoints = Checkpoints(State(run, self))
         self._evaluation = Evaluation(
-            model, stages.metrics.names, context, self._forward, self._mark_failed, reduction, strategy
+            run.model, stages.metrics.names, run.context, self._forward, self._mark_failed, reduction, run.strategy
         )
 
     @property
@@ -122,11 +101,6 @@ class Engine:
     def loss_scaler(self) -> LossScaler | None:
         """Of fp16, else None."""
         return self._optimizer_step.loss_scaler
-
-    @property
-    def gradient_watch(self) -> GradientWatch:
-        """What becomes of steps whose gradients are not finite."""
-        return self._optimizer_step.watch
 
     # -- data ---------------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ from colossus.registry import MODELS, STRATEGIES
 from colossus.schedule.runtime.observer import StepObserver
 from colossus.sparse.survey import survey
 from colossus.sparse.table_group import require_optimizer_of_tables
+from colossus.state.run import Run
 from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 
@@ -235,12 +236,7 @@ def _engine(
         observers=observers,
     )
     return Engine(
-        config,
-        context,
-        model,
-        optimizer,
-        store=store,
-        strategy=strategy,
+        Run(config, context, model, optimizer, store, strategy, watch, scaler, loaders),
         reduction=reduction,
         optimizer_step=OptimizerStep(config, optimizer, strategy, reduction, watch, scaler),
         pipeline=pipeline,
@@ -248,7 +244,6 @@ def _engine(
         executor=pipeline.make_executor(stages, parallel, observers),
         observers=observers,
         inputs=inputs,
-        loaders=loaders,
     )
 
 

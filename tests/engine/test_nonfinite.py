@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.data_parallel.skipped_update import _skipped_where, skipping_on_device
-from colossus.engine.nonfinite import GradientWatch, NonFiniteGradients
+from colossus.engine.nonfinite import NonFiniteGradients
 from colossus.engine.optimizers import adamw, sgd
 
 STEPS, BAD = 4, 1
@@ -290,7 +290,7 @@ class OneLate:
 
 
 def late(faulty: Faulty) -> None:
-    watch: GradientWatch = faulty.engine.gradient_watch
+    watch: Any = faulty.engine.run.gradient_watch
     watch._is_late, watch._late_found = True, OneLate()  # type: ignore[assignment]
 
 

@@ -299,7 +299,7 @@ def scales(rank: int, folder: Path) -> list[tuple[float, int, int]]:
     seen = []
 
     def look(engine: Any) -> None:
-        scaler, watch = engine.loss_scaler.state_dict(), engine.gradient_watch.state_dict()
+        scaler, watch = engine.loss_scaler.state_dict(), engine.run.gradient_watch.state_dict()
         seen.append((scaler["scale"], scaler["growth_tracker"], watch["num_skipped"]))
 
     for strategy in (dict(type=Apart), dict(type=Apart), None):
