@@ -24,7 +24,7 @@ import colossus
 from benchmarks import common
 from benchmarks.peers.cached import CachedDecoder
 from benchmarks.ranks import RankGroup
-from colossus.checkpoint.saved_state_dict import read_state_dict
+from colossus.checkpoint.state_dict import read_state_dict
 from colossus.inference import Decoding, Sampling, find_source, load_model
 from colossus.registry import MODEL_OPTIONS
 

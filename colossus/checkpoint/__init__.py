@@ -14,8 +14,13 @@ if TYPE_CHECKING:
     from colossus.checkpoint.manifest import Manifest, read_manifest
     from colossus.checkpoint.matching import WeightMatch
     from colossus.checkpoint.reader import CheckpointReader
-    from colossus.checkpoint.saved_state_dict import read_state_dict, stream_saved_state_dict
-    from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict, stream_state_dict
+    from colossus.checkpoint.state_dict import (
+        full_state_dict,
+        load_full_state_dict,
+        read_state_dict,
+        stream_saved_state_dict,
+        stream_state_dict,
+    )
     from colossus.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 
 __all__ = [
@@ -47,8 +52,8 @@ __getattr__, __dir__ = lazy_names(
         "full_state_dict": "state_dict",
         "load_full_state_dict": "state_dict",
         "read_manifest": "manifest",
-        "read_state_dict": "saved_state_dict",
-        "stream_saved_state_dict": "saved_state_dict",
+        "read_state_dict": "state_dict",
+        "stream_saved_state_dict": "state_dict",
         "stream_state_dict": "state_dict",
     },
 )

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.checkpoint.matching import matches
-from colossus.checkpoint.natural_order import natural_order
+from colossus.checkpoint.matching import matches, natural_order
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES
-from colossus.checkpoint.values import TAGS
 from colossus.layout.layout import Box
 
 #: elements that are compared at a time
@@ -56,10 +54,8 @@ class TensorDifference:
         return self.key.partition("/")[0]
 
     def exceeds(self, tolerance: Tolerance) -> bool:
-        if self.spec or self.num_different is None:
+        if self.spec or not self.is_float:
             return True
-        if not self.is_float:
-            return self.num_different > 0
         return self.relative > tolerance.relative and self.absolute > tolerance.absolute
 
 
@@ -72,7 +68,7 @@ class Difference:
         tensors: that both have and that are not the same, those of the model first, then those of the optimizer; in
             each the largest relative difference first.
         values: path -> (as A has it, as B has it), of what is no tensor: the step, and all other state.
-        told: the same of what is no state: plan, config.
+        about: the same of what is no state: plan, versions, config.
         num_compared: tensors that both have.
     """
 
@@ -80,7 +76,7 @@ class Difference:
     only_in_b: list[str]
     tensors: list[TensorDifference]
     values: dict[str, tuple[str, str]]
-    told: dict[str, tuple[str, str]]
+    about: dict[str, tuple[str, str]]
     num_compared: int
 
     def exceeds(self, tolerance: Tolerance) -> bool:
@@ -90,13 +86,7 @@ class Difference:
         )
 
 
-def diff(
-    a: CheckpointReader,
-    b: CheckpointReader,
-    *,
-    only: tuple[str, ...] = (),
-    on_tensor: Callable[[str], None] = lambda key: None,
-) -> Difference:
+def diff(a: CheckpointReader, b: CheckpointReader, *, only: tuple[str, ...] = ()) -> Difference:
     """Compare two checkpoints.
 
     What belongs to the ranks of a plan (generators; the state that each data rank or stage adds) is compared where both
@@ -105,99 +95,84 @@ def diff(
     Args:
         only: patterns (`fnmatch`) of keys (``model/blocks.0.*``), to which the comparison is restricted; a path of a
             value is one, too. Empty is all.
-        on_tensor: called with each key before it is compared.
 
     Raises:
         CheckpointError: when a file cannot be read.
     """
-
     is_same_plan = a.manifest.plan.get("axes") == b.manifest.plan.get("axes")
 
     def is_wanted(key: str) -> bool:
         return matches(key, only) if only else is_same_plan or not key.startswith("ranks/")
 
-    left, right = ({key for key in each.manifest.tensors if is_wanted(key)} for each in (a, b))
-    left, right = left | _aliased(a, is_wanted), right | _aliased(b, is_wanted)
-    found = []
-    both = sorted(left & right, key=natural_order)
+    left, right = (_keys(each, is_wanted) for each in (a, b))
+    both = sorted(left.keys() & right.keys(), key=natural_order)
+    compared = (_compare(key, a, left[key], b, right[key]) for key in both)
+    found = [each for each in compared if each is not None]
     order = {"model": 0, "optimizer": 1}
-    for key in both:
-        on_tensor(key)
-        difference = _of_tensor(key, a, b)
-        if difference is not None:
-            found.append(difference)
     found.sort(key=lambda each: (order.get(each.section, 2), each.section, -each.relative))
+    values, others = ({"step": each.manifest.step, **each.manifest.values} for each in (a, b))
+    if not is_same_plan:  # what each data rank, or stage, has is there as often as there are of these
+        for path in [path for path in values.keys() ^ others.keys() if path.startswith(_OF_RANKS)]:
+            values.pop(path, None), others.pop(path, None)
     return Difference(
-        sorted(left - right, key=natural_order),
-        sorted(right - left, key=natural_order),
+        sorted(left.keys() - right.keys(), key=natural_order),
+        sorted(right.keys() - left.keys(), key=natural_order),
         found,
-        {path: pair for path, pair in _values(a, b, is_same_plan=is_same_plan).items() if is_wanted(path)},
+        {path: pair for path, pair in _differing(values, others).items() if is_wanted(path)},
         {} if only else _differing(_about(a), _about(b)),
         len(both),
     )
 
 
-def _aliased(reader: CheckpointReader, is_wanted: Callable[[str], bool]) -> set[str]:
-    """Keys under which what is tied would be if it were not: one checkpoint may have a tie that the other has not."""
-    return {key for name in reader.manifest.aliases if is_wanted(key := f"model/{name}")}
+#: sections of values with an entry of each data rank, or of each stage
+_OF_RANKS = ("loader/", "strategy_values/", "optimizer_groups/")
 
 
-def _key(key: str, reader: CheckpointReader) -> str:
-    name = key.removeprefix("model/")
-    return key if key in reader.manifest.tensors else f"model/{reader.manifest.aliases[name]}"
+def _keys(reader: CheckpointReader, is_wanted: Callable[[str], bool]) -> dict[str, str]:
+    """Keys of tensors, also those that tied ones would have if they were not -> the key under which the value is."""
+    keys = {key: key for key in reader.manifest.tensors}
+    keys |= {f"model/{alias}": f"model/{name}" for alias, name in reader.manifest.aliases.items()}
+    return {key: value for key, value in keys.items() if is_wanted(key)}
 
 
-def _of_tensor(key: str, a: CheckpointReader, b: CheckpointReader) -> TensorDifference | None:
+def _compare(key: str, a: CheckpointReader, key_a: str, b: CheckpointReader, key_b: str) -> TensorDifference | None:
     """None where both are the same."""
-    key_a, key_b = _key(key, a), _key(key, b)
-    one, other = a.manifest.tensors[key_a], b.manifest.tensors[key_b]
+    one, other = a.entry(key_a), b.entry(key_b)
     count = math.prod(one.shape)
     if one.shape != other.shape:
         return TensorDifference(key, f"{one.dtype} {one.shape}, {other.dtype} {other.shape}", None, count)
-    spec = f"{one.dtype}, {other.dtype}" if one.dtype != other.dtype else ""
     different, absolute, largest = 0, 0.0, 0.0
-    is_float = all(DTYPES[each.dtype].is_floating_point or DTYPES[each.dtype].is_complex for each in (one, other))
-    boxes = list(blocks(one.shape, BLOCK_ELEMENTS))
-    if not spec and all(torch.equal(_read(a, key_a, box), _read(b, key_b, box)) for box in boxes):
-        return None
-    for box in boxes:
-        x, y = _read(a, key_a, box), _read(b, key_b, box)
-        gap, size, num = _compared(x, y)
+    for box in blocks(one.shape, BLOCK_ELEMENTS):
+        gap, size, num = _compared(_read(a, key_a, box), _read(b, key_b, box))
         different, absolute, largest = different + num, max(absolute, gap), max(largest, size)
+    spec = f"{one.dtype}, {other.dtype}" if one.dtype != other.dtype else ""
     if not different and not spec:
         return None
     relative = absolute / largest if largest > 0 and math.isfinite(absolute) else absolute
+    is_float = all(DTYPES[each.dtype].is_floating_point or DTYPES[each.dtype].is_complex for each in (one, other))
     return TensorDifference(key, spec, different, count, absolute, relative, is_float)
 
 
 def _read(reader: CheckpointReader, key: str, box: Box) -> Tensor:
-    out = torch.empty([stop - start for start, stop in box], dtype=DTYPES[reader.manifest.tensors[key].dtype])
+    out = torch.empty([stop - start for start, stop in box], dtype=DTYPES[reader.entry(key).dtype])
     reader.read_box(key, box, out)
     return out
 
 
 def _compared(x: Tensor, y: Tensor) -> tuple[float, float, int]:
     """Of two blocks: the largest difference, the largest finite element, and how many elements are not the same."""
+    if not x.numel():
+        return 0.0, 0.0, 0
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     p, q = x.to(wide), y.to(wide)
-    gap = (p - q).abs()
-    absolute, largest = _largest(gap), max(_largest(p), _largest(q))
-    if math.isfinite(absolute) and math.isfinite(largest) and (x.is_floating_point() or x.dtype != y.dtype):
-        return absolute, largest, int(gap.count_nonzero())
-    is_same = (p == q) | (p.isnan() & q.isnan())
-    if x.dtype == y.dtype and not x.is_floating_point() and not x.is_complex():
-        is_same = x == y  # float64 does not hold every int64
-    gap = torch.where(is_same, 0.0, gap).nan_to_num_(nan=math.inf, posinf=math.inf)
-    largest = max(_largest(each.abs().nan_to_num(0.0, 0.0, 0.0)) for each in (p, q))
-    return _largest(gap), largest, int((~is_same).sum())
-
-
-def _largest(x: Tensor) -> float:
-    """Absolute; NaN where there is one."""
-    if not x.numel():
-        return 0.0
-    low, high = torch.aminmax(x.abs() if x.is_complex() else x)
-    return high.item() if math.isnan(high.item()) else max(-low.item(), high.item())
+    largest = max(each.abs().nan_to_num_(0.0, 0.0, 0.0).max().item() for each in (p, q))
+    # float64 does not hold every int64
+    is_same = x == y if x.dtype == y.dtype else p == q
+    if bool(is_same.all()):
+        return 0.0, largest, 0
+    is_same |= p.isnan() & q.isnan()
+    gap = torch.where(is_same, 0.0, (p - q).abs()).nan_to_num_(nan=math.inf, posinf=math.inf)
+    return gap.max().item(), largest, int((~is_same).sum())
 
 
 def blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:
@@ -215,56 +190,30 @@ def blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:
             yield from (((start, stop), *rest) for rest in blocks(shape[1:], most))
 
 
-# -- what is no tensor ------------------------------------------------------------------------------------
-
-
-#: sections of values with an entry of each data rank, or of each stage
-_OF_RANKS = ("loader/", "strategy_values/", "optimizer_groups/")
-
-
-def _values(a: CheckpointReader, b: CheckpointReader, *, is_same_plan: bool) -> dict[str, tuple[str, str]]:
-    one, other = ({"step": each.manifest.step, **each.manifest.values} for each in (a, b))
-    alone = {path for path in one.keys() ^ other.keys() if not is_same_plan and path.startswith(_OF_RANKS)}
-    return _differing(
-        *(_flat({path: value for path, value in each.items() if path not in alone}) for each in (one, other))
-    )
-
-
 def _about(reader: CheckpointReader) -> dict[str, Any]:
     manifest = reader.manifest
-    told = {"plan": manifest.plan, "versions": manifest.versions, "config": manifest.config}
-    return _flat(told | {"tokenizer": manifest.tokenizer})
+    return {
+        "plan": manifest.plan,
+        "versions": manifest.versions,
+        "config": manifest.config,
+        "tokenizer": manifest.tokenizer,
+    }
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Plain values by their path in a nest; what stands for a tensor (`values.encode`) is left out."""
-    if isinstance(value, Mapping) and len(value) == 1 and (tag := next(iter(value))) in TAGS:
-        return {} if tag == "$tensor" else _flat(value[tag], path)
-    if isinstance(value, Mapping):
-        items = [(str(key), each) for key, each in value.items()]
-    elif isinstance(value, list):
-        items = [(str(index), each) for index, each in enumerate(value)]
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Plain values by their path in a nest; tags of `values.encode` are no part of it."""
+    if isinstance(value, Mapping) and value:
+        for key, each in value.items():
+            yield from _flat(each, path if key.startswith("$") else f"{path}.{key}".lstrip("."))
+    elif isinstance(value, list) and value:
+        for index, each in enumerate(value):
+            yield from _flat(each, f"{path}.{index}")
     else:
-        return {path: value}
-    if not items:
-        return {path: value}
-    found: dict[str, Any] = {}
-    for key, each in items:
-        found |= _flat(each, f"{path}.{key}" if path else key)
-    return found
-
-
-_ABSENT = object()
+        yield path, value
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    found = {}
-    for path in dict.fromkeys((*one, *other)):
-        x, y = one.get(path, _ABSENT), other.get(path, _ABSENT)
-        if x != y and not (x != x and y != y):
-            found[path] = _shown(x), _shown(y)
-    return found
-
-
-def _shown(value: Any) -> str:
-    return "absent" if value is _ABSENT else repr(value)
+    """Paths at which two nests differ, and what each has there. As text: NaN is NaN."""
+    left, right = ({path: repr(value) for path, value in _flat(each)} for each in (one, other))
+    pairs = {path: (left.get(path, "absent"), right.get(path, "absent")) for path in {**left, **right}}
+    return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}

@@ -1,4 +1,4 @@
-"""What outlives a crash of the machine: data and names that were flushed to the disk. No torch.
+"""Files that outlive a crash of the machine, folders that are there as a whole or not at all, checksums. No torch.
 
 A file system may keep what is written and renamed in memory for half a minute, and write it in another order. So
 data is flushed before it gets its name, a name before another one is made to point to it or another one goes away.
@@ -11,9 +11,14 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from colossus.checkpoint.errors import CheckpointError
+
+#: what is written, read and summed at a time
+BLOCK_BYTES = 1 << 20
 #: what a file system answers that cannot flush a folder (some network and FUSE ones), and need not
 _CANNOT_FLUSH = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.ENOTTY}
 
@@ -80,3 +85,57 @@ def remove(folder: Path) -> None:
         folder.rename(dying)
         flush_folder(dying.parent)
         shutil.rmtree(dying, ignore_errors=True)
+
+
+def require_new(target: Path) -> None:
+    """That nothing is there yet.
+
+    Raises:
+        CheckpointError: there is.
+    """
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target}: is there already; name a folder that is not, or move it away")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into, beside ``target``, whose name it gets when the block ends well; else it is removed.
+
+    Raises:
+        CheckpointError: ``target`` is there, or cannot be made.
+    """
+    require_new(target)
+    temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
+    try:
+        make_folder(temporary)
+        yield temporary
+        flush_folder(temporary)
+        require_new(target)
+        temporary.rename(target)
+        flush_folder(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or target}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def checksum(path: Path, on_block: Callable[[], None] = lambda: None) -> int:
+    """The CRC-32 of a file; ``on_block`` is called after each `BLOCK_BYTES`."""
+    crc, buffer = 0, memoryview(bytearray(BLOCK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+            on_block()
+    return crc
+
+
+def problem_of(path: Path, wanted: int, on_block: Callable[[], None] = lambda: None) -> str | None:
+    """What is wrong with a file that was written with this CRC-32: ``rank-00000.safetensors is corrupted: ..``, or
+    None."""
+    try:
+        found = checksum(path, on_block)
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror or error}"
+    if found == wanted:
+        return None
+    return f"{path.name} is corrupted: its CRC-32 is {found:08x}, it was written with {wanted:08x}"

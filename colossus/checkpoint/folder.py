@@ -16,14 +16,11 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from colossus.checkpoint.durable import flush_folder, remove, write_flushed
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.foreign import what_else
-from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest, saved_at
+from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
 log = logging.getLogger("colossus.checkpoint")
 
@@ -53,41 +50,29 @@ def temporary(root: Path, step: int, token: str) -> Path:
     return root / f"{name_of(step)}.tmp-{token}"
 
 
-@dataclass(frozen=True)
-class Found:
-    """A folder that looks like a checkpoint, and when it was saved."""
-
-    path: Path
-    step: int
-    saved_at: float
-
-
-def checkpoints(root: Path) -> list[Found]:
-    """The folders in ``root`` with the name and the manifest of a checkpoint, the oldest first; whether they are intact
-    is not looked at.
-
-    By the time that stands in the manifest: a copy of the folder has the same, the time of its files is that of the
-    copy. Not by the step: where a run went back to step 100, a checkpoint of step 200 may be older than one of 150.
-    """
-    found = []
-    for path, step in named(root):
-        with contextlib.suppress(OSError):
-            found.append(Found(path, step, saved_at(path / MANIFEST)))
-    return sorted(found, key=lambda each: (each.saved_at, each.step))
-
-
-def named(root: Path) -> Iterator[tuple[Path, int]]:
-    """What has the name of a checkpoint, by name, and its step; whether it has a manifest is not looked at."""
+def named(root: Path) -> dict[Path, int]:
+    """What has the name of a checkpoint, by name, and its step; whether it is one is not looked at."""
     try:
         names = sorted(os.listdir(root))
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return {}
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be read: {error.strerror or error}") from None
-    for name in names:
-        matched = _NAME.fullmatch(name)
-        if matched is not None:
-            yield root / name, int(matched[1])
+    return {root / name: int(matched[1]) for name in names if (matched := _NAME.fullmatch(name))}
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The folders in ``root`` with the name and the manifest of a checkpoint, the oldest first; whether they are intact
+    is not looked at.
+
+    By the time of the manifest, not by the step: where a run went back to step 100, a checkpoint of step 200 may be
+    older than one of 150.
+    """
+    found = []
+    for path, step in named(root).items():
+        with contextlib.suppress(OSError):
+            found.append(((path / MANIFEST).stat().st_mtime, step, path))
+    return [path for _, _, path in sorted(found)]
 
 
 def find_latest(root: Path, damaged: dict[Path, CheckpointError] | None = None) -> Path | None:
@@ -103,7 +88,7 @@ def find_latest(root: Path, damaged: dict[Path, CheckpointError] | None = None) 
         CheckpointError: when one cannot be read, or is of another version: which is no reason to go back behind it.
     """
     damaged = {} if damaged is None else damaged
-    wanted = _candidates(root)
+    wanted = _newest_first(root)
     for path in wanted:
         if path in damaged:
             continue
@@ -121,11 +106,10 @@ def find_latest(root: Path, damaged: dict[Path, CheckpointError] | None = None) 
     return None
 
 
-def _candidates(root: Path) -> list[Path]:
-    """What ``latest`` names, then all others, the newest first; whether they are intact is not looked at."""
-    with_manifest = [found.path for found in reversed(checkpoints(root))]
-    without = sorted((path for path, _ in named(root) if path not in with_manifest), reverse=True)
-    found = with_manifest + without
+def _newest_first(root: Path) -> list[Path]:
+    """What ``latest`` names, then all others, the newest first, at last what has a name and no manifest."""
+    found = checkpoints(root)[::-1]
+    found += [path for path in reversed(named(root)) if path not in found]
     try:
         name = (root / LATEST).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -159,16 +143,18 @@ def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Pa
                 return found
         if not path.exists():
             raise CheckpointError(f"{path}: there is no such folder")
-        raise CheckpointError(
-            f"{path}: is neither a checkpoint of colossus (no {MANIFEST}), nor a folder of checkpoints (no step-..), "
-            f"nor a run folder with checkpoints; {what_else(path)}"
-        )
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    raise CheckpointError(
+        f"{path}: is neither a checkpoint of colossus (no {MANIFEST}), nor a folder of checkpoints (no step-..), nor a "
+        f"run folder with checkpoints. colossus opens no pickle, so no file of torch.save and no checkpoint of "
+        f"torch.distributed.checkpoint: load it in a script of your own, then call "
+        f"colossus.checkpoint.load_full_state_dict; a model folder of Hugging Face is for checkpoint.weights"
+    )
 
 
 def require_files(folder: Path) -> Manifest:
-    """That a checkpoint has its manifest, which is returned, and all of its files, in their sizes, and no others.
+    """That a checkpoint has its manifest, which is returned, and all of its files, in their sizes.
 
     Raises:
         DamagedCheckpoint: naming the file that is not as it was written.
@@ -190,12 +176,6 @@ def require_files(folder: Path) -> Manifest:
                 f"{folder / name}: is {verb}: it has {found.st_size} bytes and was written with {file.num_bytes}; take "
                 f"another checkpoint"
             )
-    extra = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in manifest.files)
-    if extra:
-        raise DamagedCheckpoint(
-            f"{folder}: {', '.join(extra[:3])} is not a file of this checkpoint: its manifest does not name it; move "
-            f"it away"
-        )
     return manifest
 
 
@@ -273,8 +253,8 @@ def prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
     """
     if keep_last == 0:
         return []
-    steps, kept, removed = dict(named(root)), 0, []
-    for path in _candidates(root):
+    steps, kept, removed = named(root), 0, []
+    for path in _newest_first(root):
         if kept < keep_last:
             kept += is_whole(path)
         elif (path / MANIFEST).exists() and (not keep_every or steps[path] % keep_every):

@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
+import platform
 import re
+import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from colossus import __version__
-from colossus.checkpoint.dtypes import ITEM_BYTES
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.tiling import is_tiling
 
 FORMAT = "colossus.checkpoint"
 VERSION = 1
@@ -26,11 +26,31 @@ MANIFEST = "manifest.json"
 #: what a manifest calls the tokenizer of a model: text is taken as bytes, or this file of the checkpoint says how
 BYTES, TOKENIZER_FILE = "bytes", "tokenizer.json"
 
-_PREFIX = re.compile(rb'\{"crc32": "([0-9a-f]{8})", "manifest": ')
-#: within the first bytes of a manifest, behind the step
-_SAVED_AT = re.compile(rb'"saved_at": (\d{1,12}(?:\.\d{1,12})?)[,}]')
-_FIRST_BYTES = 256
-_BEGINNING, _END = b'{"crc32": "', b"}\n"
+#: dtypes by torch's names: bytes of an element, and what safetensors calls it; complex numbers are stored as their real
+#: and imaginary parts
+_DTYPES = {
+    "float64": (8, "F64"),
+    "float32": (4, "F32"),
+    "float16": (2, "F16"),
+    "bfloat16": (2, "BF16"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "complex128": (16, "F64"),
+    "complex64": (8, "F32"),
+    "int64": (8, "I64"),
+    "int32": (4, "I32"),
+    "int16": (2, "I16"),
+    "int8": (1, "I8"),
+    "uint64": (8, "U64"),
+    "uint32": (4, "U32"),
+    "uint16": (2, "U16"),
+    "uint8": (1, "U8"),
+    "bool": (1, "BOOL"),
+}
+ITEM_BYTES = {name: num_bytes for name, (num_bytes, _) in _DTYPES.items()}
+SAFETENSORS_DTYPES = {name: code for name, (_, code) in _DTYPES.items()}
+
+_FILE = re.compile(rb'\{"crc32": "([0-9a-f]{8})", "manifest": (.*)\}\n', re.DOTALL)
 #: a file in the checkpoint's folder; nothing that leads out of it
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
@@ -139,8 +159,8 @@ class Manifest:
             "tensors": {
                 key: [
                     entry.dtype,
-                    list(entry.shape),
-                    [[numbers[each.file], each.offset, list(each.start), list(each.size)] for each in entry.chunks],
+                    entry.shape,
+                    [[numbers[each.file], each.offset, each.start, each.size] for each in entry.chunks],
                 ]
                 for key, entry in self.tensors.items()
             },
@@ -160,153 +180,139 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: when it cannot be read, or is of another version.
     """
     path = folder / MANIFEST
-    body = _checked_body(path, _bytes_of(path))
     try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for whoever writes to it
+            raise DamagedCheckpoint(f"{path}: is no file; take another checkpoint")
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedCheckpoint(f"{folder}: is no checkpoint: there is no {MANIFEST} in it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    found = _FILE.fullmatch(data)
+    if found is None or zlib.crc32(found[2]) != int(found[1], 16):
+        raise DamagedCheckpoint(
+            f"{path}: is truncated or corrupted ({len(data)} bytes, whose CRC-32 is not the one in it), or not one of "
+            f"colossus; take another checkpoint"
+        )
+    try:
+        body = json.loads(found[2])
         if body["format"] != FORMAT:
-            raise DamagedCheckpoint(_FOREIGN)
+            raise ValueError(f"format {body['format']!r:.40} is not {FORMAT}")
         if body["version"] != VERSION:
             raise CheckpointError(
-                f"has format version {body['version']}, written by colossus "
+                f"{path}: has format version {body['version']}, written by colossus "
                 f"{body.get('versions', {}).get('colossus', '?')}; this colossus ({__version__}) reads version "
                 f"{VERSION}: use the one that wrote it"
             )
         return _parse(body)
-    except CheckpointError as error:
-        raise type(error)(f"{path}: {error}") from None
-    except _MALFORMED as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedCheckpoint(
             f"{path}: cannot be understood ({type(error).__name__}: {error}); take another checkpoint"
         ) from None
 
 
-def saved_at(path: Path) -> float:
-    """When a checkpoint was saved, from the first bytes of its manifest, whose checksum is not looked at; where it does
-    not say, when the file was written.
-
-    Raises:
-        OSError: there is no such file.
-    """
-    modified = path.stat().st_mtime
-    if path.is_file():  # to open a pipe would wait for whoever writes to it
-        with contextlib.suppress(PermissionError), open(path, "rb") as file:
-            if found := _SAVED_AT.search(file.read(_FIRST_BYTES)):
-                return float(found[1])
-    return modified
-
-
-#: what a manifest raises whose checksum is right and whose content is not what colossus writes
-_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
-_FOREIGN = "is not the manifest of a colossus checkpoint; take another checkpoint"
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        if not path.is_file() and path.exists():
-            raise DamagedCheckpoint(f"{path}: is no file; take another checkpoint")
-        return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise DamagedCheckpoint(
-            f"{path.parent}: is no checkpoint: there is no {MANIFEST} in it"
-            + ("" if path.parent.exists() else ", the folder does not exist")
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def _checked_body(path: Path, data: bytes) -> dict[str, Any]:
-    """What the manifest says, once its checksum is found right."""
-    prefix = _PREFIX.match(data)
-    if prefix is None:
-        is_ours = bool(data) and (data[: len(_BEGINNING)] == _BEGINNING[: len(data)])
-        what = "is truncated or corrupted" if is_ours or not data.strip(b"\0") else "is not one of colossus"
-        raise DamagedCheckpoint(f"{path}: {what}: it has {len(data)} bytes; take another checkpoint")
-    text = data[prefix.end() : -len(_END)]
-    if not data.endswith(_END) or zlib.crc32(text) != int(prefix[1], 16):
-        raise DamagedCheckpoint(
-            f"{path}: is truncated or corrupted: its CRC-32 is {zlib.crc32(text):08x}, it was written with "
-            f"{prefix[1].decode()}; take another checkpoint"
-        )
-    try:
-        body = json.loads(text)
-    except _MALFORMED as error:
-        raise DamagedCheckpoint(f"{path}: is no JSON ({error}); take another checkpoint") from None
-    if not isinstance(body, dict):
-        raise DamagedCheckpoint(f"{path}: {_FOREIGN}")
-    return body
-
-
-def _parse(body: dict[str, Any]) -> Manifest:
+def _parse(body: Mapping[str, Any]) -> Manifest:
+    """The manifest of its JSON: names of files lead nowhere else, and chunks lie within their tensors and files."""
     names = [name for name, _, _ in body["files"]]
     for name in names:
-        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-            raise DamagedCheckpoint(f"names a file {name!r}, which is no plain file name; take another checkpoint")
-    if len(set(names)) != len(names):
-        raise DamagedCheckpoint("names a file twice; take another checkpoint")
-    files = {name: FileEntry(_count(size), int(crc, 16)) for name, size, crc in body["files"]}
-    tensors = {}
-    for key, (dtype, shape, chunks) in body["tensors"].items():
-        entry = TensorEntry(
+        if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+            raise ValueError(f"the file {name!r} is no plain file name")
+    if len(set(names)) < len(names):
+        raise ValueError("a file is there twice")
+    files = {name: FileEntry(int(num_bytes), int(crc, 16)) for name, num_bytes, crc in body["files"]}
+    tensors = {
+        key: TensorEntry(
             dtype,
-            tuple(map(_count, shape)),
-            tuple(
-                Chunk(names[_count(file)], _count(offset), tuple(map(_count, start)), tuple(map(_count, size)))
-                for file, offset, start, size in chunks
-            ),
+            tuple(shape),
+            tuple(Chunk(names[file], offset, tuple(start), tuple(size)) for file, offset, start, size in chunks),
         )
+        for key, (dtype, shape, chunks) in body["tensors"].items()
+    }
+    for key, entry in tensors.items():
         _check(key, entry, files)
-        tensors[key] = entry
-    for name in ("versions", "plan", "config", "aliases", "values"):
-        if not isinstance(body[name], dict):
-            raise TypeError(f"{name} is a {type(body[name]).__name__}")
     for alias, name in body["aliases"].items():
         if f"model/{name}" not in tensors:
-            raise KeyError(f"{alias} is another name of {name}, which is not there")
+            raise ValueError(f"{alias} is another name of {name}, which is not there")
     tokenizer = body["tokenizer"]
     if tokenizer not in (None, BYTES) and (tokenizer != TOKENIZER_FILE or tokenizer not in files):
-        raise DamagedCheckpoint(f"names a tokenizer {tokenizer!r:.40}, which is no file of it; take another checkpoint")
+        raise ValueError(f"the tokenizer {tokenizer!r:.40} is no file of it")
     return Manifest(
-        _count(body["step"]),
-        float(body["saved_at"]),
-        body["versions"],
-        body["plan"],
-        body["config"],
-        files,
-        tensors,
-        body["aliases"],
-        body["values"],
-        tokenizer,
+        step=int(body["step"]),
+        saved_at=float(body["saved_at"]),
+        versions=dict(body["versions"]),
+        plan=dict(body["plan"]),
+        config=dict(body["config"]),
+        files=files,
+        tensors=tensors,
+        aliases=body["aliases"],
+        values=dict(body["values"]),
+        tokenizer=tokenizer,
     )
 
 
-def _count(value: Any) -> int:
-    """A whole number, not negative, and not something that could be made one."""
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r:.40} where a count is expected")
-    return value
-
-
 def _check(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> None:
-    """That the chunks of a tensor lie in their files and cover it, each element once."""
-    if entry.dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{key} has dtype {entry.dtype!r:.40}, which this colossus does not know")
-    item = ITEM_BYTES[entry.dtype]
+    item = ITEM_BYTES.get(entry.dtype)
+    if item is None:
+        raise ValueError(f"{key} has dtype {entry.dtype!r:.40}, which this colossus does not know")
     for chunk in entry.chunks:
-        if not len(chunk.start) == len(chunk.size) == len(entry.shape) or any(
-            start + size > whole for start, size, whole in zip(chunk.start, chunk.size, entry.shape, strict=True)
-        ):
-            raise DamagedCheckpoint(
-                f"{key} of shape {entry.shape} has a chunk at {chunk.start} of size {chunk.size}, which lies outside "
-                f"of it; take another checkpoint"
-            )
-        if chunk.offset + chunk.num_elements * item > files[chunk.file].num_bytes:
-            raise DamagedCheckpoint(
-                f"{key} has a chunk of {chunk.num_elements * item} bytes at {chunk.offset}, which lies outside of "
-                f"{chunk.file} with its {files[chunk.file].num_bytes} bytes; take another checkpoint"
-            )
-    if not is_tiling(entry.shape, [(chunk.start, chunk.size) for chunk in entry.chunks]):
-        held = sum(chunk.num_elements for chunk in entry.chunks)
-        raise DamagedCheckpoint(
-            f"{key} of shape {entry.shape} has {math.prod(entry.shape)} elements, its {len(entry.chunks)} chunks have "
-            f"{held} and do not cover it once: a rank's part is missing, or two ranks wrote the same; take another "
-            f"checkpoint"
+        spans = zip(chunk.start, chunk.size, entry.shape, strict=True)
+        if any(start < 0 or size < 0 or start + size > whole for start, size, whole in spans):
+            raise ValueError(f"{key} {entry.shape} has a chunk of {chunk.size} at {chunk.start}, outside of it")
+        if chunk.offset < 0 or chunk.offset + chunk.num_elements * item > files[chunk.file].num_bytes:
+            raise ValueError(f"{key} has a chunk at byte {chunk.offset}, which lies outside of {chunk.file}")
+    held = sum(chunk.num_elements for chunk in entry.chunks)
+    if held != math.prod(entry.shape):
+        raise ValueError(
+            f"{key} {entry.shape} has {math.prod(entry.shape)} elements, its {len(entry.chunks)} chunks have {held}: a "
+            f"rank's part is missing, or two ranks wrote the same"
         )
+
+
+# -- of a save --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class About:
+    """What a manifest says of a run, beside what ranks write.
+
+    Attributes:
+        tokenizer: as of `Manifest`.
+        files: further files of the checkpoint, by name.
+    """
+
+    step: int
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def merge(parts: Sequence[Mapping[str, Any]], about: About) -> Manifest:
+    """The manifest of a checkpoint from what its ranks say of their parts."""
+    files: dict[str, FileEntry] = {}
+    found: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
+    values: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    for part in parts:
+        values |= part["values"]
+        aliases |= part["aliases"]
+        if part["file"] is not None:
+            name, num_bytes, crc = part["file"]
+            files[name] = FileEntry(num_bytes, crc)
+        for key, dtype, shape, offset, start, size in part["tensors"]:
+            held = found.setdefault(key, (dtype, tuple(shape), []))
+            if held[:2] != (dtype, tuple(shape)):
+                raise CheckpointError(f"{key} is {held[0]} {held[1]} on one rank and {dtype} {tuple(shape)} on another")
+            held[2].append(Chunk(name, offset, tuple(start), tuple(size)))
+    files |= {name: FileEntry(len(data), zlib.crc32(data)) for name, data in about.files.items()}
+    tensors = {key: TensorEntry(dtype, shape, tuple(chunks)) for key, (dtype, shape, chunks) in found.items()}
+    return Manifest(
+        about.step, time.time(), versions(), about.plan, about.config, files, tensors, aliases, values, about.tokenizer
+    )
+
+
+def versions() -> dict[str, str]:
+    """What a checkpoint is written by."""
+    return {"colossus": __version__, "torch": metadata.version("torch"), "python": platform.python_version()}

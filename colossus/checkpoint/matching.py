@@ -19,7 +19,7 @@ _MOST_LISTED = 5
 
 
 @dataclass(frozen=True)
-class Known:
+class ModelTensor:
     """A parameter or buffer of the model: its full shape, and all its names (a tied one has several)."""
 
     shape: Shape
@@ -53,33 +53,27 @@ class WeightMatch:
 
     def __str__(self) -> str:
         """``2 missing there: norm.bias, ..; 1 of another shape: head.weight (8, 4) there, (9, 4) here``."""
-        close = self._nearest_left_over()
-        missing = [f"{name} (there: {close[name]}?)" if name in close else name for name in self.missing]
         kinds = {
-            "missing there": missing,
-            "not in this model": list(self.left_over),
+            "missing there": self.missing,
+            "not in this model": self.left_over,
             "of another shape": [
                 f"{name} {saved} there, {here} here" for name, (saved, here) in self.other_shape.items()
             ],
         }
-        return "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names)
-
-    def _nearest_left_over(self) -> dict[str, str]:
-        """What the checkpoint may have for the names that are listed as missing."""
-        found = {}
-        for name in self.missing[:_MOST_LISTED]:
-            if close := difflib.get_close_matches(name, self.left_over[:10_000], n=1, cutoff=0.7):
-                found[name] = close[0]
-        return found
+        return "; ".join(
+            f"{len(names)} {kind}: {', '.join(names[:_MOST_LISTED])}{', ..' * (len(names) > _MOST_LISTED)}"
+            for kind, names in kinds.items()
+            if names
+        )
 
 
-def match_exactly(known: Mapping[str, Known], saved: Mapping[str, Shape]) -> WeightMatch:
+def match_exactly(model: Mapping[str, ModelTensor], saved: Mapping[str, Shape]) -> WeightMatch:
     """Everything by its own first name."""
-    return _compared({name: name for name in known if name in saved}, known, saved, known, saved, grow=())
+    return _compared({name: name for name in model if name in saved}, model, saved, set(model), set(saved))
 
 
 def match_weights(
-    known: Mapping[str, Known],
+    model: Mapping[str, ModelTensor],
     saved: Mapping[str, Shape],
     aliases: Mapping[str, str],
     *,
@@ -94,7 +88,7 @@ def match_weights(
     A tied parameter is found under any of its names, on both sides.
 
     Args:
-        known: by first name, of the whole model.
+        model: by first name, of the whole model.
         saved: shapes by the names under which values are.
         aliases: other names of these -> the name under which the value is.
         only: patterns (`fnmatch`) of names in the model; what none of them matches keeps its values.
@@ -107,41 +101,40 @@ def match_weights(
         CheckpointError: for a pattern or a rename that meets nothing, and where two saved tensors would go to one
             parameter.
     """
-    names = [*saved, *aliases]
-    new_names = renamed(names, rename)
-    of_model = {each: first for first, entry in known.items() for each in entry.names}
+    first_names = {name: first for first, entry in model.items() for name in entry.names}
     for title, patterns in (("only", only or ()), ("grow", grow)):
-        _require_met(title, patterns, of_model)
+        for pattern in patterns:
+            if not any(matches(name, (pattern,)) for name in first_names):
+                raise CheckpointError(
+                    f"{title}: {pattern!r} meets no parameter of the model{nearest_names(pattern, [*first_names])}"
+                )
     if only is not None and not only:
         raise CheckpointError("only: has no patterns, so nothing would be loaded; None loads everything")
-    wanted = {
-        first: entry for first, entry in known.items() if only is None or any(matches(n, only) for n in entry.names)
-    }
+
+    wanted = {first for first, entry in model.items() if only is None or any(matches(n, only) for n in entry.names)}
     sources: dict[str, str] = {}
-    under: dict[str, str] = {}  # name in the model -> the saved name that it came by, for messages
-    used, dropped = set(), set()
-    for name in names:
-        value, new = aliases.get(name, name), new_names[name]
-        if new is None:
-            dropped.add(name)
+    came_by: dict[str, str] = {}  # name in the model -> the saved name that it came by, for messages
+    new_names, left_over = renamed([*saved, *aliases], rename), set(saved)
+    for name, new in new_names.items():
+        value = aliases.get(name, name)
+        if new is None:  # under this name; under another it may be wanted
+            left_over.discard(name)
             continue
-        first = of_model.get(new)
-        if first is None:
-            continue
-        used.add(value)
-        if first not in wanted:
+        first = first_names.get(new)
+        if first is not None:
+            left_over.discard(value)
+        if first is None or first not in wanted:
             continue
         if sources.setdefault(first, value) != value:
+            tied = f" (tied: {', '.join(model[first].names)})" if len(model[first].names) > 1 else ""
             raise CheckpointError(
-                f"{under[first]} and {name} of the checkpoint both go to {_title(first, known[first])}: leave one out "
+                f"{came_by[first]} and {name} of the checkpoint both go to {first} of this model{tied}: leave one out "
                 f"with rename={{{name!r}: None}}"
             )
-        under.setdefault(first, name)
-    # what is dropped under one name may be wanted under another; what is not asked for is not left over
-    left = {value for value in saved if value not in used and value not in dropped}
-    if only is not None:
-        left = {value for value in left if matches(new_names[value] or value, only)}
-    found = _compared(sources, wanted, saved, known, left, grow=grow, shorten=shorten)
+        came_by.setdefault(first, name)
+    if only is not None:  # what is not asked for is not left over
+        left_over = {name for name in left_over if matches(new_names[name] or name, only)}
+    found = _compared(sources, model, saved, wanted, left_over, grow=grow, shorten=shorten)
     if not found.sources:
         raise CheckpointError(
             f"nothing in the checkpoint fits this model: {found}"
@@ -167,55 +160,40 @@ def renamed(names: Sequence[str], rename: Rename | None) -> dict[str, str | None
     Raises:
         CheckpointError: for a key that meets no name, and for stars that do not agree.
     """
+    found: dict[str, str | None] = {name: name for name in names}
     if rename is None:
-        return {name: name for name in names}
+        return found
     if not isinstance(rename, Mapping):
-        found: dict[str, str | None] = {}
-        for name in names:
-            new = found[name] = rename(name)
+        found = {name: rename(name) for name in names}
+        for name, new in found.items():
             if new is not None and not isinstance(new, str):
                 raise CheckpointError(f"rename({name!r}) gave {new!r}: it gives the name in this model, or None")
         return found
-    found = {name: name for name in names}
-    for key, value in reversed(list(rename.items())):  # the first key wins
-        rule = _rule(key, value)
-        met = {name: new for name in names if (new := rule(name)) != _UNMET}
+    for key, value in reversed([*rename.items()]):  # the first key wins
+        pattern = _pattern(key)
+        if value is not None and "*" in value and value.count("*") != key.count("*"):
+            raise CheckpointError(f"rename: {key!r} has {key.count('*')} stars, {value!r} has {value.count('*')}")
+        met = {name: _filled(key, value, stars.groups()) for name in names if (stars := pattern.fullmatch(name))}
         if not met:
             raise CheckpointError(f"rename: {key!r} meets no name of the checkpoint{nearest_names(key, names)}")
         found |= met
     return found
 
 
-#: no name
-_UNMET = "\0"
-
-
-def _rule(key: str, value: str | None) -> Callable[[str], str | None]:
-    """One entry of a dict of renames, as a function; `_UNMET` for a name that it does not meet."""
+def _pattern(key: str) -> re.Pattern[str]:
+    """Of a key of a rename, with a group for each star, or for what follows a prefix."""
     if "*" in key:
-        pattern = re.compile("(.*)".join(map(re.escape, key.split("*"))))
-        if value is not None and value.count("*") not in (0, key.count("*")):
-            raise CheckpointError(f"rename: {key!r} has {key.count('*')} stars, {value!r} has {value.count('*')}")
+        return re.compile("(.*)".join(map(re.escape, key.split("*"))))
+    return re.compile(rf"{re.escape(prefix)}(?:\.(.*))?" if (prefix := key.removesuffix(".")) else "(.*)")
 
-        def by_pattern(name: str) -> str | None:
-            met = pattern.fullmatch(name)
-            if met is None:
-                return _UNMET
-            if value is None or "*" not in value:
-                return value
-            parts = value.split("*")
-            return "".join(part + star for part, star in zip(parts, (*met.groups(), ""), strict=True))
 
-        return by_pattern
-    prefix = key.removesuffix(".")
-
-    def by_prefix(name: str) -> str | None:
-        rest = name if not prefix else name[len(prefix) :].removeprefix(".")
-        if prefix and name != prefix and not name.startswith(prefix + "."):
-            return _UNMET
-        return None if value is None else ".".join(filter(None, (value.removesuffix("."), rest)))
-
-    return by_prefix
+def _filled(key: str, value: str | None, met: Sequence[str | None]) -> str | None:
+    """A value of a rename with what the stars, or the prefix, of its key left open."""
+    if value is None or ("*" in key and "*" not in value):
+        return value
+    if "*" in key:
+        return "".join(f"{part}{star or ''}" for part, star in zip(value.split("*"), (*met, ""), strict=True))
+    return ".".join(filter(None, (value.removesuffix("."), *met)))
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -224,41 +202,32 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def _compared(
     sources: Mapping[str, str],
-    wanted: Mapping[str, Known],
+    model: Mapping[str, ModelTensor],
     saved: Mapping[str, Shape],
-    known: Mapping[str, Known],
-    left: Iterable[str],
+    wanted: set[str],
+    left_over: set[str],
     *,
-    grow: Sequence[str],
+    grow: Sequence[str] = (),
     shorten: Sequence[str] = (),
 ) -> WeightMatch:
     """The match of these sources, with what does not fit told apart."""
     fitting, grown, shortened, other = {}, {}, {}, {}
     for name, source in sources.items():
-        there, here = saved[source], known[name].shape
+        there, here = saved[source], model[name].shape
         if there == here:
             fitting[name] = source
-        elif _grows(there, here) and any(matches(each, grow) for each in known[name].names):
+        elif _grows(there, here) and any(matches(each, grow) for each in model[name].names):
             fitting[name], grown[name] = source, (there[0], here[0])
-        elif _grows(here, there) and any(matches(each, shorten) for each in known[name].names):
+        elif _grows(here, there) and any(matches(each, shorten) for each in model[name].names):
             fitting[name], shortened[name] = source, (there[0], here[0])
         else:
             other[name] = there, here
-    missing = sorted(wanted.keys() - sources.keys())
-    return WeightMatch(fitting, grown, shortened, missing, sorted(set(left) - set(sources.values())), other)
+    missing = sorted(wanted - sources.keys())
+    return WeightMatch(fitting, grown, shortened, missing, sorted(left_over - set(sources.values())), other)
 
 
 def _grows(there: Shape, here: Shape) -> bool:
     return len(there) == len(here) > 0 and there[1:] == here[1:] and 0 < there[0] < here[0]
-
-
-def _require_met(title: str, patterns: Sequence[str], names: Iterable[str]) -> None:
-    known = list(names)
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
-            raise CheckpointError(
-                f"{title}: {pattern!r} meets no parameter of the model{nearest_names(pattern, known)}"
-            )
 
 
 def nearest_names(name: str, known: Sequence[str]) -> str:
@@ -266,9 +235,6 @@ def nearest_names(name: str, known: Sequence[str]) -> str:
     return f"; there are {', '.join(close)}, .." if close else ""
 
 
-def _title(first: str, entry: Known) -> str:
-    return f"{first} of this model" + (f" (tied: {', '.join(entry.names)})" if len(entry.names) > 1 else "")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_LISTED]) + (", .." if len(names) > _MOST_LISTED else "")
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """A key for sorting names as a reader would: ``blocks.2`` before ``blocks.10``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from colossus.checkpoint.checksum import problem_of
-from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, in_words
+from colossus.checkpoint.durable import problem_of
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.manifest import TensorEntry
@@ -87,15 +86,12 @@ class CheckpointReader:
         Raises:
             DamagedCheckpoint: on all of its ranks, naming the files.
         """
-        index, size = (0, 1) if group is None else (group.index, group.size)
-        try:
-            problems = list(self._problems(self._share(index, size), on_block))
-        except Exception as error:  # the others wait to hear of this rank's share
-            problems = [f"cannot be verified: {in_words(error)}"]
+        mine = self._share(group.index, group.size) if group is not None else list(self.manifest.files)
+        problems = [problem_of(self.folder / name, self.manifest.files[name].crc32, on_block) for name in mine]
         if group is not None:
             problems = [each for of_rank in all_gather_object(problems, group) for each in of_rank]
-        if problems:
-            raise DamagedCheckpoint(f"{self.folder}: {'; '.join(problems)}: take another checkpoint")
+        if found := [each for each in problems if each is not None]:
+            raise DamagedCheckpoint(f"{self.folder}: {'; '.join(found)}: take another checkpoint")
 
     def _share(self, index: int, size: int) -> list[str]:
         """The files of one of ``size`` ranks: each to the one with the fewest bytes so far."""
@@ -107,12 +103,6 @@ class CheckpointReader:
             if chosen == index:
                 mine.append(name)
         return mine
-
-    def _problems(self, names: Iterable[str], on_block: Callable[[], None]) -> Iterator[str]:
-        for name in names:
-            problem = problem_of(self.folder / name, self.manifest.files[name], on_block)
-            if problem is not None:
-                yield problem
 
     def _open(self, name: str) -> int:
         if name not in self._descriptors:
@@ -130,7 +120,5 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,20 +1,26 @@
-"""State dicts by logical name and full shape, whatever the plan."""
+"""State dicts by logical name and full shape, whatever the plan: of a model under one, and out of a folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from colossus.checkpoint.entries import Entry, Position, entries_of
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.matching import matches, natural_order, nearest_names
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.sources import find_weights, open_weights
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.layout import Layout
 from colossus.layout.redistribute import gather, shard
 from colossus.layout.split_parameter import as_shards
+
+# -- of a model -------------------------------------------------------------------------------------------
 
 
 def full_state_dict(
@@ -38,9 +44,9 @@ def full_state_dict(
     """
     own = _own(model, gradients=gradients)
     found: dict[str, tuple[Position, Tensor]] = {}
-    for first, of_stage in _over_stages(own, context):
-        whole = _whole(own.get(first), of_stage, context)
-        names = of_stage.names if aliases and not gradients else {first: of_stage.names[first]}
+    for first, tensor in _over_stages(own, context).items():
+        whole = _whole(own.get(first), tensor, context)
+        names = tensor.names if aliases and not gradients else {first: tensor.names[first]}
         found.update({name: (at, whole) for name, at in names.items()})
     return {name: whole for name, (_, whole) in sorted(found.items(), key=lambda item: item[1][0])}
 
@@ -65,39 +71,41 @@ def stream_state_dict(
         (full logical name, tensor of full shape on the device of the context), as in the plain module's state dict.
     """
     own = _own(model, gradients=False)
-    shards = _over_stages(own, context)
-    if order is not None:
-        known = dict(shards)
-        shards = iter([(first, known[first]) for first in order])
+    tensors = _over_stages(own, context)
+    left = iter(tensors if order is None else order)
     try:
-        for first, of_stage in shards:
-            whole = _whole(own.get(first), of_stage, context)
+        for first in left:
+            whole = _whole(own.get(first), tensors[first], context)
             if context.is_logging_rank:
-                for name in of_stage.names if aliases else (first,):
+                for name in tensors[first].names if aliases else (first,):
                     yield name, whole
             del whole
     except GeneratorExit:
-        for first, of_stage in shards:
-            _whole(own.get(first), of_stage, context)
+        for first in left:
+            _whole(own.get(first), tensors[first], context)
         raise
 
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A parameter or buffer of the whole model: all its names, its full shape, and the dtype in which it is held."""
+    """A parameter or buffer of the whole model.
 
-    names: tuple[str, ...]
+    Attributes:
+        names: all of them, with the place of each in the state dict.
+        shape: full shape.
+        dtype: in which it is held.
+        stage: the first pipeline stage that has it.
+    """
+
+    names: Mapping[str, Position]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    stage: int = 0
 
 
 def whole_tensors(model: nn.Module, context: ParallelContext) -> dict[str, WholeTensor]:
-    """What `stream_state_dict` gives, by first name. All ranks must call, and are told the same."""
-    own = _own(model, gradients=False)
-    return {
-        first: WholeTensor(tuple(of_stage.names), of_stage.shape, of_stage.dtype)
-        for first, of_stage in _over_stages(own, context)
-    }
+    """What `stream_state_dict` gives, by first name. All ranks must call, and get the same."""
+    return _over_stages(_own(model, gradients=False), context)
 
 
 @torch.no_grad()
@@ -122,7 +130,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
         raise ValueError(
             f"the state dict does not fit the model: missing {missing or 'none'}, not in the model {extra or 'none'}"
         )
-    chosen = {name: _value(name, entry, state) for name, entry in entries.items()}
+    chosen = {name: _value(entry, state) for name, entry in entries.items()}
     with as_shards():
         for name, entry in entries.items():
             if isinstance(entry.held, Tensor):
@@ -132,14 +140,13 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
     torch.clear_autocast_cache()  # a block around this would keep casts of what was there before
 
 
-def _value(name: str, entry: Entry, state: Mapping[str, Tensor]) -> Tensor:
+def _value(entry: Entry, state: Mapping[str, Tensor]) -> Tensor:
     """What the state dict has for an entry, under one or several of its names."""
     given = [each for each in entry.names if each in state]
+    value = state[given[0]]
     for each in given:
         if tuple(state[each].shape) != entry.shape:
             raise ValueError(f"{each}: the state dict has shape {tuple(state[each].shape)}, the model {entry.shape}")
-    value = state[given[0]]
-    for each in given[1:]:
         if state[each] is not value and not torch.equal(state[each], value):
             raise ValueError(
                 f"{given[0]} and {each} are one parameter of the model (tied), but differ in the state dict: leave one "
@@ -148,34 +155,8 @@ def _value(name: str, entry: Entry, state: Mapping[str, Tensor]) -> Tensor:
     return value
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """What this rank has of a parameter, its gradient or a buffer."""
-
-    entry: Entry
-    held: Tensor
-
-    @property
-    def layout(self) -> Layout:
-        held = self.entry.held
-        return Layout.whole(held.dim()) if isinstance(held, Tensor) else held.layout
-
-    def gather(self, context: ParallelContext) -> Tensor:
-        """The whole; a copy. Collective over the axes of the layout."""
-        held = self.entry.held
-        if isinstance(held, Tensor):
-            return self.held.detach().clone()
-        return gather(self.held, held.layout, self.entry.shape, context, held.intervals)
-
-
-@dataclass(frozen=True)
-class _OfStage:
-    """What is told of an entry between stages: the first of them that has it gives it."""
-
-    source: int
-    names: dict[str, Position]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+#: an entry of this rank, and the part that the rank has of it, or of its gradient
+_Shard = tuple[Entry, Tensor]
 
 
 def _own(model: nn.Module, *, gradients: bool) -> dict[str, _Shard]:
@@ -184,32 +165,94 @@ def _own(model: nn.Module, *, gradients: bool) -> dict[str, _Shard]:
     for name, entry in entries_of(model).items():
         if isinstance(entry.held, Tensor):
             if not gradients:
-                own[name] = _Shard(entry, entry.held)
+                own[name] = entry, entry.held
             continue
         parameter = entry.held.parameter
         buffer = parameter.grad if gradients else parameter.data
         if buffer is not None and buffer.is_sparse:  # of some rows of a table
             buffer = buffer.to_dense()
         if buffer is not None:
-            own[name] = _Shard(entry, entry.held.local(buffer))
+            own[name] = entry, entry.held.local(buffer)
     return own
 
 
-def _over_stages(own: Mapping[str, _Shard], context: ParallelContext) -> Iterator[tuple[str, _OfStage]]:
-    """The entries of all stages by first name, in the order of the whole model."""
-    told = {name: (shard.entry.names, shard.entry.shape, shard.held.dtype) for name, shard in own.items()}
-    first: dict[str, _OfStage] = {}
-    for source, of_stage in enumerate(all_gather_object(told, context.group("pipeline"))):
+def _over_stages(own: Mapping[str, _Shard], context: ParallelContext) -> dict[str, WholeTensor]:
+    """The entries of all stages by first name, in the order of the whole model. Collective."""
+    mine = {name: (entry.names, entry.shape, held.dtype) for name, (entry, held) in own.items()}
+    found: dict[str, WholeTensor] = {}
+    for stage, of_stage in enumerate(all_gather_object(mine, context.group("pipeline"))):
         for name, (names, shape, dtype) in of_stage.items():
-            first.setdefault(name, _OfStage(source, names, shape, dtype))
-    return iter(sorted(first.items(), key=lambda item: item[1].names[item[0]]))
+            found.setdefault(name, WholeTensor(names, shape, dtype, stage))
+    return dict(sorted(found.items(), key=lambda item: item[1].names[item[0]]))
 
 
-def _whole(shard: _Shard | None, of_stage: _OfStage, context: ParallelContext) -> Tensor:
+def _whole(own: _Shard | None, tensor: WholeTensor, context: ParallelContext) -> Tensor:
     """A whole tensor on all ranks, gathered on the first stage that has it. Collective."""
     group = context.group("pipeline")
-    if shard is not None and group.index == of_stage.source:
-        whole = shard.gather(context)
+    if own is None or group.index != tensor.stage:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=context.device)
+    elif isinstance(own[0].held, Tensor):
+        whole = own[1].detach().clone()
     else:
-        whole = torch.empty(of_stage.shape, dtype=of_stage.dtype, device=context.device)
-    return collectives.broadcast(whole.contiguous(), group, of_stage.source)
+        held = own[0].held
+        whole = gather(own[1], held.layout, tensor.shape, context, held.intervals)
+    return collectives.broadcast(whole.contiguous(), group, tensor.stage)
+
+
+# -- out of a folder --------------------------------------------------------------------------------------
+
+
+def read_state_dict(path: Path | str, *, only: Sequence[str] | None = None, verify: bool = True) -> dict[str, Tensor]:
+    """Whole parameters and buffers by full logical name, as ``torch.nn.Module.load_state_dict(.., strict=True)`` takes
+    them: tied ones under each of their names, one tensor. No processes, no engine, whatever the plan that saved them.
+
+        model.load_state_dict(read_state_dict("runs/first"))
+
+    Args:
+        path: a checkpoint, a folder of them (the latest is read) or a run folder; or a model folder of Hugging Face,
+            whose tensors are given by our names.
+        only: patterns (`fnmatch`) of names; None is all.
+        verify: compare the checksums of all files first.
+
+    Returns:
+        Tensors on the host, of full shape and of the dtype in which they were stored.
+
+    Raises:
+        CheckpointError: when there is no whole checkpoint, or a pattern meets nothing.
+    """
+    return dict(stream_saved_state_dict(path, only=only, verify=verify))
+
+
+def stream_saved_state_dict(
+    path: Path | str, *, only: Sequence[str] | None = None, verify: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """What `read_state_dict` gives, one after the other: no more than one whole parameter is held.
+
+    What is wrong is raised at the call, before the first is read.
+
+    Yields:
+        (name, tensor); the names of a tied parameter follow each other, with the same tensor.
+    """
+    reader = open_weights(find_weights(path))
+    names: dict[str, list[str]] = {name: [name] for name in sorted(reader.manifest.names("model"), key=natural_order)}
+    for alias, name in reader.manifest.aliases.items():
+        names[name].append(alias)
+    known = [each for of_one in names.values() for each in of_one]
+    for pattern in only or ():
+        if not any(matches(name, (pattern,)) for name in known):
+            raise CheckpointError(f"{reader.folder}: {pattern!r} meets no name{nearest_names(pattern, known)}")
+    if only is not None:
+        names = {first: [each for each in of_one if matches(each, only)] for first, of_one in names.items()}
+    if verify:
+        reader.verify()
+    return _read(reader, names)
+
+
+def _read(reader: CheckpointReader, names: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Tensor]]:
+    with reader:
+        for first, wanted in names.items():
+            if wanted:
+                whole = reader.tensor(f"model/{first}")
+                for name in wanted:
+                    yield name, whole
+                del whole

@@ -1,8 +1,9 @@
 """A safetensors file, written as a stream and read in boxes.
 
-The library writes from a copy of everything that goes into a file, and reads slices through a copy; here a file is
-written from where tensors lie, and rows of a chunk are read into where they belong. `safetensors.safe_open` reads what
-this writes. The format: https://huggingface.co/docs/safetensors
+The library copies all tensors of a file before it writes them and sums no bytes: a save would need the memory of a
+rank's part again, and a second reading for its checksum. It reads through a memory map, whose pages count as memory of
+the process, and a disk that fails would end the process: `BoxReader` needs one block, and fails in words. What is
+written here `safetensors.safe_open` reads. The format: https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
@@ -18,19 +19,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from colossus.checkpoint.checksum import BLOCK_BYTES
-from colossus.checkpoint.dtypes import CODES
+from colossus.checkpoint.durable import BLOCK_BYTES
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.manifest import Chunk
+from colossus.checkpoint.manifest import SAFETENSORS_DTYPES, Chunk
 from colossus.layout.layout import Box
 
 #: after which a file is flushed while it is written: one flush at its end would be silent for as long as it takes, and
 #: a run that was told to stop is ended when it is silent for too long
 FLUSH_BYTES = 1 << 30
-#: what lies between two parts of rows and is as long is not read; what is shorter is read, and dropped
+#: what is not wanted of a row and is as long is not read; what is shorter is read, and dropped
 _LONG_GAP_BYTES = 1 << 15
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in CODES}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in SAFETENSORS_DTYPES}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -65,9 +65,9 @@ def make_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> 
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for key, dtype, shape in tensors:
-        start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        start, end = end, end + dtype.itemsize * math.prod(shape)
         stored = [*shape, 2] if dtype.is_complex else list(shape)  # real and imaginary parts
-        entries[key] = {"dtype": CODES[dtype_name(dtype)], "shape": stored, "data_offsets": [start, end]}
+        entries[key] = {"dtype": SAFETENSORS_DTYPES[dtype_name(dtype)], "shape": stored, "data_offsets": [start, end]}
         offsets[key] = start
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -90,72 +90,60 @@ def write_file(
         The CRC-32 of the file.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    flushed = 0
+    crc = written = flushed = 0
 
-    def after_block() -> None:
-        nonlocal flushed
-        written = os.lseek(descriptor, 0, os.SEEK_CUR)
-        if written - flushed >= FLUSH_BYTES:
-            flushed = written
-            os.fsync(descriptor)
-        on_block()
+    def write(data: memoryview) -> None:
+        nonlocal crc, written, flushed
+        for start in range(0, len(data), BLOCK_BYTES):
+            block = data[start : start + BLOCK_BYTES]
+            crc, written = zlib.crc32(block, crc), written + len(block)
+            while block:
+                block = block[os.write(descriptor, block) :]
+            if written - flushed >= FLUSH_BYTES:
+                flushed = written
+                os.fsync(descriptor)
+            on_block()
 
     try:
-        crc = _write(descriptor, memoryview(header.data), 0, after_block)
+        write(memoryview(header.data))
         for tensor in tensors:
-            crc = _write(descriptor, host_bytes(tensor), crc, after_block)
+            write(host_bytes(tensor))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return crc
 
 
-def _write(descriptor: int, data: memoryview, crc: int, on_block: Callable[[], None]) -> int:
-    for start in range(0, len(data), BLOCK_BYTES):
-        block = data[start : start + BLOCK_BYTES]
-        crc = zlib.crc32(block, crc)
-        while block:
-            block = block[os.write(descriptor, block) :]
-        on_block()
-    return crc
-
-
 def host_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor; of a contiguous one on the host its memory."""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return _memory(tensor) if tensor.numel() else memoryview(b"")
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host."""
     # one element is contiguous whatever its strides, but is no view of bytes with them
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 class BoxReader:
     """Reads boxes of chunks; its memory beside the targets is `BLOCK_BYTES`."""
 
     def __init__(self) -> None:
-        self._scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        self._memory = self._block.numpy().data
 
     def read(self, descriptor: int, chunk: Chunk, dtype: torch.dtype, box: Box, out: Tensor) -> None:
-        """Read what a chunk has of a box of its tensor into that place of ``out``, which has the shape of the box.
+        """Read what a chunk has of a box of its tensor into that place of ``out``, which has the shape of the box."""
+        inside: list[tuple[int, int]] = []
+        for dim, (start, size, (low, high)) in enumerate(zip(chunk.start, chunk.size, box, strict=True)):
+            first, last = max(start, low), min(start + size, high)
+            if first >= last:
+                return
+            out = out.narrow(dim, first - low, last - first)
+            inside.append((first - start, last - start))
+        if not inside:  # a scalar, as one row
+            self._read(descriptor, chunk.offset, (1,), [(0, 1)], dtype, out.view(1))
+        else:
+            self._read(descriptor, chunk.offset, chunk.size, inside, dtype, out)
 
-        Contiguous memory of the host with the chunk's dtype is read into directly, any other in blocks.
-        """
-        overlap = [
-            (max(start, low), min(start + size, high))
-            for start, size, (low, high) in zip(chunk.start, chunk.size, box, strict=True)
-        ]
-        if any(low >= high for low, high in overlap):
-            return
-        target = out
-        for dim, ((low, high), (first, _)) in enumerate(zip(overlap, box, strict=True)):
-            target = target.narrow(dim, low - first, high - low)
-        inside = [(low - start, high - start) for (low, high), start in zip(overlap, chunk.start, strict=True)]
-        self._read_region(descriptor, chunk.offset, chunk.size, inside, dtype, target)
-
-    def _read_region(
+    def _read(
         self,
         descriptor: int,
         offset: int,
@@ -164,49 +152,27 @@ class BoxReader:
         dtype: torch.dtype,
         target: Tensor,
     ) -> None:
-        """Read a region of a row-major array of this size at an offset of a file."""
-        if all(span == (0, whole) for span, whole in zip(inside[1:], size[1:], strict=True)):
-            row = dtype.itemsize * math.prod(size[1:])
-            self._read_rows(descriptor, offset + (inside[0][0] * row if inside else 0), dtype, target)
-            return
-        row = dtype.itemsize * math.prod(size[1:])
-        part = dtype.itemsize * math.prod(high - low for low, high in inside[1:])
+        """Read what lies ``inside`` of a row-major array of this size, which begins at this offset of a file."""
         first, last = inside[0]
-        if row - part >= _LONG_GAP_BYTES or row > BLOCK_BYTES:
+        row = dtype.itemsize * math.prod(size[1:])
+        wanted = dtype.itemsize * math.prod(high - low for low, high in inside[1:])
+        if row > BLOCK_BYTES or row - wanted >= _LONG_GAP_BYTES:
             for index in range(first, last):
-                start = offset + index * row
-                self._read_region(descriptor, start, size[1:], inside[1:], dtype, target[index - first])
+                self._read(descriptor, offset + index * row, size[1:], inside[1:], dtype, target[index - first])
             return
-        block = BLOCK_BYTES // row
-        for start in range(first, last, block):
-            stop = min(start + block, last)
-            rows = self._scratch[: (stop - start) * row].view(dtype).view(stop - start, *size[1:])
-            read_exactly(descriptor, offset + start * row, _memory(rows))
-            for dim, (low, high) in enumerate(inside[1:], 1):
-                rows = rows.narrow(dim, low, high - low)
-            target[start - first : stop - first].copy_(rows)
-
-    def _read_rows(self, descriptor: int, offset: int, dtype: torch.dtype, target: Tensor) -> None:
-        """Fill a tensor from consecutive bytes."""
-        num_bytes = target.numel() * dtype.itemsize
-        is_plain = not (target.is_conj() or target.is_neg())  # its memory is its values
-        if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous() and is_plain:
-            read_exactly(descriptor, offset, _memory(target))
-        elif num_bytes <= BLOCK_BYTES:
-            whole = self._scratch[:num_bytes].view(dtype).view(target.shape)
-            read_exactly(descriptor, offset, _memory(whole))
-            target.copy_(whole)
-        else:
-            row = num_bytes // target.shape[0]
-            block = max(1, BLOCK_BYTES // row)
-            for start in range(0, target.shape[0], block):
-                part = target[start : start + block] if row <= BLOCK_BYTES else target[start]
-                self._read_rows(descriptor, offset + start * row, dtype, part)
+        rows_of_block = BLOCK_BYTES // row
+        for start in range(first, last, rows_of_block):
+            stop = min(start + rows_of_block, last)
+            num_bytes = (stop - start) * row
+            _read_exactly(descriptor, offset + start * row, self._memory[:num_bytes])
+            rows = self._block[:num_bytes].view(dtype).view(stop - start, *size[1:])
+            part = rows[(slice(None), *(slice(*span) for span in inside[1:]))]
+            target[start - first : stop - first].copy_(part)
 
 
-def read_exactly(descriptor: int, offset: int, buffer: memoryview) -> None:
-    while len(buffer):
-        count = os.preadv(descriptor, [buffer[: 1 << 30]], offset)
+def _read_exactly(descriptor: int, offset: int, buffer: memoryview) -> None:
+    while buffer:
+        count = os.preadv(descriptor, [buffer], offset)
         if not count:
             raise CheckpointError("the file ends early: it was truncated while it was read")
         offset, buffer = offset + count, buffer[count:]

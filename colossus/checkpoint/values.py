@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import re
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,11 +15,7 @@ from colossus.checkpoint.errors import CheckpointError
 
 _PLAIN_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
 #: a dict with one of these keys is not a dict of the user's
-TAGS = ("$tuple", "$items", "$bytes", "$tensor", "$array", "$numpy", "$set", "$frozenset", "$counter", "$defaultdict")
-#: what a defaultdict may make of a key that is new
-_FACTORIES: dict[str, Any] = {"": None} | {
-    kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)
-}
+TAGS = ("$tuple", "$items", "$tensor", "$array", "$numpy")
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -36,39 +31,23 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) is list:
         return [encode(each, f"{path}.{index}", tensors) for index, each in enumerate(value)]
     if type(value) in (tuple, torch.Size):
-        return {"$tuple": [encode(each, f"{path}.{index}", tensors) for index, each in enumerate(value)]}
-    if isinstance(value, Counter):
-        return {"$counter": encode(list(value.items()), path, tensors)}
-    if type(value) is defaultdict and value.default_factory in _FACTORIES.values():
-        factory = next(name for name, kind in _FACTORIES.items() if kind is value.default_factory)
-        return {"$defaultdict": [factory, encode(dict(value), path, tensors)]}
+        return {"$tuple": encode(list(value), path, tensors)}
     if type(value) in (dict, OrderedDict):
         if all(type(key) is str for key in value) and not any(key in TAGS for key in value):
             return {key: encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
-        items = enumerate(value.items())
-        return {
-            "$items": [[encode(key, path, tensors), encode(each, f"{path}.{n}", tensors)] for n, (key, each) in items]
-        }
-    if type(value) in (set, frozenset):  # in one order, whatever the hashes of this process
-        inside = sorted(value, key=lambda each: (type(each).__name__, repr(each)))
-        return {f"${type(value).__name__}": [encode(each, path, tensors) for each in inside]}
-    if type(value) in (bytes, bytearray):
-        return {"$bytes": base64.b64encode(value).decode()}
+        return {"$items": encode([list(item) for item in value.items()], path, tensors)}
     if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
         return {"$numpy": [value.dtype.str, value.item()]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         array = np.ascontiguousarray(value)
-        key = _unused(path, tensors)
-        tensors[key] = torch.from_numpy(array.reshape(-1).view(np.uint8).copy())
-        return {"$array": [key, value.dtype.str, list(value.shape)]}
+        data = torch.from_numpy(array.reshape(-1).view(np.uint8).copy())
+        return {"$array": [_put(data, path, tensors), value.dtype.str, list(value.shape)]}
     if isinstance(value, Tensor):
-        key = _unused(path, tensors)
-        tensors[key] = value.detach()
-        return {"$tensor": key}
+        return {"$tensor": _put(value.detach(), path, tensors)}
     raise CheckpointError(
         f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved: a checkpoint holds numbers, "
-        f"strings, bytes, lists, tuples, dicts, sets, tensors and arrays, and no pickled objects; let the state_dict "
-        f"that gives it return these"
+        f"strings, lists, tuples, dicts, tensors and arrays, and no pickled objects; let the state_dict that gives it "
+        f"return these"
     )
 
 
@@ -87,16 +66,6 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
             return tuple(decode(each, tensor) for each in inside)
         case "$items":
             return {decode(key, tensor): decode(each, tensor) for key, each in inside}
-        case "$set":
-            return {decode(each, tensor) for each in inside}
-        case "$frozenset":
-            return frozenset(decode(each, tensor) for each in inside)
-        case "$counter":
-            return Counter(dict(decode(inside, tensor)))
-        case "$defaultdict":
-            return defaultdict(_FACTORIES[inside[0]], decode(inside[1], tensor))
-        case "$bytes":
-            return base64.b64decode(inside)
         case "$numpy":
             return _plain_dtype(inside[0]).type(inside[1])
         case "$array":
@@ -112,9 +81,11 @@ def _plain_dtype(text: Any) -> np.dtype[Any]:
     return np.dtype(text)
 
 
-def _unused(path: str, tensors: Mapping[str, Tensor]) -> str:
+def _put(value: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    """Add a tensor under a key that no other one has: its path, with a number where it is taken."""
     key, number = path, 1
     while key in tensors:
         number += 1
         key = f"{path}~{number}"
+    tensors[key] = value
     return key

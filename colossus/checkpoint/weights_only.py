@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import platform
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-from colossus import __version__
-from colossus.checkpoint.cast import read_cast, weight_dtype
 from colossus.checkpoint.companions import read_companions, write_companions
-from colossus.checkpoint.durable import naming, write_flushed
-from colossus.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry
-from colossus.checkpoint.new_folder import new_folder
+from colossus.checkpoint.durable import naming, new_folder, write_flushed
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry, versions
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.shards import MAX_SHARD_BYTES, split_into_shards
 from colossus.checkpoint.tensor_file import DTYPES, dtype_name, make_header, write_file
+
+T = TypeVar("T")
+
+#: what Hugging Face's tools split at
+MAX_SHARD_BYTES = 5 * 10**9
 
 
 def to_colossus(
@@ -39,33 +44,33 @@ def to_colossus(
     Raises:
         CheckpointError: when the target is there, or cannot be written.
     """
-    entries = {
-        name: TensorEntry(dtype_name(weight_dtype(entry.dtype, dtype)), entry.shape, ())
-        for name in reader.manifest.names("model")
-        for entry in (reader.entry(f"model/{name}"),)
-    }
-    shards = split_into_shards(entries, lambda name: entries[name].num_bytes, max_shard_bytes)
+    source = reader.manifest
+    entries = {}
+    for name in source.names("model"):
+        entry = source.tensors[f"model/{name}"]
+        is_cast = dtype is not None and DTYPES[entry.dtype].is_floating_point
+        entries[name] = replace(entry, dtype=dtype_name(dtype)) if dtype is not None and is_cast else entry
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
     with new_folder(target) as folder:
+        shards = split_into_shards(entries, lambda name: entries[name].num_bytes, max_shard_bytes)
         for number, names in enumerate(shards, 1):
             file = f"weights-{number:05d}.safetensors"
-            wanted = [(name, DTYPES[entries[name].dtype], entries[name].shape) for name in names]
-            header = make_header([(f"model/{name}", of_file, shape) for name, of_file, shape in wanted])
+            wanted = {name: entries[name] for name in names}
+            header = make_header([(f"model/{name}", DTYPES[each.dtype], each.shape) for name, each in wanted.items()])
             with naming(folder / file):
-                crc = write_file(folder / file, header, read_cast(reader, wanted, on_tensor))
+                crc = write_file(folder / file, header, _read_cast(reader, wanted, on_tensor))
             files[file] = FileEntry(header.num_bytes, crc)
-            for name, of_file, shape in wanted:
-                chunk = Chunk(file, header.offsets[f"model/{name}"], (0,) * len(shape), shape)
-                tensors[f"model/{name}"] = TensorEntry(dtype_name(of_file), shape, (chunk,))
-        source = reader.manifest
+            for name, each in wanted.items():
+                chunk = Chunk(file, header.offsets[f"model/{name}"], (0,) * len(each.shape), each.shape)
+                tensors[f"model/{name}"] = TensorEntry(each.dtype, each.shape, (chunk,))
         beside = read_companions(reader.folder, source.config).files
         write_companions(beside, folder)
         files |= {name: FileEntry(len(data), zlib.crc32(data)) for name, data in beside.items()}
         manifest = Manifest(
             step=source.step,
             saved_at=time.time(),
-            versions={"colossus": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            versions=versions(),
             plan={"axes": {}, "text": f"no plan: weights only, converted from {reader.folder.name}", "num_ranks": 1},
             config=source.config,
             files=files,
@@ -74,3 +79,51 @@ def to_colossus(
             tokenizer=source.tokenizer,
         )
         write_flushed(folder / MANIFEST, manifest.to_bytes())
+
+
+def _read_cast(
+    reader: CheckpointReader, wanted: dict[str, TensorEntry], on_tensor: Callable[[int], None]
+) -> Iterator[Tensor]:
+    """Whole parameters and buffers one after the other, each in its dtype; no more than one is held."""
+    for name, entry in wanted.items():
+        key, out = f"model/{name}", torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        reader.read_box(key, tuple((0, size) for size in entry.shape), out)
+        require_finite(out, name, partial(reader.tensor, key))
+        yield out
+        on_tensor(out.nbytes)
+        del out
+
+
+def require_finite(cast: Tensor, name: str, original: Tensor | Callable[[], Tensor]) -> None:
+    """That a cast has made infinity of no number.
+
+    Args:
+        original: what was cast; a function of it is asked only where something is not finite.
+
+    Raises:
+        CheckpointError: naming the tensor, its largest number, and a dtype that has room for it.
+    """
+    if not cast.dtype.is_floating_point or cast.isfinite().all():
+        return
+    before = original if isinstance(original, Tensor) else original()
+    lost = before.isfinite() & ~cast.isfinite()
+    if lost.any():
+        largest, dtype = before[lost].abs().max().item(), str(cast.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{name}: has {largest:g}, and {dtype} ends at {torch.finfo(cast.dtype).max:g}: it would be infinity; take "
+            f"bf16 (--dtype bf16, dtype=torch.bfloat16), or the dtype in which it is stored"
+        )
+
+
+def split_into_shards(items: Iterable[T], num_bytes: Callable[[T], int], most: int) -> list[list[T]]:
+    """The items in their order, a new shard begun where one would grow beyond ``most``; a larger item is one alone."""
+    shards: list[list[T]] = []
+    filled = 0
+    for item in items:
+        size = num_bytes(item)
+        if not shards or filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(item)
+        filled += size
+    return shards

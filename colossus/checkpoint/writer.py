@@ -24,8 +24,7 @@ from colossus.checkpoint.claim import Claim
 from colossus.checkpoint.durable import make_folder, naming, write_flushed
 from colossus.checkpoint.errors import CheckpointError, in_words
 from colossus.checkpoint.held_tensor import HeldTensor
-from colossus.checkpoint.manifest import MANIFEST
-from colossus.checkpoint.merge import About, merge
+from colossus.checkpoint.manifest import MANIFEST, About, merge
 from colossus.checkpoint.messages import Messages, RankProblem
 from colossus.checkpoint.save import Save, SavedCheckpoint
 from colossus.checkpoint.snapshot import RankState, Staging

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colossus.arithmetic import byte_count
-from colossus.checkpoint.checksum import problem_of
 from colossus.checkpoint.describe import as_data, describe, printable
+from colossus.checkpoint.durable import problem_of
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.folder import IN_RUN_FOLDER, checkpoints, locate, named, require_files
+from colossus.checkpoint.folder import IN_RUN_FOLDER, locate, named, require_files
 from colossus.checkpoint.sources import find_weights, manifest_of, open_weights
 from colossus.cli import convert
 from colossus.cli.checkpoint_parsers import parse
@@ -71,7 +71,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         print(json.dumps(as_data(found, manifest, everything=arguments.all), indent=2))
     else:
         is_chosen = found != Path(arguments.dir)
-        steps = [each.step for each in checkpoints(found.parent)] if is_chosen else []
+        steps = sorted(named(found.parent).values()) if is_chosen else []
         print(describe(found, manifest, everything=arguments.all, steps=steps))
     return 0
 
@@ -87,8 +87,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _all_of(given: Path) -> list[Path]:
     """Every checkpoint in a folder of them, or in a run folder, by step: also those that `locate` passes over."""
     for root in (given, given / IN_RUN_FOLDER):
-        if found := sorted(named(root), key=lambda each: (each[1], each[0])):
-            return [path for path, _ in found]
+        if found := named(root):
+            return list(found)
     return [locate(given)]
 
 
@@ -101,7 +101,7 @@ def _verify_one(folder: Path) -> int:
     progress, began = Progress(manifest.num_bytes), time.perf_counter()
     problems = []
     for name, file in manifest.files.items():
-        problem = problem_of(folder / name, file, progress.block)
+        problem = problem_of(folder / name, file.crc32, progress.block)
         progress.file_done(file.num_bytes)
         if problem is not None:
             problems.append(problem)
@@ -157,7 +157,7 @@ def _report(found: Difference, a: Path, b: Path, tolerance: Tolerance, *, everyt
     for section, members in itertools.groupby(above, lambda each: each.section):
         lines = [_of_tensor(each) for each in members]
         parts.append(_list(f"{section}: {len(lines)}", lines, most))
-    for title, pairs in (("state", found.values), ("told, and no difference: plan, versions, config", found.told)):
+    for title, pairs in (("state", found.values), ("no difference of state: plan, versions, config", found.about)):
         if pairs:
             parts.append(_list(f"{title}: {len(pairs)}", _pairs(pairs), most))
     if not found.exceeds(tolerance):

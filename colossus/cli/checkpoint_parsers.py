@@ -157,6 +157,7 @@ def _convert() -> Parser:
     parser.add_argument(
         "--max-shard-size",
         type=_num_bytes,
+        default=5 * 10**9,
         metavar="SIZE",
         help="of one file: 500MB, 5GB, .. (default: 5GB); a single tensor may be larger",
     )

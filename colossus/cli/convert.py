@@ -10,11 +10,9 @@ from pathlib import Path
 
 from colossus.arithmetic import byte_count
 from colossus.checkpoint.describe import printable
-from colossus.checkpoint.dtypes import ITEM_BYTES
+from colossus.checkpoint.durable import require_new
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.manifest import Manifest
-from colossus.checkpoint.new_folder import require_new
-from colossus.checkpoint.shards import MAX_SHARD_BYTES
+from colossus.checkpoint.manifest import ITEM_BYTES, Manifest
 from colossus.checkpoint.sources import find_weights, open_weights
 from colossus.cli.checkpoint_parsers import DTYPES
 from colossus.cli.named_run import path_of
@@ -48,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
                 reader,
                 target,
                 dtype=None if dtype is None else getattr(torch, dtype),
-                max_shard_bytes=arguments.max_shard_size or MAX_SHARD_BYTES,
+                max_shard_bytes=arguments.max_shard_size,
                 on_tensor=written.file_done,
             )
         finally:

@@ -6,7 +6,7 @@ import sys
 import time
 
 from colossus.arithmetic import byte_count
-from colossus.checkpoint.checksum import BLOCK_BYTES
+from colossus.checkpoint.durable import BLOCK_BYTES
 
 #: seconds between two lines of progress
 _BETWEEN = 0.2

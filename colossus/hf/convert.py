@@ -12,9 +12,9 @@ from torch import Tensor
 from colossus.checkpoint.companions import read_companions
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.shards import MAX_SHARD_BYTES
 from colossus.checkpoint.state_dict import WholeTensor
 from colossus.checkpoint.tensor_file import DTYPES
+from colossus.checkpoint.weights_only import MAX_SHARD_BYTES
 from colossus.hf.writer import plan_folder, write_folder
 from colossus.registry import MODEL_OPTIONS
 
@@ -43,7 +43,7 @@ def to_hf(
         except ValidationError as error:
             raise CheckpointError(f"{reader.folder}: its model cannot be understood: {error}") from None
     known = {
-        name: WholeTensor((name,), entry.shape, DTYPES[entry.dtype])
+        name: WholeTensor({name: (0, 0)}, entry.shape, DTYPES[entry.dtype])
         for name in manifest.names("model")
         for entry in (reader.entry(f"model/{name}"),)
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,17 +15,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colossus.checkpoint.dtypes import ITEM_BYTES
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.manifest import TOKENIZER_FILE, FileEntry, Manifest, TensorEntry
-from colossus.checkpoint.tensor_header import StoredTensor, read_header
+from colossus.checkpoint.manifest import (
+    ITEM_BYTES,
+    SAFETENSORS_DTYPES,
+    TOKENIZER_FILE,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+)
 from colossus.hf.family import Family, Row
 from colossus.hf.model_config import CONFIG, INDEX, SINGLE, beside_of, is_hf_folder, options_of, read_json, spec_of
 
+#: what safetensors calls a dtype -> torch's name
+_DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items() if not name.startswith("complex")}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 #: names that an error lists of each kind
 _MOST_LISTED = 4
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a safetensors file, row-major.
+
+    Attributes:
+        dtype: by torch's name.
+        offset: of its first byte in the file.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -33,7 +59,6 @@ class Placed:
 
     tensor: Row
     stored: StoredTensor
-    file: str
 
 
 @dataclass(frozen=True)
@@ -68,7 +93,7 @@ def read_folder(path: Path) -> HFFolder:
         )
     placed = _place(path, family, family.tensors(options), stored)
     written_by = config.get("transformers_version")
-    files = sorted({file for file, _ in stored.values()})
+    files = sorted({each.file for each in stored.values()})
     manifest = Manifest(
         step=0,
         saved_at=(path / CONFIG).stat().st_mtime,
@@ -87,26 +112,51 @@ def read_folder(path: Path) -> HFFolder:
     return HFFolder(path, placed, manifest)
 
 
-def _stored(path: Path) -> dict[str, tuple[str, StoredTensor]]:
-    """(file, where in it) of all tensors by name."""
+def _stored(path: Path) -> dict[str, StoredTensor]:
+    """All tensors by name."""
     if (path / SINGLE).exists():
-        return {name: (SINGLE, tensor) for name, tensor in read_header(path / SINGLE).items()}
+        return _header(path, SINGLE)
     if not (path / INDEX).exists():
         raise CheckpointError(f"{path}: {_without_weights(path)}")
     by_name = read_json(path / INDEX).get("weight_map")
     if not isinstance(by_name, dict) or not by_name:
         raise DamagedCheckpoint(f"{path / INDEX}: has no weight_map")
-    stored: dict[str, tuple[str, StoredTensor]] = {}
+    stored: dict[str, StoredTensor] = {}
     for file in sorted({str(file) for file in by_name.values()}):
         if not _FILE_NAME.fullmatch(file):
             raise DamagedCheckpoint(f"{path / INDEX}: names a file {file!r}, which is no plain file name")
-        for name, tensor in read_header(path / file).items():
-            if name in stored:
-                raise DamagedCheckpoint(f"{path}: {name} is in {stored[name][0]} and in {file}")
-            stored[name] = file, tensor
-    if lost := [name for name, file in by_name.items() if name not in stored or stored[name][0] != file]:
+        stored |= _header(path, file)
+    if lost := [name for name, file in by_name.items() if name not in stored or stored[name].file != file]:
         raise DamagedCheckpoint(f"{path / INDEX}: says that {lost[0]} is in {by_name[lost[0]]}, where it is not")
     return stored
+
+
+def _header(folder: Path, name: str) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name, which the library has found whole: all bytes belong to one each.
+
+    Raises:
+        DamagedCheckpoint: it is missing, truncated, or no safetensors file.
+        CheckpointError: it cannot be read.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise DamagedCheckpoint(f"{path}: {'is no file' if path.exists() else 'is missing'}")
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(length))
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{path}: is truncated, or no safetensors file: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    found = {}
+    for key, entry in entries.items():
+        if key != "__metadata__":
+            dtype, offset = _DTYPES.get(entry["dtype"], entry["dtype"]), 8 + length + entry["data_offsets"][0]
+            found[key] = StoredTensor(name, dtype, tuple(entry["shape"]), offset)
+    return found
 
 
 def _without_weights(path: Path) -> str:
@@ -123,9 +173,7 @@ def _without_weights(path: Path) -> str:
     return f"has neither {SINGLE} nor {INDEX}{more}"
 
 
-def _place(
-    path: Path, family: Family, tensors: Sequence[Row], stored: Mapping[str, tuple[str, StoredTensor]]
-) -> list[Placed]:
+def _place(path: Path, family: Family, tensors: Sequence[Row], stored: Mapping[str, StoredTensor]) -> list[Placed]:
     """Each tensor of the model where it is.
 
     Raises:
@@ -145,12 +193,12 @@ def _place(
             continue
         found, *copies = there_are
         different += [(found, copy) for copy in copies if not _are_equal(path, stored[found], stored[copy])]
-        file, there = stored[found]
+        there = stored[found]
         if there.shape != tensor.shape:
             wrong.append(f"{found} has shape {list(there.shape)}, {CONFIG} says {list(tensor.shape)}")
         elif there.dtype not in _FLOATS:
             wrong.append(f"{found} has dtype {there.dtype}, which are no weights that can be trained")
-        placed.append(Placed(tensor, there, file))
+        placed.append(Placed(tensor, there))
     extra = [
         name
         for name in stored
@@ -174,24 +222,14 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_LISTED]) + (", .." if len(names) > _MOST_LISTED else "")
 
 
-def _are_equal(path: Path, one: tuple[str, StoredTensor], other: tuple[str, StoredTensor]) -> bool:
-    """Whether two tensors of a folder's files are the same to the byte."""
-    (file, here), (other_file, there) = one, other
-    if (here.dtype, here.shape) != (there.dtype, there.shape):
+def _are_equal(folder: Path, *tensors: StoredTensor) -> bool:
+    """Whether two tensors are the same to the byte."""
+    one, other = tensors
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    left = math.prod(here.shape) * ITEM_BYTES[here.dtype]
-    try:
-        with (path / file).open("rb") as first, (path / other_file).open("rb") as second:
-            first.seek(here.offset)
-            second.seek(there.offset)
-            while left:
-                size = min(left, 1 << 20)
-                if first.read(size) != second.read(size):
-                    return False
-                left -= size
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return True
+    num_bytes = math.prod(one.shape) * ITEM_BYTES.get(one.dtype, 0)
+    first, second = (np.memmap(folder / each.file, np.uint8, "r", each.offset, num_bytes) for each in tensors)
+    return first.data == second.data
 
 
 class HuggingFace:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from colossus.checkpoint.cast import require_finite
 from colossus.checkpoint.companions import (
     COMPANIONS,
     GENERATION,
@@ -21,16 +20,15 @@ from colossus.checkpoint.companions import (
     read_companions,
     write_companions,
 )
-from colossus.checkpoint.durable import naming, write_flushed
+from colossus.checkpoint.durable import naming, new_folder, require_new, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.exported import exported
 from colossus.checkpoint.folder import locate
 from colossus.checkpoint.manifest import MANIFEST, read_manifest
-from colossus.checkpoint.new_folder import new_folder, require_new
-from colossus.checkpoint.shards import MAX_SHARD_BYTES, split_into_shards
 from colossus.checkpoint.state_dict import WholeTensor, stream_state_dict, whole_tensors
 from colossus.checkpoint.tensor_file import make_header, write_file
 from colossus.checkpoint.together import on_all_ranks
+from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, split_into_shards
 from colossus.context.parallel_context import ParallelContext
 from colossus.hf.family import Family, Row, family_of
 from colossus.hf.folder import listed

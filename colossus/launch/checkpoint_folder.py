@@ -37,7 +37,7 @@ def check(section: Checkpoint, folder: Path, checkpoint: Path | None) -> None:
     if held:
         raise ConfigError(
             f"checkpoint.dir {root}: holds {len(held)} checkpoint{'s' * (len(held) > 1)} of another run already (the "
-            f"newest is {held[-1].path.name}), which this run would replace and remove; --resume goes on with it, "
+            f"newest is {held[-1].name}), which this run would replace and remove; --resume goes on with it, "
             f"else give another folder, or move it away"
         )
 

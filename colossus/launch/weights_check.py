@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.matching import Known, match_weights
+from colossus.checkpoint.matching import ModelTensor, match_weights
 from colossus.checkpoint.sources import manifest_of
 from colossus.config import Config, ConfigError, model_options
 from colossus.hf.family import family_of
@@ -33,7 +33,7 @@ def check_weights(config: Config, folder: Path) -> None:
         raise ConfigError(f"checkpoint.weights = {weights.path!r}: {error}") from None
 
 
-def _known(config: Config) -> dict[str, Known] | None:
+def _known(config: Config) -> dict[str, ModelTensor] | None:
     """The parameters of the model, where it is one that Hugging Face has, too."""
     options = model_options(config)
     if config.model is None or options is None:
@@ -46,4 +46,4 @@ def _known(config: Config) -> dict[str, Known] | None:
     for alias, first in family.aliases(options).items():
         others.setdefault(first, []).append(alias)
     parts = [part for tensor in family.tensors(options) for part in tensor.parts]
-    return {part.name: Known(part.shape, (part.name, *others.get(part.name, ()))) for part in parts}
+    return {part.name: ModelTensor(part.shape, (part.name, *others.get(part.name, ()))) for part in parts}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.held_tensor import HeldTensor
-from colossus.checkpoint.matching import Known, Shape, WeightMatch, match_exactly
+from colossus.checkpoint.matching import ModelTensor, Shape, WeightMatch, match_exactly
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
@@ -17,15 +17,15 @@ from colossus.state.boxes import ParameterBox, buffers_of
 from colossus.state.buffers import read_buffer
 
 
-def known_weights(model: nn.Module, boxes: Sequence[ParameterBox], context: ParallelContext) -> dict[str, Known]:
+def known_weights(model: nn.Module, boxes: Sequence[ParameterBox], context: ParallelContext) -> dict[str, ModelTensor]:
     """The parameters and buffers of the whole model, by first name. Collective."""
-    mine = {box.name: Known(tuple(box.logical.shape), (box.name, *box.aliases)) for box in boxes}
-    mine |= {name: Known(entry.shape, tuple(entry.names)) for name, entry in buffers_of(model).items()}
-    known: dict[str, Known] = {}
+    mine = {box.name: ModelTensor(tuple(box.logical.shape), (box.name, *box.aliases)) for box in boxes}
+    mine |= {name: ModelTensor(entry.shape, tuple(entry.names)) for name, entry in buffers_of(model).items()}
+    known: dict[str, ModelTensor] = {}
     for of_rank in all_gather_object(mine, context.group(context.grid.names)):
         for name, entry in of_rank.items():
             names = dict.fromkeys((*known.get(name, entry).names, *entry.names))
-            known[name] = Known(entry.shape, tuple(names))
+            known[name] = ModelTensor(entry.shape, tuple(names))
     return known
 
 
@@ -59,7 +59,7 @@ def other_functions(saved: Mapping[str, Any] | None, here: Mapping[str, Any] | N
     ]
 
 
-def require_same_model(reader: CheckpointReader, known: Mapping[str, Known]) -> WeightMatch:
+def require_same_model(reader: CheckpointReader, known: Mapping[str, ModelTensor]) -> WeightMatch:
     """That the checkpoint has the parameters and buffers of the model, and no others.
 
     Raises:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from hypothesis import strategies as st
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.tiling import is_tiling
 from colossus.checkpoint.writer import CheckpointWriter
 from colossus.context.parallel_context import ParallelContext
 
@@ -49,16 +46,10 @@ def test_damage_is_named_and_passed_over(root: Path, damage: Damage, caplog: pyt
     with pytest.raises(DamagedCheckpoint, match=damage.said) as raised:
         step_in(newest, 2)
     assert str(newest) in str(raised.value)
-    assert any(
-        advice in str(raised.value) for advice in ("take another checkpoint", "move it away", "there is no mani")
-    )
-    if "corrupted: its CRC-32" in str(raised.value) and MANIFEST not in str(raised.value):
-        return  # seen when all is read: `test_an_engine_passes_over_damage`
-    if "swapped" in damage.name and not caplog.text:
-        return
-    assert latest_step(root, 2) == 1
-    assert str(raised.value) in caplog.text
-    assert f"{newest} is damaged: taking {root / 'step-00000001'} instead" in caplog.text
+    if not damage.needs_reading:
+        assert latest_step(root, 2) == 1
+        assert str(raised.value) in caplog.text
+        assert f"{newest} is damaged: taking {root / 'step-00000001'} instead" in caplog.text
 
 
 def test_another_version_is_no_reason_to_go_back(root: Path) -> None:
@@ -157,53 +148,3 @@ def test_any_byte_that_changes_is_found(spoilt: Path, number: int, place: float,
     finally:
         path.write_bytes(data)
     assert not _is_found(spoilt)
-
-
-# -- boxes that cover a tensor ----------------------------------------------------------------------------
-
-
-@st.composite
-def _cut(draw: st.DrawFn) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
-    """A shape, and boxes that were cut out of it again and again."""
-    shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=4))
-    boxes = [([0] * len(shape), list(shape))]
-    for _ in range(draw(st.integers(0, 6)) if shape else 0):
-        start, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dim = draw(st.integers(0, len(shape) - 1))
-        at = draw(st.integers(0, size[dim]))
-        for low, length in ((0, at), (at, size[dim] - at)):
-            if length:
-                boxes.append(
-                    ([*start[:dim], start[dim] + low, *start[dim + 1 :]], [*size[:dim], length, *size[dim + 1 :]])
-                )
-    return shape, boxes
-
-
-def _elements(start: list[int], size: list[int]) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*(range(low, low + length) for low, length in zip(start, size, strict=True)))
-
-
-@given(cut=_cut(), data=st.data())
-def test_boxes_cover_a_shape_once(
-    cut: tuple[list[int], list[tuple[list[int], list[int]]]], data: st.DataObject
-) -> None:
-    """As counting its elements says, also after boxes were moved, lost and doubled."""
-    shape, boxes = cut
-    assert is_tiling(shape, boxes)
-    for _ in range(data.draw(st.integers(0, 3))):
-        if not boxes:
-            break
-        start, size = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
-        start = [data.draw(st.integers(0, whole - length)) for whole, length in zip(shape, size, strict=True)]
-        boxes += [(start, size)] * data.draw(st.integers(0, 2))
-    counted = sorted(at for box in boxes for at in _elements(*box))
-    assert is_tiling(shape, boxes) == (counted == list(_elements([0] * len(shape), shape)))
-
-
-def test_tensors_without_elements() -> None:
-    assert is_tiling((0, 3), [])
-    assert is_tiling((0, 3), [((0, 0), (0, 3))])
-    assert is_tiling((), [((), ())])
-    assert not is_tiling((), [])
-    assert not is_tiling((2,), [])
-    assert is_tiling((2,), [((0,), (2,)), ((1,), (0,))])

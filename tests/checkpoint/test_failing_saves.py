@@ -29,7 +29,7 @@ from torch import distributed as dist
 from colossus.checkpoint import durable, folder, snapshot, writer
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.held_tensor import HeldTensor
-from colossus.checkpoint.merge import About
+from colossus.checkpoint.manifest import About
 from colossus.checkpoint.messages import Messages
 from colossus.checkpoint.snapshot import RankState
 from colossus.checkpoint.writer import CheckpointWriter

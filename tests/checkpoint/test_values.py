@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -17,17 +17,11 @@ from torch import Tensor
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.values import TAGS, decode, encode
 
-NUMBERS = st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none() | st.text() | st.binary()
+PLAIN = st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none() | st.text()
 KEYS = st.text() | st.sampled_from(TAGS) | st.integers() | st.tuples(st.integers(), st.text())
 NESTS = st.recursive(
-    NUMBERS | st.frozensets(st.integers() | st.text()) | st.sets(st.integers() | st.text()),
-    lambda inner: (
-        st.lists(inner)
-        | st.tuples(inner, inner)
-        | st.dictionaries(KEYS, inner)
-        | st.dictionaries(st.text(), st.integers()).map(Counter)
-        | st.dictionaries(st.text(), inner).map(lambda items: defaultdict(list, items))
-    ),
+    PLAIN,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner),
     max_leaves=12,
 )
 
@@ -52,21 +46,6 @@ def test_nests_come_back(value: Any) -> None:
     assert same_types(there_and_back(value)) == same_types(value)
 
 
-def test_a_set_is_the_same_text_whatever_its_order() -> None:
-    texts = [json.dumps(encode({value, "x", 3, None, *others}, "", {})) for value, others in ((1, "ab"), (1, "ba"))]
-    assert texts[0] == texts[1]
-
-
-def test_what_a_dict_makes_of_new_keys_stays() -> None:
-    lists = there_and_back(defaultdict(list, {"a": [1]}))
-    lists["new"].append(2)
-    counts = there_and_back(Counter("abca"))
-    counts["z"] += 1
-    assert dict(lists) == {"a": [1], "new": [2]}
-    assert counts == Counter("abcaz")
-    assert list(there_and_back(OrderedDict(b=1, a=2))) == ["b", "a"]
-
-
 def test_tensors_and_arrays_come_back() -> None:
     value = {"x": torch.arange(3), "y": (np.eye(2, dtype=np.float32), np.int16(7)), "z": torch.tensor(1.5)}
     back = there_and_back(value)
@@ -76,6 +55,7 @@ def test_tensors_and_arrays_come_back() -> None:
     assert back["y"][1] == 7
     assert type(back["y"][1]) is np.int16
     assert back["z"].shape == ()
+    assert list(there_and_back(OrderedDict(b=1, a=2))) == ["b", "a"]
 
 
 class Colour(enum.IntEnum):
@@ -88,7 +68,7 @@ class Mine(dict):
 
 @pytest.mark.parametrize(
     "value",
-    [object(), Mine(), defaultdict(Mine), np.longdouble(1), np.array([None]), len, Colour.RED],
+    [object(), Mine(), Counter(), {1}, b"", np.longdouble(1), np.array([None]), len, Colour.RED],
     ids=lambda value: type(value).__name__,
 )
 def test_what_would_not_come_back_is_refused_with_its_place(value: Any) -> None:

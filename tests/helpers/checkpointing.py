@@ -9,7 +9,7 @@ from helpers.ranks import grid
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.held_tensor import HeldTensor
-from colossus.checkpoint.merge import About
+from colossus.checkpoint.manifest import About
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.snapshot import RankState
 from colossus.checkpoint.writer import CheckpointWriter

@@ -10,7 +10,7 @@ from helpers.twins import PlainGPT
 from torch import Tensor
 
 import colossus
-from colossus.checkpoint.saved_state_dict import read_state_dict
+from colossus.checkpoint.state_dict import read_state_dict
 from colossus.inference.config import Source, find_source
 
 LENGTH = 12
