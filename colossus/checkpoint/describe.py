@@ -96,8 +96,6 @@ def _head(folder: Path, manifest: Manifest, steps: Sequence[int]) -> str:
     for section, tensors in _sections(manifest):
         dtypes = Counter(entry.dtype for entry in tensors.values())
         lines[section] = f"{_size(tensors.values())} in {len(tensors)} tensors ({', '.join(dtypes)})"
-    if manifest.aliases:
-        lines["tied"] = ", ".join(f"{alias} is {name}" for alias, name in list(manifest.aliases.items())[:5])
     if manifest.tokenizer is not None:
         lines["tokenizer"] = manifest.tokenizer
     if manifest.values:

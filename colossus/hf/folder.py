@@ -125,8 +125,8 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
     for file in sorted({str(file) for file in by_name.values()}):
         if not _FILE_NAME.fullmatch(file):
             raise DamagedCheckpoint(f"{path / INDEX}: names a file {file!r}, which is no plain file name")
-        stored |= _header(path, file)
-    if lost := [name for name, file in by_name.items() if name not in stored or stored[name].file != file]:
+        stored |= {name: tensor for name, tensor in _header(path, file).items() if by_name.get(name) == file}
+    if lost := [name for name in by_name if name not in stored]:
         raise DamagedCheckpoint(f"{path / INDEX}: says that {lost[0]} is in {by_name[lost[0]]}, where it is not")
     return stored
 
@@ -148,7 +148,7 @@ def _header(folder: Path, name: str) -> dict[str, StoredTensor]:
             length = int.from_bytes(file.read(8), "little")
             entries = json.loads(file.read(length))
     except SafetensorError as error:
-        raise DamagedCheckpoint(f"{path}: is truncated, or no safetensors file: {error}") from None
+        raise DamagedCheckpoint(f"{path}: is truncated or changed, or no safetensors file: {error}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     found = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import pickle
 import re
 import shutil
@@ -20,6 +19,7 @@ from helpers.damage import DAMAGES, PICKLE, Damage, rewritten, truncate
 from helpers.disk import watched
 from helpers.ranks import run_ranks
 from helpers.small_run import Counter, Lines, Net, everything, make_engine
+from safetensors.torch import save_file
 from torch import distributed as dist
 
 from colossus.checkpoint.errors import CheckpointError
@@ -29,7 +29,7 @@ from colossus.engine import checkpoints
 from colossus.engine.engine import Engine
 
 #: of the matrix that `test_corruption` has, and of a file for all to see
-_OF_THE_MATRIX = ("a hole", "overlap", "a chunk", "an offset", "a negative", "half an element")
+_OF_THE_MATRIX = ("a hole", "overlap", "a chunk", "an offset")
 
 
 def _damages() -> list[Damage]:
@@ -44,14 +44,10 @@ def _value(path: str, value: Any) -> Callable[[Path], None]:
 #: values that a person has written; each would be decoded
 VALUES = [
     Damage("objects", _value("train", {"$array": ["model/first.bias", "|O", [3]]}), r"train: .*dtype '\|O'"),
-    Damage("an object", _value("train", {"$numpy": ["O", 1]}), r"train: .*dtype 'O'"),
     Damage("fields", _value("train", {"$array": ["model/first.bias", "f8,O", [3]]}), r"train: .*dtype 'f8,O'"),
-    Damage("a huge item", _value("train", {"$array": ["model/first.bias", "|V99999999", [3]]}), r"train: .*dtype"),
     Damage(
         "no such tensor", _value("train", {"$tensor": "../../etc/passwd"}), r"train: has no tensor '../../etc/passwd'"
     ),
-    Damage("a set of lists", _value("train", {"$set": [[1]]}), r"train cannot be understood \(TypeError"),
-    Damage("no base64", _value("train", {"$bytes": 5}), r"train cannot be understood \(TypeError"),
     Damage("no pairs", _value("train", {"$items": [1, 2]}), r"train cannot be understood \(TypeError"),
     Damage("no shape", _value("train", {"$array": ["model/first.bias", "<f8", [7, 7]]}), r"train cannot be underst"),
 ]
@@ -212,37 +208,21 @@ def test_no_pickle_is_opened(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (in_memory / "unpickled").exists()
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda at: torch.save({"w": torch.zeros(2)}, at), r"it is a file of torch.save, which is a pickle"),
-        (lambda at: at.write_bytes(PICKLE), r"it is a file of torch.save, which is a pickle"),
-        (lambda at: (at.mkdir(), torch.save({}, at / "model.pt")), r"it holds model.pt: a file of torch.save"),
-        (
-            lambda at: (at.mkdir(), (at / ".metadata").write_bytes(PICKLE)),
-            r"torch.distributed.checkpoint, whose .metad",
-        ),
-        (
-            lambda at: _hugging_face(at),
-            r"safetensors files: of a model folder of Hugging Face checkpoint.weights.*load_full_sta",
-        ),
-        (lambda at: at.write_text("weights"), r"it is a file: name the folder"),
-        (lambda at: at.mkdir(), r"it holds nothing"),
-        (lambda at: None, r"there is no such folder"),
-    ],
-)
-def test_other_formats_are_told(in_memory: Path, make: Callable[[Path], Any], said: str) -> None:
-    make(in_memory / "other")
+@pytest.mark.parametrize("kind", ["a file of torch.save", "torch.distributed.checkpoint", "Hugging Face", "nothing"])
+def test_other_formats_are_refused_in_words(in_memory: Path, kind: str) -> None:
+    other, said = in_memory / "other", r"is neither a checkpoint of colossus .* opens no pickle.*load_full_state_dict"
+    if kind == "a file of torch.save":
+        torch.save({"w": torch.zeros(2)}, other)
+    elif kind == "nothing":
+        said = r"there is no such folder"
+    else:
+        other.mkdir()
+        if kind == "Hugging Face":
+            (other / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+            save_file({"w": torch.zeros(2)}, other / "model.safetensors")
+        else:
+            (other / ".metadata").write_bytes(PICKLE)
     engine = make_engine(None, data=1)
     with pytest.raises(CheckpointError, match=said) as raised:
-        engine.checkpoints.load(in_memory / "other")
-    assert str(in_memory / "other") in str(raised.value)
-
-
-def _hugging_face(at: Path) -> None:
-    from safetensors.torch import save_file
-
-    at.mkdir()
-    (at / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    save_file({"w": torch.zeros(2)}, str(at / "model.safetensors"))
-    assert os.listdir(at)
+        engine.checkpoints.load(other)
+    assert str(other) in str(raised.value)

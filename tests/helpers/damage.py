@@ -89,7 +89,7 @@ def _name(name: str) -> Callable[[Path], None]:
 
 
 DAMAGES = [
-    Damage("no manifest", lambda at: (at / MANIFEST).unlink(), r"there is no manifest.json"),
+    Damage("no manifest", lambda at: (at / MANIFEST).unlink(), r"no manifest.json"),
     Damage("manifest of zeros", lambda at: (at / MANIFEST).write_bytes(bytes(4096)), r"manifest.json: is truncated"),
     Damage("manifest cut in its first line", lambda at: os.truncate(at / MANIFEST, 9), r"manifest.json: is truncated"),
     Damage("manifest cut", lambda at: truncate(at / MANIFEST, 500), r"manifest.json: is truncated or corrupted"),

