@@ -262,11 +262,12 @@ def _check(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> None
             raise ValueError(f"{key} {entry.shape} has a chunk of {chunk.size} at {chunk.start}, outside of it")
         if chunk.offset < 0 or chunk.offset + chunk.num_elements * item > files[chunk.file].num_bytes:
             raise ValueError(f"{key} has a chunk at byte {chunk.offset}, which lies outside of {chunk.file}")
-    held = sum(chunk.num_elements for chunk in entry.chunks)
-    if held != math.prod(entry.shape):
+    held = [chunk.num_elements for chunk in entry.chunks if chunk.num_elements]
+    starts = {chunk.start for chunk in entry.chunks if chunk.num_elements}
+    if sum(held) != math.prod(entry.shape) or len(starts) < len(held):
         raise ValueError(
-            f"{key} {entry.shape} has {math.prod(entry.shape)} elements, its {len(entry.chunks)} chunks have {held}: a "
-            f"rank's part is missing, or two ranks wrote the same"
+            f"{key} {entry.shape} is not covered once by its {len(entry.chunks)} chunks: a rank's part is missing, or "
+            f"two ranks wrote the same"
         )
 
 

@@ -29,7 +29,7 @@ from colossus.engine import checkpoints
 from colossus.engine.engine import Engine
 
 #: of the matrix that `test_corruption` has, and of a file for all to see
-_OF_THE_MATRIX = ("a hole", "overlap", "a chunk", "an offset")
+_OF_THE_MATRIX = ("a hole", "overlap", "both", "a chunk", "an offset")
 
 
 def _damages() -> list[Damage]:

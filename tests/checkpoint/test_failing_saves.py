@@ -316,7 +316,10 @@ def test_what_fails_on_one_rank_fails_on_all(in_memory: Path) -> None:
             (0, "KeyError: 'no state today'"),
             (1, "KeyError: 'no state today'"),
             (1, "MemoryError: 512 GiB"),
-            (0, "do not cover it once: a rank's part is missing, or two ranks wrote the same"),
+            (
+                0,
+                "is not covered once by its 2 chunks: a rank's part is missing, or two ranks wrote the same",
+            ),
             (0, "model/matrix is float64 (1,) on one rank and float64 (2,) on another"),
         ],
         strict=True,

@@ -133,7 +133,7 @@ def test_a_dry_run_tells_of_it_and_finds_what_is_wrong(
     (folder / "model.safetensors").write_bytes(b"")
     assert main(["launch", "config.py", "--dry-run"]) == 2
     err = capsys.readouterr().err
-    assert "checkpoint.weights = 'gpt2': gpt2/model.safetensors: is no safetensors file" in err
+    assert "checkpoint.weights = 'gpt2': gpt2/model.safetensors: is truncated or changed" in err
 
 
 def test_weights_that_do_not_fit_are_told_before_a_process_starts(

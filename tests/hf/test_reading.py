@@ -195,7 +195,7 @@ def test_the_weights_of_a_folder_go_into_a_model_that_differs(tmp_path: Path) ->
     assert "checkpoint.weights: " in strict
     assert "2 missing there: head.bias, head.weight" in strict
     assert loaded == "2 missing there: head.bias, head.weight"
-    assert "a model folder of Hugging Face checkpoint.weights takes the weights" in resumed
+    assert "a model folder of Hugging Face is for checkpoint.weights" in resumed
 
 
 def test_a_shorter_model_takes_the_first_positions(tmp_path: Path) -> None:
