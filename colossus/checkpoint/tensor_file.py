@@ -117,9 +117,19 @@ def write_file(
 def host_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor; of a contiguous one on the host its memory."""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return _memory(tensor) if tensor.numel() else memoryview(b"")
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the host."""
     # one element is contiguous whatever its strides, but is no view of bytes with them
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def _is_memory_of(dtype: torch.dtype, tensor: Tensor) -> bool:
+    """Whether the bytes of a file are those of a tensor."""
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return is_plain and tensor.dtype == dtype
 
 
 class BoxReader:
@@ -127,7 +137,6 @@ class BoxReader:
 
     def __init__(self) -> None:
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-        self._memory = self._block.numpy().data
 
     def read(self, descriptor: int, chunk: Chunk, dtype: torch.dtype, box: Box, out: Tensor) -> None:
         """Read what a chunk has of a box of its tensor into that place of ``out``, which has the shape of the box."""
@@ -156,6 +165,9 @@ class BoxReader:
         first, last = inside[0]
         row = dtype.itemsize * math.prod(size[1:])
         wanted = dtype.itemsize * math.prod(high - low for low, high in inside[1:])
+        if wanted == row and _is_memory_of(dtype, target):
+            _read_exactly(descriptor, offset + first * row, _memory(target))
+            return
         if row > BLOCK_BYTES or row - wanted >= _LONG_GAP_BYTES:
             for index in range(first, last):
                 self._read(descriptor, offset + index * row, size[1:], inside[1:], dtype, target[index - first])
@@ -164,7 +176,7 @@ class BoxReader:
         for start in range(first, last, rows_of_block):
             stop = min(start + rows_of_block, last)
             num_bytes = (stop - start) * row
-            _read_exactly(descriptor, offset + start * row, self._memory[:num_bytes])
+            _read_exactly(descriptor, offset + start * row, _memory(self._block[:num_bytes]))
             rows = self._block[:num_bytes].view(dtype).view(stop - start, *size[1:])
             part = rows[(slice(None), *(slice(*span) for span in inside[1:]))]
             target[start - first : stop - first].copy_(part)
@@ -172,7 +184,7 @@ class BoxReader:
 
 def _read_exactly(descriptor: int, offset: int, buffer: memoryview) -> None:
     while buffer:
-        count = os.preadv(descriptor, [buffer], offset)
+        count = os.preadv(descriptor, [buffer[: 1 << 30]], offset)
         if not count:
             raise CheckpointError("the file ends early: it was truncated while it was read")
         offset, buffer = offset + count, buffer[count:]

@@ -19,7 +19,7 @@ newest of runs/NAME-*); of several the one is taken that a run would resume from
 folder of Hugging Face, too, by our names.
 
 commands:
-  inspect DIR   print what is in it: step, plan, versions, the tree of modules with shapes and sizes
+  inspect DIR   print what is in it: step, plan, versions, a table of parameters with shapes and sizes
   verify DIR    read all of its files and compare their checksums
   diff A B      print what differs between two, whatever the plans that saved them
   convert SRC DST --to FORM
@@ -60,8 +60,8 @@ def _inspect() -> Parser:
     parser = Parser(
         "checkpoint inspect",
         "Print what is in a checkpoint: step, time, versions and plan; how much of it are parameters and optimizer\n"
-        "state; the tree of modules with the full shape, dtype and size of each parameter, whatever the plan was.\n"
-        "Modules of a list that are alike are printed once. Only the manifest is read.",
+        "state; the full shape, dtype and size of each parameter, whatever the plan was. Those that the layers of a\n"
+        "list have alike are one row. Only the manifest is read.",
         "exit codes: 0 printed, 1 damaged, 2 no checkpoint or wrong usage\n",
     )
     parser.add_argument("dir", metavar="DIR", help=WHAT)

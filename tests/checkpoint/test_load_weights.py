@@ -32,19 +32,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 LONG_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "zero3 to pipeline_1d": (
-        dict(parallel=dict(data=4, zero=3)),
-        dict(parallel=dict(pipeline=2, tensor=2), schedule=dict(microbatches=2)),
-    ),
-    "pipeline to 3d": (
-        dict(parallel=dict(pipeline=2, data=2), schedule=dict(microbatches=2)),
-        dict(parallel=dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),
-    ),
-    "1d to 2d": (dict(parallel=dict(tensor=4)), dict(parallel=dict(tensor=dict(mode="2d", size=4)))),
-    "2d to zero3_1d": (
-        dict(parallel=dict(tensor=dict(mode="2d", size=4))),
-        dict(parallel=dict(data=2, tensor=2, zero=3)),
-    ),
+    "zero3 to 3d": (dict(parallel=dict(data=4, zero=3)), dict(parallel=dict(tensor=dict(mode="3d", shape=(2, 1, 2))))),
 }
 
 

@@ -23,16 +23,13 @@ def known(**shapes: tuple[int, ...]) -> dict[str, ModelTensor]:
     [
         (None, NAMES),
         ({"blocks": "layers"}, [n.replace("blocks.", "layers.") for n in NAMES]),
-        ({"blocks.": "layers."}, [n.replace("blocks.", "layers.") for n in NAMES]),
         ({"": "trunk"}, [f"trunk.{n}" for n in NAMES]),
         ({"blocks.0": ""}, [n.removeprefix("blocks.0.") for n in NAMES]),
-        ({"norm.weight": "last.scale"}, [*NAMES[:-1], "last.scale"]),
         ({"blocks.*.up.*": "blocks.*.up.base.*"}, [n.replace("up.", "up.base.") for n in NAMES]),
         ({"blocks.1.*": None}, [n if "blocks.1" not in n else None for n in NAMES]),
         # the first key that meets a name renames it, and a later one may be hidden by it
         ({"blocks.0.*": "first.*", "blocks": "layers"}, [NAMES[0], "first.up.weight", "first.up.bias",
                                                          "layers.1.up.weight", NAMES[-1]]),
-        ({"blocks": "layers", "blocks.0": "never"}, [n.replace("blocks.", "layers.") for n in NAMES]),
         (lambda name: name.upper(), [n.upper() for n in NAMES]),
     ],
 )  # fmt: skip

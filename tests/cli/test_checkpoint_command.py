@@ -125,7 +125,7 @@ def test_inspect_of_ten_thousand_layers_is_short_and_obeys_no_escape(saved: Path
 
 
 def test_verify_whole(saved: Path, capsys: Captured) -> None:
-    for given in (saved / "tensor", saved / "tensor" / "checkpoints", step(saved / "tensor")):
+    for given in (saved / "tensor", step(saved / "tensor")):
         assert checkpoint("verify", given) == 0
         out, err = capsys.readouterr()
         assert out.startswith(f"{step(saved / 'tensor')} is whole: step 2, 2 files, ")
@@ -135,15 +135,11 @@ def test_verify_whole(saved: Path, capsys: Captured) -> None:
 def test_verify_all(runs: Path, capsys: Captured) -> None:
     assert checkpoint("verify", "--all", runs / "tensor") == 0
     assert capsys.readouterr().out.count(" is whole: ") == 2
-    for run, harm in (("one", lambda folder: _flip(folder / "rank-00000.safetensors")),
-                      ("tensor", lambda folder: (folder / MANIFEST).unlink())):  # fmt: skip
-        harm(step(runs / run, 1))
-        for given in (runs / run, runs / run / "checkpoints"):
-            assert checkpoint("verify", "--all", given) == 1
-            out, err = capsys.readouterr()
-            assert out.startswith(f"{step(runs / run, 2)} is whole")
-            assert str(step(runs / run, 1)) in err
-    assert checkpoint("verify", "--all", step(runs / "one", 2)) == 0
+    (step(runs / "tensor", 1) / MANIFEST).unlink()
+    assert checkpoint("verify", "--all", runs / "tensor" / "checkpoints") == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{step(runs / 'tensor', 2)} is whole")
+    assert str(step(runs / "tensor", 1)) in err
     assert checkpoint("verify", "--all", runs) == 2
 
 
@@ -182,11 +178,10 @@ def test_verify_names_what_is_damaged(damage: str, runs: Path, capsys: Captured)
         assert f"so {step(runs / 'tensor', 1)} was taken" in err
 
 
-def test_inspect_and_diff_say_which_one_they_took(runs: Path, capsys: Captured) -> None:
+def test_inspect_says_which_one_it_took(runs: Path, capsys: Captured) -> None:
     os.truncate(step(runs / "one") / "rank-00000.safetensors", 99)
-    for words in (["inspect", runs / "one"], ["diff", runs / "one", step(runs / "one", 1)]):
-        assert checkpoint(*words) == 0
-        assert f"so {step(runs / 'one', 1)} was taken" in capsys.readouterr().err
+    assert checkpoint("inspect", runs / "one") == 0
+    assert f"so {step(runs / 'one', 1)} was taken" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "diff"])
@@ -311,20 +306,19 @@ def test_blocks_cover_a_shape_once(shape: tuple[int, ...], most: int) -> None:
 
 def test_diff_holds_one_block_of_each(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
+    read = diffing._read
 
-    def read(reader: CheckpointReader, key: str, box: Any, _read: Any = diffing._read) -> Any:
-        out = _read(reader, key, box)
-        held.append(out.numel())
+    def counted(*args: Any) -> Any:
+        held.append((out := read(*args)).numel())
         return out
 
-    monkeypatch.setattr(diffing, "_read", read)
+    monkeypatch.setattr(diffing, "_read", counted)
     monkeypatch.setattr(diffing, "BLOCK_ELEMENTS", 50)
     with CheckpointReader(step(saved / "one")) as a, CheckpointReader(step(saved / "other")) as b:
         small = diffing.diff(a, b)
         assert max(held) <= 50
         monkeypatch.setattr(diffing, "BLOCK_ELEMENTS", 1 << 20)
         assert diffing.diff(a, b) == small  # the largest element is that of the whole tensor
-        assert max(held) > 50
 
 
 # the command line
@@ -344,15 +338,6 @@ def test_usage(words: list[str], code: int, said: str, capsys: Captured) -> None
     assert said in capsys.readouterr().err
 
 
-def test_help_teaches(capsys: Captured) -> None:
-    assert main(["--help"]) == 0
-    assert "checkpoint inspect|verify|diff DIR" in capsys.readouterr().out
-    for words in ([], ["inspect"], ["verify"], ["diff"]):
-        assert checkpoint(*words, "--help") == 0
-        out = capsys.readouterr().out
-        assert "exit codes" in out or "examples" in out
-
-
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_answers_without_importing_torch(saved: Path, command: str) -> None:
     code = (
@@ -367,27 +352,10 @@ def test_answers_without_importing_torch(saved: Path, command: str) -> None:
     assert done.stdout.endswith("TORCH False\n")
 
 
-def test_a_reader_that_has_gone_and_ctrl_c(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    done = subprocess.run(
-        f"{sys.executable} -m colossus checkpoint inspect --all {saved / 'one'} | head -1",
-        shell=True, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
-    assert (done.stdout.count("\n"), done.stderr) == (1, "")
-
+def test_ctrl_c(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     def stopped(*_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("colossus.cli.checkpoint.problem_of", stopped)
     assert checkpoint("verify", saved / "one") == 130
     assert "stopped by Ctrl-C" in capsys.readouterr().err
-
-
-def test_progress_is_shown_to_who_watches(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:  # fmt: skip
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("colossus.cli.progress._BETWEEN", 0.0)
-    assert checkpoint("verify", saved / "tensor") == 0
-    err = capsys.readouterr().err
-    assert " KB of " in err
-    assert err.endswith("\r")  # and taken away
