@@ -122,10 +122,13 @@ def new_folder(target: Path) -> Iterator[Path]:
 def checksum(path: Path, on_block: Callable[[], None] = lambda: None) -> int:
     """The CRC-32 of a file; ``on_block`` is called after each `BLOCK_BYTES`."""
     crc, buffer = 0, memoryview(bytearray(BLOCK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        while count := os.readv(descriptor, [buffer]):
             crc = zlib.crc32(buffer[:count], crc)
             on_block()
+    finally:
+        os.close(descriptor)
     return crc
 
 

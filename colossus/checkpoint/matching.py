@@ -121,8 +121,6 @@ def match_weights(
             left_over.discard(name)
             continue
         first = first_names.get(new)
-        if first is not None:
-            left_over.discard(value)
         if first is None or first not in wanted:
             continue
         if sources.setdefault(first, value) != value:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from colossus.checkpoint import tensor_file
 from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.manifest import MANIFEST
 from colossus.checkpoint.reader import CheckpointReader
@@ -115,10 +117,13 @@ def write(folder: Path, written: list[RankState]) -> None:
 
 
 @settings(max_examples=examples(25), deadline=None)
-@given(moves())
+@given(moves(), st.sampled_from([(1 << 20, 1 << 15), (16, 1 << 15), (64, 4)]))
 def test_every_element_is_written_once_and_read_anywhere(
-    tmp_path_factory: pytest.TempPathFactory, drawn: tuple[RankGrid, RankGrid, list[Any]]
+    tmp_path_factory: pytest.TempPathFactory,
+    drawn: tuple[RankGrid, RankGrid, list[Any]],
+    sizes: tuple[int, int],
 ) -> None:
+    """Whatever the block that is read at a time, and the gap that is passed over."""
     saved, loaded, held = drawn
     written = states(saved, held, 0)
     for number, (shape, _, _, _) in enumerate(held):
@@ -130,7 +135,9 @@ def test_every_element_is_written_once_and_read_anywhere(
         assert (count == 1).all(), f"tensor {number}, {saved}"
     folder = tmp_path_factory.mktemp("saved") / "checkpoint"
     write(folder, written)
-    with CheckpointReader(folder) as reader:
+    block, gap = sizes
+    small = mock.patch.multiple(tensor_file, BLOCK_BYTES=block, _LONG_GAP_BYTES=gap)
+    with small, CheckpointReader(folder) as reader:
         reader.verify()
         assert reader.manifest.num_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         for state in states(loaded, held, 1):
