@@ -14,7 +14,7 @@ from colossus.checkpoint.durable import problem_of
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.held_tensor import HeldTensor
-from colossus.checkpoint.manifest import TensorEntry
+from colossus.checkpoint.manifest import Chunk, TensorEntry
 from colossus.checkpoint.matching import nearest_names
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.comm.objects import all_gather_object
@@ -65,13 +65,15 @@ class CheckpointReader:
         """
         entry = self.entry(key)
         assert len(box) == len(entry.shape)
-        dtype = DTYPES[entry.dtype]
         for chunk in entry.chunks:
-            try:
-                self._boxes.read(self._open(chunk.file), chunk, dtype, box, out)
-            except (OSError, CheckpointError) as error:
-                reason = error.strerror or error if isinstance(error, OSError) else error
-                raise CheckpointError(f"{self.folder / chunk.file}: {key} cannot be read: {reason}") from error
+            self._read_chunk(key, chunk, DTYPES[entry.dtype], box, out)
+
+    def _read_chunk(self, key: str, chunk: Chunk, dtype: torch.dtype, box: Box, out: Tensor) -> None:
+        try:
+            self._boxes.read(self._open(chunk.file), chunk, dtype, box, out)
+        except (OSError, CheckpointError) as error:
+            reason = error.strerror or error if isinstance(error, OSError) else error
+            raise CheckpointError(f"{self.folder / chunk.file}: {key} cannot be read: {reason}") from error
 
     def tensor(self, key: str) -> Tensor:
         """A whole tensor, on the host."""
@@ -86,23 +88,13 @@ class CheckpointReader:
         Raises:
             DamagedCheckpoint: on all of its ranks, naming the files.
         """
-        mine = self._share(group.index, group.size) if group is not None else list(self.manifest.files)
+        names = sorted(self.manifest.files, key=lambda name: -self.manifest.files[name].num_bytes)
+        mine = names if group is None else names[group.index :: group.size]
         problems = [problem_of(self.folder / name, self.manifest.files[name].crc32, on_block) for name in mine]
         if group is not None:
             problems = [each for of_rank in all_gather_object(problems, group) for each in of_rank]
         if found := [each for each in problems if each is not None]:
             raise DamagedCheckpoint(f"{self.folder}: {'; '.join(found)}: take another checkpoint")
-
-    def _share(self, index: int, size: int) -> list[str]:
-        """The files of one of ``size`` ranks: each to the one with the fewest bytes so far."""
-        given = [0] * size
-        mine = []
-        for name, file in sorted(self.manifest.files.items(), key=lambda item: (-item[1].num_bytes, item[0])):
-            chosen = given.index(min(given))
-            given[chosen] += file.num_bytes
-            if chosen == index:
-                mine.append(name)
-        return mine
 
     def _open(self, name: str) -> int:
         if name not in self._descriptors:

@@ -58,11 +58,7 @@ class HFReader(CheckpointReader):
         if placed.tensor.transposed:
             start, box, out = start[::-1], box[::-1], out.T
         chunk = Chunk(placed.stored.file, placed.stored.offset, start, rows)
-        try:
-            self._boxes.read(self._open(chunk.file), chunk, DTYPES[entry.dtype], box, out)
-        except (OSError, CheckpointError) as error:
-            reason = error.strerror or error if isinstance(error, OSError) else error
-            raise CheckpointError(f"{self.folder / chunk.file}: {key} cannot be read: {reason}") from error
+        self._read_chunk(key, chunk, DTYPES[entry.dtype], box, out)
 
     def verify(self, group: AxisGroup | None = None, on_block: Callable[[], None] = lambda: None) -> None:
         """That the files still have their sizes: Hugging Face's folders have no checksums."""

@@ -95,7 +95,7 @@ def _loads(rank: int, root: Path) -> list[tuple[str, str, bool]]:
 
     # trouble of one rank's own
     def unreadable(name: str, *args: Any, **more: Any) -> None:
-        if rank == 1 and str(args[0]).endswith("rank-00001.safetensors"):
+        if rank == 1 and str(args[0]).endswith("rank-00001.safetensors"):  # whose checksum rank 0 looks at
             raise OSError(errno.EIO, "Input/output error", str(args[0]))
 
     with watched(unreadable, ("open",)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,12 @@ import colossus
 from colossus.checkpoint import (
     CheckpointError,
     CheckpointReader,
-    DamagedCheckpoint,
     full_state_dict,
-    read_manifest,
     read_state_dict,
     state_dict,
     stream_saved_state_dict,
     stream_state_dict,
 )
-from colossus.checkpoint.manifest import MANIFEST
 
 PLANS: dict[str, dict[str, Any]] = {
     "pipeline_1d": dict(parallel=dict(pipeline=2, tensor=2), schedule=dict(microbatches=2)),
@@ -143,11 +139,3 @@ def test_what_is_wrong_is_told_before_anything_is_read(saved: tuple[Path, dict[s
     with pytest.raises(CheckpointError, match=f"{name} is corrupted"):
         stream_saved_state_dict(copy)
     assert len(read_state_dict(copy, verify=False)) == len(read_state_dict(folder))
-
-
-def test_another_name_of_nothing_is_no_manifest(saved: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
-    manifest = read_manifest(saved[0] / "2d" / "step-00000001")
-    wrong = replace(manifest, aliases={**manifest.aliases, "first": "absent.weight"})
-    (tmp_path / MANIFEST).write_bytes(wrong.to_bytes())
-    with pytest.raises(DamagedCheckpoint, match=r"first is another name of absent\.weight, which is not there"):
-        read_manifest(tmp_path)

@@ -101,6 +101,7 @@ DAMAGES = [
     Damage("a list", lambda at: with_checksum(at, b"[]"), r"manifest.json: cannot be understood"),
     Damage("another format", rewritten(lambda body: {**body, "format": "x"}), r"format 'x' is not colossus"),
     Damage("no tensors", rewritten(lambda body: body.pop("tensors") and None), r"cannot be understood \(KeyError"),
+    Damage("a name of nothing", rewritten(lambda body: {**body, "aliases": {"x": "y"}}), r"x is another name of y"),
     Damage("a file above", _name("../step-00000001/rank-00000.safetensors"), r"file '.*' is no plain file name"),
     Damage("a file of the system", _name("/etc/passwd"), r"file '/etc/passwd' is no plain file name"),
     Damage("the manifest as a file", _name(MANIFEST), r"file 'manifest.json' is no plain file name"),
