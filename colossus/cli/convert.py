@@ -17,7 +17,7 @@ from colossus.checkpoint.new_folder import require_new
 from colossus.checkpoint.shards import MAX_SHARD_BYTES
 from colossus.checkpoint.sources import find_weights, open_weights
 from colossus.cli.checkpoint_parsers import DTYPES
-from colossus.cli.named_run import path_of
+from colossus.cli.parser import path_of
 from colossus.cli.progress import Progress
 from colossus.registry import WEIGHT_WRITERS
 

@@ -56,7 +56,7 @@ def strategy_overrides(text: str) -> list[str]:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{text!r} does not begin with the name of a strategy: {STRATEGY_SYNTAX}")
     for option in options:
-        parse_override(option)
+        _key_of(option, text, STRATEGY_SYNTAX)
     own = [option if option.startswith(_WITH_STRATEGY) else f"parallel.strategy.{option}" for option in options]
     return [f"parallel.strategy={name}", *own]
 
@@ -73,12 +73,19 @@ def plan_overrides(text: str) -> list[str]:
     words = _words(text)
     known = [key for key in (*Parallel.model_fields, "schedule") if key != "strategy"]
     for word in words or [""]:
-        (head, *_), _ = parse_override(word)
-        if head not in known:
-            raise ConfigError(f"{text!r}: {head} is no key of a plan: {PLAN_SYNTAX}; known: {', '.join(known)}")
+        key = _key_of(word, text, PLAN_SYNTAX)
+        if key.partition(".")[0] not in known:
+            raise ConfigError(f"{text!r}: {key} is no key of a plan: {PLAN_SYNTAX}; known: {', '.join(known)}")
     named = {re.split(r"\W", word)[0] for word in words}
     whole = [f"parallel.{axis}{'' if axis == 'data' else '.size'}=1" for axis in AXES if axis not in named]
     return whole + [word if word.startswith("schedule") else f"parallel.{word}" for word in words]
+
+
+def _key_of(word: str, text: str, syntax: str) -> str:
+    key, equals, _ = word.partition("=")
+    if not equals or not _KEY.fullmatch(key):
+        raise ConfigError(f"{text!r}: {word!r} is no key=value: {syntax}")
+    return key
 
 
 def _words(text: str) -> list[str]:

@@ -18,8 +18,7 @@ from helpers.tokenizer import VOCABULARY, make_tokenizer
 from helpers.verified import launch_forked
 
 import colossus
-from colossus.cli.main import main
-from colossus.cli.parsers import COMMANDS
+from colossus.cli.main import COMMANDS, main
 from colossus.doctor import probe
 from colossus.verify import command as verify
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from colossus.doctor import command, devices, nccl, nccl_names
+from colossus.doctor import devices, examine as command, nccl, nccl_names
 from colossus.doctor.devices import advise_devices, device_rows, examine_devices
 
 GB = 10**9

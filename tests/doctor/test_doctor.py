@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from colossus.doctor import command as doctor
+from colossus.doctor import examine as doctor
 from colossus.doctor import network, probe
 from colossus.doctor.network import HostName
 
