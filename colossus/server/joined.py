@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
-from colossus.context.launched_ranks import launched_ranks
+from colossus.context.world import launched_ranks
 from colossus.context.parallel_context import current_context
 from colossus.server import environment
 from colossus.server.client import Servers
