@@ -19,7 +19,7 @@ from helpers.verified import launch_forked
 
 import colossus
 from colossus.cli.main import COMMANDS, main
-from colossus.doctor import probe
+from colossus.doctor import network
 from colossus.verify import command as verify
 
 ROOT = Path(colossus.__file__).parent.parent
@@ -102,7 +102,7 @@ def test_a_command_of_the_pages_runs(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(probe, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(network, "LARGE_BYTES", 1 << 20)
     monkeypatch.setattr(verify, "_launch", launch_forked)
     words = shlex.split(line)[1:]
     code = main([*words, *SHORTER.get(words[0], [])])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import threading
 import time
 from pathlib import Path
@@ -107,21 +106,6 @@ def test_a_thread_that_waits_for_numbers_holds_up_nobody() -> None:
     assert late.last is None
 
 
-def test_a_signal_handler_that_writes_within_a_write_does_not_wait_for_itself() -> None:
-    fields: Any = dict(is_there=True, wait=lambda: None)
-    late, seen = queue(dict(step=1, **fields), dict(step=2, **fields)), []
-
-    def write(result: Any, _: str) -> None:
-        late.take(write, patience=0.0)  # as of a handler, which comes between any two lines
-        seen.append(result.step)
-
-    thread = threading.Thread(target=late.take, args=(write,), daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert seen == [1, 2]
-
-
 def test_after_a_write_that_raises_the_next_goes_on_behind_it() -> None:
     fields: Any = dict(is_there=True, wait=lambda: None)
     late, seen = queue(dict(step=1, **fields), dict(step=2, **fields)), []
@@ -135,51 +119,3 @@ def test_after_a_write_that_raises_the_next_goes_on_behind_it() -> None:
         late.take(write)
     late.take(write)
     assert seen == [2]
-
-
-class Ready(SimpleNamespace):
-    is_there = True
-
-    def send_to_host(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
-def test_a_signal_may_come_anywhere_in_a_take() -> None:
-    """Its handler takes all that is there; the interrupted take finds what is left, and nothing twice."""
-    code, opcodes = LateResults.take.__code__, 0
-    while True:
-        results: LateResults[None] = LateResults()
-        for step in range(3):
-            results.add(Ready(step=step), None)  # type: ignore[arg-type]
-        written: list[int] = []
-        seen = 0
-
-        def write(result: Any, _: None, written: list[int] = written) -> None:
-            written.append(result.step)
-
-        def handler(frame: Any, event: str, argument: Any) -> Any:
-            nonlocal seen
-            if frame.f_code is not code:
-                return None
-            frame.f_trace_opcodes = True
-            if event == "opcode":
-                seen += 1
-                if seen == opcodes + 1:
-                    sys.settrace(None)
-                    results.take(write, patience=0.0)
-            return handler
-
-        usual = sys.gettrace()
-        sys.settrace(handler)
-        try:
-            results.take(write)
-        finally:
-            sys.settrace(usual)
-        assert written == [0, 1, 2], f"at opcode {opcodes}"
-        opcodes += 1
-        if seen < opcodes:
-            break
-    assert opcodes > 50
