@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
@@ -72,28 +73,21 @@ def _inspected(component: Callable[..., Any]) -> list[str] | None:
 
 
 def _parsed(module: str, name: str) -> list[str] | None:
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        return None
+    top, *below = module.split(".")
+    spec = importlib.util.find_spec(top)  # of the whole name, it would import the packages around it
     if spec is None or spec.origin is None:
         return None
-    with open(spec.origin, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return _arguments(node, skip=0)
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            methods = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
-            return _arguments(methods[0], skip=1) if methods else None
-    return None
-
-
-def _arguments(function: ast.FunctionDef, skip: int) -> list[str] | None:
-    found = function.args
-    if found.kwarg is not None:
+    file = Path(spec.origin).parent.joinpath(*below).with_suffix(".py") if below else Path(spec.origin)
+    if not file.is_file():
         return None
-    return [argument.arg for argument in [*found.args[skip:], *found.kwonlyargs]]
+    body, wanted, num_bound = ast.parse(file.read_text(encoding="utf-8")).body, name, 0
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            body, wanted, num_bound = node.body, "__init__", 1
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name == wanted and node.args.kwarg is None:
+            return [argument.arg for argument in [*node.args.args[num_bound:], *node.args.kwonlyargs]]
+    return None
 
 
 # -- values ---------------------------------------------------------------------------------------------------
@@ -150,8 +144,8 @@ class _Reading(_Ranges):
 
 
 def _range_problems(key: str, named: Named, registry: Registry) -> list[str]:
-    ranges = {OPTIMIZERS.kind: _Optimizer, TABLE_OPTIMIZERS.kind: _TableOptimizer, DATASETS.kind: _Reading}
-    section = ranges.get(registry.kind)
+    ranges: dict[str, type[_Ranges]] = {OPTIMIZERS.kind: _Optimizer, TABLE_OPTIMIZERS.kind: _TableOptimizer}
+    section = (ranges | {DATASETS.kind: _Reading}).get(registry.kind)
     if section is None or (registry is OPTIMIZERS and named.type not in ("AdamW", "Adam", "Adagrad", "SGD")):
         return []
     try:
@@ -169,17 +163,16 @@ def _schedule_problems(key: str, named: Named) -> list[str]:
         try:
             part = named.type(progress, getattr(named, "min_ratio", 0.0), **named.options)
         except Exception as error:
-            return [
-                f"{key}.type: is called as f(progress, min_ratio, **options), with progress from 0 to 1; at progress "
-                f"{progress:g} it raises {type(error).__name__}: {error}"
-            ]
-        try:
-            is_right = float(part) >= 0
-        except (TypeError, ValueError):
-            is_right = False
-        if not is_right:
-            return [
-                f"{key}.type: at progress {progress:g} it returns {brief(part)}; it must return the learning rate as a "
-                f"part of optimizer.lr, a number of at least 0"
-            ]
+            did = f"raises {type(error).__name__}: {error}"
+        else:
+            try:
+                if float(part) >= 0:
+                    continue
+            except (TypeError, ValueError):
+                pass
+            did = f"returns {brief(part)}"
+        return [
+            f"{key}.type: is called as f(progress, min_ratio, **options), with progress from 0 to 1, and returns the "
+            f"learning rate as a part of optimizer.lr, a number of at least 0; at progress {progress:g} it {did}"
+        ]
     return []

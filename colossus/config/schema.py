@@ -66,7 +66,7 @@ class Optimizer(Named):
 
 
 class LRSchedule(Named):
-    #: constant, cosine, linear_decay, or f(progress, min_ratio, **options) -> the part of ``optimizer.lr``
+    #: a name (constant, cosine, ..), or f(progress, min_ratio, **options) -> the part of ``optimizer.lr``
     type: Annotated[Any, AfterValidator(require_type)] = "constant"
     #: steps over which the learning rate rises linearly to ``optimizer.lr``
     warmup_steps: CountOrZero = 0

@@ -157,7 +157,7 @@ class Metrics(Hook):
         if not engine.context.is_logging_rank:
             return
         allocated, reserved = peak_memory(engine.device)
-        more = {"memory_bytes": allocated, "time": time.time()}
+        more: dict[str, Any] = {"memory_bytes": allocated, "time": time.time()}
         more |= engine.strategy.report() | engine.strategy.consensus()
         if reserved is not None:
             more["memory_reserved_bytes"] = reserved
