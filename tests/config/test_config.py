@@ -69,6 +69,8 @@ def test_short_forms() -> None:
     assert (config.parallel.tensor.size, config.parallel.sequence.size) == (4, 2)
     assert config.model is not None
     assert (config.model.type, config.data.type, config.optimizer.type) == ("GPT", "PythonStdlib", "SGD")
+    for split, read in (("parameters", "parameters"), ([4, 2], (4, 2))):
+        assert load_config(dict(parallel=dict(pipeline=dict(size=2, split=split)))).parallel.pipeline.split == read
     tensor = load_config(dict(parallel=dict(tensor=dict(mode="2d", shape=[2, 3])))).parallel.tensor
     assert (tensor.mode, tensor.size, tensor.shape) == ("2d", 6, (2, 3))
     for schedule, length in (({}, 7), (dict(schedule_steps=None), 7), (dict(schedule_steps=9), 9)):
@@ -456,7 +458,6 @@ def test_data_is_derived() -> None:
     [
         (dict(mode="2d", size=6), "parallel.tensor: 2d: parallel.tensor.size = 6 is not a square (q x q); use 4 or 9"),
         (dict(mode="3d", size=9), "parallel.tensor: 3d: parallel.tensor.size = 9 is not a cube (q x q x q); use 8 or"),
-        (dict(mode="2.5d", size=6, depth=4), "parallel.tensor: 2.5d: parallel.tensor.size = 6 is not a multiple of"),
         (dict(mode="2.5d", size=6, depth=2), "parallel.tensor: 2.5d: parallel.tensor.size / depth = 6 / 2 = 3 is not"),
         (dict(mode="2d", size=4, shape=(2, 3)), "parallel.tensor: parallel.tensor.shape: 2 x 3 = 6, but"),
         (dict(mode="2d", shape=(2, 3, 1)), "parallel.tensor: parallel.tensor.shape = (2, 3, 1) has 3 numbers, but"),
@@ -486,84 +487,44 @@ def test_batch() -> None:
 @pytest.mark.parametrize(
     ("options", "parallel", "words"),
     [
-        (dict(hidden_size=100), dict(), ["model.hidden_size = 100 is not a multiple of model.num_heads = 8; near"]),
-        (
-            dict(hidden_size=130, num_heads=2),
-            dict(tensor=4),
-            [
-                "model.num_heads = 2 is not a multiple of parallel.tensor.size = 4; nearest: 4",
-            ],
-        ),
-        (dict(ffn_hidden_size=510), dict(tensor=4), ["model.ffn_hidden_size = 510 is not a multiple of parallel"]),
+        (dict(hidden_size=100), dict(), "model.hidden_size = 100 is not a multiple of model.num_heads = 8; near"),
+        (dict(ffn_hidden_size=510), dict(tensor=4), "model.ffn_hidden_size = 510 is not a multiple of parallel"),
         (
             dict(num_heads=12, num_kv_heads=4, hidden_size=144),
             dict(tensor=6),
-            [
-                "model.num_kv_heads = 4 does not divide parallel.tensor.size = 6: of key/value heads that are fewer "
-                "than the ranks each serves as many ranks; nearest: 3"
-            ],
-        ),
-        (
-            dict(num_heads=12, num_kv_heads=6, hidden_size=144),
-            dict(tensor=4),
-            ["model.num_kv_heads = 6 is not a multiple of parallel.tensor.size = 4; nearest: 4 or 8"],
+            "model.num_kv_heads = 4 does not divide parallel.tensor.size = 6: of key/value heads that are fewer "
+            "than the ranks each serves as many ranks; nearest: 3",
         ),
         (
             dict(hidden_size=102, num_heads=6),
             dict(tensor=dict(mode="2d", shape=(4, 2))),
-            ["model.hidden_size = 102 is not a multiple of the 4 ranks of row (parallel.tensor.mode = 2d);"],
-        ),
-        (
-            dict(num_heads=1),
-            dict(tensor=dict(mode="3d", size=8)),
-            ["model.num_heads = 1 is not a multiple of the 2 ranks of j (parallel.tensor.mode = 3d); nearest: 2"],
+            "model.hidden_size = 102 is not a multiple of the 4 ranks of row (parallel.tensor.mode = 2d);",
         ),
         (
             dict(hidden_size=24, num_heads=3, num_kv_heads=1, ffn_hidden_size=96),
             dict(tensor=dict(mode="3d", shape=(3, 1, 4))),
-            [
-                "train.global_batch_size = 32 is not a multiple of data 1 x microbatches 1 x 12",
-            ],
+            "train.global_batch_size = 32 is not a multiple of data 1 x microbatches 1 x 12",
         ),
-        (dict(num_kv_heads=3), dict(), ["model.num_kv_heads = 3 does not divide model.num_heads = 8 (every"]),
         (
             dict(seq_len=30),
             dict(tensor=dict(size=4, sequence_sharded=True)),
-            ["model.seq_len = 30 is not a multiple of parallel.tensor.size = 4; nearest: 28 or 32"],
+            "model.seq_len = 30 is not a multiple of parallel.tensor.size = 4; nearest: 28 or 32",
         ),
-        (dict(hidden_size=24, positions="rotary"), dict(), ["model.hidden_size / model.num_heads = 24 / 8 = 3 is odd"]),
         (
             dict(),
             dict(pipeline=8),
-            [
-                "model.num_layers = 4 gives 6 blocks (embedding, layers, head), fewer than the stages of "
-                "parallel.pipeline.size = 8; every stage needs a block"
-            ],
+            "model.num_layers = 4 gives 6 blocks (embedding, layers, head), fewer than the stages of "
+            "parallel.pipeline.size = 8; every stage needs a block",
         ),
     ],
 )
-def test_model_does_not_divide(options: dict[str, Any], parallel: dict[str, Any], words: list[str]) -> None:
-    found = problems(dict(model={**GPT, **options}, parallel=parallel))
-    assert len(found) == len(words)
-    for line, beginning in zip(found, words, strict=True):
-        assert line.startswith(beginning)
-    assert "nearest plans" in found[-1] or "no plan" in found[-1]
+def test_model_does_not_divide(options: dict[str, Any], parallel: dict[str, Any], words: str) -> None:
+    (found,) = problems(dict(model={**GPT, **options}, parallel=parallel))
+    assert found.startswith(words)
+    assert "nearest plans" in found or "no plan" in found
 
 
-@pytest.mark.parametrize(
-    ("given", "split"),
-    [
-        (4, "parameters"),
-        (dict(size=4, split="parameters"), "parameters"),
-        (dict(size=2, split=[4, 2]), (4, 2)),
-    ],
-)
-def test_pipeline_section(given: Any, split: Any) -> None:
-    pipeline = load_config(dict(parallel=dict(pipeline=given))).parallel.pipeline
-    assert (pipeline.size, pipeline.split) == (given if isinstance(given, int) else given["size"], split)
-
-
-@pytest.mark.parametrize("split", ["equal", "time", [], [0, 3], ["blocks.1"], [True, 2], 3])
+@pytest.mark.parametrize("split", ["equal", [], [0, 3], [True, 2]])
 def test_wrong_split(split: Any) -> None:
     (found,) = problems(dict(parallel=dict(pipeline=dict(size=2, split=split))))
     assert found.startswith("parallel.pipeline.split: must be 'parameters' or the number of blocks of each stage")
