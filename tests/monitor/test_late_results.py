@@ -84,14 +84,18 @@ def queue(*results: Any) -> LateResults[str]:
 
 def test_a_thread_that_waits_for_numbers_holds_up_nobody() -> None:
     """What it waits for is still in the queue: a hard end finds it, should the numbers have come."""
-    has_come, waits, seen = threading.Event(), threading.Event(), []
+    first, third, waits, seen = threading.Event(), threading.Event(), threading.Event(), []
 
     def wait() -> None:
         waits.set()
-        has_come.wait(10)
+        first.wait(10)
 
-    late = queue(dict(step=1, wait=wait, is_there=False), dict(step=2, wait=lambda: None, is_there=True))
-    other = threading.Thread(target=late.take, args=(lambda result, _: seen.append(("other", result.step)),))
+    late = queue(
+        dict(step=1, wait=wait, is_there=False),
+        dict(step=2, wait=lambda: None, is_there=True),
+        dict(step=3, wait=lambda: third.wait(10), is_there=False),
+    )
+    other = threading.Thread(target=late.take, args=(lambda result, _: seen.append(("other", third.is_set())),))
     other.start()
     assert waits.wait(10)
     began = time.monotonic()
@@ -100,9 +104,11 @@ def test_a_thread_that_waits_for_numbers_holds_up_nobody() -> None:
     late._coming[0][0].is_there = True  # type: ignore[misc]
     late.take(lambda result, _: seen.append(("hard end", result.step)), patience=0.0)
     assert time.monotonic() - began < 5
-    has_come.set()
+    first.set()
+    other.join(0.2)
+    third.set()
     other.join()
-    assert seen == [("hard end", 1), ("hard end", 2)]
+    assert seen == [("hard end", 1), ("hard end", 2), ("other", True)]  # written once its numbers were there
     assert late.last is None
 
 
