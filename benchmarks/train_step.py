@@ -26,7 +26,7 @@ from benchmarks.common import Series, Spread
 from benchmarks.memory import Memory
 from benchmarks.ranks import RankGroup
 from benchmarks.workload import Workload
-from colossus.monitor.device_peaks import device_peak
+from colossus.monitor.mfu import device_peak
 
 DEFAULT_CASES = (REFERENCE, *(name for name, kind in KINDS.items() if kind.in_default))
 SMOKE_CASES = tuple(name for name in DEFAULT_CASES if KINDS[name].world <= 2)

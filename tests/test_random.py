@@ -49,14 +49,6 @@ def test_every_part_of_the_key_matters() -> None:
     assert len(seen) == 2 * 2 * 2 * 2 * 5
 
 
-def test_keys_outside_of_a_position() -> None:
-    rng = RngStreams(3)
-    before = rng.key("init", "layer.weight")
-    rng.move_to(5, 1)
-    assert rng.key("init", "layer.weight") == before
-    assert before not in (rng.key("init", "layer.bias"), rng.key("data", "layer.weight"), RngStreams(4).key("init"))
-
-
 @given(keys, keys)
 def test_hash_keys_differ_when_parts_differ(a: list[object], b: list[object]) -> None:
     assert (hash_key(*a) == hash_key(*b)) == (a == b)
@@ -97,15 +89,6 @@ def test_replay_repeats_and_puts_back() -> None:
     assert rng.snapshot() == later
 
 
-def test_a_replay_does_not_change_the_snapshot() -> None:
-    rng = RngStreams()
-    at = rng.snapshot()
-    for _ in range(2):
-        with rng.replay(at):
-            assert rng.next_call("a") == 0
-    assert at == (0, 0, {})
-
-
 class Noise(torch.nn.Module):
     def __init__(self, rng: RngStreams) -> None:
         super().__init__()
@@ -139,24 +122,6 @@ def test_several_uses_under_torchs_own_checkpoint_are_an_error() -> None:
 # -- named generators and state -------------------------------------------------------------------------------
 
 
-def test_named_streams() -> None:
-    def numbers(name: str, *at: object, seed: int = 0) -> list[float]:
-        return torch.rand(3, generator=RngStreams(seed).named(name, *at)).tolist()
-
-    assert numbers("noise", 1) == numbers("noise", 1)
-    different = [numbers("noise"), numbers("noise", 1), numbers("noise", 2), numbers("other"), numbers("noise", seed=1)]
-    assert len({tuple(each) for each in different}) == 5
-
-
-def test_a_named_stream_goes_on() -> None:
-    rng = RngStreams()
-    first = torch.rand(3, generator=rng.named("a"))
-    rng.named("b")
-    second = torch.rand(3, generator=rng.named("a"))
-    both = torch.rand(6, generator=RngStreams().named("a"))
-    assert torch.equal(torch.cat((first, second)), both)
-
-
 def test_save_and_restore_resume_exactly() -> None:
     rng = RngStreams(5)
     rng.move_to(12, 3)
@@ -183,16 +148,6 @@ def test_save_and_restore_resume_exactly() -> None:
     fresh = RngStreams()
     fresh.load_state_dict(state)  # and the state is not used up
     assert rest(fresh) == expected
-
-
-def test_state_can_be_saved_by_torch(tmp_path: object) -> None:
-    rng = RngStreams(5)
-    torch.rand(3, generator=rng.named("a"))
-    path = f"{tmp_path}/state.pt"
-    torch.save(rng.state_dict(), path)
-    fresh = RngStreams()
-    fresh.load_state_dict(torch.load(path, weights_only=True))
-    assert torch.equal(torch.rand(3, generator=fresh.named("a")), torch.rand(3, generator=rng.named("a")))
 
 
 def test_global_generators_are_left_alone() -> None:

@@ -22,7 +22,7 @@ from colossus.checkpoint.folder import IN_RUN_FOLDER, locate, named, require_fil
 from colossus.checkpoint.sources import find_weights, manifest_of, open_weights
 from colossus.cli import convert
 from colossus.cli.checkpoint_parsers import parse
-from colossus.cli.named_run import path_of
+from colossus.cli.parser import path_of
 from colossus.cli.progress import Progress
 
 if TYPE_CHECKING:

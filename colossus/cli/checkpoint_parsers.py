@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from colossus.cli.named_run import WHAT
-from colossus.cli.parsers import Parser
+from colossus.cli.parser import WHAT, Parser
 from colossus.registry import WEIGHT_WRITERS, nearest
 
 COMMANDS = ("inspect", "verify", "diff", "convert")

@@ -15,7 +15,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import ITEM_BYTES, Manifest
 from colossus.checkpoint.sources import find_weights, open_weights
 from colossus.cli.checkpoint_parsers import DTYPES
-from colossus.cli.named_run import path_of
+from colossus.cli.parser import path_of
 from colossus.cli.progress import Progress
 from colossus.registry import WEIGHT_WRITERS
 

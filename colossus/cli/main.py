@@ -2,22 +2,61 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 
 from colossus import __version__
 from colossus.checkpoint.errors import CheckpointError
-from colossus.cli import checkpoint, compare_parser, evaluate_parser, generate_parser
-from colossus.cli.named_run import path_of
-from colossus.cli.parsers import COMMANDS, EXIT_CODES, SUMMARY, make_parser
-from colossus.cli.show import join_pictures, render, render_timeline
-from colossus.config import Config, ConfigError, as_dict, as_source, load_config
+from colossus.cli.parser import EXIT_CODES
+from colossus.config import ConfigError
 from colossus.registry import nearest
+
+#: command -> the module that has its parser and runs it
+COMMANDS = {
+    "launch": "launch",
+    "config": "print_config",
+    "show": "show",
+    "doctor": "doctor",
+    "verify": "verify",
+    "compare": "compare",
+    "evaluate": "evaluate",
+    "generate": "generate",
+    "checkpoint": "checkpoint",
+}
+
+SUMMARY = """\
+usage: colossus COMMAND ...
+
+Train large models on many processes, declared in a Python config file.
+
+commands:
+  launch FILE   train
+  config FILE   print the resolved config
+  show FILE     print which rank is where, what runs when (--timeline), who mixes with whom (--graph),
+                what becomes of each parameter (--strategy)
+  doctor        test this machine: devices, backend, cores, speed between ranks, ports
+  verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
+  compare FILE  the same job under several data-parallel strategies or plans, in one table
+  evaluate DIR  the loss of a checkpoint's model on its run's validation data, or on other data
+  generate DIR  continue text with the model of a checkpoint
+  checkpoint inspect|verify|diff DIR
+                what is in a checkpoint, whether it is whole, what differs between two
+
+options:
+  --version     print the version
+  -h, --help    print this; 'colossus COMMAND --help' tells more
+
+a first run:
+  colossus config configs/gpt_stdlib.py
+  colossus show configs/gpt_stdlib.py parallel.tensor=2
+  colossus launch configs/gpt_stdlib.py train.steps=50
+  colossus verify configs/gpt_stdlib.py
+  colossus evaluate gpt_stdlib
+  colossus generate gpt_stdlib --prompt "def "
+
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,41 +64,45 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A run that a signal has stopped ends with 128 and the signal's number.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    if not given or given[0] in ("-h", "--help", "help"):
-        print(SUMMARY + EXIT_CODES, end="", file=sys.stdout if given else sys.stderr)
-        return 0 if given else 2
-    if given[0] == "--version":
+    command, *words = list(sys.argv[1:] if argv is None else argv) or [""]
+    if command in ("", "-h", "--help", "help"):
+        print(SUMMARY + EXIT_CODES, end="", file=sys.stdout if command else sys.stderr)
+        return 0 if command else 2
+    if command == "--version":
         print(f"colossus {__version__}")
         return 0
-    command = given[0]
     if command not in COMMANDS:
-        close = nearest(command, list(COMMANDS))
-        hint = f"; did you mean {close}?" if close else ";"
-        if command.endswith(".py"):
-            hint = f"; did you mean colossus launch {command}?"
+        close = f"launch {command}" if command.endswith(".py") else nearest(command, list(COMMANDS))
+        hint = f"; did you mean colossus {close}?" if close else ";"
         print(f"colossus: no command {command!r}{hint} commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    module = importlib.import_module(f"colossus.cli.{COMMANDS[command]}")
     if command == "checkpoint":
-        return _stoppable(lambda: checkpoint.run(given[1:]))
+        return _stoppable(lambda: module.run(words))
     try:
-        rest = join_pictures(given[1:]) if command == "show" else given[1:]
-        own = {"generate": generate_parser, "evaluate": evaluate_parser, "compare": compare_parser}
-        parser = own[command].make_parser() if command in own else make_parser(command)
-        arguments = parser.parse_intermixed_args(rest)
+        arguments = module.make_parser().parse_intermixed_args(_joined(command, words))
     except SystemExit as stop:
         return int(stop.code or 0)
-    handlers = {
-        "config": _config,
-        "show": _show,
-        "launch": _launch,
-        "doctor": _doctor,
-        "verify": _verify,
-        "compare": _compare,
-        "generate": _generate,
-        "evaluate": _evaluate,
-    }
-    return _stoppable(lambda: handlers[command](arguments))
+    return _stoppable(lambda: module.run(arguments))
+
+
+def _joined(command: str, words: Sequence[str]) -> list[str]:
+    """The words with an option that may have a value joined to the one that follows, or to nothing.
+
+    Otherwise the parser takes a config file or an override that follows for the value.
+    """
+    if command not in ("show", "config"):
+        return list(words)
+    option, name = ("--timeline", "--timeline") if command == "show" else ("--help", "--key")
+    out: list[str] = []
+    for word, following in zip(words, [*words[1:], "-"], strict=False):
+        if out and out[-1] == f"{name}={word}":
+            continue
+        is_value = not (following.startswith("-") or "=" in following or following.endswith(".py"))
+        if word == option and (is_value or command == "show"):
+            word = f"{name}={following if is_value else ''}"
+        out.append(word)
+    return out
 
 
 def _stoppable(run: Callable[[], int]) -> int:
@@ -76,117 +119,3 @@ def _stoppable(run: Callable[[], int]) -> int:
         # The reader (head, less) has gone; nothing is left to say, also not at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _config(arguments: argparse.Namespace) -> int:
-    config = _load(arguments)
-    print(json.dumps(as_dict(config), indent=2) if arguments.json else as_source(config).rstrip())
-    return 0
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    config = _load(arguments)
-    if arguments.graph:
-        graphs = importlib.import_module("colossus.cli.show_graph")  # numpy takes its time
-        print(graphs.render_graph(config))
-    elif arguments.strategy:
-        parameters = importlib.import_module("colossus.cli.show_strategy")  # torch takes its time
-        print(parameters.render_strategy(config, shutil.get_terminal_size((100, 24)).columns))
-    elif arguments.timeline is None:
-        print(render(config, every_rank=arguments.all))
-    else:
-        print(render_timeline(config, shutil.get_terminal_size((100, 24)).columns, arguments.timeline))
-    return 0
-
-
-def _launch(arguments: argparse.Namespace) -> int:
-    # It checks the config itself, before it imports torch: under torchrun and srun only rank 0 tells what is wrong.
-    command = importlib.import_module("colossus.launch.command")
-    code: int = command.run(
-        arguments.file,
-        arguments.overrides,
-        nproc=arguments.nproc,
-        run_dir=arguments.run_dir,
-        nnodes=arguments.nnodes,
-        rdzv_endpoint=arguments.rdzv_endpoint,
-        resume=arguments.resume,
-        dry_run=arguments.dry_run,
-    )
-    return code
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    code: int = importlib.import_module("colossus.doctor.command").run(nproc=arguments.nproc, json=arguments.json)
-    return code
-
-
-def _verify(arguments: argparse.Namespace) -> int:
-    command = importlib.import_module("colossus.verify.command")
-    code: int = command.run(
-        arguments.file,
-        arguments.overrides,
-        nproc=arguments.nproc,
-        steps=arguments.steps,
-        tolerance=arguments.tolerance,
-    )
-    return code
-
-
-def _compare(arguments: argparse.Namespace) -> int:
-    command = importlib.import_module("colossus.compare.command")
-    code: int = command.run(
-        arguments.file,
-        arguments.overrides,
-        strategies=arguments.strategies,
-        plans=arguments.plans,
-        num_seeds=arguments.seeds,
-        nproc=arguments.nproc,
-        out=arguments.out,
-        resume=arguments.resume,
-        plot=arguments.plot,
-        dry_run=arguments.dry_run,
-    )
-    return code
-
-
-def _generate(arguments: argparse.Namespace) -> int:
-    command = importlib.import_module("colossus.inference.command")
-    code: int = command.generate(
-        path_of(arguments.checkpoint),
-        arguments.overrides,
-        prompts=arguments.prompt,
-        tokens=arguments.tokens,
-        max_tokens=arguments.max_tokens,
-        tokenizer=arguments.tokenizer,
-        config_file=arguments.config,
-        json=arguments.json,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        greedy=arguments.greedy,
-        seed=arguments.seed,
-    )
-    return code
-
-
-def _evaluate(arguments: argparse.Namespace) -> int:
-    command = importlib.import_module("colossus.inference.command")
-    code: int = command.evaluate(
-        path_of(arguments.checkpoint),
-        arguments.overrides,
-        config_file=arguments.config,
-        split=arguments.split,
-        nproc=arguments.nproc,
-        json=arguments.json,
-    )
-    return code
-
-
-def _load(arguments: argparse.Namespace) -> Config:
-    return load_config(arguments.file, arguments.overrides, arguments.nproc or _world_size())
-
-
-def _world_size() -> int | None:
-    """Number of processes when torchrun has started us, else None."""
-    text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if text.isdecimal() and int(text) else None

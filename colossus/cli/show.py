@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import itertools
+import shutil
 from collections.abc import Sequence
 
-from colossus.arithmetic import factors
+from colossus.arithmetic import aligned, counted, factors
+from colossus.cli.parser import OVERRIDES, Parser, load
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import name_of, strategy_options
-from colossus.config.sizes import describe_sizes, describe_zero, world_size
+from colossus.config.sizes import describe_processes, describe_sizes, describe_zero, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.launch.model_check import check_model
 from colossus.launch.server_plan import describe_servers, num_servers
+from colossus.picture import FORMATS
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.draw.picture import save
@@ -20,6 +25,59 @@ from colossus.schedule.simulate import Times, simulate
 
 MANY = 64
 ENDS = (16, 4)  # ranks printed from the start and from the end of a long table
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "show",
+        "Print who is where: for every rank its coordinate on every axis, and the groups along each axis.\n"
+        "Works for any plan, of any size, in any tensor mode; nothing is started. With --timeline, what each rank of\n"
+        "the pipeline does when, its bubble and the activations it holds, for any schedule. With --graph, which\n"
+        "replica sends to which in each step, with what weight, and how fast that brings replicas together. With\n"
+        "--strategy, which way the gradient of each table (sparse=True) takes, and what all of them would send.",
+        OVERRIDES + "\nexamples:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
+        "parallel.tensor.depth=2 --nproc 4096\n"
+        "  colossus show config.py --timeline parallel.pipeline=4 schedule.type=zb-h1 schedule.microbatches=8\n"
+        "  colossus show config.py --timeline timeline.svg   # a picture, too; needs the extra: colossus[plot]\n"
+        "  colossus show config.py --graph parallel.data=8 parallel.strategy.type=sgp\n"
+        "  colossus show config.py --strategy parallel.data=8 parallel.strategy=hybrid\n",
+    )
+    parser.add_file()
+    parser.add_nproc("processes of the run (default: WORLD_SIZE under torchrun, else the product of the sizes)")
+    parser.add_argument("--all", action="store_true", help="print every rank of a plan of more than 64")
+    parser.add_argument(
+        "--timeline",
+        nargs="?",
+        const="",
+        metavar="OUT",
+        help=f"draw the pipeline schedule over time; with OUT ({', '.join(FORMATS)}) into this file, too",
+    )
+    parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="print the graph of a gossip strategy: peers by step, contraction, steps to consensus",
+    )
+    parser.add_argument(
+        "--strategy",
+        action="store_true",
+        help="print what the data-parallel strategy does with each parameter, and the bytes that it sends",
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = load(arguments)
+    if arguments.graph:
+        graphs = importlib.import_module("colossus.cli.show_graph")  # numpy takes its time
+        print(graphs.render_graph(config))
+    elif arguments.strategy:
+        parameters = importlib.import_module("colossus.cli.show_strategy")  # torch takes its time
+        print(parameters.render_strategy(config, shutil.get_terminal_size((100, 24)).columns))
+    elif arguments.timeline is None:
+        print(render(config, every_rank=arguments.all))
+    else:
+        print(render_timeline(config, shutil.get_terminal_size((100, 24)).columns, arguments.timeline))
+    return 0
 
 
 def render(config: Config, every_rank: bool = False) -> str:
@@ -43,8 +101,8 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
         num_stages = len(placement(actions))
         simulation = simulate(actions, Times(stages=[stages / num_stages] * num_stages))
         name = name_of(schedule.type)
-        count = f"{num_stages} stages on {_count(stages, 'rank')}" if num_stages > 1 else "1 stage"
-        title = f"{name}, {count}, {_count(schedule.microbatches, 'microbatch', 'es')}"
+        count = f"{num_stages} stages on {counted(stages, 'rank')}" if num_stages > 1 else "1 stage"
+        title = f"{name}, {count}, {counted(schedule.microbatches, 'microbatch', 'es')}"
     except ValueError as error:
         raise ConfigError(f"schedule: {error}", config.source) from error
     if picture:
@@ -63,29 +121,10 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
     return "\n\n".join([*sections, f"drawn in {picture}"] if picture else sections)
 
 
-def join_pictures(arguments: Sequence[str]) -> list[str]:
-    """The arguments with ``--timeline`` joined to the picture that follows, or to nothing.
-
-    Otherwise the parser takes a config file or an override that follows for the picture.
-    """
-    out: list[str] = []
-    for argument in arguments:
-        other = argument.startswith("-") or "=" in argument or argument.endswith(".py")
-        if out and out[-1] == "--timeline=" and not other:
-            out[-1] += argument
-        else:
-            out.append(f"{argument}=" if argument == "--timeline" else argument)
-    return out
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
-
-
 def _head(config: Config, grid: RankGrid) -> str:
     parallel = config.parallel
     assert parallel.data is not None
-    total, tensor = world_size(parallel), parallel.tensor
+    tensor = parallel.tensor
     kind = ""
     if tensor.size > 1:
         axes = factors({axis: grid.sizes[axis] for axis in grid.public["tensor"]})
@@ -98,7 +137,7 @@ def _head(config: Config, grid: RankGrid) -> str:
     samples = getattr(model_options(config), "samples", "sequences")
     each = batch // (parallel.data * microbatches)
     lines = [
-        f"plan        {describe_sizes(parallel)} = {total} process{'' if total == 1 else 'es'}{kind}",
+        f"plan        {describe_sizes(parallel)} = {describe_processes(world_size(parallel))}{kind}",
         f"rank order  {', '.join(parallel.rank_order)} (outermost first)",
         f"batch       {batch} {samples} = data {parallel.data} x microbatches {microbatches} x {each}",
         f"model       {_model(config)}",
@@ -176,6 +215,4 @@ def _rank_table(grid: RankGrid, every_rank: bool) -> str:
         ["..."] * len(header) if rank is None else [str(rank), *map(str, grid.coordinates(rank).values())]
         for rank in ranks
     ]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
-    return "\n".join(lines) + note
+    return aligned([header, *rows]) + note

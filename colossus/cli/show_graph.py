@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from fractions import Fraction
 from typing import Any
 
+from colossus.arithmetic import aligned, counted
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of, strategy_options
 from colossus.data_parallel.options.gossip import TOLD_WEIGHT
@@ -40,7 +42,7 @@ def render_graph(config: Config) -> str:
     overlap = options.travels
     head = [
         f"graph       {name} over data {replicas}",
-        f"strategy    {strategy}" + (f", what is sent travels {_steps(overlap)}" if overlap else ""),
+        f"strategy    {strategy}" + (f", what is sent travels {counted(overlap, 'step')}" if overlap else ""),
     ]
     sections = ["\n".join(head), *(_phase(graph, phase) for phase in graph.phases), _speed(graph, overlap)]
     least = options.least_weight(graph) if hasattr(options, "least_weight") else None
@@ -52,21 +54,20 @@ def render_graph(config: Config) -> str:
 def _phase(graph: Graph, phase: Phase) -> str:
     peers = f"peers {phase.peers}, " if graph.family.takes_peers else ""
     since = f"from step {phase.start} on: " if len(graph.phases) > 1 else ""
-    repeats = f"repeats after {_steps(phase.period)}" if phase.period > 1 else "the same in every step"
+    repeats = f"repeats after {counted(phase.period, 'step')}" if phase.period > 1 else "the same in every step"
     title = f"sends to    {since}{peers}{repeats}; {_weights(phase)}"
     uniform = _one_weight(phase)
     shown = range(min(phase.period, _STEPS))
     rows = [["replica", *(f"step {step}" for step in shown)]]
     for index in range(min(graph.replicas, _ROWS)):
         rows.append([str(index), *(_targets(phase, step, index, uniform) for step in shown)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
     left = [
         f"{number} more {noun}"
         for number, noun in ((graph.replicas - _ROWS, "replicas"), (phase.period - _STEPS, "steps"))
         if number > 0
     ]
-    return "\n".join([title, *lines, *([f"  ({' and '.join(left)} left out)"] if left else [])])
+    lines = [title, textwrap.indent(aligned(rows), "  "), *([f"  ({' and '.join(left)} left out)"] if left else [])]
+    return "\n".join(lines)
 
 
 def _targets(phase: Phase, step: int, index: int, uniform: bool) -> str:
@@ -101,9 +102,9 @@ def _speed(graph: Graph, overlap: int) -> str:
         for phase in graph.phases:
             found = contraction(phase)
             where = f", from step {phase.start} on" if len(graph.phases) > 1 else ""
-            of = "product" if found.is_doubly_stochastic else "de-biased product"
+            of, steps = "product" if found.is_doubly_stochastic else "de-biased product", counted(found.period, "step")
             lines += [
-                f"contraction {found.norm:.4g} in {_steps(found.period)}{where} (2-norm of the {of} minus the mean)",
+                f"contraction {found.norm:.4g} in {steps}{where} (2-norm of the {of} minus the mean)",
                 f"eigenvalue  {found.eigenvalue:.4g} (second-largest modulus: the contraction in the long run)",
             ]
             if not found.is_doubly_stochastic:
@@ -111,7 +112,7 @@ def _speed(graph: Graph, overlap: int) -> str:
         lines.append(f"consensus   {_consensus(consensus(graph))}, mixing alone")
         if overlap:
             lines.append(f"            {_consensus(consensus(graph, overlap))} with overlap {overlap}")
-    lines.append(f"lead        a replica is at most {_steps(graph.largest_lead(overlap))} ahead of another")
+    lines.append(f"lead        a replica is at most {counted(graph.largest_lead(overlap), 'step')} ahead of another")
     return "\n".join(lines)
 
 
@@ -119,10 +120,6 @@ def _consensus(found: Consensus) -> str:
     if found.steps is None:
         return f"not within {found.tolerance:g} in sight"
     if found.is_exact:
-        return f"exact after {_steps(found.steps)}"
+        return f"exact after {counted(found.steps, 'step')}"
     about = "about " if found.is_estimated else ""
-    return f"within {found.tolerance:g} after {about}{_steps(found.steps)}"
-
-
-def _steps(number: int) -> str:
-    return f"{number} step{'' if number == 1 else 's'}"
+    return f"within {found.tolerance:g} after {about}{counted(found.steps, 'step')}"

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from colossus.arithmetic import byte_count
-from colossus.cli.show_servers import render_servers
+from colossus.arithmetic import aligned, byte_count, counted
 from colossus.config import Config
 from colossus.config.plans import name_of, strategy_options
 from colossus.config.sizes import describe_sizes
 from colossus.data_parallel.forecast import Forecast, Hosts, TableForecast, forecast
 from colossus.data_parallel.options.hybrid import HybridOptions
 from colossus.data_parallel.options.server import ServerOptions
-from colossus.sparse.cost import WAYS, WayName, bytes_sent
+from colossus.server.sharding import Sharding, TensorSpec
+from colossus.sparse.cost import WayName, bytes_sent
 
 _HEADER = ("parameter", "shape", "on a rank", "alpha", "dense", "gather", "owners", "way")
 _NONE = "-"
@@ -37,12 +38,12 @@ def render_strategy(config: Config, width: int) -> str:
     if found.tables:
         head.append(("bytes", f"{_who_sends(found)}; rows alone, without their ids"))
     lines = [line for key, text in head for line in _wrapped(f"{key:<12}", text, width)]
-    sections = ["\n".join(lines), _table(found, width)]
+    sections = ["\n".join(lines), _table(found)]
     if found.tables:
         sections.append(_totals(found))
         sections.append("\n".join(line for note in _notes(found, options) for line in _wrapped("", note, width)))
     if isinstance(options, ServerOptions):
-        sections.append(render_servers(found, options.servers or 1))
+        sections.append(_servers(found, options.servers or 1))
     return "\n\n".join(sections)
 
 
@@ -60,51 +61,22 @@ def _who_sends(found: Forecast) -> str:
     return "that a rank sends in a step"
 
 
-def _table(found: Forecast, width: int) -> str:
+def _table(found: Forecast) -> str:
     rows = [_row(each) for each in found.tables]
     if found.dense:
-        number = len(found.dense)
-        dense = byte_count(sum(each.sent(found.hosts) for each in found.dense))
-        title = f"{number} dense parameter{'' if number == 1 else 's'}"
-        held = f"{byte_count(sum(each.size for each in found.dense))}"
-        rows.append((title, _NONE, held, _NONE, dense, _NONE, _NONE, "dense"))
-    if not found.tables:
-        return "\n".join(f"{row[0]}, {row[2]} on a rank; their all-reduce is {row[4]} sent by a rank" for row in rows)
-    widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
-    if sum(widths) + 2 * (len(widths) - 1) <= width:
-        return "\n".join(_aligned(row, widths) for row in (_HEADER, *rows))
-    return "\n".join(_block(row) for row in rows)
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    right = (4, 5, 6)  # bytes
-    cells = (
-        f"{cell:>{w}}" if at in right else f"{cell:<{w}}" for at, (cell, w) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join(cells).rstrip()
-
-
-def _block(row: Sequence[str]) -> str:
-    """For a narrow terminal: a parameter on several lines."""
-    return "\n".join(
-        [row[0], *(f"  {name:<10} {cell}" for name, cell in zip(_HEADER[1:], row[1:], strict=True) if cell != _NONE)]
-    )
+        sent = byte_count(sum(each.sent(found.hosts) for each in found.dense))
+        held, title = byte_count(sum(each.size for each in found.dense)), counted(len(found.dense), "dense parameter")
+        if not found.tables:
+            return f"{title}, {held} on a rank; their all-reduce is {sent} sent by a rank"
+        rows.append((title, _NONE, held, _NONE, sent, _NONE, _NONE, "dense"))
+    return aligned([_HEADER, *rows], left=(0, 1, 2, 3, 7))
 
 
 def _row(found: TableForecast) -> tuple[str, ...]:
     table, way = found.table, found.choice.way
     held = table.held if way != "owners" else (-(-table.held[0] // table.ranks), *table.held[1:])
-    sent = {each: byte_count(found.sent[each]) if each in found.sent else _NONE for each in WAYS}
-    return (
-        table.name,
-        _shape(table.shape),
-        _shape(held),
-        _alpha(found),
-        sent["dense"],
-        sent["gather"],
-        sent["owners"],
-        way,
-    )
+    sent = [byte_count(found.sent[each]) if each in found.sent else _NONE for each in ("dense", "gather", "owners")]
+    return (table.name, _shape(table.shape), _shape(held), _alpha(found), *sent, way)
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -154,3 +126,26 @@ def _notes(found: Forecast, options: Any) -> list[str]:
     if isinstance(options, HybridOptions) and options.hosts is None and options.per_host is None:
         lines.append("all ranks are taken to be on one host; parallel.strategy.hosts=2 shows two, as --nnodes")
     return lines
+
+
+def _servers(found: Forecast, num_servers: int) -> str:
+    """Rows and bytes of the parameters that each server holds; the state of its optimizer comes on top."""
+    specs = []
+    for each in found.dense:
+        shards = max(1, round(math.prod(each.shape) / max(1, math.prod(each.held))))
+        itemsize = each.size // max(1, math.prod(each.held))
+        specs += [TensorSpec(f"{each.name}[{shard}]", each.held, itemsize) for shard in range(shards)]
+    sharding = Sharding(num_servers)
+    sharding.place(specs)
+    rows = [0] * num_servers
+    tensors = [0] * num_servers
+    for ranges in sharding.ranges.values():
+        for part in ranges:
+            rows[part.server] += len(part)
+            tensors[part.server] += 1
+    header = ("server", "rows", "of tensors", "bytes")
+    table = [
+        (str(server), f"{rows[server]:,}", str(tensors[server]), byte_count(sharding.loads[server]))
+        for server in range(num_servers)
+    ]
+    return aligned([header, *table])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 import sys
 import traceback
@@ -14,11 +13,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from colossus.config.components import is_text
 from colossus.config.errors import ConfigError, explain, paths_elsewhere, unknown_key
-from colossus.config.model_source import resolve_model
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import check_names, resolve_sizes
 from colossus.config.schema import Config
+from colossus.config.section import Named
+from colossus.config.training import Weights
+from colossus.registry import MODEL_SOURCES, nearest
 
 
 def load_config(
@@ -118,9 +120,10 @@ def _nearby(folder: Path, wanted: str, most: int = 5) -> str:
     if not folder.is_dir():
         return f"; there is no folder {folder}"
     here = sorted(item.name for item in folder.glob("*.py"))
-    close = difflib.get_close_matches(wanted, here, n=most, cutoff=0.4) or here[:most]
-    more = f" and {len(here) - len(close)} more" if len(here) > len(close) else ""
-    return f"; Python files in {folder}: {', '.join(close)}{more}" if here else f"; {folder} has no Python files"
+    close = nearest(wanted, here)
+    if close:
+        return f"; did you mean {close}?"
+    return f"; Python files in {folder}: {', '.join(here[:most]) or 'none'}{', ..' * (len(here) > most)}"
 
 
 def _where(error: BaseException, path: Path) -> str:
@@ -137,13 +140,13 @@ def _where(error: BaseException, path: Path) -> str:
 
 
 def _sections(namespace: Mapping[str, Any], tree: ast.Module) -> dict[str, Any]:
-    imported = _imported(tree)
+    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     known = list(Config.model_fields)
     values, problems = {}, []
     for name, value in namespace.items():
         if name in known:
             values[name] = value
-        elif not (name.startswith("_") or name in imported or callable(value) or isinstance(value, ModuleType)):
+        elif name in assigned and not (name.startswith("_") or callable(value) or isinstance(value, ModuleType)):
             message = unknown_key(name, name, known, paths_elsewhere(Config))
             problems.append(f"{name}: {message} (start the names of helpers with an underscore: _{name})")
     if problems:
@@ -151,13 +154,57 @@ def _sections(namespace: Mapping[str, Any], tree: ast.Module) -> dict[str, Any]:
     return values
 
 
-def _imported(tree: ast.Module) -> set[str]:
-    """Names that the file's import statements bind."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-                module = sys.modules.get(node.module or "")
-                names |= set(vars(module)) if module else set()
-    return names
+# -- models of another format, and their tokenizers -----------------------------------------------------------
+
+
+def resolve_model(config: Config) -> Config:
+    """Of ``model = dict(type="hf", path=...)``: the config with the model that is in that folder, its weights unless
+    ``checkpoint.weights`` is given, and its tokenizer for text.
+
+    Raises:
+        ConfigError: when the source has no such model.
+    """
+    model, weights = config.model, config.checkpoint.weights
+    if model is None or not isinstance(model.type, str) or model.type not in MODEL_SOURCES:
+        _require_path(weights)
+        return config
+    try:
+        spec, path, tokenizer = MODEL_SOURCES.get(model.type)(model.options)
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from None
+    checkpoint = config.checkpoint
+    if path is not None and (weights is None or not weights.path):
+        weights = Weights(path=path) if weights is None else weights.model_copy(update={"path": path})
+        checkpoint = checkpoint.model_copy(update={"weights": weights})
+    _require_path(weights)
+    config = config.model_copy(update={"model": Named(**spec), "checkpoint": checkpoint})
+    return config if tokenizer is None else with_tokenizer(config, tokenizer)
+
+
+def _require_path(weights: Weights | None) -> None:
+    if weights is not None and not weights.path:
+        raise ConfigError('checkpoint.weights.path: is missing; of model = dict(type="hf", path=...) alone it is known')
+
+
+def with_tokenizer(config: Config, path: str) -> Config:
+    """The config whose text, also that of ``data.validation``, becomes ids by a model's own tokenizer, where it names
+    none; ``tokenizer="bytes"`` names one.
+
+    Args:
+        path: of the tokenizer.json, or of a folder with it.
+    """
+    data = config.data
+    if not isinstance(data, Named):
+        return config
+    return config.model_copy(update={"data": Named(**_filled(data.spec(), path))})
+
+
+def _filled(data: dict[str, Any], path: str) -> dict[str, Any]:
+    out, validation = dict(data), data.get("validation")
+    if is_text(data["type"]) and data.get("tokenizer") is None:
+        out["tokenizer"] = path
+    if isinstance(validation, Mapping) and "type" in validation:  # else its options are laid over these
+        out["validation"] = _filled(dict(validation), path)
+    elif is_text(validation):
+        out["validation"] = {"type": validation, "tokenizer": path}
+    return out

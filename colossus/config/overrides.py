@@ -18,11 +18,10 @@ from colossus.config.section import Named, ShortSection, is_number
 SYNTAX = "an override is section.key=value, for example train.steps=50 or parallel.tensor.mode=2d"
 STRATEGY_SYNTAX = "a strategy is its name and its options, for example sgp, or 'sgp overlap=1 graph=ring'"
 #: sections whose keys may be given with a strategy, which may want a learning rate of its own
-_WITH_STRATEGY = ("optimizer", "lr_schedule", "train")
+_WITH_STRATEGY = ("optimizer.", "lr_schedule.", "train.")
 PLAN_SYNTAX = "a plan is keys of parallel, for example 'data=4', or 'data=2 tensor=4 tensor.mode=2d'"
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
-_BRACKETS = dict(zip("([{", ")]}", strict=True))
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
@@ -51,20 +50,15 @@ def strategy_overrides(text: str) -> list[str]:
     may be given, too: ``"sgp optimizer.lr=4e-3"``.
 
     Raises:
-        ConfigError: when it does not begin with a name, what follows is no override, or an option is given twice.
+        ConfigError: when it does not begin with a name, or what follows is no override.
     """
     name, *options = _words(text) or [""]
-    if re.match(r"\w+\.[\w.]+=", name):
-        raise ConfigError(f"{text!r} is an override, no strategy: overrides come before the strategies")
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{text!r} does not begin with the name of a strategy: {STRATEGY_SYNTAX}")
     for option in options:
-        if not _KEY.fullmatch(option.partition("=")[0]) or "=" not in option:
-            raise ConfigError(f"{text!r}: {option!r} is no option=value: {STRATEGY_SYNTAX}")
-    _refuse_twice(text, ["type", *(option.partition("=")[0] for option in options)], STRATEGY_SYNTAX)
-    is_own = [option.partition(".")[0] not in _WITH_STRATEGY for option in options]
-    named = [f"parallel.strategy.{option}" if own else option for option, own in zip(options, is_own, strict=True)]
-    return [f"parallel.strategy={name}", *named]
+        _key_of(option, text, STRATEGY_SYNTAX)
+    own = [option if option.startswith(_WITH_STRATEGY) else f"parallel.strategy.{option}" for option in options]
+    return [f"parallel.strategy={name}", *own]
 
 
 def plan_overrides(text: str) -> list[str]:
@@ -74,51 +68,39 @@ def plan_overrides(text: str) -> list[str]:
     ``"pipeline=2 schedule.microbatches=4"``.
 
     Raises:
-        ConfigError: for what is no key of a plan, or is given twice.
+        ConfigError: for what is no key of a plan.
     """
     words = _words(text)
     known = [key for key in (*Parallel.model_fields, "schedule") if key != "strategy"]
     for word in words or [""]:
-        key, equals, _ = word.partition("=")
-        head, dot, _ = key.partition(".")
-        if not equals or not _KEY.fullmatch(key):
-            raise ConfigError(f"{text!r}: {word!r} is no key=value: {PLAN_SYNTAX}")
-        if head not in known or (head == "schedule" and not dot):
-            raise ConfigError(f"{text!r}: {key} is no key of a plan: {PLAN_SYNTAX}; known: {', '.join(known)}.*")
-    keys = [word.partition("=")[0] for word in words]
-    sizes = {axis: f"{axis}.size" for axis in AXES if axis != "data"}
-    _refuse_twice(text, [sizes.get(key, key) for key in keys], PLAN_SYNTAX)
-    named = {key.partition(".")[0] for key in keys}
+        key = _key_of(word, text, PLAN_SYNTAX)
+        if key.partition(".")[0] not in known:
+            raise ConfigError(f"{text!r}: {key} is no key of a plan: {PLAN_SYNTAX}; known: {', '.join(known)}")
+    named = {re.split(r"\W", word)[0] for word in words}
     whole = [f"parallel.{axis}{'' if axis == 'data' else '.size'}=1" for axis in AXES if axis not in named]
-    return whole + [word if word.startswith("schedule.") else f"parallel.{word}" for word in words]
+    return whole + [word if word.startswith("schedule") else f"parallel.{word}" for word in words]
 
 
-def _refuse_twice(text: str, keys: list[str], syntax: str) -> None:
-    for key in dict.fromkeys(keys):
-        if keys.count(key) > 1:
-            raise ConfigError(f"{text!r}: {key} is given {keys.count(key)} times: {syntax}")
+def _key_of(word: str, text: str, syntax: str) -> str:
+    key, equals, _ = word.partition("=")
+    if not equals or not _KEY.fullmatch(key):
+        raise ConfigError(f"{text!r}: {word!r} is no key=value: {syntax}")
+    return key
 
 
 def _words(text: str) -> list[str]:
     """Split at the spaces that are neither in brackets nor in quotes."""
     words: list[str] = []
-    closing: list[str] = []
-    word = quote = ""
-    for letter in text:
-        if letter.isspace() and not closing and not quote:
-            words.append(word)
-            word = ""
-            continue
-        word += letter
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter in _BRACKETS:
-            closing.append(_BRACKETS[letter])
-        elif closing and letter == closing[-1]:
-            closing.pop()
-    return [word for word in [*words, word] if word]
+    for piece in text.split():
+        if words and _is_open(words[-1]):
+            words[-1] += f" {piece}"
+        else:
+            words.append(piece)
+    return words
+
+
+def _is_open(word: str) -> bool:
+    return any(word.count(a) > word.count(b) for a, b in ("()", "[]", "{}")) or any(word.count(q) % 2 for q in "'\"")
 
 
 def _literal(node: ast.expr) -> Any:

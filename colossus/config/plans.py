@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from colossus.config.components import option_problems
 from colossus.config.errors import ConfigError, explain
-from colossus.config.nearest import ModelOptions, suggestions
-from colossus.config.ranges import pairs_problems, range_problems, vocabulary_problems
-from colossus.config.schema import Config, Parallel, ZeroSection
+from colossus.config.schema import Config, Parallel
 from colossus.config.section import Named
-from colossus.config.signatures import option_problems
 from colossus.config.sizes import (
     batch_problems,
     describe_processes,
@@ -19,6 +17,7 @@ from colossus.config.sizes import (
     describe_zero,
     mode_problems,
     shard_problems,
+    suggestions,
     world_size,
 )
 from colossus.registry import (
@@ -36,22 +35,6 @@ from colossus.registry import (
     TENSOR_MODES,
     Registry,
 )
-
-
-class StrategyOptions(Protocol):
-    """What the options of a data-parallel strategy answer.
-
-    Attributes:
-        replicas_keep_step: whether all replicas are in the same step.
-    """
-
-    replicas_keep_step: ClassVar[bool]
-
-    def check(self, config: Config) -> list[str]: ...
-
-    def describe(self, data: int) -> str: ...
-
-    def zero_of(self, parallel: Parallel) -> ZeroSection: ...
 
 
 def check_names(config: Config) -> None:
@@ -78,13 +61,13 @@ def check_names(config: Config) -> None:
             problems.append(f"{key}.type: {registry.missing(value.type)}")
         elif not _has_own_options(registry, value.type):
             problems += option_problems(key, value, registry)
-            problems += range_problems(key, value, registry)
-    mode = config.parallel.tensor.mode
-    if mode not in TENSOR_MODES:
-        problems.append(f"parallel.tensor.mode: {TENSOR_MODES.missing(mode)}")
-    sequence = config.parallel.sequence.mode
-    if sequence is not None and sequence not in SEQUENCE_MODES:
-        problems.append(f"parallel.sequence.mode: {SEQUENCE_MODES.missing(sequence)}")
+    modes = (
+        ("tensor", config.parallel.tensor.mode, TENSOR_MODES),
+        ("sequence", config.parallel.sequence.mode, SEQUENCE_MODES),
+    )
+    for axis, mode, registry in modes:
+        if mode is not None and mode not in registry:
+            problems.append(f"parallel.{axis}.mode: {registry.missing(mode)}")
     if problems:
         raise ConfigError(problems)
 
@@ -95,43 +78,37 @@ def _has_own_options(registry: Registry, kind: Any) -> bool:
     return own is not None and isinstance(kind, str) and kind in own.names()
 
 
-def strategy_options(config: Config) -> StrategyOptions | None:
-    """The checked options of the data-parallel strategy, or None for those that declare none.
+def strategy_options(config: Config) -> Any:
+    """The checked options of the data-parallel strategy (`data_parallel.options`), or None where it declares none.
 
     Raises:
         ConfigError: for unknown keys and wrong values, as ``parallel.strategy.<key>: ...``.
     """
-    strategy = config.parallel.strategy
-    if not isinstance(strategy.type, str) or strategy.type not in STRATEGY_OPTIONS.names():
-        return None
-    options = STRATEGY_OPTIONS.get(strategy.type)
-    try:
-        built: StrategyOptions = options(**strategy.options)
-    except ValidationError as error:
-        raise ConfigError(
-            f"{path}: {problem}" for path, problem in explain(error, options, "parallel.strategy").items()
-        ) from None
-    return built
+    return _options("parallel.strategy", config.parallel.strategy, STRATEGY_OPTIONS)
 
 
-def model_options(config: Config) -> ModelOptions | None:
+def model_options(config: Config) -> Any:
     """The checked options of the model, or None for models that declare none (callables, a user's own).
+
+    They answer ``check(parallel)``: problems of the sizes under a plan, one line each. Optional are ``samples`` and
+    ``counted``, what a batch consists of and what the loss counts, by default "sequences" and "tokens".
 
     Raises:
         ConfigError: for unknown keys and wrong values, as ``model.<key>: ...``.
     """
-    model = config.model
-    if model is None or not isinstance(model.type, str) or model.type not in MODEL_OPTIONS:
+    return _options("model", config.model, MODEL_OPTIONS)
+
+
+def _options(key: str, named: Named | None, registry: Registry) -> Any:
+    if named is None or not isinstance(named.type, str) or named.type not in registry:
         return None
-    options = MODEL_OPTIONS.get(model.type)
+    options = registry.get(named.type)
     try:
-        built: ModelOptions = options(**model.options)
+        return options(**named.options)
     except ValidationError as error:
-        problems = explain(error, options, "model") if issubclass(options, BaseModel) else {"model": str(error)}
-        raise ConfigError(f"{path}: {problem}" for path, problem in problems.items()) from None
+        raise ConfigError(f"{path}: {problem}" for path, problem in explain(error, options, key).items()) from None
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"model: {error}") from error
-    return built
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
@@ -171,8 +148,6 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         problems += shard_problems(resolved)
     if options is not None:
         problems += options.check(resolved)
-        problems += vocabulary_problems(config, options)
-        problems += pairs_problems(config, options)
     if fits:  # otherwise the number of replicas is still open
         problems += batch_problems(config, resolved)
     if problems:
@@ -200,7 +175,7 @@ def name_of(kind: Any) -> str:
     return kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
 
 
-def _with_sequence_mode(parallel: Parallel, options: ModelOptions | None) -> tuple[Parallel, list[str]]:
+def _with_sequence_mode(parallel: Parallel, options: Any) -> tuple[Parallel, list[str]]:
     """The plan with a mode of sequence parallelism, which the model chooses where the config does not."""
     sequence = parallel.sequence
     if sequence.mode is not None and sequence.mode not in SEQUENCE_MODES:
@@ -216,7 +191,7 @@ def _with_sequence_mode(parallel: Parallel, options: ModelOptions | None) -> tup
     return parallel, []
 
 
-def _require_one_checkpointing(config: Config, options: ModelOptions | None) -> None:
+def _require_one_checkpointing(config: Config, options: Any) -> None:
     """Activation checkpointing is told to the model or to the training, not to both."""
     of_model, wanted = getattr(options, "activation_checkpoint", "none"), config.train.activation_checkpoint.type
     if "none" not in (of_model, wanted):

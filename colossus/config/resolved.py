@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import keyword
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,8 +62,6 @@ def _plain(value: Any) -> Any:
         return str(value)
     if hasattr(value, "tolist") and hasattr(value, "dtype"):  # an array of numpy
         return _plain(value.tolist())
-    if isinstance(value, functools.partial):
-        return f"functools.partial({_plain(value.func)})"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}:{value.__qualname__}"
     return f"<{type(value).__module__}:{type(value).__qualname__}>"

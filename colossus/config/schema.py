@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
-from colossus.config.checkpoint import Checkpoint
 from colossus.config.section import (
+    FROM_LIST,
     Count,
     CountOrZero,
     Counts,
@@ -28,13 +28,10 @@ from colossus.config.section import (
     is_number,
     require_type,
 )
-from colossus.config.training import Train
+from colossus.config.training import Checkpoint, Train
 
 #: options of ``data`` that the loader takes, whatever the dataset
 READING_OPTIONS = ("num_workers", "collate_fn", "per_rank", "read_ahead")
-
-#: letters of the name of a run in a file name, to which a time is added
-LONGEST_NAME = 200
 
 AXES = ("pipeline", "data", "sequence", "tensor")
 
@@ -42,20 +39,25 @@ AXES = ("pipeline", "data", "sequence", "tensor")
 class StrategySection(Named):
     """The data-parallel strategy: what replicas exchange, and when."""
 
+    #: name of a strategy (all_reduce, hierarchical, hybrid, sgp, d-psgd, ad-psgd, local_sgd, ..); options follow
     type: Annotated[Any, AfterValidator(require_type)] = "all_reduce"
 
 
 class TableOptimizer(Named):
     """Of tables with sparse gradients, where it is another than that of the other parameters."""
 
+    #: SparseAdam, Adagrad, RowWiseAdagrad, SGD
     type: str
     #: by default ``optimizer.lr``
     lr: Positive | None = None
 
 
 class Optimizer(Named):
+    #: AdamW, Adam, Adagrad, SGD, or a callable that takes the parameters; options are torch's
     type: Annotated[Any, AfterValidator(require_type)] = "AdamW"
+    #: the peak of the learning rate
     lr: Positive = 3e-4
+    #: another optimizer for tables with sparse gradients, dict(type=.., **options)
     tables: TableOptimizer | None = None
 
     def spec(self) -> dict[str, Any]:
@@ -64,6 +66,7 @@ class Optimizer(Named):
 
 
 class LRSchedule(Named):
+    #: a name (constant, cosine, ..), or f(progress, min_ratio, **options) -> the part of ``optimizer.lr``
     type: Annotated[Any, AfterValidator(require_type)] = "constant"
     #: steps over which the learning rate rises linearly to ``optimizer.lr``
     warmup_steps: CountOrZero = 0
@@ -74,13 +77,10 @@ class LRSchedule(Named):
 class Schedule(Named):
     """The pipeline schedule; without a pipeline its microbatches are gradient accumulation."""
 
+    #: gpipe, 1f1b, interleaved, zb-h1, zb-v
     type: Annotated[Any, AfterValidator(require_type)] = "1f1b"
+    #: into how many a replica's batch is cut
     microbatches: Count = 1
-
-
-def _mode(value: Any) -> Any:
-    # "1D" is how papers write it; names of a user's own modes keep their case
-    return value.lower() if isinstance(value, str) and value.lower() in ("1d", "2d", "2.5d", "3d") else value
 
 
 def _split(value: Any) -> Any:
@@ -98,7 +98,8 @@ class PipelineSection(SizedSection):
 
 
 class TensorSection(SizedSection):
-    mode: Annotated[str, BeforeValidator(_mode)] = "1d"
+    #: 1d, 2d, 2.5d, 3d
+    mode: str = "1d"
     #: copies of the grid in 2.5D; None takes the fewest that leave a square
     depth: Count | None = None
     #: ranks along each axis of the mode, for rectangles; their product is ``size``
@@ -161,11 +162,15 @@ def _permutation(value: tuple[str, ...]) -> tuple[str, ...]:
 class Parallel(Section):
     #: replicas; None is derived from the number of processes
     data: Count | None = None
+    #: stages of the pipeline; or dict(size=, split=)
     pipeline: PipelineSection = PipelineSection()
+    #: ranks that split each weight; or dict(size=, mode=, ..)
     tensor: TensorSection = TensorSection()
+    #: ranks that split each sequence; or dict(size=, mode=, ..)
     sequence: SequenceSection = SequenceSection()
     #: what data ranks shard; short for strategy = dict(type="zero", ..)
     zero: ZeroSection = ZeroSection()
+    #: what replicas exchange, and when: a name, or dict(type=.., **options)
     strategy: StrategySection = StrategySection()
     #: outermost first: the last axis has neighbouring ranks
     rank_order: Annotated[Names, AfterValidator(_permutation)] = AXES
@@ -176,15 +181,12 @@ class Parallel(Section):
             return self
         if self.strategy.type == "hybrid":
             raise ValueError(
-                f"zero = {self.zero.stage} and strategy = 'hybrid': a row of a table has one owner, who sums its "
-                f"gradient and updates it, and ZeRO would cut the same table over the same data ranks once more. Leave "
-                f"zero out (tables and their optimizer state are cut over data already), or take zero with dense "
-                f"gradients: embeddings without sparse=True, and no strategy"
+                f"zero = {self.zero.stage} and strategy = 'hybrid': a row of a table has one owner: tables and their "
+                f"optimizer state are cut over data already: leave zero out, or use embeddings without sparse=True"
             )
         raise ValueError(
             f"zero = {self.zero.stage} and strategy = {self.strategy.type!r} both say what data ranks do: give one "
-            f"of them. ZeRO wants replicas that are equal, and gathers itself what they exchange; with strategy = "
-            f"'hierarchical' it shards inside of each host, and sums between hosts"
+            f"of them, or strategy = 'hierarchical', under which ZeRO shards inside of each host"
         )
 
     @property
@@ -199,6 +201,7 @@ class Comm(Section):
     accounting: bool = False
     #: collectives that each rank remembers for the report of a failure
     log_size: CountOrZero = 32
+    #: after which a collective that not all ranks have joined ends the run
     timeout_seconds: Seconds = 120.0
     #: collectives between processes of one host go through shared memory (CPU); False: through gloo
     shared_memory: bool = True
@@ -209,41 +212,26 @@ class Comm(Section):
     bucket_mb: Positive = 25.0
 
 
-def _name(value: str | None) -> str | None:
-    if value is not None and (not value or "/" in value or value in (".", "..")):
-        raise ValueError(f"names the run folder, so it must be a plain file name, got {value!r}")
-    if value is not None and len(value.encode()) > LONGEST_NAME:
-        raise ValueError(f"names the run folder, so it has at most {LONGEST_NAME} letters, got {len(value)}")
-    return value
-
-
 def _data(value: Any) -> Any:
-    if isinstance(value, dict):
-        if "type" not in value:
-            raise ValueError('needs a type: data = dict(type="PythonStdlib", **options), or a dataset object')
-        require_type(value["type"])
-        return Named.model_validate(value)
-    if isinstance(value, str):
-        return Named.model_validate(value)
     if isinstance(value, (ModuleType, int, float)):
         raise ValueError(f"must be dict(type=..., **options), a dataset object or a callable, got {value!r}")
-    return value
+    return _named(value) if isinstance(value, dict | str) else value
 
 
 def _hook(value: Any) -> Any:
-    if isinstance(value, (dict, str)):
-        if not isinstance(value, str) and "type" not in value:
-            raise ValueError("needs a type: dict(type=..., **options), or a callable")
-        return Named.model_validate(value)
+    if isinstance(value, dict | str):
+        return _named(value)
     if isinstance(value, Named) or callable(value):
         return value
     raise ValueError(f"must be dict(type=..., **options) or a callable, got {value!r}")
 
 
-Hooks = Annotated[
-    tuple[Annotated[Any, AfterValidator(_hook)], ...],
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
-]
+def _named(value: dict[str, Any] | str) -> Named:
+    if isinstance(value, dict):
+        if "type" not in value:
+            raise ValueError('needs a type: dict(type="...", **options), or an object')
+        require_type(value["type"])
+    return Named.model_validate(value)
 
 
 class Config(Section):
@@ -253,17 +241,29 @@ class Config(Section):
     object or callable the file holds, or None.
     """
 
-    name: Annotated[str | None, AfterValidator(_name)] = None
+    #: of the run folder, runs/<name>-<time>; by default that of the file
+    name: Annotated[str, Field(min_length=1, max_length=200, pattern="^[^/.][^/]*$")] | None = None
+    #: sizes of the axes, and what replicas exchange
     parallel: Parallel = Parallel()
+    #: dict(type="GPT" | "Llama" | "ViT" | "hf", **options), or any callable that returns an nn.Module
     model: Named | None = None
+    #: dict(type="PythonStdlib" | "TextFolder" | "TokenFile" | .., **options), a dataset, a loader or a callable
     data: Annotated[Any, AfterValidator(_data)] = None
+    #: a name, or dict(type=.., lr=.., **options)
     optimizer: Optimizer = Optimizer()
+    #: a name, or dict(type=.., warmup_steps=.., **options)
     lr_schedule: LRSchedule = LRSchedule()
+    #: of the pipeline, and the number of microbatches
     schedule: Schedule = Schedule()
+    #: steps, batch, precision, gradients
     train: Train = Train()
+    #: how ranks talk to each other
     comm: Comm = Comm()
+    #: when checkpoints are saved, which stay, where a run goes on
     checkpoint: Checkpoint = Checkpoint()
-    hooks: Hooks = ()
+    #: called around steps, evaluations and checkpoints: dict(type=, **options), names or callables
+    hooks: Annotated[tuple[Annotated[Any, AfterValidator(_hook)], ...], FROM_LIST] = ()
+    #: "auto" is cuda where there is one
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     _source: str | None = PrivateAttr(None)

@@ -12,16 +12,10 @@ Positive = Annotated[float, Field(gt=0)]
 #: waits are counted in milliseconds, in 32 bits
 Seconds = Annotated[float, Field(gt=0, le=2_000_000)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-#: a tuple that may be written as a list
-Counts = Annotated[tuple[Count, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-
-
-def drop_none(value: Any, *keys: str) -> Any:
-    """``value`` without those of ``keys`` that are None, so that their defaults apply."""
-    if not isinstance(value, dict):
-        return value
-    return {key: item for key, item in value.items() if not (key in keys and item is None)}
+#: of a tuple that may be written as a list
+FROM_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Counts = Annotated[tuple[Count, ...], FROM_LIST]
+Names = Annotated[tuple[str, ...], FROM_LIST]
 
 
 class Section(BaseModel):
@@ -57,6 +51,7 @@ class ShortSection(Section):
 class SizedSection(ShortSection):
     """A section for which a bare number stands for its size."""
 
+    #: number of ranks along the axis
     size: Count = 1
 
     @classmethod
@@ -81,6 +76,7 @@ class Named(ShortSection):
 
     model_config = ConfigDict(extra="allow")
 
+    #: a registered name, or a callable
     type: Annotated[Any, AfterValidator(require_type)]
 
     @classmethod

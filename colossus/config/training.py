@@ -1,12 +1,12 @@
-"""The ``train`` section: steps, batch, precision, activation checkpointing, what is done about gradients. No torch."""
+"""The sections ``train`` and ``checkpoint``: steps, batch, precision, gradients; what is saved, where a run goes on."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from colossus.config.section import Count, CountOrZero, Names, Positive, Section, ShortSection, drop_none
+from colossus.config.section import Count, CountOrZero, Names, Positive, Seconds, Section, ShortSection
 
 DType = Literal["fp32", "fp64", "bf16", "fp16"]
 
@@ -44,26 +44,21 @@ class PrecisionSection(ShortSection):
 
     @model_validator(mode="after")
     def _fits(self) -> PrecisionSection:
-        if (self.params == "fp64") != (self.compute == "fp64"):
-            raise ValueError(f"params = {self.params!r} and compute = {self.compute!r}: fp64 is for both or neither")
-        if self.compute != self.params and self.compute not in LOW:
-            raise ValueError(
-                f"params = {self.params!r} and compute = {self.compute!r}: compute is bf16, fp16, or that of params"
-            )
-        if self.optimizer != self.params and not (self.params in LOW and self.optimizer == "fp32"):
-            raise ValueError(
-                f"params = {self.params!r} and optimizer = {self.optimizer!r}: the optimizer has the dtype of params, "
-                f"or fp32 where that is low"
-            )
-        if self.optimizer == "fp16":
-            raise ValueError("optimizer = 'fp16': the numbers of an optimizer vanish in fp16; take fp32, or bf16")
-        if (self.reduce == "fp64") != (self.params == "fp64"):
-            raise ValueError(f"params = {self.params!r} and reduce = {self.reduce!r}: fp64 is for all four or none")
-        if self.reduce == "fp16" and self.compute != "fp16":
-            raise ValueError(
-                f"compute = {self.compute!r} and reduce = 'fp16': sums of gradients fit into fp16 only where the loss "
-                f"is scaled, for compute = 'fp16'"
-            )
+        params, compute, reduce, optimizer = dtypes = self.params, self.compute, self.reduce, self.optimizer
+        refused = {
+            "fp64 is for all four or none": "fp64" in dtypes and set(dtypes) != {"fp64"},
+            "compute is bf16, fp16, or that of params": compute != params and compute not in LOW,
+            "the optimizer is of the dtype of params, or of fp32 where that is low": optimizer
+            not in (params, _wide(params)),
+            "the numbers of an optimizer vanish in fp16; take fp32, or bf16": optimizer == "fp16",
+            "sums of gradients fit into fp16 only where the loss is scaled, for compute = 'fp16'": (
+                reduce == "fp16" and compute != "fp16"
+            ),
+        }
+        for why, is_refused in refused.items():
+            if is_refused:
+                given = ", ".join(f"{key} = {getattr(self, key)!r}" for key in type(self).model_fields)
+                raise ValueError(f"{given}: {why}")
         return self
 
     @property
@@ -83,6 +78,7 @@ def _wide(params: DType) -> DType:
 class LossScale(Section):
     """Of fp16: the loss is scaled so that its gradients fit, as torch.amp.GradScaler does."""
 
+    #: the first scale
     init: Annotated[float, Field(gt=0, le=2.0**64)] = 65536.0
     #: steps without an overflow after which the scale is doubled; an overflow halves it
     growth_interval: Count = 2000
@@ -96,7 +92,7 @@ class ActivationCheckpoint(ShortSection):
     #: of the blocks, every k-th
     every: Count = 1
     #: names of modules, with * and ?; None: the blocks of the model
-    modules: Names | None = None
+    modules: Annotated[Names, Field(min_length=1)] | None = None
     #: the inputs that "full" keeps wait in the memory of the host
     offload: bool = False
 
@@ -106,36 +102,33 @@ class ActivationCheckpoint(ShortSection):
 
     @model_validator(mode="after")
     def _is_meant(self) -> ActivationCheckpoint:
-        given = [f"{key} = {getattr(self, key)!r}" for key in ("every", "modules", "offload") if self._is_changed(key)]
+        values = {key: getattr(self, key) for key in ("every", "modules", "offload")}
+        given = [f"{key} = {value!r}" for key, value in values.items() if value not in (1, None, False)]
         if self.type == "none" and given:
             raise ValueError(f"{', '.join(given)}, but type is 'none': say type='full' or type='selective'")
         if self.offload and self.type == "selective":
             raise ValueError("offload = True is for inputs, and type is 'selective', which keeps more: say type='full'")
-        if self.modules is not None and not self.modules:
-            raise ValueError("modules names none: leave it out for the blocks of the model, or take type='none'")
         return self
 
-    def _is_changed(self, key: str) -> bool:
-        return bool(getattr(self, key) != type(self).model_fields[key].default)
-
     def __str__(self) -> str:
-        """``full, every 2nd block, on the host``, say."""
+        """``full, blocks (every 2), kept on the host``, say."""
         which = f"modules {', '.join(self.modules)}" if self.modules is not None else "blocks"
-        number = {1: "", 2: "every 2nd of the ", 3: "every 3rd of the "}.get(
-            self.every, f"every {self.every}th of the "
-        )
-        return f"{self.type}, {number}{which}" + (", kept on the host" if self.offload else "")
+        every = f" (every {self.every})" if self.every > 1 else ""
+        return f"{self.type}, {which}{every}" + (", kept on the host" if self.offload else "")
 
 
 class Train(Section):
+    #: optimizer steps of the run
     steps: Count = 100
     #: length of the learning-rate schedule
     schedule_steps: Count = Field(default_factory=lambda values: values["steps"])
     #: sequences per step, over all data ranks and microbatches
     global_batch_size: Count = 32
+    #: fp32, fp64, bf16 (compute in bf16, store in fp32), fp16, or dict(params=, compute=, reduce=, optimizer=)
     precision: PrecisionSection = PrecisionSection()
     #: of fp16; None there: the defaults
     loss_scale: LossScale | None = None
+    #: "none", "full" or "selective", or dict(type=, every=, modules=, offload=): what backward computes again
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     #: largest norm of the gradient of the mean loss; None does not clip
     clip_grad_norm: Positive | None = None
@@ -147,10 +140,13 @@ class Train(Section):
     max_skips: Count = 10
     #: write the gradient norm of each parameter group of the optimizer into metrics.jsonl
     grad_norm_by_group: bool = False
+    #: of initial values, the order of samples, dropout, and whatever else is drawn
     seed: CountOrZero = 0
+    #: steps between lines of the plain display
     log_every: Count = 10
     #: steps between evaluations; 0 evaluates never
     eval_every: CountOrZero = 0
+    #: validation batches of an evaluation
     eval_batches: Count = 10
     #: sequences per validation batch, over all data ranks; None: ``global_batch_size``
     eval_batch_size: Count | None = None
@@ -158,7 +154,10 @@ class Train(Section):
     @model_validator(mode="before")
     @classmethod
     def _none_is_default(cls, value: Any) -> Any:
-        return drop_none(value, "schedule_steps", "activation_checkpoint")
+        if not isinstance(value, dict):
+            return value
+        default = ("schedule_steps", "activation_checkpoint")
+        return {key: item for key, item in value.items() if item is not None or key not in default}
 
     @model_validator(mode="after")
     def _loss_is_scaled(self) -> Train:
@@ -166,3 +165,61 @@ class Train(Section):
             name = self.precision.name
             raise ValueError(f"loss_scale is for fp16, whose gradients would vanish, but precision is {name}")
         return self
+
+
+def _rename(value: Any) -> Any:
+    if value is None or callable(value):
+        return value
+    if isinstance(value, dict) and all(
+        isinstance(key, str) and (new is None or isinstance(new, str)) for key, new in value.items()
+    ):
+        return value
+    raise ValueError(
+        f"must be a dict of names or prefixes, {{'encoder': 'trunk', 'head.*': None}}, or a function of a name, got "
+        f"{value!r}"
+    )
+
+
+class Weights(ShortSection):
+    """Where a run that begins takes its parameters and buffers from, ``engine.checkpoints.load_weights`` tells more.
+
+    A bare string is the path.
+    """
+
+    #: a checkpoint, a folder of them or a run folder; or a model folder of Hugging Face; by default that of
+    #: ``model = dict(type="hf", path=...)``
+    path: Annotated[str, Field(min_length=1)] = ""
+    #: patterns of names in this model, ("blocks.*",); None loads all
+    only: Annotated[Names, Field(min_length=1)] | None = None
+    #: names of the checkpoint -> names in this model, by prefix or with stars; None leaves out; or a function
+    rename: Annotated[Any, AfterValidator(_rename)] = None
+    #: False loads what fits and says what did not
+    strict: bool = True
+    #: patterns of names in this model that may have more rows than were saved: a larger vocabulary, more positions
+    grow: Names = ()
+
+    @classmethod
+    def keys_of(cls, bare: Any) -> dict[str, Any] | None:
+        return {"path": bare} if isinstance(bare, str) else None
+
+
+class Checkpoint(Section):
+    #: steps between checkpoints, one more follows the last step; 0 saves never
+    every: CountOrZero = 0
+    #: folder of the checkpoints; None is ``checkpoints`` in the run folder
+    dir: Annotated[str, Field(min_length=1)] | None = None
+    #: "auto": the latest checkpoint, if there is one, of --run-dir, else of ``dir``, else of the newest run of this
+    #: ``name``, whatever its config; or a checkpoint, a folder of them, a run folder
+    resume: Annotated[str, Field(min_length=1)] | None = None
+    #: parameters and buffers that a run takes which does not resume: the path of a checkpoint, or dict(path=..., ..)
+    weights: Weights | None = None
+    #: how many of the newest stay; 0 keeps all
+    keep_last: CountOrZero = 3
+    #: those whose step is a multiple of this stay, too; 0: no others
+    keep_every: CountOrZero = 0
+    #: a step waits for a copy in memory only, which is written while training goes on
+    background: bool = True
+    #: after a stop signal: for the step to end and a save to begin, then as long as writing never pauses for so long
+    grace_seconds: Seconds = 60.0
+    #: what a save that fails (a full disk, say) does: "continue" says so and trains on, "stop" ends the run
+    on_error: Literal["continue", "stop"] = "continue"

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -58,12 +57,11 @@ class LocalRanks:
         start: ``fork`` or ``spawn``; what is spawned must be picklable.
         backend: of the process group.
         collective_timeout: seconds; by default torch's own.
+        once: the ranks answer with what ``make`` returns (``made``), and end.
 
     Raises:
         RanksFailed: from here and from ``call``; the ranks are gone then.
     """
-
-    _once = False
 
     def __init__(
         self,
@@ -74,6 +72,7 @@ class LocalRanks:
         start: str = "fork",
         backend: str = "gloo",
         collective_timeout: float | None = None,
+        once: bool = False,
     ) -> None:
         self.world, self.patience = world, patience
         self._folder = tempfile.TemporaryDirectory(prefix="colossus-ranks-")
@@ -86,14 +85,12 @@ class LocalRanks:
             store = os.path.join(self._folder.name, "store")
             for rank in range(world):
                 here, there = context.Pipe()
-                process = context.Process(
-                    target=_serve, args=(there, rank, world, store, backend, collective_timeout, make, self._once)
-                )
-                process.start()
+                arguments = (there, rank, world, store, backend, collective_timeout, make, once)
+                self._processes.append(context.Process(target=_serve, args=arguments))
+                self._processes[-1].start()
                 there.close()
                 self._pipes.append(here)
-                self._processes.append(process)
-            self._made = self._collect()
+            self.made = self._collect()
         except BaseException:
             self.close()
             raise
@@ -114,10 +111,10 @@ class LocalRanks:
         exit_codes: dict[int, int] = {}
         stall = StallDetector([process.pid for process in self._processes], self.patience)
         while waiting and not stall.is_stalled():
-            ready = wait(list(waiting), timeout=0.5)
-            for pipe in ready:
+            for pipe in wait(list(waiting), timeout=0.5):
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
+                stall.note_progress()
                 try:
                     done, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
@@ -125,12 +122,10 @@ class LocalRanks:
                     exit_codes[rank] = self._processes[rank].exitcode
                     continue
                 (results if done else tracebacks)[rank] = value
-            if ready:
-                stall.note_progress()
         if waiting or tracebacks or exit_codes:
             self.close()
             raise RanksFailed(tracebacks, exit_codes, sorted(waiting.values()))
-        return [results[rank] for rank in range(self.world)]
+        return [results[rank] for rank in sorted(results)]
 
     def close(self) -> None:
         for process in self._processes:
@@ -145,16 +140,8 @@ class LocalRanks:
     def __enter__(self) -> LocalRanks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Once(LocalRanks):
-    """Ranks that answer with what ``make`` returns, and end."""
-
-    _once = True
 
 
 def run_local_ranks(world: int, body: Callable[[int], Any], **options: Any) -> list[Any]:
@@ -162,8 +149,8 @@ def run_local_ranks(world: int, body: Callable[[int], Any], **options: Any) -> l
 
     A rank ends when its body has, whatever the others still wait for from it.
     """
-    with _Once(world, body, **options) as ranks:
-        return ranks._made
+    with LocalRanks(world, body, once=True, **options) as ranks:
+        return ranks.made
 
 
 def _serve(
@@ -211,9 +198,6 @@ class StallDetector:
     What moves is an answer or a line of output (the caller notes those), or processor time of the processes and of
     their children: more than 2 % of one core, since processes that wait for each other wake up now and then. Where the
     system does not tell processor times (no /proc) only the former count.
-
-    Between two looks a quarter of the patience counts at most (or 0.6 s, where that is more): in a longer time the
-    looking process stood still itself, as all do on a machine that was suspended.
     """
 
     def __init__(self, pids: Sequence[int], patience: float) -> None:
@@ -221,17 +205,16 @@ class StallDetector:
         self.note_progress()
 
     def note_progress(self) -> None:
-        self._silent, self._looked, self._used = 0.0, time.monotonic(), processor_seconds(self._pids)
+        self._since, self._used = time.monotonic(), processor_seconds(self._pids)
 
     def is_stalled(self) -> bool:
-        now = time.monotonic()
-        self._silent += min(now - self._looked, max(self._patience / 4, 0.6))
-        self._looked = now
-        if self._silent < self._patience / 4:
+        silent = time.monotonic() - self._since
+        if silent < self._patience / 4:
             return False
         if processor_seconds(self._pids) - self._used > 0.02 * self._patience:
             self.note_progress()
-        return self._silent > self._patience
+            return False
+        return silent > self._patience
 
 
 def processor_seconds(pids: Sequence[int]) -> float:

@@ -19,7 +19,7 @@ from colossus.context.groups import AxisGroup, new_process_group, set_timeout, s
 from colossus.context.layer_options import LayerOptions
 from colossus.context.precision import Precision
 from colossus.context.rng_streams import RngStreams
-from colossus.context.world import BACKENDS, agree_on_context, join_world
+from colossus.context.world import BACKENDS, join_world
 
 _stack: list[ParallelContext] = []
 _joined: list[weakref.ref[ParallelContext]] = []
@@ -28,8 +28,8 @@ _joined: list[weakref.ref[ParallelContext]] = []
 class ParallelContext:
     """One rank's view of the grid: its coordinates, a group for any axis or tuple of axes, its random streams.
 
-    Any number may be made and closed one after the other in one process. ``with context:`` makes it the one
-    that layers built inside take their axes from.
+    Any number may be made and closed one after the other in one process, by all ranks in the same order.
+    ``with context:`` makes it the one that layers built inside take their axes from.
 
     Args:
         grid: the axes and their sizes.
@@ -45,8 +45,7 @@ class ParallelContext:
             that were started with different plans would make different groups, and wait for each other.
 
     Raises:
-        ValueError: when the processes that run are not those of the grid, or none were launched, or when rank 0 makes
-            another context or none.
+        ValueError: when the processes that run are not those of the grid, or none were launched.
     """
 
     def __init__(
@@ -116,7 +115,8 @@ class ParallelContext:
                 raise
         backend = dist.get_backend()
         if backend in BACKENDS:
-            self._number = agree_on_context(self.rank, _sizes(self.grid), self.timeout)
+            # of the contexts that this rank has joined in this world: another count would differ between ranks
+            self._number = store_of(world).add(f"contexts/{self.rank}", 1)
         shape = tuple(self.grid.sizes.values())
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=self.grid.names)
         for group in self._axis_groups():  # a mesh gives its groups torch's 30 minutes
@@ -262,15 +262,11 @@ class ParallelContext:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled model belongs to its rank and plan: it is loaded into the current context, which must be alike."""
-        return _context_like, (self.grid, self.rank, self.options, self.rng.seed, str(self.device))
+        return _context_like, (self.grid, self.rank, self.options, self.rng.seed)
 
     def __repr__(self) -> str:
         at = ", ".join(f"{name} {self.coordinates[name]}/{size}" for name, size in self.grid.sizes.items())
         return f"ParallelContext(rank {self.rank}/{self.world_size}: {at})"
-
-
-def _sizes(grid: RankGrid) -> str:
-    return ", ".join(f"{name} {size}" for name, size in grid.sizes.items())
 
 
 _ONE_RANK = RankGrid(
@@ -298,14 +294,13 @@ def one_rank() -> ParallelContext:
     return ParallelContext(_ONE_RANK)
 
 
-def _context_like(grid: RankGrid, rank: int, options: LayerOptions, seed: int, device: str) -> ParallelContext:
-    """The current context, if it is what a pickled one was; without parallelism a new one, if need be."""
+def _context_like(grid: RankGrid, rank: int, options: LayerOptions, seed: int) -> ParallelContext:
+    """The current context, if it is what a pickled one was; without parallelism a new one."""
     current = current_context()
-    is_alike = (current.grid, current.rank, current.options) == (grid, rank, options)
-    if is_alike and (grid.world_size > 1 or current.rng.seed == seed):
-        return current
     if grid.world_size == 1:
-        return ParallelContext(grid, device=device, seed=seed, options=options)
+        return ParallelContext(grid, seed=seed, options=options)
+    if (current.grid, current.rank, current.options) == (grid, rank, options):
+        return current
     raise ValueError(
         f"this is a shard of a model of rank {rank} of {grid.world_size} ({factors(grid.sizes)}), and can be loaded on "
         f"that rank of that plan only, while it runs; here is rank {current.rank} of {current.world_size}. What "

@@ -1,20 +1,19 @@
-"""The process group of all ranks: joined, or taken as it is, and what its ranks agree on."""
+"""The process group of all ranks: joined, or taken as it is."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
 
-from colossus.arithmetic import factors, named_ranks
+from colossus.arithmetic import factors
 from colossus.context.grid import RankGrid
-from colossus.context.groups import set_timeout, store_of
-from colossus.context.own_device import require_own_device
+from colossus.context.groups import AxisGroup, set_timeout
+from colossus.context.visible_devices import VARIABLE
 
 #: whose ranks are other processes
 BACKENDS = dist.Backend.GLOO, dist.Backend.NCCL
@@ -59,12 +58,7 @@ def join_world(grid: RankGrid, rank: int, device: torch.device, wanted: str, tim
                 f"this plan needs {grid.world_size} processes, but this one was started alone: start it with "
                 f"`colossus launch`, torchrun or srun"
             )
-        if backend not in BACKENDS:
-            raise ValueError(
-                f"comm.backend = {wanted!r}: 'auto', 'gloo' or 'nccl' join ranks here; for another one call "
-                f"torch.distributed.init_process_group first"
-            )
-        store = fresh_store(rank, grid.world_size, timeout)
+        store = _fresh_store(rank, grid.world_size, timeout)
         if backend == "nccl":
             require_own_device(store, rank, device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=grid.world_size, timeout=timeout)
@@ -90,22 +84,16 @@ def join_world(grid: RankGrid, rank: int, device: torch.device, wanted: str, tim
 _stores: dict[tuple[str | None, str | None], tuple[dist.Store, Iterator[int]]] = {}
 
 
-def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def _fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The launcher's store under a prefix that no earlier world of this process has written to.
 
     Without it a world made after another reads the addresses of the destroyed one ("Connection refused").
-
-    Raises:
-        ValueError: for a port that is none, or when the store cannot be reached, or not all ranks reach it.
     """
     address, port = master = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if master not in _stores:
-        if port is None or not port.isdecimal():
-            given = "not set" if port is None else repr(port)
-            raise ValueError(f"MASTER_PORT is {given}: it is the number of a port at MASTER_ADDR = {address}")
         try:
             store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"rank {rank} of {world_size} has not met the others at {address}:{port} (MASTER_ADDR, MASTER_PORT) "
                 f"within {timeout.total_seconds():g} s: all {world_size} must be started, with this address, and reach "
@@ -116,63 +104,41 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"colossus/world{next(worlds)}", store)
 
 
-def agree_on_context(rank: int, axes: str, timeout: timedelta) -> int:
-    """How many contexts the ranks of this world have made, this one included: the same on all of them.
-
-    Their groups and values are named by it. A count of this process would depend on what else it has made. Rank 0
-    hears all others before any goes on, so that nobody waits for one that does not come.
+def require_own_device(store: dist.Store, rank: int, device: torch.device) -> None:
+    """Take the device for this rank: NCCL refuses two ranks on one in its own words, or hangs.
 
     Args:
-        axes: of the new context, in words.
+        store: of all ranks, before NCCL is told of them.
 
     Raises:
-        ValueError: on all ranks, when one makes another context, or none.
+        ValueError: on the second rank that takes it.
     """
-    assert dist.group.WORLD is not None
-    store = store_of(dist.group.WORLD)
-    number = store.add(f"contexts/{rank}", 1)
-    place = f"context{number}"
-    store.set(f"{place}/axes/{rank}", axes)
-    mine = f"rank {rank} makes its context {number} with axes {axes}"
-    if rank == 0:
-        store.set(f"{place}/verdict", _compare(store, place, mine, timeout))
-    elif not _comes(store, f"{place}/axes/0", timeout):
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    owner = store.compare_set(f"device/{found}", "", str(rank)).decode() if found is not None else str(rank)
+    if owner != str(rank):
         raise ValueError(
-            f"{mine}, but rank 0 has not made one within {timeout.total_seconds():g} s: {_SAME}, also where only some "
-            f"of them use one"
+            f"ranks {owner} and {rank} are on the same device (GPU-{found}), which NCCL refuses: give each rank a "
+            f"device of its own (what sets {VARIABLE} for the ranks, or --gpus-per-task of srun?), start fewer "
+            f"ranks, or use comm.backend='gloo', under which ranks may share one"
         )
-    store.wait([f"{place}/verdict"], 2 * timeout)
-    verdict = store.get(f"{place}/verdict").decode()
-    if verdict:
-        raise ValueError(verdict)
-    return number
 
 
-_SAME = "all ranks make the same contexts in the same order"
-
-
-def _comes(store: dist.Store, key: str, timeout: timedelta) -> bool:
-    try:
-        store.wait([key], timeout)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _compare(store: dist.Store, place: str, mine: str, timeout: timedelta) -> str:
-    """What is wrong with the contexts that the ranks make at one place, an empty string where nothing is.
+def launched_ranks(caller: str) -> AxisGroup:
+    """All ranks of ``torch.distributed``, for calls outside of any `ParallelContext`; of a lone process itself.
 
     Args:
-        mine: that of rank 0, in words.
+        caller: what the error begins with.
+
+    Raises:
+        ValueError: several processes were started, and have not joined each other.
     """
-    keys = [f"{place}/axes/{rank}" for rank in range(dist.get_world_size())]
-    end = time.monotonic() + timeout.total_seconds()
-    if not all(_comes(store, key, timedelta(seconds=max(0.1, end - time.monotonic()))) for key in keys):
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        return (
-            f"{mine}, but {named_ranks(missing)} made none within {timeout.total_seconds():g} s: {_SAME}, also where "
-            f"only some of them use one"
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = tuple(range(dist.get_world_size()))
+        return AxisGroup(("world",), ranks, dist.get_rank(), dist.group.WORLD)
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started.isdecimal() and int(started) > 1 and not dist.is_initialized():
+        raise ValueError(
+            f"{caller}: {started} processes were started (WORLD_SIZE), but they are not joined yet: call "
+            f"colossus.initialize or torch.distributed.init_process_group first"
         )
-    axes = [each.decode() for each in store.multi_get(keys)]
-    other = next((rank for rank, each in enumerate(axes) if each != axes[0]), None)
-    return "" if other is None else f"{mine}, but rank {other} makes its with {axes[other]}: {_SAME}"
+    return AxisGroup((), (0,), 0, None)

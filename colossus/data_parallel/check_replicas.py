@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
-from colossus.context.launched_ranks import launched_ranks
 from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.context.world import launched_ranks
 from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import as_shards
 

@@ -1,4 +1,4 @@
-"""Host names, ports and limits of this machine that make trouble for distributed runs. No torch."""
+"""Host name, port and speed between ranks of this machine, and what of them makes trouble for distributed runs."""
 
 from __future__ import annotations
 
@@ -6,51 +6,50 @@ import errno
 import os
 import resource
 import socket
-import threading
+import statistics
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
+import torch
+from torch import distributed as dist
+
+from colossus.context.local_ranks import run_local_ranks
 from colossus.machine import is_loopback
 
-
-@dataclass(frozen=True)
-class HostName:
-    """What this machine's own name resolves to.
-
-    Attributes:
-        address: None when the name does not resolve (or not within the time given).
-        is_local: the address belongs to this machine.
-        is_loopback: the address is one that other machines cannot reach.
-        seconds: how long resolving took.
-    """
-
-    name: str
-    address: str | None
-    is_local: bool
-    is_loopback: bool
-    seconds: float
+SMALL_BYTES = 4 * 1024
+LARGE_BYTES = 64 * 1024 * 1024
 
 
-def resolve_own_name(timeout: float = 3.0) -> HostName:
-    """Resolve the host name, waiting at most ``timeout`` seconds for the answer."""
+def resolve_own_name() -> tuple[str, str | None]:
+    """This machine's host name, and the address that it resolves to, None where it does not."""
     name = socket.gethostname()
-    found: list[str] = []
+    try:
+        return name, str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return name, None
 
-    def ask() -> None:
-        try:
-            found.append(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]))
-        except OSError:
-            return
 
-    began = time.perf_counter()
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(timeout)
-    seconds = time.perf_counter() - began
-    if not found:
-        return HostName(name, None, False, False, seconds)
-    address = found[0]
-    return HostName(name, address, _can_bind(address), is_loopback(address), seconds)
+def advise_name(name: str, address: str | None) -> list[str]:
+    """What to do about this host name; empty when it will make no trouble."""
+    if address is None:
+        return [
+            f"the host name {name!r} does not resolve: runs on this machine alone use the loopback and work; for "
+            f"runs over several machines add it to /etc/hosts with the address of the network card"
+        ]
+    resolved = f"the host name {name!r} resolves to {address}"
+    if not _can_bind(address):
+        return [
+            f"{resolved}, which is not an address of this machine: correct /etc/hosts, or set GLOO_SOCKET_IFNAME (and "
+            f"NCCL_SOCKET_IFNAME) to the network card's name"
+        ]
+    if is_loopback(address):
+        return [
+            f"{resolved}, the loopback: fine on one machine, and with several under `colossus launch`; torchrun and "
+            f"srun need MASTER_ADDR to be a network address, and GLOO_SOCKET_IFNAME the network card's name"
+        ]
+    return []
 
 
 def port_is_taken(port: int) -> bool:
@@ -64,40 +63,13 @@ def port_is_taken(port: int) -> bool:
     return False
 
 
-def advise_name(host: HostName) -> list[str]:
-    """What to do about this host name; empty when it will make no trouble."""
-    advice = []
-    if host.address is None:
-        advice.append(
-            f"the host name {host.name!r} does not resolve: runs on this machine alone use the loopback and work; for "
-            f"runs over several machines add it to /etc/hosts with the address of the network card"
-        )
-    elif not host.is_local:
-        advice.append(
-            f"the host name {host.name!r} resolves to {host.address}, which is not an address of this machine: correct "
-            f"/etc/hosts, or set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network card's name"
-        )
-    elif host.is_loopback:
-        advice.append(
-            f"the host name {host.name!r} resolves to {host.address}, the loopback: fine on one machine, and with "
-            f"several under `colossus launch`; torchrun and srun need MASTER_ADDR to be a network address, and "
-            f"GLOO_SOCKET_IFNAME the network card's name"
-        )
-    if host.seconds > 1.0:
-        advice.append(f"resolving {host.name!r} took {host.seconds:.1f} s, at every start: add it to /etc/hosts")
-    return advice
-
-
-def advise_port(port: int, taken: bool, master_port: str) -> list[str]:
-    """What to do when the rendezvous port is taken, or ``master_port`` (the variable's text) is not a number."""
-    if master_port and not master_port.isdecimal():
-        return [f"MASTER_PORT={master_port} is not a number: unset it, or set a free port"]
+def advise_port(port: int, taken: bool) -> list[str]:
+    """What to do when the port of torchrun's rendezvous is taken."""
     if not taken:
         return []
-    whose = "MASTER_PORT" if master_port else "torchrun's default port"
     return [
-        f"port {port} ({whose}) is taken by another process: ranks that torchrun or srun starts would connect to a "
-        f"stranger and hang; set MASTER_PORT to a free one. `colossus launch` on one machine picks a free port itself"
+        f"port {port} is taken by another process: ranks that torchrun or srun starts would connect to a stranger and "
+        f"hang; set MASTER_PORT to a free one. `colossus launch` on one machine picks a free port itself"
     ]
 
 
@@ -133,3 +105,67 @@ def _can_bind(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+# -- speed ----------------------------------------------------------------------------------------------------
+
+
+def measure(nproc: int, *, cuda: bool = False, timeout: float = 60.0) -> dict[str, float]:
+    """Seconds and bytes per second between ``nproc`` ranks, at least 2, on this machine.
+
+    Returns:
+        ``all_reduce_small_seconds`` (4 KB), ``all_reduce_large_seconds`` (64 MB) and its bus bandwidth
+        ``all_reduce_bytes_per_second`` (2 (n-1)/n of the size over the time), ``send_small_seconds`` (one way)
+        and ``send_bytes_per_second`` between ranks 0 and 1.
+
+    Raises:
+        RanksFailed: when ranks fail, or when nothing moves for ``timeout`` seconds.
+    """
+    # Fork needs no second import of torch, but neither CUDA nor macOS allows it.
+    start = "spawn" if cuda or sys.platform == "darwin" else "fork"
+    backend = "nccl" if cuda else "gloo"
+    # a rank that waits for CUDA spins, which does not look like silence: there NCCL's watchdog must end it
+    limit = timeout if cuda else None
+    body = partial(_rank, nproc, cuda)
+    found = run_local_ranks(nproc, body, patience=timeout, start=start, backend=backend, collective_timeout=limit)
+    return dict(found[0])
+
+
+def _rank(nproc: int, cuda: bool, rank: int) -> dict[str, float]:
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    small = torch.zeros(SMALL_BYTES // 4, device=device)
+    large = torch.zeros(LARGE_BYTES // 4, device=device)
+    found = {
+        "all_reduce_small_seconds": _seconds(lambda: dist.all_reduce(small), 50, device),
+        "all_reduce_large_seconds": _seconds(lambda: dist.all_reduce(large), 3, device),
+    }
+    moved = 2 * (nproc - 1) / nproc * LARGE_BYTES
+    found["all_reduce_bytes_per_second"] = moved / found["all_reduce_large_seconds"]
+    found["send_small_seconds"] = _seconds(lambda: _there_and_back(small, rank), 50, device) / 2
+    found["send_bytes_per_second"] = LARGE_BYTES / (_seconds(lambda: _there_and_back(large, rank), 3, device) / 2)
+    return found
+
+
+def _there_and_back(tensor: torch.Tensor, rank: int) -> None:
+    if rank == 0:
+        dist.send(tensor, 1)
+        dist.recv(tensor, 1)
+    elif rank == 1:
+        dist.recv(tensor, 0)
+        dist.send(tensor, 0)
+
+
+def _seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
+    """Median time of a call after two to warm up."""
+    taken = []
+    for number in range(times + 2):
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number >= 2:
+            taken.append(time.perf_counter() - began)
+    return statistics.median(taken)

@@ -14,7 +14,7 @@ def pick_device(wanted: str, backend: str = "auto") -> torch.device:
 
     Where a rank that torchrun or srun has started sees one device only, perhaps each of its neighbours sees another
     (SLURM's ``--gpus-per-task``, a script that sets ``CUDA_VISIBLE_DEVICES`` by rank); whether they do is seen when
-    the ranks join (`colossus.context.own_device`).
+    the ranks join (`colossus.context.world`).
 
     Args:
         backend: ``comm.backend``.

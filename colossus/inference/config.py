@@ -12,11 +12,10 @@ from typing import Any
 from colossus.checkpoint.manifest import BYTES, MANIFEST, TOKENIZER_FILE, Manifest
 from colossus.checkpoint.sources import find_weights, manifest_of
 from colossus.config import Config, ConfigError, load_config, model_options
-from colossus.config.loading import read_file, validate
-from colossus.config.model_source import with_tokenizer
+from colossus.config.components import is_text
+from colossus.config.loading import read_file, validate, with_tokenizer
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import check_names
-from colossus.config.ranges import is_text
 from colossus.config.schema import READING_OPTIONS
 from colossus.config.section import Named
 from colossus.config.sizes import describe_sizes, world_size

@@ -11,7 +11,7 @@ from pathlib import Path
 from colossus.checkpoint.claim import Claim
 from colossus.checkpoint.folder import checkpoints, remove_left_over, root_of
 from colossus.config import ConfigError
-from colossus.config.checkpoint import Checkpoint
+from colossus.config.training import Checkpoint
 from colossus.launch import run_folder
 
 #: in a folder of checkpoints that is not in the run folder: which that is

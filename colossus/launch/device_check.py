@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.nearest import suggestions
-from colossus.config.sizes import describe_processes
+from colossus.config.sizes import describe_processes, suggestions
 from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
 
 

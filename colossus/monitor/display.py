@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -13,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from colossus.arithmetic import clock, factors
+from colossus.arithmetic import byte_count, clock, factors
 from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.config import model_options
 from colossus.config.sizes import describe_zero
@@ -22,9 +21,8 @@ from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary, StepResult
 from colossus.machine import gigabytes
 from colossus.monitor.late_results import LateResults
-from colossus.monitor.metrics import StepTimer
+from colossus.monitor.metrics import StepTimer, peak_memory
 from colossus.monitor.mfu import Utilisation
-from colossus.monitor.peak_memory import peak_memory
 from colossus.server import environment
 
 
@@ -43,8 +41,9 @@ class Display(Hook):
 
     def __init__(self, folder: Path, stream: TextIO) -> None:
         self.folder, self.stream = folder, stream
-        self.total = 0
         self.shown = False
+        #: steps of the run, and those done before this display began
+        self.total = self.first = 0
         #: of the last step whose numbers are there, see `LateResults`
         self.result: StepResult | None = None
         #: with the seconds of each step
@@ -58,52 +57,45 @@ class Display(Hook):
         self._timer = StepTimer()
         self._began = time.monotonic()
         self._replica = 0
-        #: steps done before this display began
-        self.first = 0
-        self._chosen = ""
         self._utilisation = Utilisation()
 
     def on_train_start(self, engine: Engine) -> None:
         self.shown = engine.context.is_logging_rank
         self.total, self.first = engine.config.train.steps, engine.completed_steps
-        self._chosen = engine.strategy.choices_in_short()
         self._began = time.monotonic()
-        options = model_options(engine.config)
-        if options is not None:
-            self.counted = getattr(options, "counted", self.counted)
+        self.counted = getattr(model_options(engine.config), "counted", self.counted)
         self._utilisation = Utilisation.of(engine)
         if self.shown:
-            self.stream.write("\n".join(self.heading(engine)) + "\n")
-            self.stream.flush()
+            self._write("\n".join(self.heading(engine)))
 
     def heading(self, engine: Engine) -> list[str]:
         """What is about to run, in two or three lines."""
-        grid = engine.context.grid
+        grid, loaders, checkpoints = engine.context.grid, engine.loaders, engine.checkpoints
         sizes = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "no parallelism"
-        size = f", {engine.num_parameters:,} parameters"
         zero = describe_zero(engine.config.parallel)
-        sizes += zero and f", {zero}"
-        lines = [f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}{size}"]
+        lines = [
+            f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}, "
+            f"{engine.num_parameters:,} parameters{zero and f', {zero}'}"
+        ]
         if environment.is_given():
             places = [f"{each['host']} (process {each['process']})" for each in environment.read().endpoints]
             lines.append(f"parameters at {len(places)} server(s): {', '.join(places)}")
-        if engine.loaders is not None:
-            lines.append(engine.loaders.description)
-            if engine.config.train.eval_every and engine.loaders.validation_missing:
-                lines.append(f"no validation: {engine.loaders.validation_missing}")
+        if loaders is not None:
+            lines.append(loaders.description)
+            if engine.config.train.eval_every and loaders.validation_missing:
+                lines.append(f"no validation: {loaders.validation_missing}")
         lines += engine.strategy.choices_made()
-        checkpoints = engine.checkpoints
         if checkpoints.resumed_from is not None:
             where = f"resumed from {checkpoints.resumed_from} at step {self.first}"
             lines.append(f"{where}, saved under {checkpoints.resumed_plan}")
             if self.first >= self.total:
                 lines.append(f"no step is left of train.steps = {self.total}: the run in {self.folder} is complete")
         if checkpoints.weights_match is not None:
-            count, grown = len(checkpoints.weights_match.sources), checkpoints.weights_match.grown
-            more = "".join(f", {name} {saved} of {here} rows" for name, (saved, here) in grown.items())
-            shortened = checkpoints.weights_match.shortened
-            more += "".join(f", {name} the first {here} of {saved} rows" for name, (saved, here) in shortened.items())
-            lines.append(f"{count} parameters and buffers from {checkpoints.weights_from}{more}")
+            match = checkpoints.weights_match
+            more = [f"{name} {saved} of {here} rows" for name, (saved, here) in match.grown.items()]
+            more += [f"{name} the first {here} of {saved} rows" for name, (saved, here) in match.shortened.items()]
+            found = f"{len(match.sources)} parameters and buffers from {checkpoints.weights_from}"
+            lines.append(", ".join([found, *more]))
         return lines
 
     def on_step_start(self, engine: Engine) -> None:
@@ -115,16 +107,13 @@ class Display(Hook):
             return
         self._replica = engine.context.index("data")
         late = self._results.add(result, self._timer.stop())
-        self.memory = peak_memory(engine.device).allocated
-        self._take(but=0 if self.is_due(engine, result) else late)
+        self.memory, _ = peak_memory(engine.device)
+        self._results.take(self._count, but=0 if self.is_due(engine, result) else late)
         self.show_step(engine, result)
 
     def is_due(self, engine: Engine, result: StepResult) -> bool:
         """Whether the numbers of this step are to be shown now, although an accelerator has to be waited for."""
         return False
-
-    def _take(self, *, but: int = 0) -> None:
-        self._results.take(self._count, but=but)
 
     def _count(self, result: StepResult, seconds: float) -> None:
         own = result.replica_tokens
@@ -141,17 +130,16 @@ class Display(Hook):
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
         if self.shown:
             self.show_line(
-                f"step {saved.step}/{self.total}  checkpoint {_size(saved.num_bytes)}  complete after "
+                f"step {saved.step}/{self.total}  checkpoint {byte_count(saved.num_bytes)}  complete after "
                 f"{saved.seconds:.2f} s  training waited {saved.stall_seconds:.3f} s"
             )
 
     def on_train_end(self, engine: Engine) -> None:
-        self._take()
+        self._results.take(self._count)
         self.show_end()
         self.close()
         if self.shown and self.result is not None and self.result.step >= self.total:
-            self.stream.write(self.summary() + "\n")
-            self.stream.flush()
+            self._write(self.summary(self.result, engine.strategy.choices_in_short()))
 
     def on_exception(self, engine: Engine, error: BaseException) -> None:
         self.close()
@@ -170,76 +158,61 @@ class Display(Hook):
 
     def show_line(self, text: str) -> None:
         """A line that stays."""
-        self.stream.write(text + "\n")
-        self.stream.flush()
+        self._write(text)
 
     def close(self) -> None:
         """Leave the terminal as it was. May be called from another thread, and twice."""
 
+    def _write(self, text: str) -> None:
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
     def fields(self) -> list[str]:
         """The numbers of the last step, one string each."""
         assert self.result is not None
+        speed = self.tokens / self.seconds if self.seconds else 0.0
+        mfu = self._utilisation.at(speed)
         whose = "" if self.result.replica is None else f" (replica {self.result.replica})"
-        out = [f"loss {self.result.loss:.4f}{whose}"]
-        if self.validation:
-            out.append(f"validation {_numbers(self.validation, '  ').removeprefix('loss ')}")
-        out += [
+        return [
+            f"loss {self.result.loss:.4f}{whose}",
             f"grad_norm {self.result.grad_norm:.3g}",
             f"lr {self.result.lr:.3g}",
-            f"{_thousands(self.speed)} {self.counted}/s{self.speed_of}",
+            f"{_thousands(speed)} {self.counted}/s{self.speed_of}",
             f"memory {gigabytes(self.memory)}",
-            f"MFU {self.mfu}",
+            f"MFU {'N/A' if mfu is None else f'{mfu:.1%}'}",
+            *([f"skipped {self.result.num_skipped}"] if self.result.num_skipped else []),
         ]
-        if self.result.num_skipped:
-            out.append(f"skipped {self.result.num_skipped}")
-        return out
 
-    @property
-    def speed(self) -> float:
-        """Tokens, or what else the loss counts, per second of all ranks, or of this replica's."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+    def validated(self, between: str) -> str:
+        """``validation loss 1.2345, accuracy 0.9812``"""
+        return "validation " + between.join(f"{name} {number:.4f}" for name, number in self.validation.items())
 
-    @property
-    def mfu(self) -> str:
-        found = self._utilisation.at(self.speed)
-        return "N/A" if found is None else f"{found:.1%}"
-
-    def summary(self) -> str:
+    def summary(self, result: StepResult, choices: str) -> str:
         """The line that ends a complete run."""
-        assert self.result is not None
-        some = f" ({self.result.step - self.first} of them since it was resumed)" if self.first else ""
-        out = [f"done: {self.result.step} steps{some} in {clock(time.monotonic() - self._began)}"]
-        out.append(f"loss {self.result.loss:.4f}")
-        if self.validation:
-            out.append(f"validation {_numbers(self.validation, ', ')}")
-        if self.result.num_skipped:
-            out.append(f"{self.result.num_skipped} skipped")
-        out += filter(None, [self._chosen])
-        return f"{', '.join(out)}; run folder {self.folder}"
+        some = f" ({result.step - self.first} of them since it was resumed)" if self.first else ""
+        done = f"done: {result.step} steps{some} in {clock(time.monotonic() - self._began)}, loss {result.loss:.4f}"
+        validated = self.validated(", ") if self.validation else ""
+        skipped = f"{result.num_skipped} skipped" if result.num_skipped else ""
+        return ", ".join(filter(None, [done, validated, skipped, choices])) + f"; run folder {self.folder}"
 
 
 class PlainDisplay(Display):
     """One line every ``train.log_every`` steps, after the first step and after the last, and one per evaluation."""
 
     def is_due(self, engine: Engine, result: StepResult) -> bool:
-        return (
-            result.step in (self.first + 1, self.total)
-            or result.step % engine.config.train.log_every == 0
-            or result.stop_requested
-        )
+        is_end = result.step in (self.first + 1, self.total) or result.stop_requested
+        return is_end or result.step % engine.config.train.log_every == 0
 
     def show_step(self, engine: Engine, result: StepResult) -> None:
         if not self.is_due(engine, result):
             return
         step = result.step
-        elapsed = time.monotonic() - self._began
-        left = clock(elapsed / (step - self.first) * (self.total - step))
-        fields = [field for field in self.fields() if not field.startswith("validation")]
-        self.show_line("  ".join([f"step {step}/{self.total}", *fields, f"left {left}"]))
+        left = clock((time.monotonic() - self._began) / (step - self.first) * (self.total - step))
+        self.show_line("  ".join([f"step {step}/{self.total}", *self.fields(), f"left {left}"]))
         self.tokens = self.seconds = 0.0
 
     def show_evaluation(self, summary: EvalSummary) -> None:
-        self.show_line(f"step {summary.step}/{self.total}  validation {_numbers(self.validation, '  ')}")
+        self.show_line(f"step {summary.step}/{self.total}  {self.validated('  ')}")
 
 
 class LiveDisplay(Display):
@@ -248,15 +221,8 @@ class LiveDisplay(Display):
     def __init__(self, folder: Path, stream: TextIO) -> None:
         super().__init__(folder, stream)
         self._live: Live | None = None
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            expand=True,
-        )
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn())
+        self._progress = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), expand=True)
 
     def on_train_start(self, engine: Engine) -> None:
         super().on_train_start(engine)
@@ -280,7 +246,7 @@ class LiveDisplay(Display):
 
     def show_line(self, text: str) -> None:
         if self._live is None:
-            super().show_line(text)
+            self._write(text)
         else:  # above the bar
             self._live.console.print(text, markup=False, highlight=False)
 
@@ -291,12 +257,9 @@ class LiveDisplay(Display):
 
     def _redraw(self) -> None:
         if self._live is not None and self.result is not None:
-            self._live.update(Group(self._progress, Text("  ".join(self.fields()))))
-
-
-def _numbers(named: Mapping[str, float], between: str) -> str:
-    """``loss 1.2345, accuracy 0.9812``"""
-    return between.join(f"{name} {number:.4f}" for name, number in named.items())
+            loss, *rest = self.fields()
+            validated = [self.validated("  ").replace("validation loss", "validation")] if self.validation else []
+            self._live.update(Group(self._progress, Text("  ".join([loss, *validated, *rest]))))
 
 
 def _thousands(number: float) -> str:
@@ -304,9 +267,3 @@ def _thousands(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f}{letter}"
     return f"{number:.0f}"
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= 1e9:
-        return gigabytes(num_bytes)
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"

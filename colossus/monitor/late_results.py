@@ -23,16 +23,13 @@ class LateResults(Generic[T]):
     On the CPU a result is there when its step is over. On an accelerator its numbers travel while the next step runs,
     and it is taken after that one. Whoever uses this takes what is left at the end.
 
-    Several threads may take at once. Each result goes to one of them, and in order: a result leaves the queue and is
-    written under a lock, and its numbers are waited for before that, outside of the lock. So a thread that waits holds
-    up nobody, and nothing is out of the queue that is not written.
+    Several threads may take at once. Each result goes to one of them, and in order; its numbers are waited for outside
+    of the lock, so a thread that waits holds up nobody.
     """
 
     def __init__(self) -> None:
         self._coming: deque[tuple[StepResult, T]] = deque()
-        # a signal handler may take, too, in the thread that holds it
-        self._lock = threading.RLock()
-        self._is_writing = False
+        self._lock = threading.Lock()
 
     def add(self, result: StepResult, belongings: T) -> int:
         """Let the numbers of a step travel.
@@ -51,7 +48,7 @@ class LateResults(Generic[T]):
             return self._coming[-1][1] if self._coming else None
 
     def take(self, write: Callable[[StepResult, T], None], *, but: int = 0, patience: float = math.inf) -> None:
-        """Take them in order, each once. May be called from any thread, and from a signal handler.
+        """Take them in order, each once. May be called from any thread.
 
         Args:
             write: what is done with each, by one thread at a time; its numbers are there. What it raises is raised
@@ -63,14 +60,8 @@ class LateResults(Generic[T]):
             if not _comes_in(head[0], patience):
                 return
             with self._lock:
-                if self._is_writing:  # this is a signal handler, which has interrupted a write of its own thread
-                    return
-                self._is_writing = True  # before the look: a handler may have come in between
-                try:
-                    if self._coming and self._coming[0] is head:  # nobody else has taken it
-                        write(*self._coming.popleft())
-                finally:
-                    self._is_writing = False
+                if self._coming and self._coming[0] is head:  # nobody else has taken it
+                    write(*self._coming.popleft())
 
     def _head(self, but: int) -> tuple[StepResult, T] | None:
         with self._lock:

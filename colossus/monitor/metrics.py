@@ -9,9 +9,10 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from colossus.comm import accounting
 from colossus.config.training import Train
@@ -19,9 +20,9 @@ from colossus.engine.engine import Engine
 from colossus.engine.fit import evaluation_due
 from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary, StepResult
+from colossus.machine import peak_resident_bytes
 from colossus.monitor.late_results import PATIENCE, LateResults
 from colossus.monitor.mfu import Utilisation
-from colossus.monitor.peak_memory import peak_memory
 
 
 class StepTimer:
@@ -37,6 +38,16 @@ class StepTimer:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         return seconds
+
+
+def peak_memory(device: torch.device) -> tuple[int, int | None]:
+    """The most bytes of this process so far: of tensors on its GPU, and what torch's allocator had taken for them (far
+    above the former it is fragmentation); on the CPU the resident memory, and None. Nothing is waited for."""
+    if device.type != "cuda":
+        return peak_resident_bytes(), None
+    stats = torch.cuda.memory_stats_as_nested_dict(device)  # read once, for both
+    allocated, reserved = (stats[f"{kind}_bytes"]["all"]["peak"] if stats else 0 for kind in ("allocated", "reserved"))
+    return allocated, reserved
 
 
 def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
@@ -79,79 +90,29 @@ def _step_of(line: bytes) -> int:
         return 0
 
 
-@dataclass
-class _Row:
-    """Of a row what the host knows when the step is over.
-
-    Attributes:
-        seconds: of the step.
-        measured: what follows the numbers of the step.
-        more: what ends the row.
-    """
-
-    seconds: float
-    measured: dict[str, Any]
-    more: dict[str, Any] = field(default_factory=dict)
-
-    def with_numbers(self, result: StepResult, train: Train, utilisation: Utilisation) -> dict[str, Any]:
-        """The whole row, of numbers that are there."""
-        row = {
-            "step": result.step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": result.lr,
-            "tokens": result.tokens,
-            "tokens_per_second": result.tokens / self.seconds,
-            "step_seconds": self.seconds,
-            **self.measured,
-        }
-        counted = result.tokens if result.replica_tokens is None else result.replica_tokens
-        mfu = utilisation.at(counted / self.seconds)
-        if mfu is not None:
-            row["mfu"] = mfu
-        if result.replica is not None:
-            row["replica"] = result.replica
-        if train.grad_norm_by_group:
-            row["grad_norms"] = result.grad_norms
-        if result.loss_scale is not None:
-            row["loss_scale"] = result.loss_scale
-        if result.loss_scale is not None or train.on_nonfinite == "skip":
-            row["skipped"] = result.num_skipped
-        return row | self.more
-
-
 class Metrics(Hook):
-    """Writes one row per step: step, loss, grad_norm, lr, tokens, tokens_per_second, step_seconds,
-    memory_bytes, time, and validation_loss where an evaluation followed, with ``validation_<name>`` of each of the
-    model's ``eval_metrics``.
+    """Writes one row per step, as soon as its numbers are there; numbers are not rounded, one that is none is ``NaN``.
 
-    A row with ``replica`` has the loss, the norm and the tokens of that replica alone, which under an inexact strategy
-    waits for the others at some steps only; ``consensus_distance`` is there where the average of the replicas was made.
+    =========================================== =====================================================================
+    step, loss, grad_norm, lr, tokens           of the step; the norm before clipping
+    tokens_per_second, step_seconds             without evaluations
+    memory_bytes, time                          the most this rank has used so far: `peak_memory`
+    memory_reserved_bytes, mfu                  on a GPU; the latter where the device's peak and the model's operations
+                                                are known, of all devices (of a replica's, where these count alone)
+    validation_loss, validation_<name>          where an evaluation followed, also of each of ``eval_metrics``
+    replica                                     the loss, norm and tokens of the row are of this replica alone
+    consensus_distance                          where the average of replicas was made
+    grad_norms                                  with ``train.grad_norm_by_group``: parameter group -> norm
+    skipped, loss_scale                         steps skipped so far, where steps can be; under fp16
+    comm                                        with ``comm.accounting``: axis -> calls and bytes that this rank sent
+    checkpoint_stall_seconds                    that training has waited for checkpoints since the row before
+    =========================================== =====================================================================
 
-    With ``train.grad_norm_by_group`` a row has ``grad_norms``: parameter group of the optimizer -> norm. Where steps
-    can be skipped (``train.on_nonfinite = "skip"``, fp16) it has ``skipped``, how many were so far, and under fp16
-    ``loss_scale``.
-
-    With ``comm.accounting`` a row has ``comm``, too: axis -> ``calls`` and ``bytes`` that the logging rank sent along
-    it in the step, without evaluations, as `colossus.comm.accounting` counts them.
-
-    A row has ``checkpoint_stall_seconds`` where training has waited for checkpoints since the row before: for the copy
-    in memory and for the end of the save before, or for all of a save that is not in the background.
-
-    ``memory_bytes`` is the most that this rank has used since its process began (`PeakMemory`): of tensors on its GPU,
-    or resident on the CPU. On a GPU a row has ``memory_reserved_bytes``, and where the peak of the device and the
-    operations of the model are known ``mfu``, the model FLOP utilisation of all devices between 0 and 1 (of those of a
-    replica, where replicas count for themselves).
-
-    Numbers are not rounded; a loss that is not a number is written ``NaN``, as Python's json does. The row of a
-    step that is evaluated waits for the evaluation; ``flush`` writes it without.
-
-    An accelerator is not waited for: the row of a step is written when the next step is over, before an evaluation's or
-    a checkpoint's end, at the end of the run and after an error. Its ``step_seconds`` are from one such moment to the
-    next. A step ends, for the host, when the device is through with the one before, so they add up to the run's.
-
-    The rows of the steps that a checkpoint has are on the disk before it is complete. A run that goes on behind step N
-    keeps the rows up to N and drops those behind, which come again.
+    An accelerator is not waited for: the row of a step is written when the next step is over, before the end of an
+    evaluation or a checkpoint, at the end of the run and after an error; its ``step_seconds`` are from one such moment
+    to the next, so they add up to the run's. The row of a step that is evaluated waits for the evaluation; ``flush``
+    writes it without. The rows of the steps that a checkpoint has are on the disk before it is complete; a run that
+    goes on behind step N keeps the rows up to N and drops those behind, which come again.
 
     Args:
         path: the file; rows are appended.
@@ -160,8 +121,9 @@ class Metrics(Hook):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: int | None = None
-        self._rows: LateResults[_Row] = LateResults()
-        self._train: Train | None = None
+        #: with the seconds of each step, and what else its row has
+        self._rows: LateResults[tuple[float, dict[str, Any]]] = LateResults()
+        self._train = Train()
         self._timer = StepTimer()
         self._counts = False
         self._counting = ExitStack()
@@ -178,7 +140,7 @@ class Metrics(Hook):
             if engine.checkpoints.resumed_from is not None:
                 keep_rows(self._path, engine.completed_steps)
             self._open()
-            self._counts = engine.config.comm.accounting
+            self._counts, self._train = engine.config.comm.accounting, engine.config.train
         self._timer.start()
 
     def _open(self) -> None:
@@ -194,31 +156,23 @@ class Metrics(Hook):
         self._counting.close()
         if not engine.context.is_logging_rank:
             return
-        memory = peak_memory(engine.device)
-        row = _Row(
-            seconds,
-            {
-                "memory_bytes": memory.allocated,
-                "time": time.time(),
-                **engine.strategy.report(),
-                **engine.strategy.consensus(),
-            },
-        )
-        if memory.reserved is not None:
-            row.more["memory_reserved_bytes"] = memory.reserved
+        allocated, reserved = peak_memory(engine.device)
+        more: dict[str, Any] = {"memory_bytes": allocated, "time": time.time()}
+        more |= engine.strategy.report() | engine.strategy.consensus()
+        if reserved is not None:
+            more["memory_reserved_bytes"] = reserved
         if self._moved is not None:
-            row.more["comm"] = by_axis(self._moved)
+            more["comm"] = by_axis(self._moved)
         stalled, self._stalled = self._stalled, engine.checkpoints.stall_seconds
         if stalled != self._stalled:
-            row.more["checkpoint_stall_seconds"] = self._stalled - stalled
-        self._train = engine.config.train
-        late = self._rows.add(result, row)
+            more["checkpoint_stall_seconds"] = self._stalled - stalled
+        late = self._rows.add(result, (seconds, more))
         self._write(but=max(late, int(evaluation_due(engine, result.step))))
 
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         row = self._rows.last
         if row is not None:
-            row.more |= {**_of_evaluation(summary), **engine.strategy.consensus()}
+            row[1].update(_of_evaluation(summary) | engine.strategy.consensus())
         elif self._file is not None:  # of a step before the run was resumed
             os.close(self._file)
             keep_rows(self._path, summary.step, _of_evaluation(summary))
@@ -249,11 +203,20 @@ class Metrics(Hook):
     def _write(self, *, but: int = 0, patience: float = math.inf) -> None:
         self._rows.take(self._write_row, but=but, patience=patience)
 
-    def _write_row(self, result: StepResult, row: _Row) -> None:
-        assert self._train is not None
-        line = (json.dumps(row.with_numbers(result, self._train, self._utilisation)) + "\n").encode()
+    def _write_row(self, result: StepResult, belongings: tuple[float, dict[str, Any]]) -> None:
+        seconds, more = belongings
+        row = {key: getattr(result, key) for key in ("step", "loss", "grad_norm", "lr", "tokens")}
+        row |= {"tokens_per_second": result.tokens / seconds, "step_seconds": seconds, **more}
+        counted = result.tokens if result.replica_tokens is None else result.replica_tokens
+        mfu = self._utilisation.at(counted / seconds)
+        has_scale = result.loss_scale is not None
+        row |= {"mfu": mfu} if mfu is not None else {}
+        row |= {"replica": result.replica} if result.replica is not None else {}
+        row |= {"grad_norms": result.grad_norms} if self._train.grad_norm_by_group else {}
+        row |= {"loss_scale": result.loss_scale} if has_scale else {}
+        row |= {"skipped": result.num_skipped} if has_scale or self._train.on_nonfinite == "skip" else {}
         if self._file is not None:
-            self._append(line, self._file)
+            self._append((json.dumps(row) + "\n").encode(), self._file)
 
     def _append(self, line: bytes, file: int) -> None:
         """One unbuffered write: whatever happens next, the line is in the file. Training goes on without it."""

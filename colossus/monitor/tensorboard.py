@@ -39,10 +39,7 @@ class TensorBoard(Hook):
     def on_step_end(self, engine: Any, result: Any) -> None:
         if self._writer is not None:
             late = self._results.add(result, engine.strategy.consensus())
-            self._write(but=late)
-
-    def _write(self, *, but: int = 0, patience: float = math.inf) -> None:
-        self._results.take(self._write_step, but=but, patience=patience)
+            self._results.take(self._write_step, but=late)
 
     def _write_step(self, result: StepResult, consensus: dict[str, float]) -> None:
         whose = "train" if result.replica is None else f"train/replica_{result.replica}"
@@ -64,7 +61,7 @@ class TensorBoard(Hook):
 
     def on_save(self, engine: Any) -> None:
         if self._writer is not None:
-            self._write()
+            self._results.take(self._write_step)
             self._writer.flush()
 
     def on_train_end(self, engine: Any) -> None:
@@ -76,6 +73,6 @@ class TensorBoard(Hook):
     def _close(self, *, patience: float = math.inf) -> None:
         if self._writer is not None:
             try:
-                self._write(patience=patience)
+                self._results.take(self._write_step, patience=patience)
             finally:
                 self._writer.close()

@@ -13,8 +13,8 @@ from torch import distributed as dist
 
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
-from colossus.context.launched_ranks import launched_ranks
 from colossus.context.parallel_context import current_context
+from colossus.context.world import launched_ranks
 from colossus.server import environment
 from colossus.server.client import Servers
 from colossus.server.local_server import LocalServer

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 
 from colossus import __version__
 from colossus.cli.main import main
-from colossus.registry import LR_SCHEDULES, SCHEDULES
 
 REPOSITORY = Path(__file__).parents[2]
 FILE = """
@@ -26,25 +24,13 @@ parallel = dict(data=2, tensor=2)
 model = dict(type="GPT", num_layers=2, hidden_size=64, num_heads=4)
 data = dict(type="PythonStdlib")
 """
+
+
 #: put before a program so that it runs as in a fresh process, with names for packages that do not exist yet
-STAND_INS = """
-import importlib.util
-from colossus.registry import LR_SCHEDULES, SCHEDULES
-for registry, name in ((LR_SCHEDULES, "constant"), (SCHEDULES, "1f1b")):
-    if importlib.util.find_spec(registry._package) is None:
-        registry._scanned, registry._entries = True, {name: lambda **options: options}
-"""
-
-
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for registry, name in ((LR_SCHEDULES, "constant"), (SCHEDULES, "1f1b")):
-        assert registry._package is not None
-        if importlib.util.find_spec(registry._package) is None:
-            monkeypatch.setattr(registry, "_scanned", True)
-            monkeypatch.setattr(registry, "_entries", {name: lambda **options: options})
 
 
 @pytest.fixture
@@ -87,7 +73,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def test_answers_without_importing_torch(config: str, arguments: list[str], code: int) -> None:
     words = [config if word == "FILE" else word for word in arguments]
     done = run(
-        STAND_INS + f"import sys; from colossus.cli.main import main; code = main({words!r}); "
+        f"import sys; from colossus.cli.main import main; code = main({words!r}); "
         "print('TORCH', 'torch' in sys.modules); sys.exit(code)"
     )
     assert done.returncode == code, done.stderr
@@ -114,6 +100,15 @@ def test_config_prints_a_config_file(config: str, tmp_path: Path, capsys: pytest
     again.write_text(first)
     assert main(["config", str(again)]) == 0
     assert capsys.readouterr().out == first
+
+
+def test_help_of_a_key(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", config, "--help", "train.seed"]) == 0
+    assert capsys.readouterr().out.startswith("train.seed: whole number at least 0, by default 0: of initial values")
+    assert main(["config", config, "--help", "model.hidden_sise"]) == 2
+    assert "did you mean model.hidden_size?" in capsys.readouterr().err
+    assert main(["config", config, "--help"]) == 0
+    assert "usage: colossus config" in capsys.readouterr().out
 
 
 def test_config_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +161,10 @@ def test_config_error_is_a_short_block(config: str, capsys: pytest.CaptureFixtur
     ("words", "message"),
     [
         ([], "usage: colossus COMMAND"),
-        (["lunch"], "colossus: no command 'lunch'; did you mean launch? commands: launch, config, show, doctor"),
+        (
+            ["lunch"],
+            "colossus: no command 'lunch'; did you mean colossus launch? commands: launch, config, show, doctor",
+        ),
         (["zzz"], "colossus: no command 'zzz'; commands: launch, config, show, doctor"),
         (["config.py"], "colossus: no command 'config.py'; did you mean colossus launch config.py? commands:"),
         (["config"], "colossus config: the following arguments are required: FILE\n  see colossus config --help"),
@@ -188,7 +186,7 @@ def test_usage_errors(config: str, words: list[str], message: str, capsys: pytes
 
 
 def test_closed_pipe_is_no_error(config: str) -> None:
-    code = STAND_INS + f"import sys; from colossus.cli.main import main; sys.exit(main(['show', {config!r}]))"
+    code = f"import sys; from colossus.cli.main import main; sys.exit(main(['show', {config!r}]))"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
     read, out = os.pipe()
     os.close(read)
@@ -270,19 +268,6 @@ def test_launch_hands_its_arguments_on(config: str, monkeypatch: pytest.MonkeyPa
     assert main(["launch", config, "train.steps=3", *words, "train.seed=1"]) == 1
     options = dict(nproc=2, run_dir="d", nnodes=2, rdzv_endpoint="h:1", resume=True, dry_run=True)
     assert calls == [(config, ["train.steps=3", "train.seed=1"], options)]
-
-
-def test_doctor_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[dict[str, Any]] = []
-
-    def doctor(**options: Any) -> int:
-        calls.append(options)
-        return 0
-
-    monkeypatch.setitem(sys.modules, "colossus.doctor.command", SimpleNamespace(run=doctor))
-    assert main(["doctor"]) == 0
-    assert main(["doctor", "--json", "--nproc", "4"]) == 0
-    assert calls == [dict(nproc=2, json=False), dict(nproc=4, json=True)]
 
 
 def test_a_plan_of_a_billion_ranks_is_shown_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

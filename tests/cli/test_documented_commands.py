@@ -18,9 +18,8 @@ from helpers.tokenizer import VOCABULARY, make_tokenizer
 from helpers.verified import launch_forked
 
 import colossus
-from colossus.cli.main import main
-from colossus.cli.parsers import COMMANDS
-from colossus.doctor import probe
+from colossus.cli.main import COMMANDS, main
+from colossus.doctor import network
 from colossus.verify import command as verify
 
 ROOT = Path(colossus.__file__).parent.parent
@@ -103,7 +102,7 @@ def test_a_command_of_the_pages_runs(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(probe, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(network, "LARGE_BYTES", 1 << 20)
     monkeypatch.setattr(verify, "_launch", launch_forked)
     words = shlex.split(line)[1:]
     code = main([*words, *SHORTER.get(words[0], [])])

@@ -93,13 +93,6 @@ def test_hosts_send_what_their_ranks_touch_together(config: str, capsys: pytest.
     assert row.endswith("639 B   639 B  owners"), row
 
 
-def test_a_narrow_terminal(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "50")
-    printed = _show(config, capsys, "parallel.strategy.alpha={'embedding.*': 0.5}")
-    assert "embedding.weight\n  shape      4000 x 8\n  on a rank  1000 x 8\n  alpha      0.5 (given)\n" in printed
-    assert max(map(len, printed.partition("in all")[0].splitlines())) <= 50
-
-
 def test_every_strategy_says_what_it_does(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = _show(config, capsys, "parallel.strategy=all_reduce")
     assert "strategy    all_reduce" in printed

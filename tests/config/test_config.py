@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import math
 import pickle
@@ -22,25 +21,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from colossus.config import ConfigError, as_dict, as_source, load_config
-from colossus.config.errors import brief
-from colossus.config.nearest import nearest_plans
+from colossus.config.components import parameters
+from colossus.config.key_help import all_keys, key_help
 from colossus.config.overrides import apply_overrides, parse_override
-from colossus.config.signatures import parameters
-from colossus.config.sizes import describe_sizes, world_size
-from colossus.registry import DATASETS, LR_SCHEDULES, MODEL_OPTIONS, MODELS, OPTIMIZERS, SCHEDULES
+from colossus.config.sizes import nearest_plans, world_size
+from colossus.registry import MODEL_OPTIONS, MODELS, OPTIMIZERS
 
 GPT = dict(type="GPT", num_layers=4, hidden_size=128, num_heads=8)
-
-
-@pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of packages that the tree does not have yet; does nothing where they exist."""
-    wanted = ((LR_SCHEDULES, ("constant", "cosine", "linear")), (SCHEDULES, ("1f1b", "gpipe")))
-    for registry, names in wanted:
-        assert registry._package is not None
-        if importlib.util.find_spec(registry._package) is None:
-            monkeypatch.setattr(registry, "_scanned", True)
-            monkeypatch.setattr(registry, "_entries", {name: (lambda **options: options) for name in names})
 
 
 @pytest.fixture(autouse=True)
@@ -77,49 +64,36 @@ def test_empty_config_is_one_process() -> None:
     assert config.optimizer.spec() == dict(type="AdamW", lr=3e-4)
 
 
-def test_a_number_sets_the_size_of_a_section() -> None:
-    config = load_config(dict(parallel=dict(tensor=4, sequence=2)))
+def test_short_forms() -> None:
+    config = load_config(dict(parallel=dict(tensor=4, sequence=2), model="GPT", data="PythonStdlib", optimizer="SGD"))
     assert (config.parallel.tensor.size, config.parallel.sequence.size) == (4, 2)
-
-
-@pytest.mark.parametrize("mode", ["1d", "2d", "2.5d", "3d"])
-def test_mode_in_any_case(mode: str) -> None:
-    assert load_config(dict(parallel=dict(tensor=dict(mode=mode.upper())))).parallel.tensor.mode == mode
-
-
-def test_shape_gives_the_size() -> None:
+    assert config.model is not None
+    assert (config.model.type, config.data.type, config.optimizer.type) == ("GPT", "PythonStdlib", "SGD")
+    for split, read in (("parameters", "parameters"), ([4, 2], (4, 2))):
+        assert load_config(dict(parallel=dict(pipeline=dict(size=2, split=split)))).parallel.pipeline.split == read
     tensor = load_config(dict(parallel=dict(tensor=dict(mode="2d", shape=[2, 3])))).parallel.tensor
-    assert (tensor.size, tensor.shape) == (6, (2, 3))
+    assert (tensor.mode, tensor.size, tensor.shape) == ("2d", 6, (2, 3))
+    for schedule, length in (({}, 7), (dict(schedule_steps=None), 7), (dict(schedule_steps=9), 9)):
+        assert load_config(dict(train=dict(steps=7, **schedule))).train.schedule_steps == length
 
 
-def test_options_of_components_are_kept() -> None:
-    config = load_config(dict(optimizer=dict(type="AdamW", lr=1, weight_decay=0.1), model=dict(type=Net, width=5)))
-    assert config.optimizer.options == dict(weight_decay=0.1)
-    assert config.optimizer.spec() == dict(type="AdamW", lr=1.0, weight_decay=0.1)
+def test_components_objects_and_callables() -> None:
+    samples = [1, 2, 3]
+    config = load_config(
+        dict(
+            model=dict(type=Net, width=5),
+            data=samples,
+            hooks=[print, dict(type=Net, width=1)],
+            optimizer=dict(type="AdamW", lr=1, weight_decay=0.1),
+        )
+    )
     assert config.model is not None
     assert config.model.spec() == dict(type=Net, width=5)
-
-
-def test_callables_and_objects() -> None:
-    samples = [1, 2, 3]
-    config = load_config(dict(model=Net, data=samples, hooks=[print, dict(type=Net, width=1)]))
-    assert config.model is not None
-    assert (config.model.type, config.model.options) == (Net, {})
     assert config.data is samples
     assert config.hooks[0] is print
     assert config.hooks[1].spec() == dict(type=Net, width=1)
-
-
-def test_a_bare_name_is_a_type() -> None:
-    config = load_config(dict(model="GPT", data="PythonStdlib", optimizer="SGD"))
-    assert config.model is not None
-    assert (config.model.type, config.data.type, config.optimizer.type) == ("GPT", "PythonStdlib", "SGD")
-
-
-def test_schedule_steps_follow_steps() -> None:
-    assert load_config(dict(train=dict(steps=7))).train.schedule_steps == 7
-    assert load_config(dict(train=dict(steps=7, schedule_steps=None))).train.schedule_steps == 7
-    assert load_config(dict(train=dict(steps=7, schedule_steps=9))).train.schedule_steps == 9
+    assert config.optimizer.options == dict(weight_decay=0.1)
+    assert config.optimizer.spec() == dict(type="AdamW", lr=1.0, weight_decay=0.1)
 
 
 # Wrong keys and values
@@ -142,32 +116,10 @@ def test_schedule_steps_follow_steps() -> None:
         (dict(paralel={}), "paralel: no such key; did you mean parallel? known keys: name, parallel, model"),
         (dict(zzzzz=3), "zzzzz: no such key; known keys: name"),
         (dict(train=dict(steps=1.5)), "train.steps: must be a whole number, got 1.5"),
-        (dict(train=dict(steps="9")), "train.steps: must be a whole number, got '9'"),
         (dict(train=dict(steps=True)), "train.steps: must be a whole number, got True"),
         (dict(train=dict(steps=0)), "train.steps: must be at least 1, got 0"),
-        (dict(train=dict(seed=-1)), "train.seed: must be at least 0, got -1"),
         (dict(train=dict(clip_grad_norm=0)), "train.clip_grad_norm: must be greater than 0, got 0"),
         (dict(train=dict(precision="bf8")), "train.precision: must be one of fp32, fp64, bf16, fp16, or dict(params="),
-        (
-            dict(train=dict(precision=dict(compute="fp64"))),
-            "train.precision: params = 'fp32' and compute = 'fp64': fp64 is for both or neither",
-        ),
-        (
-            dict(train=dict(precision=dict(params="bf16", optimizer="fp16"))),
-            "train.precision: params = 'bf16' and optimizer = 'fp16': the optimizer has the dtype of params, or fp32",
-        ),
-        (
-            dict(train=dict(precision=dict(params="fp16", optimizer="fp16"))),
-            "train.precision: optimizer = 'fp16': the numbers of an optimizer vanish in fp16; take fp32, or bf16",
-        ),
-        (
-            dict(train=dict(precision=dict(compute="bf16", reduce="fp16"))),
-            "train.precision: compute = 'bf16' and reduce = 'fp16': sums of gradients fit into fp16 only where the",
-        ),
-        (
-            dict(train=dict(precision=dict(params="fp64", compute="fp64", reduce="fp32"))),
-            "train.precision: params = 'fp64' and reduce = 'fp32': fp64 is for all four or none",
-        ),
         (
             dict(train=dict(precision="fp16", loss_scale=dict(init=1e40))),
             "train.loss_scale.init: must be at most 1.84467e+19, got 1e+40",
@@ -175,39 +127,60 @@ def test_schedule_steps_follow_steps() -> None:
         (dict(train=dict(loss_scale=dict(init=8))), "train: loss_scale is for fp16, whose gradients would vanish, but"),
         (dict(parallel=dict(zero=dict(shard=2))), "parallel.zero: shard: nothing without a stage"),
         (dict(train=5), "train: must be a section, dict(...), got 5"),
-        (dict(optimizer=dict(lr="fast")), "optimizer.lr: must be a number, got 'fast'"),
         (dict(optimizer=dict(lr=math.inf)), "optimizer.lr: must be a finite number, got inf"),
         (dict(lr_schedule=dict(min_ratio=2)), "lr_schedule.min_ratio: must be at most 1, got 2"),
-        (dict(schedule=dict(microbatches=0)), "schedule.microbatches: must be at least 1, got 0"),
         (dict(comm=dict(accounting=1)), "comm.accounting: must be True or False, got 1"),
-        (dict(parallel=dict(zero=4)), "parallel.zero.stage: must be at most 3, got 4"),
         (
             dict(parallel=dict(zero=1, strategy="all_reduce")),
             "parallel: zero = 1 and strategy = 'all_reduce' both say what data ranks do: give one of them",
         ),
-        (dict(parallel=dict(tensor=0)), "parallel.tensor.size: must be at least 1, got 0"),
         (dict(parallel=dict(tensor=dict(mode=2))), "parallel.tensor.mode: must be a string (in quotes), got 2"),
         (dict(parallel=dict(tensor=dict(shape=4))), "parallel.tensor.shape: must be a tuple or a list, got 4"),
         (
             dict(parallel=dict(rank_order=("data", "tensor"))),
             "parallel.rank_order: must name each of pipeline, data, sequence, tensor once, outermost first, got data",
         ),
-        (dict(model=dict(hidden_size=3)), 'model.type: needs a type: dict(type="...", **options)'),
         (dict(model=dict(type=3)), "model.type: must be a registered name or a callable, got 3"),
         (dict(model=3), "model: must be a section, dict(...), got 3"),
-        (dict(data=dict(path=3)), 'data: needs a type: data = dict(type="PythonStdlib", **options), or a dataset'),
+        (dict(data=dict(path=3)), 'data: needs a type: dict(type="...", **options), or an object'),
         (dict(data=dict(type=3)), "data: must be a registered name or a callable, got 3"),
         (dict(data=json), "data: must be dict(type=..., **options), a dataset object or a callable, got <module"),
-        (dict(hooks=[3]), "hooks.0: must be dict(type=..., **options) or a callable, got 3"),
-        (dict(hooks=[{}]), "hooks.0: needs a type: dict(type=..., **options), or a callable"),
+        (dict(hooks=[{}]), 'hooks.0: needs a type: dict(type="...", **options), or an object'),
         (dict(hooks=print), "hooks: must be a tuple or a list, got <built-in function print>"),
-        (dict(device="tpu"), "device: must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
-        (dict(name="a/b"), "name: names the run folder, so it must be a plain file name, got 'a/b'"),
     ],
 )
 def test_wrong_keys_and_values(config: dict[str, Any], words: str) -> None:
     (found,) = problems(config)
     assert found.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("precision", "why"),
+    [
+        (dict(compute="fp64"), "compute = 'fp64', reduce = 'fp32', optimizer = 'fp32': fp64 is for all four or none"),
+        (dict(params="bf16", optimizer="fp16"), ": the optimizer is of the dtype of params, or of fp32 where that is"),
+        (dict(params="fp16", optimizer="fp16"), ": the numbers of an optimizer vanish in fp16; take fp32, or bf16"),
+        (dict(compute="bf16", reduce="fp16"), ": sums of gradients fit into fp16 only where the loss is scaled"),
+    ],
+)
+def test_dtypes_that_do_not_fit(precision: dict[str, str], why: str) -> None:
+    (found,) = problems(dict(train=dict(precision=precision)))
+    assert found.startswith("train.precision: params = ")
+    assert why in found
+
+
+def test_the_help_of_a_key_is_read_off_the_schema() -> None:
+    config = load_config(dict(model=GPT, parallel=dict(strategy="sgp")))
+    assert key_help("train.clip_grad_norm", config) == (
+        "train.clip_grad_norm: number above 0 or None, by default None: largest norm of the gradient of the mean loss; "
+        "None does not clip"
+    )
+    assert "\nparallel.tensor.mode: text, by default '1d'" in key_help("parallel.tensor", config)
+    assert key_help("model.seq_len", config).startswith("model.seq_len: whole number at least 1, by default 128: ")
+    assert "parallel.strategy.overlap: " in key_help("parallel.strategy", config)
+    with pytest.raises(ConfigError, match=r"^train\.step: no such key; did you mean train\.steps\?"):
+        key_help("train.step", config)
+    assert [key for key, _, comment in all_keys() if not comment] == []
 
 
 def test_every_problem_is_told_at_once() -> None:
@@ -223,14 +196,11 @@ def test_every_problem_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (dict(model=dict(type="GTP")), "model.type: no model named 'GTP'. Did you mean 'GPT'?"),
         (dict(data="PythonStdLb"), "data.type: no dataset named 'PythonStdLb'. Did you mean 'PythonStdlib'?"),
         (dict(optimizer="AdamV"), "optimizer.type: no optimizer named 'AdamV'. Did you mean 'Adam'? Known: Adagrad, A"),
         (dict(lr_schedule="cosin"), "lr_schedule.type: no learning-rate schedule named 'cosin'. Did you mean 'cosine'"),
-        (dict(schedule="1f1"), "schedule.type: no schedule named '1f1'. Did you mean '1f1b'?"),
         (dict(parallel=dict(strategy="allreduce")), "parallel.strategy.type: no data-parallel strategy named 'allred"),
         (dict(parallel=dict(tensor=dict(mode="4d"))), "parallel.tensor.mode: no tensor mode named '4d'. Did you mean"),
-        (dict(hooks=["Prnt"]), "hooks.0.type: no hook named 'Prnt'. Known:"),
     ],
 )
 def test_names_are_looked_up(config: dict[str, Any], words: str) -> None:
@@ -341,26 +311,20 @@ def test_files_that_do_not_run(tmp_path: Path, text: str, words: str) -> None:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    (found,) = problems(tmp_path / "config.py")
-    assert found == f"no such file: {tmp_path}/config.py; {tmp_path} has no Python files"
     for name in ("configs.py", "other.py"):
         write(tmp_path, "", name)
-    (found,) = problems(tmp_path / "config.py")
-    assert found == f"no such file: {tmp_path}/config.py; Python files in {tmp_path}: configs.py, other.py"
-    for number in range(9):
-        write(tmp_path, "", f"zz{number}.py")
-    (found,) = problems(tmp_path / "config.py")
-    assert found.endswith(f"Python files in {tmp_path}: configs.py, other.py, zz8.py, zz7.py, zz6.py and 6 more")
-    (found,) = problems(tmp_path / "no" / "config.py")
-    assert found.endswith(f"; there is no folder {tmp_path}/no")
-    (found,) = problems(tmp_path)
-    assert found.startswith("is a folder, not a config file")
-    (found,) = problems("train.steps=3")
-    assert found == "the config file comes first, overrides (section.key=value) after it"
-    binary = tmp_path / "binary.py"
+    binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\xfd")
-    (found,) = problems(binary)
-    assert found.startswith("cannot be read: ")
+    for path, words in {
+        tmp_path / "config.py": f"no such file: {tmp_path}/config.py; did you mean configs.py?",
+        tmp_path / "zz.py": f"no such file: {tmp_path}/zz.py; Python files in {tmp_path}: configs.py, other.py",
+        tmp_path / "no" / "config.py": f"no such file: {tmp_path}/no/config.py; there is no folder {tmp_path}/no",
+        tmp_path: "is a folder, not a config file",
+        "train.steps=3": "the config file comes first, overrides (section.key=value) after it",
+        binary: "cannot be read: ",
+    }.items():
+        (found,) = problems(path)
+        assert found.startswith(words)
 
 
 # Overrides
@@ -421,7 +385,7 @@ def test_overrides_of_short_forms() -> None:
     assert (tensor.size, tensor.mode) == (4, "2d")
     tensor = load_config(dict(parallel=dict(tensor=dict(mode="2d", size=9))), ["parallel.tensor=4"]).parallel.tensor
     assert (tensor.size, tensor.mode) == (4, "2d")
-    tensor = load_config({}, ["parallel.tensor=4", "parallel.tensor.mode=1D"]).parallel.tensor
+    tensor = load_config({}, ["parallel.tensor=4", "parallel.tensor.mode=1d"]).parallel.tensor
     assert (tensor.size, tensor.mode) == (4, "1d")
     assert load_config({}, ["optimizer=SGD", "optimizer.lr=1"]).optimizer.spec() == dict(type="SGD", lr=1.0)
     assert load_config({}, ["data.type=TextFolder", "data.path=x"]).data.options == dict(path="x")
@@ -479,13 +443,6 @@ def test_arithmetic_of_a_plan_that_does_not_multiply() -> None:
     ]
 
 
-def test_arithmetic_names_sequence_and_leaves_out_ones() -> None:
-    (found,) = problems(dict(parallel=dict(data=1, sequence=2)), nproc=3)
-    assert found.startswith("parallel: data 1 x sequence 2 = 2, but 3 processes\n")
-    (found,) = problems(dict(parallel=dict(data=2)), nproc=1)
-    assert found.startswith("parallel: data 2 = 2, but 1 process\n")
-
-
 def test_data_is_derived() -> None:
     assert load_config(dict(parallel=dict(tensor=2)), nproc=8).parallel.data == 4
     assert load_config(dict(parallel=dict(tensor=2))).parallel.data == 1
@@ -501,7 +458,6 @@ def test_data_is_derived() -> None:
     [
         (dict(mode="2d", size=6), "parallel.tensor: 2d: parallel.tensor.size = 6 is not a square (q x q); use 4 or 9"),
         (dict(mode="3d", size=9), "parallel.tensor: 3d: parallel.tensor.size = 9 is not a cube (q x q x q); use 8 or"),
-        (dict(mode="2.5d", size=6, depth=4), "parallel.tensor: 2.5d: parallel.tensor.size = 6 is not a multiple of"),
         (dict(mode="2.5d", size=6, depth=2), "parallel.tensor: 2.5d: parallel.tensor.size / depth = 6 / 2 = 3 is not"),
         (dict(mode="2d", size=4, shape=(2, 3)), "parallel.tensor: parallel.tensor.shape: 2 x 3 = 6, but"),
         (dict(mode="2d", shape=(2, 3, 1)), "parallel.tensor: parallel.tensor.shape = (2, 3, 1) has 3 numbers, but"),
@@ -531,103 +487,48 @@ def test_batch() -> None:
 @pytest.mark.parametrize(
     ("options", "parallel", "words"),
     [
-        (dict(hidden_size=100), dict(), ["model.hidden_size = 100 is not a multiple of model.num_heads = 8; near"]),
-        (
-            dict(hidden_size=130, num_heads=2),
-            dict(tensor=4),
-            [
-                "model.num_heads = 2 is not a multiple of parallel.tensor.size = 4; nearest: 4",
-            ],
-        ),
-        (dict(ffn_hidden_size=510), dict(tensor=4), ["model.ffn_hidden_size = 510 is not a multiple of parallel"]),
+        (dict(hidden_size=100), dict(), "model.hidden_size = 100 is not a multiple of model.num_heads = 8; near"),
+        (dict(ffn_hidden_size=510), dict(tensor=4), "model.ffn_hidden_size = 510 is not a multiple of parallel"),
         (
             dict(num_heads=12, num_kv_heads=4, hidden_size=144),
             dict(tensor=6),
-            [
-                "model.num_kv_heads = 4 does not divide parallel.tensor.size = 6: of key/value heads that are fewer "
-                "than the ranks each serves as many ranks; nearest: 3"
-            ],
-        ),
-        (
-            dict(num_heads=12, num_kv_heads=6, hidden_size=144),
-            dict(tensor=4),
-            ["model.num_kv_heads = 6 is not a multiple of parallel.tensor.size = 4; nearest: 4 or 8"],
+            "model.num_kv_heads = 4 does not divide parallel.tensor.size = 6: of key/value heads that are fewer "
+            "than the ranks each serves as many ranks; nearest: 3",
         ),
         (
             dict(hidden_size=102, num_heads=6),
             dict(tensor=dict(mode="2d", shape=(4, 2))),
-            ["model.hidden_size = 102 is not a multiple of the 4 ranks of row (parallel.tensor.mode = 2d);"],
-        ),
-        (
-            dict(num_heads=1),
-            dict(tensor=dict(mode="3d", size=8)),
-            ["model.num_heads = 1 is not a multiple of the 2 ranks of j (parallel.tensor.mode = 3d); nearest: 2"],
+            "model.hidden_size = 102 is not a multiple of the 4 ranks of row (parallel.tensor.mode = 2d);",
         ),
         (
             dict(hidden_size=24, num_heads=3, num_kv_heads=1, ffn_hidden_size=96),
             dict(tensor=dict(mode="3d", shape=(3, 1, 4))),
-            [
-                "train.global_batch_size = 32 is not a multiple of data 1 x microbatches 1 x 12",
-            ],
+            "train.global_batch_size = 32 is not a multiple of data 1 x microbatches 1 x 12",
         ),
-        (dict(num_kv_heads=3), dict(), ["model.num_kv_heads = 3 does not divide model.num_heads = 8 (every"]),
         (
             dict(seq_len=30),
             dict(tensor=dict(size=4, sequence_sharded=True)),
-            ["model.seq_len = 30 is not a multiple of parallel.tensor.size = 4; nearest: 28 or 32"],
+            "model.seq_len = 30 is not a multiple of parallel.tensor.size = 4; nearest: 28 or 32",
         ),
-        (dict(hidden_size=24, positions="rotary"), dict(), ["model.hidden_size / model.num_heads = 24 / 8 = 3 is odd"]),
         (
             dict(),
             dict(pipeline=8),
-            [
-                "model.num_layers = 4 gives 6 blocks (embedding, layers, head), fewer than the stages of "
-                "parallel.pipeline.size = 8; every stage needs a block"
-            ],
+            "model.num_layers = 4 gives 6 blocks (embedding, layers, head), fewer than the stages of "
+            "parallel.pipeline.size = 8; every stage needs a block",
         ),
     ],
 )
-def test_model_does_not_divide(options: dict[str, Any], parallel: dict[str, Any], words: list[str]) -> None:
-    found = problems(dict(model={**GPT, **options}, parallel=parallel))
-    assert len(found) == len(words)
-    for line, beginning in zip(found, words, strict=True):
-        assert line.startswith(beginning)
-    assert "nearest plans" in found[-1] or "no plan" in found[-1]
+def test_model_does_not_divide(options: dict[str, Any], parallel: dict[str, Any], words: str) -> None:
+    (found,) = problems(dict(model={**GPT, **options}, parallel=parallel))
+    assert found.startswith(words)
+    assert "nearest plans" in found or "no plan" in found
 
 
-def test_a_stage_needs_a_block() -> None:
-    load_config(dict(model=GPT, parallel=dict(pipeline=6)))  # four layers, embedding and head
-
-
-@pytest.mark.parametrize(
-    ("given", "split"),
-    [
-        (4, "parameters"),
-        (dict(size=4, split="parameters"), "parameters"),
-        (dict(size=2, split=[4, 2]), (4, 2)),
-    ],
-)
-def test_pipeline_section(given: Any, split: Any) -> None:
-    pipeline = load_config(dict(parallel=dict(pipeline=given))).parallel.pipeline
-    assert (pipeline.size, pipeline.split) == (given if isinstance(given, int) else given["size"], split)
-
-
-@pytest.mark.parametrize("split", ["equal", "time", [], [0, 3], ["blocks.1"], [True, 2], 3])
+@pytest.mark.parametrize("split", ["equal", [], [0, 3], [True, 2]])
 def test_wrong_split(split: Any) -> None:
     (found,) = problems(dict(parallel=dict(pipeline=dict(size=2, split=split))))
     assert found.startswith("parallel.pipeline.split: must be 'parameters' or the number of blocks of each stage")
     assert found.endswith(f"got {split!r}")
-
-
-def test_overrides_of_the_pipeline() -> None:
-    file = dict(parallel=dict(pipeline=dict(size=2, split=[1, 5])))
-    assert load_config(file, ["parallel.pipeline=3"]).parallel.pipeline.split == (1, 5)
-    changed = load_config(dict(parallel=dict(pipeline=2)), ["parallel.pipeline.split=[3,2,1]", "parallel.pipeline=3"])
-    assert (changed.parallel.pipeline.size, changed.parallel.pipeline.split) == (3, (3, 2, 1))
-
-
-def test_sequence_and_vocabulary_need_not_divide() -> None:
-    load_config(dict(model={**GPT, "seq_len": 30, "vocab_size": 257}, parallel=dict(tensor=4)))
 
 
 def test_wrong_model_options() -> None:
@@ -699,39 +600,11 @@ def test_a_plan_fits_or_its_suggestions_do(parallel: dict[str, Any], nproc: int,
         assert batch % (data * microbatches) == 0  # type: ignore[operator]
 
 
-@given(plans())
-def test_without_a_number_of_processes_the_sizes_say_it(parallel: dict[str, Any]) -> None:
-    try:
-        loaded = load_config(dict(parallel=parallel, train=dict(global_batch_size=60)))
-    except ConfigError as error:
-        wrong = error.problems
-    else:
-        wrong = []
-    assert not any(line.startswith("parallel:") for line in wrong)  # the product is right by itself
-    assume(not wrong)
-    assert loaded.parallel.data == parallel.get("data", 1)
-    product = math.prod(
-        int(word) for word in describe_sizes(loaded.parallel).replace(" x ", " ").split() if word.isdigit()
-    )
-    assert product == world_size(loaded.parallel)
-
-
 def test_suggestions_do_not_use_axes_that_the_config_does_not() -> None:
     config = load_config(dict(parallel=dict(data=2, tensor=2)))
     for plan in nearest_plans(config, None, 4, most=100):
         assert "pipeline" not in plan
         assert "sequence" not in plan
-
-
-def test_nearest_plans_of_many_processes() -> None:
-    config = load_config(dict(parallel=dict(data=2, tensor=2), train=dict(global_batch_size=10080)))
-    assert len(nearest_plans(config, None, 10080)) == 4
-
-
-def test_options_of_the_loader_are_options_of_every_dataset() -> None:
-    load_config(dict(data=dict(type="PythonStdlib", num_workers=2, collate_fn=list, validation=[1])))
-    with pytest.raises(ConfigError, match=r"data\.num_worker: .*num_workers"):
-        load_config(dict(data=dict(type="PythonStdlib", num_worker=2)))
 
 
 # The resolved config
@@ -744,10 +617,6 @@ def test_as_dict_is_json() -> None:
     assert data["data"] == "<builtins:list_iterator>"
     assert data["hooks"] == ["builtins:print", dict(type=f"{__name__}:Net", width="a")]
     assert data["parallel"]["data"] == 1
-
-
-def test_as_dict_fills_in_the_options_of_the_model() -> None:
-    assert as_dict(load_config(dict(model=GPT)))["model"]["ffn_hidden_size"] == 512
 
 
 options = st.dictionaries(st.text("abc ", min_size=1), st.text() | st.lists(st.integers()) | st.none())
@@ -776,12 +645,6 @@ def test_the_printed_config_loads_to_the_same(
     assert again.optimizer.options == options
 
 
-def test_the_printed_config_of_zero_loads_again() -> None:
-    """It says what data ranks do once: the stage."""
-    config = load_config(dict(model=GPT, parallel=dict(data=2, zero=dict(stage=2, shard=2))))
-    assert as_dict(load_config(as_dict(config))) == as_dict(config)
-
-
 def test_a_printed_config_may_have_any_key() -> None:
     options = {"if": 1, "a b": 2, "inner": {"class": [1], "x": None}}
     with mock.patch.dict(OPTIMIZERS._entries, free=lambda parameters, **rest: None):
@@ -797,32 +660,15 @@ def test_config_error_can_be_sent_between_processes() -> None:
     assert (str(again), again.problems, again.source) == (str(error), error.problems, "config.py")
 
 
-def test_long_values_are_cut() -> None:
-    assert len(brief("x" * 1000)) == 60
-    assert brief("a\nb") == r"'a\nb'"
-
-
-def test_datasets_need_no_torch_to_be_checked() -> None:
-    assert "PythonStdlib" in DATASETS
-
-
-# -- what only the ranks would have found ---------------------------------------------------------------------
+# Options of components
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (dict(optimizer=dict(weight_decay=-1)), "optimizer.weight_decay: must be a number of at least 0, got -1"),
-        (dict(optimizer=dict(betas=0.9)), "optimizer.betas: must be two numbers, each at least 0 and below 1"),
-        (dict(optimizer=dict(betas=(0.9, 1.0))), "optimizer.betas: must be two numbers"),
-        (dict(optimizer=dict(eps="tiny")), "optimizer.eps: must be a number of at least 0, got 'tiny'"),
         (dict(optimizer=dict(fused=1)), "optimizer.fused: must be True or False, got 1"),
-        (dict(optimizer=dict(type="SGD", momentum=math.nan)), "optimizer.momentum: must be a number of at least 0"),
+        (dict(optimizer=dict(type="SGD", momentum=math.nan)), "optimizer.momentum: must be a finite number"),
         (dict(optimizer=dict(type="SGD", nesterov=True)), "optimizer.nesterov: needs a momentum above 0"),
-        (
-            dict(optimizer=dict(tables="RowWiseAdagrd")),
-            "optimizer.tables.type: no optimizer of tables named 'RowWiseAd",
-        ),
         (dict(optimizer=dict(tables="AdamW")), "optimizer.tables.type: no optimizer of tables named 'AdamW'. Did you "),
         (dict(optimizer=dict(tables=dict(lr=0.1))), "optimizer.tables.type: "),
         (dict(optimizer=dict(tables=dict(type="SGD", lr=0))), "optimizer.tables.lr: must be greater than 0, got 0"),
@@ -838,24 +684,11 @@ def test_datasets_need_no_torch_to_be_checked() -> None:
             dict(optimizer=dict(tables=dict(type="SparseAdam", amsgrad=True))),
             "optimizer.tables.amsgrad: must be False: there is no form of amsgrad for rows, got True",
         ),
-        (dict(optimizer=dict(tables=dict(type="SGD", nesterov=True))), "optimizer.tables.nesterov: needs a momentum"),
-        (dict(optimizer=dict(params=[])), "optimizer.params: the parameters are those of the model; leave it out"),
-        (
-            dict(data=dict(type="PythonStdlib", num_workers=-1)),
-            "data.num_workers: must be a whole number of at least 0",
-        ),
         (dict(data=dict(type="PythonStdlib", num_workers=True)), "data.num_workers: must be a whole number"),
-        (dict(comm=dict(timeout_seconds=1e30)), "comm.timeout_seconds: must be at most 2e+06, got 1e+30"),
-        (dict(name="x" * 300), "name: names the run folder, so it has at most 200 letters, got 300"),
-        (dict(lr_schedule=lambda: 1.0), "lr_schedule.type: is called as f(progress, min_ratio, **options)"),
-        (
-            dict(model=dict(GPT, vocab_size=100), data=dict(type="PythonStdlib")),
-            "model.vocab_size = 100: data.type = 'PythonStdlib' is bytes, with ids up to 255; "
-            "set model.vocab_size to 256",
-        ),
+        (dict(data=dict(type="PythonStdlib", num_worker=2)), "data.num_worker: no such key; did you mean data.num_wor"),
     ],
 )
-def test_what_only_the_ranks_would_have_found(config: dict[str, Any], words: str) -> None:
+def test_wrong_options_of_components(config: dict[str, Any], words: str) -> None:
     (problem,) = problems(config)
     assert problem.startswith(words)
 
@@ -867,6 +700,7 @@ def test_right_options_pass() -> None:
     assert tables is not None
     assert tables.spec() == dict(type="RowWiseAdagrad", lr=None, eps=1e-3)
     load_config(dict(lr_schedule=dict(type=lambda progress, min_ratio, power: 1.0, power=2)))
+    load_config(dict(data=dict(type="PythonStdlib", num_workers=2, collate_fn=list, validation=[1])))
     load_config(dict(data=dict(type="PythonStdlib", num_workers=0), model=dict(GPT, vocab_size=256), name="x" * 200))
 
 

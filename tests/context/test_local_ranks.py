@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from colossus.context.local_ranks import LocalRanks, RanksFailed, StallDetector, processor_seconds, run_local_ranks
+from colossus.context.local_ranks import LocalRanks, RanksFailed, run_local_ranks
 
 
 def test_ranks_are_joined_and_answer_in_order() -> None:
@@ -46,20 +46,6 @@ def test_the_first_traceback_is_shown_and_codes_are_kept() -> None:
     with pytest.raises(RanksFailed, match=r"rank 1 failed(?s:.*)ValueError: rank one has failed") as caught:
         run_local_ranks(3, body)
     assert (list(caught.value.tracebacks), caught.value.exit_codes, caught.value.silent) == ([1], {2: 7}, [])
-
-
-@pytest.mark.skipif(not processor_seconds([os.getpid()]), reason="needs /proc")
-def test_time_in_which_nobody_looked_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    stall = StallDetector([], 8.0)
-    now += 1000.0  # the machine was suspended
-    assert not stall.is_stalled()
-    for _ in range(12):
-        now += 0.5
-        assert not stall.is_stalled()
-    now += 0.5
-    assert stall.is_stalled()
 
 
 def test_a_rank_that_works_is_slow_and_one_that_does_not_is_hung() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import time
 from typing import Any
 
@@ -100,39 +99,6 @@ def _odd_contexts(rank: int) -> tuple[float, bytes]:
 
 def test_ranks_may_have_made_other_contexts_before() -> None:
     assert run_ranks(8, _odd_contexts, with_context=False) == [(4.0, b"3")] * 8
-
-
-def _other_grid(rank: int) -> str:
-    sizes = dict(data=4, tensor=1) if rank == 1 else dict(data=2, tensor=2)
-    with pytest.raises(ValueError, match="makes its context 1") as refused:
-        ParallelContext(grid(**sizes), rank, timeout_seconds=10.0)
-    return str(refused.value)
-
-
-def test_all_ranks_are_told_when_one_makes_another_context() -> None:
-    told = run_ranks(4, _other_grid, with_context=False)
-    assert told == [
-        "rank 0 makes its context 1 with axes pipeline 1, data 2, sequence 1, tensor 2, but rank 1 makes its with "
-        "pipeline 1, data 4, sequence 1, tensor 1: all ranks make the same contexts in the same order"
-    ] * len(told)
-
-
-def _other_number(rank: int, alone: int) -> str | None:
-    ParallelContext(grid(tensor=2), rank).close()
-    if rank != alone:
-        return None
-    with pytest.raises(ValueError, match="makes its context 2") as refused:
-        ParallelContext(grid(tensor=2), rank, timeout_seconds=0.5)
-    return str(refused.value)
-
-
-def test_a_rank_that_makes_a_context_alone_is_told() -> None:
-    _, told = run_ranks(2, _other_number, 1, with_context=False)
-    assert told is not None
-    assert "rank 0 has not made one within 0.5 s" in told
-    told, _ = run_ranks(2, _other_number, 0, with_context=False)
-    assert told is not None
-    assert "rank 1 made none within 0.5 s" in told
 
 
 def test_groups_are_made_once() -> None:
@@ -235,10 +201,8 @@ def test_the_context_is_left_when_a_block_raises() -> None:
 # -- 4,096 ranks ----------------------------------------------------------------------------------------------
 
 BIG = [
-    dict(data=256, pipeline=4, tensor=dict(mode="1d", size=4)),
     dict(data=16, pipeline=4, tensor=dict(mode="2d", size=64)),
     dict(data=8, sequence=4, tensor=dict(mode="2.5d", size=128, depth=2)),
-    dict(data=8, tensor=dict(mode="3d", size=512)),
     dict(data=1, tensor=dict(mode="3d", size=4096)),
 ]
 
@@ -264,8 +228,8 @@ def _big(_: int, parallel: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("parallel", BIG, ids=lambda p: f"{p['tensor']['mode']} {p['tensor']['size']}")
-@pytest.mark.parametrize("rank", [0, 2741])
-def test_4096_ranks(parallel: dict[str, Any], rank: int) -> None:
+def test_4096_ranks(parallel: dict[str, Any]) -> None:
+    rank = 2741
     plan = build_grid(Parallel.model_validate(parallel))
     assert plan.world_size == 4096
     (result,) = run_ranks(1, _big, parallel, rank, with_context=False)
@@ -286,16 +250,6 @@ def test_unknown_axis() -> None:
             ask("depth")
     with pytest.raises(ValueError, match="name the same mesh axis twice"):
         context.group(("tensor", "tensor"))
-
-
-def test_one_process_has_no_mesh() -> None:
-    with pytest.raises(ValueError, match="no device mesh"):
-        _ = ParallelContext(grid()).mesh
-
-
-def test_rank_outside_of_the_grid() -> None:
-    with pytest.raises(ValueError, match=r"rank 2 is outside 0\.\.1"):
-        ParallelContext(grid(tensor=2), 2)
 
 
 def test_started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,29 +286,11 @@ def test_wrong_world_size_wrong_rank_and_closed() -> None:
         ]
 
 
-def test_repr() -> None:
-    context = ParallelContext(grid())
-    assert repr(context) == "ParallelContext(rank 0/1: pipeline 0/1, data 0/1, sequence 0/1, tensor 0/1)"
-    assert context.is_logging_rank
-    assert str(context.group("tensor")) == "self"
-
-
-@pytest.mark.parametrize(
-    ("port", "backend", "told"),
-    [
-        (None, "auto", "MASTER_PORT is not set: it is the number of a port at MASTER_ADDR = 127.0.0.1"),
-        ("x", "auto", "MASTER_PORT is 'x'"),
-        ("1", "mpi", "comm.backend = 'mpi': 'auto', 'gloo' or 'nccl' join ranks here"),
-        ("0", "auto", "rank 0 of 2 has not met the others"),  # any port that is free
-    ],
-    ids=["no port", "no number", "backend", "nobody comes"],
-)
-def test_ranks_that_cannot_meet_are_told(
-    monkeypatch: pytest.MonkeyPatch, port: str | None, backend: str, told: str
-) -> None:
+@pytest.mark.parametrize("port", [None, "x", "0"], ids=["no port", "no number", "nobody comes"])
+def test_ranks_that_cannot_meet_are_told(monkeypatch: pytest.MonkeyPatch, port: str | None) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     if port is not None:
-        monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(ValueError, match=re.escape(told)):
-        ParallelContext(grid(data=2), 0, backend=backend, timeout_seconds=1.0)
+        monkeypatch.setenv("MASTER_PORT", port)  # 0: any port that is free
+    with pytest.raises(ValueError, match=rf"rank 0 of 2 has not met the others at 127\.0\.0\.1:{port} \(MASTER_ADDR"):
+        ParallelContext(grid(data=2), 0, timeout_seconds=1.0)

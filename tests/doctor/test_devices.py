@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from colossus.doctor import command, devices, nccl, nccl_names
+from colossus.doctor import devices, nccl, network
+from colossus.doctor import examine as doctor
 from colossus.doctor.devices import advise_devices, device_rows, examine_devices
 
 GB = 10**9
@@ -35,51 +36,34 @@ def four_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Simple
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: kinds[index])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (kinds[index].free, 85 * GB))
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90", "sm_100"])
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one // 2 == other // 2)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    matrix = [[18 * (one // 2 == other // 2) for other in range(4)] for one in range(4)]
-    monkeypatch.setattr(devices, "_CONNECTIVITY", "_pretended_connectivity")
-    monkeypatch.setattr(
-        torch._C._distributed_c10d,
-        "_pretended_connectivity",
-        lambda device, kind: SimpleNamespace(matrix=matrix),
-        raising=False,
-    )
-    monkeypatch.setattr(torch._C._autograd.DeviceType, "CUDA", "cuda", raising=False)
     return kinds
 
 
-def test_devices_are_shown_with_what_joins_them(
-    four_devices: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_are_shown_with_what_joins_them(four_devices: list[SimpleNamespace]) -> None:
     found = examine_devices()
     assert (found["driver"], found["cuda"], found["nccl"]) == ("580.65.06", "13.0", "2.27.5")
-    assert found["peers"] == found["nvlinks"] == [[1], [0], [3], [2]]
-    lines = device_rows(found)
-    assert lines[0] == ("device 0", "NVIDIA H100, 85.0 GB (80.0 GB free), compute capability 9.0")
-    assert lines[4:] == [
-        ("", "driver 580.65.06, CUDA 13.0, NCCL 2.27.5"),
-        ("peer access", "between 2 of 6 pairs; by NVLink between 2 of 6 pairs"),
-    ]
+    assert found["peers"] == [[1], [0], [3], [2]]
+    rows = device_rows(found)
+    assert rows[0] == ("device 0", "NVIDIA H100, 85.0 GB (80.0 GB free), compute capability 9.0")
+    assert rows[4:] == [("", "driver 580.65.06, CUDA 13.0, NCCL 2.27.5"), ("peer access", "between 2 of 6 pairs")]
     (advice,) = advise_devices(found)
     assert advice.startswith("devices 0 and 2 do not reach each other directly (of 4 pair(s))")
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
-    assert device_rows(examine_devices())[-1][1].startswith("between all; by NVLink")
 
 
 def test_doctor_tells_of_devices(four_devices: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[dict[str, Any]] = []
-    monkeypatch.setattr(command, "measure", lambda nproc, **options: used.append(options) or {})
+    monkeypatch.setattr(network, "measure", lambda nproc, **options: used.append(options) or {})
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    found = command.examine(2)
+    found = doctor.examine(2)
     assert used == [{"cuda": True}]
-    assert (found["device"], found["backend"], found["gpus"]) == ("cuda", "nccl", ["NVIDIA H100"] * 4)
-    text = command.render(found)
+    assert (found["device"], found["backend"]) == ("cuda", "nccl")
+    text = doctor.render(found)
     assert "device      cuda (4 here)\ndevice 0    NVIDIA H100, 85.0 GB" in text
     assert "environment NCCL_DEBUG=WARN" in text
-    assert command.examine(8)["backend"] == "gloo"
+    assert doctor.examine(8)["backend"] == "gloo"
 
 
 def test_devices_that_make_trouble(four_devices: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +71,6 @@ def test_devices_that_make_trouble(four_devices: list[SimpleNamespace], monkeypa
     assert advise_devices(examine_devices()) == []
     four_devices[1].free = 60 * GB
     four_devices[2].name = "NVIDIA A40"
-    four_devices[3].major, four_devices[3].minor = 12, 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,9")
 
     def memory(index: int) -> tuple[int, int]:
@@ -98,32 +81,12 @@ def test_devices_that_make_trouble(four_devices: list[SimpleNamespace], monkeypa
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
     advice = advise_devices(examine_devices())
     assert advice == [
-        "CUDA_VISIBLE_DEVICES=0,1,2,3,9 names 5 devices, and CUDA stops at the first that is not there",
+        "CUDA_VISIBLE_DEVICES=0,1,2,3,9 names 5, of which CUDA shows 4: it stops at the first that is not there, shows "
+        "none where one is named twice, and one MIG instance to a process",
         "devices differ (NVIDIA H100, NVIDIA A40): every step takes as long as the slowest takes",
         "device 0 cannot be used: CUDA error: all CUDA-capable devices are busy or unavailable",
         "25.0 GB of device 1 are used by other processes: `nvidia-smi` names them",
-        "device 3 has compute capability 12.0, for which this build of torch has no kernels (sm_80, sm_90, sm_100): "
-        "install a build that has",
     ]
-
-
-@pytest.mark.parametrize(
-    ("capability", "architectures", "is_supported"),
-    [
-        ((8, 6), ["sm_80", "sm_90"], True),
-        ((8, 0), ["sm_86"], False),
-        ((9, 0), ["sm_90a"], True),
-        ((10, 3), ["sm_100a"], False),
-        ((12, 0), ["sm_90", "compute_90"], True),
-        ((7, 5), ["sm_80", "compute_80"], False),
-        ((12, 0), ["sm_120"], True),
-        ((9, 0), [], True),
-    ],
-)
-def test_for_which_devices_torch_has_kernels(
-    capability: tuple[int, int], architectures: list[str], is_supported: bool
-) -> None:
-    assert devices._is_supported(*capability, architectures) == is_supported
 
 
 def test_devices_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -139,51 +102,30 @@ def test_devices_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert advice.startswith("this machine has 1 NVIDIA device(s), but torch")
         assert words in advice
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert advise_devices(examine_devices()) == [
-        "CUDA_VISIBLE_DEVICES is set to nothing, which hides all devices: unset it"
-    ]
+    (advice,) = advise_devices(examine_devices())
+    assert advice.startswith("CUDA_VISIBLE_DEVICES= hides all devices: unset it")
 
 
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
         ("NCCL_DEBUG=WARN", None),
-        ("NCCL_DEBUG=INFO", "every rank prints many lines"),
-        ("NCCL_DEBUG=LOUD", "must be one of VERSION, WARN, ABORT, INFO, TRACE"),
-        ("NCCL_DEBUGG=INFO", "NCCL_DEBUGG is no variable that NCCL documents: did you mean NCCL_DEBUG?"),
-        ("NCCL_SOCKET_IFNAMES=eth0", "did you mean NCCL_SOCKET_IFNAME?"),
-        ("NCCL_ZZZ=1", "NCCL_ZZZ is no variable that NCCL documents"),
-        ("NCCL_OFI_NTHREADS=1", None),
+        ("NCCL_DEBUG=info", "every rank prints many lines"),
         ("NCCL_SOCKET_IFNAME=eth", None),
         ("NCCL_SOCKET_IFNAME=^docker,lo", None),
         ("NCCL_SOCKET_IFNAME==eth", "names no interface of this machine (lo, eth0, ib0): NCCL would not start"),
-        ("NCCL_SOCKET_IFNAME=ens5", "names no interface of this machine"),
         ("NCCL_SOCKET_IFNAME=lo", "the loopback reaches no other machine"),
         ("GLOO_SOCKET_IFNAME=eth", "names no interface of this machine (lo, eth0, ib0): GLOO would not start"),
         ("NCCL_IB_DISABLE=1", "mlx5_0 would not be used, and machines talk through TCP"),
         ("NCCL_IB_DISABLE=0", None),
-        ("NCCL_IB_HCA=mlx5", None),
-        ("NCCL_IB_HCA==mlx5_0:1", None),
-        ("NCCL_IB_HCA=mlx4", "names no InfiniBand card of this machine (mlx5_0)"),
         ("NCCL_P2P_DISABLE=1", "talk through the host's memory"),
         ("NCCL_P2P_DISABLE=0", None),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING=0", "would be waited for without end"),
-        ("NCCL_ASYNC_ERROR_HANDLING=0", "NCCL_ASYNC_ERROR_HANDLING=0: a collective whose peer is gone"),
-        ("NCCL_ASYNC_ERROR_HANDLING=1", "NCCL_ASYNC_ERROR_HANDLING is now TORCH_NCCL_ASYNC_ERROR_HANDLING"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING=3", None),
-        ("TORCH_NCCL_BLOCKING_WAIT=1", "nothing overlaps"),
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLNG=1", "no variable that torch documents: did you mean TORCH_NCCL_ASYNC_ERROR"),
         ("TORCH_FR_BUFFER_SIZE=0", "the flight recorder is off"),
-        ("TORCH_NCCL_TRACE_BUFFER_SIZE=2000", None),
-        ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=20", "ends the rank by SIGABRT"),
-        ("CUDA_LAUNCH_BLOCKING=1", "the host waits for every kernel"),
         ("CUDA_DEVICE_MAX_CONNECTIONS=1", "FSDP and ZeRO 3 lose by it"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS=64", "must be 1 to 32"),
         ("CUDA_DEVICE_MAX_CONNECTIONS=8", None),
         ("NVIDIA_TF32_OVERRIDE=0", "overrides what torch and the config say"),
-        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,roundup_power2_divisions:[256:1,>:2]", None),
-        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segment:True", "did you mean expandable_segments?"),
-        ("MY_NCCL_DEBUGG=1", None),
     ],
 )
 def test_advice_on_the_environment(
@@ -196,13 +138,3 @@ def test_advice_on_the_environment(
     advice = nccl.advise_environment({name: value, "PATH": "/bin"})
     assert len(advice) == (words is not None)
     assert words is None or words in advice[0]
-
-
-def test_names_of_torch_are_those_of_this_torch() -> None:
-    """What torch's headers declare; others of the list are read by code that is not in a header."""
-    folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
-    text = (folder / "ProcessGroupNCCL.hpp").read_text()
-    declared = {line.split('"')[1] for line in text.splitlines() if line.strip().startswith('"TORCH_NCCL_')}
-    declared |= {word.split('"')[1] for word in text.split("{") if word.startswith('"TORCH_NCCL_')}
-    assert len(declared) > 15
-    assert {name.removeprefix("TORCH_NCCL_") for name in declared} <= nccl_names.TORCH_NCCL

@@ -286,7 +286,7 @@ def test_which_modules_of_a_gpt() -> None:
         ),
         (dict(type="selective", offload=True), {}, "offload = True is for inputs, .* say type='full'"),
         (dict(every=2), {}, "every = 2, but type is 'none': say type='full'"),
-        (dict(type="full", modules=[]), {}, "modules names none"),
+        (dict(type="full", modules=[]), {}, "modules: must not be empty"),
         ("some", {}, "must be 'none', 'full' or 'selective'"),
         (dict(type="full", every=0), {}, "must be greater than or equal to 1|must be at least 1"),
     ],
@@ -315,7 +315,7 @@ def resolved(**train: Any) -> Config:
 def test_it_is_shown_and_checked_before_anything_runs() -> None:
     wanted = dict(type="full", every=2, offload=True)
     config = resolved(activation_checkpoint=wanted)
-    line = "full, every 2nd of the blocks, kept on the host"
+    line = "full, blocks (every 2), kept on the host"
     assert f"recomputed  {line}" in render(config)
     assert f"recomputed  {line}" in describe(config, check_model(config), None, 1, 1)
     with pytest.raises(ConfigError, match=r"^train\.activation_checkpoint\.modules: '\*\.mpl' matches no module"):

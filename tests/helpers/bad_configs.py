@@ -150,7 +150,7 @@ TABLE: dict[str, Bad] = {
         overrides="parallel.data=2",
     ),
     # how data is read
-    "workers": bad("data.num_workers: must be a whole number of at least 0, got -1", overrides="data.num_workers=-1"),
+    "workers": bad("data.num_workers: must be at least 0, got -1", overrides="data.num_workers=-1"),
     "half a worker": bad("data.num_workers: must be a whole number", overrides="data.num_workers=0.5"),
     "workers of a stream": bad(
         "every sample would come 2 times",
@@ -175,13 +175,13 @@ TABLE: dict[str, Bad] = {
     ),
     "no eval batch": bad("train.eval_batch_size: must be at least 1, got 0", overrides="train.eval_batch_size=0"),
     # the optimizer and its learning rate
-    "weight decay": bad(
-        "optimizer.weight_decay: must be a number of at least 0, got -1", overrides="optimizer.weight_decay=-1"
-    ),
-    "betas": bad("optimizer.betas: must be two numbers", overrides="optimizer.betas=0.9"),
-    "beta of 1": bad("optimizer.betas: must be two numbers", overrides="optimizer.betas=(0.9,1.0)"),
+    "weight decay": bad("optimizer.weight_decay: must be at least 0, got -1", overrides="optimizer.weight_decay=-1"),
+    "betas": bad("optimizer.betas: must be a tuple or a list, got 0.9", overrides="optimizer.betas=0.9"),
+    "beta of 1": bad("optimizer.betas.1: must be less than 1, got 1", overrides="optimizer.betas=(0.9,1.0)"),
     "eps": bad("optimizer.eps: must be a number", overrides="optimizer.eps=tiny"),
-    "momentum": bad("optimizer.momentum: must be a number", overrides="optimizer.type=SGD optimizer.momentum=-0.9"),
+    "momentum": bad(
+        "optimizer.momentum: must be at least 0, got -0.9", overrides="optimizer.type=SGD optimizer.momentum=-0.9"
+    ),
     "params": bad("optimizer.params: the parameters are those of the model", overrides="optimizer.params=[]"),
     "learning rate": bad("optimizer.lr: must be greater than 0, got 0", overrides="optimizer.lr=0"),
     "option of the optimizer": bad("did you mean optimizer.weight_decay?", overrides="optimizer.weight_decy=0"),
@@ -189,11 +189,11 @@ TABLE: dict[str, Bad] = {
         "is called as f(progress, min_ratio, **options)", text="lr_schedule = lambda: 1.0"
     ),
     "schedule that raises": bad(
-        "lr_schedule.type: at progress 0 it raises ZeroDivisionError",
+        "at progress 0 it raises ZeroDivisionError",
         text="lr_schedule = lambda progress, ratio: 1 / progress",
     ),
     "schedule that returns nothing": bad(
-        "at progress 0 it returns None; it must return the learning rate as a part",
+        "returns the learning rate as a part of optimizer.lr, a number of at least 0; at progress 0 it returns None",
         text="lr_schedule = lambda progress, ratio: None",
     ),
     "schedule below 0": bad(
@@ -278,10 +278,8 @@ TABLE: dict[str, Bad] = {
     "device": bad("device: must be 'auto', 'cpu' or 'cuda', got 'tpu'", overrides="device=tpu"),
     "huge timeout": bad("comm.timeout_seconds: must be at most 2e+06", overrides="comm.timeout_seconds=1e30"),
     "no timeout": bad("comm.timeout_seconds: must be greater than 0", overrides="comm.timeout_seconds=0"),
-    "long name": bad(
-        "name: names the run folder, so it has at most 200 letters, got 300", overrides="name=" + 300 * "x"
-    ),
-    "name": bad("must be a plain file name, got 'a/b'", overrides="name=a/b"),
+    "long name": bad("name: must have at most 200 letters, got 'xxx", overrides="name=" + 300 * "x"),
+    "name": bad("name: must be a plain file name, got 'a/b'", overrides="name=a/b"),
     "hook": bad("hooks.0.type: no hook named 'Tensorbord'. Did you mean 'TensorBoard'?", text="hooks = ['Tensorbord']"),
     "hook that is a number": bad("hooks.0: must be dict(type=..., **options) or a callable, got 3", text="hooks = [3]"),
     "unknown section": bad("trian: no such key; did you mean train?", overrides="trian.steps=3"),

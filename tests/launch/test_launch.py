@@ -297,7 +297,7 @@ def test_a_rank_that_does_not_come_to_its_end_is_named(tmp_path: Path, monkeypat
         ([], {"nnodes": 2, "rdzv_endpoint": "a:99999"}, "with a port between 1 and 65535"),
         ([], {"run_dir": "file"}, "is a file, not a folder"),
         ([], {"run_dir": "held"}, "holds the metrics of another run"),
-        (["optimizer.weight_decay=-1"], {}, "optimizer.weight_decay: must be a number of at least 0"),
+        (["optimizer.weight_decay=-1"], {}, "optimizer.weight_decay: must be at least 0, got -1"),
         pytest.param(
             ["device=cuda"],
             {},

@@ -110,19 +110,6 @@ def test_nothing_is_lost_on_a_failure_and_a_stop(tmp_path: Path, trouble: dict[s
     assert "validation_loss" in rows_of(path)[2] or "eval_every" not in trouble
 
 
-def test_ctrl_c_loses_nothing(tmp_path: Path) -> None:
-    class Interrupted(Hook):
-        def on_step_end(self, engine: Any, result: Any) -> None:
-            if result.step == 3:
-                raise KeyboardInterrupt
-
-    engine = LateEngine(steps=9)
-    engine.has_come = True
-    with pytest.raises(KeyboardInterrupt):
-        fit(engine, [Metrics(tmp_path / "metrics.jsonl"), Interrupted()])
-    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
-
-
 def test_a_device_that_hangs_is_not_waited_for_when_the_run_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,19 +139,6 @@ def test_what_is_there_is_written_before_a_hard_end(tmp_path: Path) -> None:
     fit(engine, [metrics, Ends()])
     assert seen == [[1], [1, 2]]
     assert steps_of(path) == [1, 2, 3]
-
-
-def test_rows_are_there_before_a_checkpoint_is(tmp_path: Path) -> None:
-    engine = LateEngine(steps=6, validation=False)
-    engine.checkpoints.on_save_after = {3}
-    path, seen = tmp_path / "metrics.jsonl", []
-
-    class Saved(Hook):
-        def on_save(self, engine: Any) -> None:
-            seen.append(steps_of(path))
-
-    fit(engine, [Metrics(path), Saved()])
-    assert seen == [[1, 2, 3]]
 
 
 def test_plain_lines_are_of_their_own_step_and_wait_at_these_alone(tmp_path: Path) -> None:

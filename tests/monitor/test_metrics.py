@@ -19,7 +19,6 @@ from helpers.training import batch_of, config_of
 import colossus
 from colossus.comm import accounting
 from colossus.engine.fit import fit
-from colossus.engine.hooks import Hook
 from colossus.monitor.display import LiveDisplay, PlainDisplay, make_display
 from colossus.monitor.metrics import Metrics
 
@@ -44,18 +43,6 @@ def test_one_row_per_step_with_all_digits(tmp_path: Path) -> None:
         assert row["memory_bytes"] > 1e7
 
 
-def test_each_row_is_in_the_file_when_its_step_is_over(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    seen = []
-
-    class Reader(Hook):
-        def on_step_end(self, engine: Any, result: Any) -> None:
-            seen.append(len(rows_of(path)))
-
-    fit(FakeEngine(steps=3), [Metrics(path), Reader()])
-    assert seen == [1, 2, 3]
-
-
 @pytest.mark.parametrize("trouble", [{"stop_at": 2}, {"fail_in_evaluation": True}])
 def test_the_row_of_an_evaluation_that_never_ends_is_not_lost(tmp_path: Path, trouble: dict[str, Any]) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -67,15 +54,6 @@ def test_the_row_of_an_evaluation_that_never_ends_is_not_lost(tmp_path: Path, tr
     else:
         fit(engine, [Metrics(path)])
     assert [row["step"] for row in rows_of(path)] == [1, 2]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
-def test_a_full_disk_does_not_end_training(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = FakeEngine(steps=4)
-    fit(engine, [Metrics(Path("/dev/full"))])
-    assert engine.completed_steps == 4
-    told = capfd.readouterr().err
-    assert told == "colossus: rows are missing in /dev/full: No space left on device; training goes on\n"
 
 
 def test_a_disk_that_is_full_for_a_while_leaves_whole_rows(
@@ -94,7 +72,8 @@ def test_a_disk_that_is_full_for_a_while_leaves_whole_rows(
     fit(FakeEngine(steps=4), [Metrics(path)])
     monkeypatch.undo()
     assert [row["step"] for row in rows_of(path)] == [1, 3, 4]
-    assert capfd.readouterr().err.count("rows are missing") == 1
+    told = f"colossus: rows are missing in {path}: No space left on device; training goes on\n"
+    assert capfd.readouterr().err == told
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
@@ -121,13 +100,6 @@ def test_plain_lines(tmp_path: Path) -> None:
     assert lines[3] == "step 5/7  validation loss 15.0000"
     assert lines[-1].startswith("done: 7 steps in ")
     assert lines[-1].endswith(f"loss 3.3333, validation loss 13.0000; run folder {tmp_path}")
-
-
-def test_a_stopped_run_is_not_called_done(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    fit(FakeEngine(steps=7, stop_at=2, log_every=5), [PlainDisplay(tmp_path, stream)])
-    assert "step 2/7" in stream.getvalue()
-    assert "done" not in stream.getvalue()
 
 
 class Terminal(io.StringIO):
@@ -203,15 +175,3 @@ def test_rows_have_what_a_step_sends_along_each_axis(tmp_path: Path, counted: bo
     rows = rows_of(path)
     assert ["validation_loss" in row for row in rows] == [False, True, True]
     assert [row.get("comm") for row in rows] == (sent if counted else [None] * 3)
-
-
-def test_a_step_that_fails_ends_the_count(tmp_path: Path) -> None:
-    engine = FakeEngine(steps=3, fail_at=2)
-    engine.config = engine.config.model_copy(
-        update={"comm": engine.config.comm.model_copy(update={"accounting": True})}
-    )
-    path = tmp_path / "metrics.jsonl"
-    with pytest.raises(ArithmeticError):
-        fit(engine, [Metrics(path)])
-    assert not accounting.listeners
-    assert [row["comm"] for row in rows_of(path)] == [{}]

@@ -81,7 +81,6 @@ def _in_a_process(device: torch.device, body: Callable[[torch.device], Figures])
 def _doctor(device: torch.device) -> Figures:
     found = examine_devices()
     first = found["devices"][0]
-    assert first["is_supported"], first
     assert 0 < first["free_bytes"] <= first["memory_bytes"], first
     assert all(found[key] for key in ("driver", "nccl", "cuda")), found
     return {"driver": found["driver"], "NCCL": found["nccl"], "uuid": first["uuid"], "peers": str(found["peers"])}

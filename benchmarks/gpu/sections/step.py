@@ -30,7 +30,7 @@ from benchmarks.peers.ours import ColossusCase
 from benchmarks.peers.plain import PlainCase
 from benchmarks.timing import PeakOnDevice, compare
 from benchmarks.workload import State, Workload
-from colossus.monitor.device_peaks import device_peak
+from colossus.monitor.mfu import device_peak
 
 #: on a GPU, and where it has less memory than `ROOMY`
 LARGE = Workload(hidden=2048, layers=8, heads=16, tokens=1024, batch=16, vocab=32768)

@@ -15,8 +15,8 @@ from torch import Tensor
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peers import PeerLinks
 from colossus.context.groups import AxisGroup
-from colossus.context.launched_ranks import launched_ranks
 from colossus.context.parallel_context import current_context
+from colossus.context.world import launched_ranks
 from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.graphs.analysis import consensus
 from colossus.graphs.checks import problems_of

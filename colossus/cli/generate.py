@@ -1,11 +1,10 @@
-"""The arguments of ``colossus generate``, and help that teaches. No torch."""
+"""``colossus generate``: continue text with the model of a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 
-from colossus.cli.named_run import WHAT
-from colossus.cli.parsers import Parser, positive_integer
+from colossus.cli.parser import WHAT, Parser, call, path_of, positive_integer
 
 _EPILOG = """\
 the plan is one process, whatever the checkpoint was trained under; overrides take more:
@@ -47,12 +46,15 @@ def make_parser() -> Parser:
         _EPILOG,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=f"{WHAT}, or a folder of Hugging Face")
-    parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", help="of the plan, the precision, the device"
-    )
+    parser.add_overrides("of the plan, the precision, the device")
     what = parser.add_argument_group("what is continued")
     what.add_argument(
-        "--prompt", metavar="TEXT", action="append", default=[], help="text; may be repeated; - is standard input"
+        "--prompt",
+        metavar="TEXT",
+        dest="prompts",
+        action="append",
+        default=[],
+        help="text; may be repeated; - is standard input",
     )
     what.add_argument(
         "--tokens", metavar="1,2,3", action="append", default=[], type=_ids, help="a prompt as numbers; may be repeated"
@@ -79,7 +81,12 @@ def make_parser() -> Parser:
         help="only the likeliest tokens that together have the probability P (default: 1, all)",
     )
     how.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (default: 0)")
-    parser.add_argument("--config", metavar="FILE", help="a config file with the model, where that is a class of yours")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        dest="config_file",
+        help="a config file with the model, where that is a class of yours",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, in place of text")
     return parser
 
@@ -92,3 +99,8 @@ def _ids(text: str) -> list[int]:
     if min(found) < 0:
         raise argparse.ArgumentTypeError(f"must be whole numbers with commas, 1,2,3, got {text!r}")
     return found
+
+
+def run(arguments: argparse.Namespace) -> int:
+    arguments.checkpoint = path_of(arguments.checkpoint)
+    return call("colossus.inference.command", "generate", arguments, "checkpoint", "overrides")

@@ -1,9 +1,10 @@
-"""The arguments of ``colossus evaluate``. No torch."""
+"""``colossus evaluate``: the loss of a checkpoint on data."""
 
 from __future__ import annotations
 
-from colossus.cli.named_run import WHAT
-from colossus.cli.parsers import Parser, positive_integer
+import argparse
+
+from colossus.cli.parser import WHAT, Parser, call, path_of
 
 _EPILOG = """\
 examples:
@@ -42,18 +43,20 @@ def make_parser() -> Parser:
         _EPILOG,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=f"{WHAT}, or a folder of Hugging Face")
-    parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", help="of the data, the plan, the precision, ..."
-    )
+    parser.add_overrides("of the data, the plan, the precision, ...")
     parser.add_argument(
         "--split", choices=("validation", "train"), default="validation", help="the data (default: validation)"
     )
-    parser.add_argument("--config", metavar="FILE", help="a config file in the place of what the checkpoint records")
     parser.add_argument(
-        "--nproc",
-        type=positive_integer,
-        metavar="N",
-        help="processes (default: those of the plan); 1 leaves the plan out, another number changes parallel.data",
+        "--config", metavar="FILE", dest="config_file", help="a config file in the place of what the checkpoint records"
+    )
+    parser.add_nproc(
+        "processes (default: those of the plan); 1 leaves the plan out, another number changes parallel.data"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    arguments.checkpoint = path_of(arguments.checkpoint)
+    return call("colossus.inference.command", "evaluate", arguments, "checkpoint", "overrides")

@@ -13,10 +13,9 @@ import torch
 import colossus
 from colossus.doctor import nccl, network
 from colossus.doctor.devices import advise_devices, device_rows, examine_devices
-from colossus.doctor.probe import measure
 from colossus.machine import gigabytes, memory_bytes, usable_cores
 
-DEFAULT_PORT = 29500
+DEFAULT_PORT = "29500"
 
 
 def run(nproc: int = 2, json: bool = False) -> int:
@@ -35,26 +34,15 @@ def run(nproc: int = 2, json: bool = False) -> int:
 
 def examine(nproc: int) -> dict[str, Any]:
     """Everything ``doctor`` finds out, JSON-able; ``advice`` is a list of sentences."""
-    cores = usable_cores()
-    total, available = memory_bytes()
+    cores, (total, available), limits = usable_cores(), memory_bytes(), network.limits()
     given = os.environ.get("MASTER_PORT", "")
-    port = int(given) if given.isdecimal() else DEFAULT_PORT
-    host = network.resolve_own_name()
+    port = int(given if given.isdecimal() else DEFAULT_PORT)
     taken = network.port_is_taken(port)
-    limits = network.limits()
-    cuda_devices = examine_devices()
-    gpus = len(cuda_devices["devices"])
+    name, address = network.resolve_own_name()
+    devices = examine_devices()
+    gpus = len(devices["devices"])
     cuda = gpus >= max(1, nproc)
     between = _between_ranks(nproc, cuda)
-    advice = [
-        *_advise_cores(nproc, cores, gpus),
-        *advise_devices(cuda_devices),
-        *nccl.advise_environment(os.environ),
-        *network.advise_name(host),
-        *network.advise_port(port, taken, given),
-        *network.advise_limits(limits),
-        *_advise_speed(between),
-    ]
     return {
         "versions": {
             "colossus": colossus.__version__,
@@ -63,22 +51,29 @@ def examine(nproc: int) -> dict[str, Any]:
             "platform": platform.platform(),
         },
         "device": "cuda" if gpus else "cpu",
-        "gpus": [device["name"] for device in cuda_devices["devices"]],
-        **cuda_devices,
+        **devices,
         "environment": nccl.settings(os.environ),
         "backend": "nccl" if cuda else "gloo",
         "cores": cores,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "memory_bytes": total,
         "memory_available_bytes": available,
-        "host_name": host.name,
-        "host_address": host.address,
+        "host_name": name,
+        "host_address": address,
         "port": port,
         "port_taken": taken,
         **limits,
         "nproc": nproc,
         "between_ranks": between,
-        "advice": advice,
+        "advice": [
+            *_advise_cores(nproc, cores, gpus),
+            *advise_devices(devices),
+            *nccl.advise_environment(os.environ),
+            *network.advise_name(name, address),
+            *network.advise_port(port, taken),
+            *network.advise_limits(limits),
+            *_advise_speed(between),
+        ],
     }
 
 
@@ -91,7 +86,7 @@ def render(found: dict[str, Any]) -> str:
         ("colossus", versions["colossus"]),
         ("torch", versions["torch"]),
         ("python", f"{versions['python']} on {versions['platform']}"),
-        ("device", found["device"] + (f" ({len(found['gpus'])} here)" if found["gpus"] else "")),
+        ("device", found["device"] + (f" ({len(found['devices'])} here)" if found["devices"] else "")),
         *device_rows(found),
         ("backend", found["backend"]),
         *((("environment" if not n else "", f"{k}={v}") for n, (k, v) in enumerate(found["environment"].items()))),
@@ -123,9 +118,10 @@ def _between_ranks(nproc: int, cuda: bool) -> dict[str, Any]:
         return {}
     sys.stdout.flush()  # what is buffered would be printed again by forked ranks
     try:
-        return dict(measure(nproc, cuda=cuda))
+        return dict(network.measure(nproc, cuda=cuda))
     except (OSError, RuntimeError) as error:
-        return {"error": str(error)}
+        lines = str(error).splitlines()  # of a rank that has failed its traceback, too
+        return {"error": ": ".join(dict.fromkeys([lines[0], lines[-1]]))}
 
 
 def _advise_cores(nproc: int, cores: int, gpus: int) -> list[str]:

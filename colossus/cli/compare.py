@@ -1,8 +1,10 @@
-"""The arguments of ``colossus compare``. No torch."""
+"""``colossus compare``: the same job under several strategies or plans, in one table."""
 
 from __future__ import annotations
 
-from colossus.cli.parsers import OVERRIDES, Parser, positive_integer
+import argparse
+
+from colossus.cli.parser import OVERRIDES, Parser, call, positive_integer
 from colossus.picture import FORMATS
 
 _EPILOG = (
@@ -45,22 +47,20 @@ def make_parser() -> Parser:
         "one table: loss after equal steps and after equal time, speed, bytes, waiting, distance of the replicas.",
         _EPILOG,
     )
-    parser.add_argument("file", metavar="FILE", help="config file (Python)")
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="override of a key of the file")
+    parser.add_file()
     parser.add_argument(
         "--strategies", metavar="TEXT", nargs="+", default=[], help='"NAME option=value ..", each a run'
     )
     parser.add_argument("--plans", metavar="TEXT", nargs="+", default=[], help='"axis=size ..", each a run')
     parser.add_argument(
         "--seeds",
+        dest="num_seeds",
         type=positive_integer,
         default=1,
         metavar="N",
         help="run each N times, train.seed one higher each time (default: 1)",
     )
-    parser.add_argument(
-        "--nproc", type=positive_integer, metavar="N", help="processes (default: the product of the plan's sizes)"
-    )
+    parser.add_nproc("processes (default: the product of the plan's sizes)")
     parser.add_argument("--out", metavar="DIR", help="folder of the runs (default: runs/compare-<name>-<time>)")
     parser.add_argument(
         "--resume", action="store_true", help="without --out: go on in the newest runs/compare-<name>-<time>"
@@ -72,3 +72,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
     return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return call("colossus.compare.command", "run", arguments, "file", "overrides")

@@ -1,0 +1,40 @@
+"""``colossus launch``: train."""
+
+from __future__ import annotations
+
+import argparse
+
+from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, positive_integer
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "launch",
+        "Train. The config is checked first, then the processes start. Runs the same under torchrun and srun.",
+        OVERRIDES + "\nexamples:\n  colossus launch configs/gpt_stdlib.py --nproc 4\n"
+        "  colossus launch config.py train.steps=50 --run-dir runs/try\n"
+        "  colossus launch config.py checkpoint.every=500      # saves, also when it is stopped\n"
+        "  colossus launch config.py --resume                  # goes on where it was saved\n"
+        "  colossus launch config.py --nnodes 2 --nproc 8 --rdzv-endpoint node0:29500   # on both nodes\n"
+        "  torchrun --nproc-per-node 4 -m colossus launch config.py\n\n"
+        "on GPUs each process of a node has a device of its own: that of its number among those that\n"
+        "CUDA_VISIBLE_DEVICES shows. comm.backend=gloo lets processes share devices, slowly.\n\n" + EXIT_CODES,
+    )
+    parser.add_file()
+    parser.add_nproc("processes on each node (default: the product of the sizes over the nodes)")
+    parser.add_argument("--run-dir", metavar="DIR", help="folder of metrics and config (default: runs/<name>-<time>)")
+    parser.add_argument("--nnodes", type=positive_integer, default=1, metavar="M", help="number of nodes (default: 1)")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet; needed with --nnodes")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the latest checkpoint of --run-dir, of checkpoint.dir, or of the newest run of this name "
+        "(the config's, or the file's; whatever else is in the config), in its run folder; the plan may be another",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # It checks the config itself, before it imports torch: under torchrun and srun only rank 0 tells what is wrong.
+    return call("colossus.launch.command", "run", arguments, "file", "overrides")

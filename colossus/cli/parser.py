@@ -1,0 +1,112 @@
+"""What the parsers of all commands share: errors that say what to type instead, overrides, names of runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.folder import find_latest, root_of
+from colossus.config import Config, load_config
+from colossus.launch import run_folder
+from colossus.registry import nearest
+
+OVERRIDES = """\
+overrides are section.key=value and win over the file:
+  train.steps=50  parallel.tensor=4  parallel.tensor.mode=2d  model.hidden_size=256
+"""
+
+EXIT_CODES = (
+    "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 3 verify or diff found a\n"
+    "            difference, 130 stopped by Ctrl-C, 129 by a hang-up, 143 by SIGTERM, SIGUSR1 or SIGUSR2 (a\n"
+    "            batch system); under torchrun the exit code is torchrun's own, 1 whatever the rank's was\n"
+)
+
+
+#: what a command line calls a checkpoint, for ``--help``
+WHAT = "a checkpoint, a folder of checkpoints, a run folder, or the name of a run (the newest of runs/NAME-*)"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser of one command; its errors say what to type instead."""
+
+    def __init__(self, command: str, description: str, epilog: str) -> None:
+        super().__init__(
+            prog=f"colossus {command}",
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        hint = ""
+        if message.startswith("the following arguments are required"):
+            message = message.replace(", section.key=value", "")  # of which none is enough
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if message.startswith("unrecognized arguments") and unknown:
+            option = unknown[0].partition("=")[0]
+            known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            close = nearest(option, known)
+            if "." in option:
+                hint = f"\n  overrides have no dashes: {unknown[0].lstrip('-')}"
+            elif close:
+                hint = f"\n  did you mean {close}?"
+        self.exit(2, f"{self.prog}: {message}{hint}\n  see {self.prog} --help\n")
+
+    def add_file(self) -> None:
+        self.add_argument("file", metavar="FILE", help="config file (Python)")
+        self.add_overrides("override of a key of the file")
+
+    def add_overrides(self, help_text: str) -> None:
+        self.add_argument("overrides", metavar="section.key=value", nargs="*", help=help_text)
+
+    def add_nproc(self, help_text: str, default: int | None = None) -> None:
+        self.add_argument("--nproc", type=positive_integer, metavar="N", default=default, help=help_text)
+
+
+def positive_integer(text: str) -> int:
+    """An argument that is a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return value
+
+
+def load(arguments: argparse.Namespace) -> Config:
+    """The config of a file and overrides, for as many processes as the command line or torchrun says."""
+    given = os.environ.get("WORLD_SIZE", "")
+    world_size = int(given) if given.isdecimal() and int(given) else None
+    return load_config(arguments.file, arguments.overrides, arguments.nproc or world_size)
+
+
+def call(module: str, function: str, arguments: argparse.Namespace, *positional: str) -> int:
+    """Import what is slow to import, and call it with the arguments of a parser, some of them by position."""
+    options = dict(vars(arguments))
+    first = [options.pop(name) for name in positional]
+    code: int = getattr(importlib.import_module(module), function)(*first, **options)
+    return code
+
+
+def path_of(given: str) -> Path:
+    """The path that is meant; of a name that is no path, the newest run of that name that has a checkpoint.
+
+    Raises:
+        CheckpointError: when there is neither.
+    """
+    path = Path(given)
+    if path.exists() or path.name != given:
+        return path
+    runs = run_folder.of_name(given)
+    for run in runs:
+        if find_latest(root_of(None, run)) is not None:
+            return run
+    if runs:
+        raise CheckpointError(f"{given}: no such path, and no run in runs/{given}-* has a checkpoint")
+    raise CheckpointError(f"{given}: no such path, and there is no run in runs/{given}-*")

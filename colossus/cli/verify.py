@@ -1,0 +1,53 @@
+"""``colossus verify``: is a plan the same run as one process?"""
+
+from __future__ import annotations
+
+import argparse
+
+from colossus.cli.parser import OVERRIDES, Parser, call, positive_integer
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "verify",
+        "Train the model of a config file for a few steps twice, with the same seed and samples, in float64: in one\n"
+        "process without parallelism, and under the plan of the file. Say that they agree, with the largest\n"
+        "difference seen, or name the first thing that differs: an initial value, a sample, the output of a module,\n"
+        "the loss, the gradient of a parameter, the gradient norm, a weight after a step.",
+        OVERRIDES
+        + "\nexamples:\n  colossus verify config.py                                      # the plan of the file\n"
+        "  colossus verify config.py parallel.data=2 parallel.tensor=2   # another one\n"
+        "  colossus verify config.py parallel.tensor.mode=2d parallel.tensor.size=4 parallel.data=1\n"
+        "  colossus verify config.py model.num_layers=2 train.global_batch_size=8 --steps 1   # small, so quick\n\n"
+        "The model must fit into one process in float64: verify a small one (fewer layers, smaller batch), it has\n"
+        "the same code. Dropout is turned off in both runs, and reported. The optimizer is that of the file; weights\n"
+        "whose gradient is rounding noise are not compared after its steps. Hooks of the file do not run.\n\n"
+        "exit codes: 0 they agree, 1 failed at run time, 2 wrong config or usage, 3 they differ,\n"
+        "            130 stopped by Ctrl-C\n",
+    )
+    parser.add_file()
+    parser.add_nproc("processes of the plan (default: the product of the sizes)")
+    parser.add_argument("--steps", type=positive_integer, default=3, metavar="K", help="steps of each run (default: 3)")
+    parser.add_argument(
+        "--tolerance",
+        type=_positive_number,
+        default=1e-9,
+        metavar="T",
+        help="relative difference allowed (default: 1e-9)",
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return call("colossus.verify.command", "run", arguments, "file", "overrides")
+
+
+def _positive_number(text: str) -> float:
+    """An argument that is a finite number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above zero, got {text!r}")
+    return value

@@ -1,0 +1,178 @@
+"""Options of named components, ``dict(type=.., **options)``: their names and their ranges, checked without torch.
+
+A misspelt ``optimizer.weight_decya`` should be found before processes start. Built-in components live in modules that
+import torch, so their source is parsed instead of run; registered classes and callables are inspected.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+
+from colossus.config.errors import brief, explain, unknown_key
+from colossus.config.schema import READING_OPTIONS
+from colossus.config.section import FROM_LIST, CountOrZero, Named, Section
+from colossus.registry import DATASETS, LR_SCHEDULES, OPTIMIZERS, TABLE_OPTIMIZERS, Registry
+
+#: datasets whose tokens are bytes, unless there is a tokenizer
+BYTE_DATASETS = ("PythonStdlib", "TextFolder")
+
+
+def is_text(kind: Any) -> bool:
+    """Whether ``data.type``, a name or the class itself, is one of `BYTE_DATASETS`."""
+    if isinstance(kind, str):
+        return kind in BYTE_DATASETS
+    module, name = getattr(kind, "__module__", None), getattr(kind, "__qualname__", None)
+    return module == "colossus.data.text" and name in BYTE_DATASETS
+
+
+def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
+    """One line for each option of ``named`` that its component does not take, or not with this value."""
+    if registry is LR_SCHEDULES and callable(named.type):
+        return _schedule_problems(key, named)
+    known = parameters(named.type, registry)
+    problems = []
+    if known is not None:
+        known = [*known, *READING_OPTIONS, "validation"] if registry is DATASETS else known
+        fields = [name for name in type(named).model_fields if name not in known]
+        problems = [
+            f"{key}.{option}: {unknown_key(f'{key}.{option}', option, [*fields, *known])}"
+            for option in named.options
+            if option not in known
+        ]
+    return problems + _range_problems(key, named, registry)
+
+
+# -- names ----------------------------------------------------------------------------------------------------
+
+
+def parameters(kind: str | Callable[..., Any], registry: Registry) -> list[str] | None:
+    """Names of the arguments a component can take, or None when it takes any or they are not known."""
+    if not isinstance(kind, str):
+        return _inspected(kind)
+    if kind in registry._entries:
+        return _inspected(registry._entries[kind])
+    module, _, name = registry._builtin.get(kind, "").partition(":")
+    return _parsed(module, name) if name else None
+
+
+def _inspected(component: Callable[..., Any]) -> list[str] | None:
+    try:
+        found = inspect.signature(component).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in found):
+        return None
+    return [parameter.name for parameter in found if parameter.kind is not parameter.POSITIONAL_ONLY]
+
+
+def _parsed(module: str, name: str) -> list[str] | None:
+    top, *below = module.split(".")
+    spec = importlib.util.find_spec(top)  # of the whole name, it would import the packages around it
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).parent.joinpath(*below).with_suffix(".py") if below else Path(spec.origin)
+    if not file.is_file():
+        return None
+    body, wanted, num_bound = ast.parse(file.read_text(encoding="utf-8")).body, name, 0
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            body, wanted, num_bound = node.body, "__init__", 1
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name == wanted and node.args.kwarg is None:
+            return [argument.arg for argument in [*node.args.args[num_bound:], *node.args.kwonlyargs]]
+    return None
+
+
+# -- values ---------------------------------------------------------------------------------------------------
+
+
+def _only(right: Any, why: str) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if value != right:
+            raise ValueError(f"{why}, got {brief(value)}")
+        return value
+
+    return AfterValidator(check)
+
+
+NotNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+OfTheModel = Annotated[Any, _only(None, "the parameters are those of the model; leave it out")]
+
+
+class _Ranges(Section):
+    """What values options may have, wherever a component takes them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Optimizer(_Ranges):
+    params: OfTheModel = None
+    named_parameters: OfTheModel = None
+    weight_decay: NotNegative = 0.0
+    eps: NotNegative = 0.0
+    momentum: NotNegative = 0.0
+    dampening: float = 0.0
+    lr_decay: NotNegative = 0.0
+    initial_accumulator_value: NotNegative = 0.0
+    betas: Annotated[tuple[Beta, Beta], FROM_LIST] = (0.9, 0.999)
+    amsgrad: bool = False
+    maximize: bool = False
+    nesterov: bool = False
+    fused: bool = False
+
+
+class _TableOptimizer(_Optimizer):
+    """Of tables with sparse gradients."""
+
+    weight_decay: Annotated[
+        float, _only(0, "must be 0: rows that a step has not looked up do not change, so they would not decay")
+    ] = 0.0
+    amsgrad: Annotated[bool, _only(False, "must be False: there is no form of amsgrad for rows")] = False
+
+
+class _Reading(_Ranges):
+    num_workers: CountOrZero = 0
+    read_ahead: bool = True
+
+
+def _range_problems(key: str, named: Named, registry: Registry) -> list[str]:
+    ranges: dict[str, type[_Ranges]] = {OPTIMIZERS.kind: _Optimizer, TABLE_OPTIMIZERS.kind: _TableOptimizer}
+    section = (ranges | {DATASETS.kind: _Reading}).get(registry.kind)
+    if section is None or (registry is OPTIMIZERS and named.type not in ("AdamW", "Adam", "Adagrad", "SGD")):
+        return []
+    try:
+        checked = section.model_validate(named.options)
+    except ValidationError as error:
+        return [f"{path}: {problem}" for path, problem in explain(error, section, key).items()]
+    if isinstance(checked, _Optimizer) and checked.nesterov and (not checked.momentum or checked.dampening):
+        return [f"{key}.nesterov: needs a momentum above 0 and no dampening"]
+    return []
+
+
+def _schedule_problems(key: str, named: Named) -> list[str]:
+    """A schedule of the user's own takes the progress (0 to 1) and ``min_ratio``, and gives the part of the peak."""
+    for progress in (0.0, 0.5, 1.0):
+        try:
+            part = named.type(progress, getattr(named, "min_ratio", 0.0), **named.options)
+        except Exception as error:
+            did = f"raises {type(error).__name__}: {error}"
+        else:
+            try:
+                if float(part) >= 0:
+                    continue
+            except (TypeError, ValueError):
+                pass
+            did = f"returns {brief(part)}"
+        return [
+            f"{key}.type: is called as f(progress, min_ratio, **options), with progress from 0 to 1, and returns the "
+            f"learning rate as a part of optimizer.lr, a number of at least 0; at progress {progress:g} it {did}"
+        ]
+    return []

@@ -1,0 +1,89 @@
+"""What each key of a config means, read off the schema: for ``colossus config FILE --help KEY`` and reference pages."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from colossus.config.errors import ConfigError, subsection
+from colossus.config.schema import Config
+from colossus.registry import MODEL_OPTIONS, STRATEGY_OPTIONS, nearest
+
+_WORDS: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "True or False", type(None): "None"}
+_LIMITS = {Ge: ("at least", "ge"), Gt: ("above", "gt"), Le: ("at most", "le"), Lt: ("below", "lt")}
+
+
+def key_help(key: str, config: Config) -> str:
+    """A line for a key, and one for each key below it.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    known = list(all_keys(config))
+    found = [": ".join(filter(None, line)) for line in known if f"{line[0]}.".startswith(f"{key}.")]
+    if not found:
+        close = nearest(key, [each for each, _, _ in known])
+        raise ConfigError(f"{key}: no such key" + (f"; did you mean {close}?" if close else ""))
+    return "\n".join(found)
+
+
+def all_keys(
+    config: Config | None = None, section: type[BaseModel] = Config, path: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    """(key, its type and default, what it means) of every key, in the order of the schema.
+
+    Args:
+        config: whose model and strategy have options of their own.
+    """
+    for name, field in section.model_fields.items():
+        below = subsection(field.annotation)
+        default = "" if field.default is PydanticUndefined else f", by default {field.default!r}"
+        kind = "" if below else _type(field.annotation, field.metadata)
+        yield path + name, kind + default if kind else "", _comment(section, name)
+        registry = {"model": MODEL_OPTIONS, "parallel.strategy": STRATEGY_OPTIONS}.get(path + name)
+        if registry is not None and config is not None:
+            named = config.model if name == "model" else config.parallel.strategy
+            if named is not None and isinstance(named.type, str) and named.type in registry:
+                below = registry.get(named.type)
+        if below is not None:
+            yield from all_keys(config, below, f"{path}{name}.")
+
+
+def _comment(section: type[BaseModel], name: str) -> str:
+    return next((found for owner in section.__mro__ if (found := _comments(owner).get(name))), "")
+
+
+@cache
+def _comments(owner: type) -> dict[str, str]:
+    """Field -> the ``#:`` lines above it."""
+    if owner is BaseModel or not issubclass(owner, BaseModel):
+        return {}
+    found = re.findall(r"((?:^ +#:.*\n)+) +(\w+):", inspect.getsource(owner), re.MULTILINE)
+    return {name: " ".join(line.strip(" #:") for line in lines.splitlines()) for lines, name in found}
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(arguments[0], [*metadata, *getattr(arguments[1], "metadata", ())])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(filter(None, (_type(each, []) for each in arguments)))
+    if origin is typing.Literal:
+        return " or ".join(map(repr, arguments))
+    if origin is tuple:
+        return f"list of {_type(arguments[0], []) or 'objects'}"
+    limits = [
+        f" {_LIMITS[type(item)][0]} {getattr(item, _LIMITS[type(item)][1]):g}"
+        for item in metadata
+        if type(item) in _LIMITS
+    ]
+    return _WORDS.get(annotation, "") + " and".join(limits)
