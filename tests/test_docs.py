@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -109,3 +110,15 @@ def test_places_of_the_architecture_are_there() -> None:
     for row in rows:
         for path in re.findall(r"`([\w/]+(?:\.py|/))`", row):
             assert (ROOT / "colossus" / path).exists() or (ROOT / path).exists(), path
+
+
+# -- README.md ----------------------------------------------------------------------------------------------
+
+
+def test_the_picture_of_the_readme_is_what_its_script_draws() -> None:
+    spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    assert pictures.PLAN.read_text() == pictures.plan()

@@ -104,7 +104,7 @@ class _Norm(Layer):
 
 
 class LayerNorm(_Norm):
-    """``torch.nn.LayerNorm``. Input and output [.., *normalized_shape]."""
+    """``torch.nn.LayerNorm``. Input and output ``[.., *normalized_shape]``."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """``torch.nn.RMSNorm``. Input and output [.., *normalized_shape]."""
+    """``torch.nn.RMSNorm``. Input and output ``[.., *normalized_shape]``."""
 
     def __init__(
         self,

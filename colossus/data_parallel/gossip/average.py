@@ -49,7 +49,7 @@ def average(
 
     Args:
         tensors: a tensor, or a nest (mappings, lists, tuples) of them: floating or complex.
-        graph: as ``parallel.strategy.graph``: a name, dict(type=.., **options), a function or matrices.
+        graph: as ``parallel.strategy.graph``: a name, ``dict(type=.., **options)``, a function or matrices.
         peers: to how many others a rank sends in an iteration, or that by the iteration from which it holds.
         iterations: how many; None: until the distance to the mean is below 1e-6 of what it was, or exact where the
             graph gives it (exponential: after log2 of n ranks).
