@@ -40,6 +40,7 @@ napoleon_use_ivar = True  # attributes of a dataclass are fields of it, no secon
 add_module_names = False
 python_maximum_signature_line_length = 80
 pygments_style = "default"
+smartquotes = False  # -- stays -- in help texts
 
 html_theme = "pydata_sphinx_theme"
 html_title = "colossus"

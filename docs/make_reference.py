@@ -17,7 +17,6 @@ from pydantic import BaseModel
 
 from colossus.cli import main as cli
 from colossus.cli.checkpoint_parsers import COMMANDS as CHECKPOINT_COMMANDS
-from colossus.config.errors import subsection
 from colossus.config.key_help import all_keys
 from colossus.config.schema import Config
 from colossus.registry import GRAPHS, MODEL_OPTIONS, STRATEGY_OPTIONS
@@ -109,11 +108,11 @@ def _config() -> str:
         "and strategy of that file. A bare number where a section is expected sets its size; a bare name sets its "
         "`type`. Options of [models, strategies and graphs](options.md) are on a page of their own.",
         "## Top level",
-        _table(all_keys(section=Config), lambda key: "." not in key),
     ]
-    for name, field in Config.model_fields.items():
-        if subsection(field.annotation) is not None and name != "model":
-            sections += [f"## `{name}`", _table(all_keys(section=Config), lambda key, n=name: key.startswith(f"{n}."))]
+    for parent, rows in _grouped(all_keys(section=Config)).items():
+        if parent:
+            sections.append(f"{'#' * (2 + parent.count('.'))} `{parent}`")
+        sections.append(_table(rows))
     return "\n\n".join(sections) + "\n"
 
 
@@ -144,20 +143,35 @@ def _options() -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def _of(options: type[BaseModel]) -> list[str]:
-    about = options.__doc__ if options.__doc__ and options.__doc__ != BaseModel.__doc__ else ""
-    table = _table(all_keys(section=options))
-    return [inspect.cleandoc(about or "").replace("``", "`"), table or "No options."]
+def _of(options: type[BaseModel]) -> Iterator[str]:
+    if options.__doc__ and options.__doc__ != BaseModel.__doc__:
+        yield inspect.cleandoc(options.__doc__).replace("``", "`")
+    groups = _grouped(all_keys(section=options))
+    for parent, rows in groups.items():
+        if parent:
+            yield f"Keys of `{parent}`:"
+        yield _table(rows)
+    if not groups:
+        yield "No options."
 
 
-def _table(keys: Iterable[tuple[str, str, str]], keep: Any = lambda key: True) -> str:
-    rows = []
+def _grouped(keys: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
+    """Section -> a row of a table for each of its keys."""
+    groups: dict[str, list[str]] = {}
     for key, kind, meaning in keys:
-        if keep(key):
-            kind, _, default = kind.partition(", by default ")
-            cells = [f"`{key}`", kind, f"`{default}`" if default else "", meaning.replace("``", "`")]
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]) if rows else ""
+        kind, _, default = kind.partition(", by default ")
+        cells = [f"`{key}`", kind + (f"; default `{default}`" if default else ""), meaning.replace("``", "`")]
+        groups.setdefault(key.rpartition(".")[0], []).append("| " + " | ".join(map(_escaped, cells)) + " |")
+    return groups
+
+
+def _table(rows: list[str]) -> str:
+    return "\n".join(["| key | value | meaning |", "|---|---|---|", *rows])
+
+
+def _escaped(cell: str) -> str:
+    """As Markdown takes it in a table."""
+    return cell.replace("|", "\\|").replace("<", "\\<").replace("**", "\\*\\*")
 
 
 # -- command line ---------------------------------------------------------------------------------------------------
@@ -189,7 +203,8 @@ def _command(words: list[str]) -> Iterator[str]:
         name = ", ".join(action.option_strings)
         takes_value = action.nargs != 0 and metavar
         shown = f"{name} {metavar}".strip() if takes_value else name or str(action.dest)
-        rows.append(f"| `{shown}` | {(action.help or '') % {'default': action.default}} |".replace("\n", " "))
+        meaning = _escaped((action.help or "") % {"default": action.default}).replace("\n", " ")
+        rows.append(f"| `{shown}` | {meaning} |")
     yield "\n".join(["| argument | |", "|---|---|", *rows])
     if parser.epilog:
         yield f"```text\n{parser.epilog.strip()}\n```"
