@@ -192,7 +192,14 @@ TABLE_OPTIMIZERS = Registry(
         "SGD": "colossus.sparse.table_optimizers:sgd",
     },
 )
-LR_SCHEDULES = Registry("learning-rate schedule", package="colossus.engine.lr_schedules")
+LR_SCHEDULES = Registry(
+    "learning-rate schedule",
+    {
+        "constant": "colossus.engine.lr_schedules:constant",
+        "cosine": "colossus.engine.lr_schedules:cosine",
+        "linear": "colossus.engine.lr_schedules:linear",
+    },
+)
 SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
 STRATEGIES = Registry(
     "data-parallel strategy",

@@ -12,9 +12,9 @@ import torch
 from torch import distributed as dist
 
 from colossus.arithmetic import factors, named_ranks
+from colossus.context.device import require_own_device
 from colossus.context.grid import RankGrid
 from colossus.context.groups import set_timeout, store_of
-from colossus.context.own_device import require_own_device
 
 #: whose ranks are other processes
 BACKENDS = dist.Backend.GLOO, dist.Backend.NCCL

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 
 from colossus import __version__
 from colossus.cli.main import main
-from colossus.registry import LR_SCHEDULES, SCHEDULES
 
 REPOSITORY = Path(__file__).parents[2]
 FILE = """
@@ -26,25 +24,12 @@ parallel = dict(data=2, tensor=2)
 model = dict(type="GPT", num_layers=2, hidden_size=64, num_heads=4)
 data = dict(type="PythonStdlib")
 """
-#: put before a program so that it runs as in a fresh process, with names for packages that do not exist yet
-STAND_INS = """
-import importlib.util
-from colossus.registry import LR_SCHEDULES, SCHEDULES
-for registry, name in ((LR_SCHEDULES, "constant"), (SCHEDULES, "1f1b")):
-    if importlib.util.find_spec(registry._package) is None:
-        registry._scanned, registry._entries = True, {name: lambda **options: options}
-"""
 
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for registry, name in ((LR_SCHEDULES, "constant"), (SCHEDULES, "1f1b")):
-        assert registry._package is not None
-        if importlib.util.find_spec(registry._package) is None:
-            monkeypatch.setattr(registry, "_scanned", True)
-            monkeypatch.setattr(registry, "_entries", {name: lambda **options: options})
 
 
 @pytest.fixture
@@ -87,7 +72,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def test_answers_without_importing_torch(config: str, arguments: list[str], code: int) -> None:
     words = [config if word == "FILE" else word for word in arguments]
     done = run(
-        STAND_INS + f"import sys; from colossus.cli.main import main; code = main({words!r}); "
+        f"import sys; from colossus.cli.main import main; code = main({words!r}); "
         "print('TORCH', 'torch' in sys.modules); sys.exit(code)"
     )
     assert done.returncode == code, done.stderr
@@ -188,7 +173,7 @@ def test_usage_errors(config: str, words: list[str], message: str, capsys: pytes
 
 
 def test_closed_pipe_is_no_error(config: str) -> None:
-    code = STAND_INS + f"import sys; from colossus.cli.main import main; sys.exit(main(['show', {config!r}]))"
+    code = f"import sys; from colossus.cli.main import main; sys.exit(main(['show', {config!r}]))"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
     read, out = os.pipe()
     os.close(read)

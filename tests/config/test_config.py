@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import math
 import pickle
@@ -27,20 +26,9 @@ from colossus.config.nearest import nearest_plans
 from colossus.config.overrides import apply_overrides, parse_override
 from colossus.config.signatures import parameters
 from colossus.config.sizes import describe_sizes, world_size
-from colossus.registry import DATASETS, LR_SCHEDULES, MODEL_OPTIONS, MODELS, OPTIMIZERS, SCHEDULES
+from colossus.registry import DATASETS, MODEL_OPTIONS, MODELS, OPTIMIZERS
 
 GPT = dict(type="GPT", num_layers=4, hidden_size=128, num_heads=8)
-
-
-@pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of packages that the tree does not have yet; does nothing where they exist."""
-    wanted = ((LR_SCHEDULES, ("constant", "cosine", "linear")), (SCHEDULES, ("1f1b", "gpipe")))
-    for registry, names in wanted:
-        assert registry._package is not None
-        if importlib.util.find_spec(registry._package) is None:
-            monkeypatch.setattr(registry, "_scanned", True)
-            monkeypatch.setattr(registry, "_entries", {name: (lambda **options: options) for name in names})
 
 
 @pytest.fixture(autouse=True)

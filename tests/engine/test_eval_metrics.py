@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import colossus
-from colossus.engine.eval_metrics import metrics_of
+from colossus.engine.loss_function import metrics_of
 from colossus.engine.fit import fit
 from colossus.engine.hooks import Hook
 from colossus.monitor.metrics import Metrics

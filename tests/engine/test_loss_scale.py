@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import colossus
 from colossus.context.parallel_context import current_context
 from colossus.context.precision import Precision
-from colossus.engine.loss_scale import LossScaler, power_of_two_below, tokens_per_sample
+from colossus.engine.nonfinite import LossScaler, tokens_per_sample
 from colossus.engine.nonfinite import NonFiniteGradients
 
 WIDTH, CLIP, LR = 12, 0.05, 0.02
