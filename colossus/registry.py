@@ -176,10 +176,10 @@ DATASETS = Registry(
 OPTIMIZERS = Registry(
     "optimizer",
     {
-        "AdamW": "colossus.engine.optimizers:adamw",
-        "Adam": "colossus.engine.optimizers:adam",
-        "Adagrad": "colossus.engine.optimizers:adagrad",
-        "SGD": "colossus.engine.optimizers:sgd",
+        "AdamW": "torch.optim.adamw:AdamW",
+        "Adam": "torch.optim.adam:Adam",
+        "Adagrad": "torch.optim.adagrad:Adagrad",
+        "SGD": "torch.optim.sgd:SGD",
     },
 )
 #: rules of tables with sparse gradients, each with its options

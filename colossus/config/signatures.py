@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from colossus.config.errors import unknown_key
@@ -54,14 +55,14 @@ def _inspected(component: Callable[..., Any]) -> list[str] | None:
 
 
 def _parsed(module: str, name: str) -> list[str] | None:
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        return None
+    top, *below = module.split(".")
+    spec = importlib.util.find_spec(top)  # of the whole name, it would import the packages around it
     if spec is None or spec.origin is None:
         return None
-    with open(spec.origin, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
+    file = Path(spec.origin).parent.joinpath(*below).with_suffix(".py") if below else Path(spec.origin)
+    if not file.is_file():
+        return None
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return _arguments(node, skip=0)

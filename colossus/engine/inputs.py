@@ -186,8 +186,8 @@ def sequence_length(batch: Any) -> int:
 
 
 @contextmanager
-def refuse_writes(value: Any, model: nn.Module, *, names_writer: bool) -> Iterator[None]:
-    """Around the forward of a pipeline's first stage: an error if it writes to a tensor that it is called with.
+def refuse_writes(value: Any, model: nn.Module) -> Iterator[None]:
+    """Around the first forward of a pipeline's first stage: an error if it writes to a tensor that it is called with.
 
     The last stage calls the loss with the batch as it was, where one process would call it with what the model has
     written. Without a pipeline both see the same memory, as in plain torch.
@@ -195,10 +195,9 @@ def refuse_writes(value: Any, model: nn.Module, *, names_writer: bool) -> Iterat
     Args:
         value: what the stage is called with: a nest of tensors.
         model: whose modules are named.
-        names_writer: look after each module's forward whether it was this one, which takes time.
 
     Raises:
-        ValueError: with the path of the tensor, and the module if it was looked for.
+        ValueError: with the path of the tensor, and the module.
     """
     watched = [(path, x, x._version) for path, x in tensors(value) if not x.is_inference()]
     writers: list[nn.Module] = []
@@ -207,12 +206,11 @@ def refuse_writes(value: Any, model: nn.Module, *, names_writer: bool) -> Iterat
         if not writers and any(x._version != version for _, x, version in watched):
             writers.append(module)
 
-    hook = register_module_forward_hook(look) if names_writer else None
+    hook = register_module_forward_hook(look)
     try:
         yield
     finally:
-        if hook is not None:
-            hook.remove()
+        hook.remove()
     for path, x, version in watched:
         if x._version != version:
             names = {id(module): name for name, module in model.named_modules()}

@@ -25,73 +25,19 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
 _NEEDED = ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
+#: the types of a config that are torch's
+_TORCHS = ("AdamW", "Adam", "Adagrad", "SGD")
 #: in the place of the optimizer of a rank that has nothing to update
 _EMPTY: Any = object()
 #: names that a message lists
 _MOST = 5
 
-# -- torch's, with options by name, so that a misspelt one is found before a process starts ---------------
 
-
-def adamw(
-    params: Iterable[nn.Parameter],
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    amsgrad: bool = False,
-    maximize: bool = False,
-    fused: bool = True,
-) -> torch.optim.Optimizer:
-    """``torch.optim.AdamW``."""
-    return _of_torch(torch.optim.AdamW, **locals())
-
-
-def adam(
-    params: Iterable[nn.Parameter],
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    maximize: bool = False,
-    fused: bool = True,
-) -> torch.optim.Optimizer:
-    """``torch.optim.Adam``."""
-    return _of_torch(torch.optim.Adam, **locals())
-
-
-def adagrad(
-    params: Iterable[nn.Parameter],
-    lr: float,
-    lr_decay: float = 0.0,
-    weight_decay: float = 0.0,
-    initial_accumulator_value: float = 0.0,
-    eps: float = 1e-10,
-    maximize: bool = False,
-) -> torch.optim.Optimizer:
-    """``torch.optim.Adagrad``."""
-    return _of_torch(torch.optim.Adagrad, **locals())
-
-
-def sgd(
-    params: Iterable[nn.Parameter],
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    maximize: bool = False,
-    fused: bool = True,
-) -> torch.optim.Optimizer:
-    """``torch.optim.SGD``."""
-    return _of_torch(torch.optim.SGD, **locals())
-
-
-def _of_torch(kind: Any, params: Iterable[nn.Parameter], **options: Any) -> Any:
-    params = list(params)
-    if any(param.is_complex() for param in params) and "fused" in options:  # torch's fused kernels know none
-        options["fused"] = False
+def torch_optimizer(name: str, params: Iterable[nn.Parameter], **options: Any) -> Any:
+    """One of torch's that a config names: fused unless the options say otherwise."""
+    params, kind = list(params), OPTIMIZERS.get(name)
+    if name != "Adagrad" and not options.get("foreach") and not any(param.is_complex() for param in params):
+        options.setdefault("fused", True)  # torch's fused kernels know no complex numbers
     return _without_dynamo(kind)(params, **options)
 
 
@@ -109,9 +55,6 @@ def _without_dynamo(optimizer: type[torch.optim.Optimizer]) -> type[Any]:
     # pickled as torch's own: under its name there is only that
     methods["__reduce__"] = lambda self: (object.__new__, (optimizer,), self.__getstate__())
     return type(optimizer.__name__, (optimizer,), {"__module__": optimizer.__module__, **methods})
-
-
-# -- of a run ---------------------------------------------------------------------------------------------
 
 
 def require_factory(factory: Any, config: Config) -> None:
@@ -174,8 +117,8 @@ def build_optimizer(
         first = first_of_stage.setdefault(context.grid.coordinates(rank)["pipeline"], rank)
         if by_rank[first][1] != others:
             raise ValueError(
-                f"{source}: the optimizers of ranks {first} and {rank}, which train the same stage, differ: (parameters, "
-                f"learning rate) of their groups are {by_rank[first][1]} and {others}. Make them alike on all ranks"
+                f"{source}: the optimizers of ranks {first} and {rank}, which train the same stage, differ: "
+                f"(parameters, learning rate) of their groups are {by_rank[first][1]} and {others}"
             )
     rates = next(([rate for _, rate in groups] for _, groups in by_rank if groups), None)
     if rates is None:
@@ -199,11 +142,13 @@ def _make(factory: OptimizerFactory | None, config: Config, named: NamedParamete
     try:
         if factory is not None:
             return factory(list(named))
-        spec = config.optimizer.spec()
-        kind = spec["type"] if callable(spec["type"]) else OPTIMIZERS.get(spec["type"])
-        if _takes_names(kind):
-            return OPTIMIZERS.build(spec, named_parameters=named)
-        return OPTIMIZERS.build(spec, params=[param for _, param in named])
+        options = config.optimizer.spec()
+        kind = options.pop("type")
+        params = [param for _, param in named]
+        if isinstance(kind, str) and kind in _TORCHS:
+            return torch_optimizer(kind, params, **options)
+        kind = kind if callable(kind) else OPTIMIZERS.get(kind)
+        return kind(named_parameters=named, **options) if _takes_names(kind) else kind(params=params, **options)
     except ValueError as error:
         if "empty parameter list" in str(error):  # torch's, where the function picks none of this stage
             return _EMPTY
@@ -221,7 +166,7 @@ def _problem(made: Any, named: dict[str, nn.Parameter], config: Config) -> str |
     """What is wrong with an optimizer of these parameters, in words."""
     kind, names = type(made).__name__, {id(param): name for name, param in named.items()}
     if not isinstance(made, torch.optim.Optimizer) and not all(hasattr(made, name) for name in _NEEDED):
-        return f"the function returned {'None' if made is None else f'a {kind}'}; it must return a torch.optim.Optimizer over what it is given"
+        return f"the function returned a {kind}; it must return a torch.optim.Optimizer over what it is given"
     if _needs_closure(made):
         return (
             f"{kind}.step needs a closure that computes the loss again, but the engine has computed the gradients of a "

@@ -195,8 +195,8 @@ class ModelStages:
             watch: AbstractContextManager[None] = nullcontext()
             if stage == 0:
                 value = model_input(own)
-                if self._is_partitioned:
-                    watch = refuse_writes(value, self._model, names_writer=stage in self._to_guard)
+                if stage in self._to_guard:
+                    watch = refuse_writes(value, self._model)
                 value = self._inputs.mark_tokens(value, batch)
             for observer in self.observers:
                 samples = self._inputs.local_samples(batch) if observer.needs_samples else None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import colossus
 from colossus.data_parallel.skipped_update import _skipped_where, skipping_on_device
 from colossus.engine.nonfinite import NonFiniteGradients
-from colossus.engine.optimizers import adamw, sgd
+from colossus.engine.optimizers import torch_optimizer
 
 STEPS, BAD = 4, 1
 
