@@ -190,23 +190,6 @@ def test_a_halved_layernorm_gradient_is_seen() -> None:
             assert_same_run(traces[0], reference, loss=1e9, norm=1e9, parameter=tolerance["parameter"])
 
 
-@pytest.mark.long
-def test_dropout_repeats_under_recomputation_and_is_the_same_run_again() -> None:
-    options = dict(dropout=0.2, attention_dropout=0.1)
-    for parallel, world in (
-        (dict(), 1),
-        (dict(data=2, tensor=2), 4),
-        (dict(tensor=dict(size=2, sequence_sharded=True)), 2),
-    ):
-        runs = {
-            kind: run_plan(world, config_of(parallel, 2, "fp64", model=dict(options, activation_checkpoint=kind)), 2)[0]
-            for kind in ("none", "full", "selective")
-        }
-        for kind in ("full", "selective"):
-            assert_same_run(runs[kind], runs["none"], loss=1e-12, norm=1e-12, parameter=1e-10)
-        assert runs["none"].losses != alone("fp64").losses[:2]
-
-
 class DropsInACheckpoint(torch.nn.Module):
     """torch's own checkpoint around our dropout."""
 
@@ -241,16 +224,6 @@ def test_torchs_checkpoint_repeats_the_mask_of_its_own_microbatch(schedule: str)
     kept, recomputed = (run_ranks(2, _drops, flag, schedule, with_context=False)[0] for flag in (False, True))
     for mine, other in zip(kept, recomputed, strict=True):
         assert mine == pytest.approx(other, rel=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.long)])
-def test_depth_is_data_parallelism_within_a_model(precision: str) -> None:
-    """2.5D at depth d is data d x 2D: the same numbers from the same ranks."""
-    steps = FEW_STEPS if precision == "fp64" else STEPS
-    for mine, other in zip(run_of("2.5d", precision, steps), run_of("data2_2d", precision, steps), strict=True):
-        assert_same_run(mine, other, loss=1e-14 if precision == "fp64" else 1e-7, norm=1e-6, parameter=1e-6)
-        for name, value in other.end.items():
-            torch.testing.assert_close(mine.end[name], value, rtol=1e-6, atol=1e-8, msg=name)
 
 
 @pytest.mark.parametrize("plan", ["data2_2d", "2.5d", "3d"])

@@ -92,7 +92,7 @@ def require_same_values(model: nn.Module, existing: Mapping[str, int], context: 
     may compute from anything, and what existed before the build.
 
     Args:
-        existing: of the whole model, from `fingerprints_of_existing`.
+        existing: of the whole model, the same on all stages, from `fingerprints_of_existing`.
 
     Raises:
         ValueError: on all ranks, with the names of the tensors that differ.
@@ -102,22 +102,31 @@ def require_same_values(model: nn.Module, existing: Mapping[str, int], context: 
         for name, param in model.named_parameters()
         if (spec := spec_of(param)).is_plain and not spec.layout.stored  # else ranks hold different rows
     }
-    own, world, stage = {**plain, **existing}, context.group(context.grid.names), context.index("pipeline")
-    if len(set(all_gather_object((stage, _digest(own)), world))) == context.size("pipeline"):
+    world, stage = context.group(context.grid.names), context.index("pipeline")
+    digests = all_gather_object(((stage, _digest(plain)), _digest(existing)), world)
+    if len({of_stage for of_stage, _ in digests}) == context.size("pipeline") and len({of for _, of in digests}) == 1:
         return
-    by_rank = all_gather_object((stage, own), world)
-    for first, (stage, expected) in enumerate(by_rank):
-        differ = [rank for rank, (other, found) in enumerate(by_rank) if other == stage and found != expected]
-        if differ:
-            names = _differing_keys([by_rank[rank][1] for rank in (first, *differ)])
-            more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-            raise ValueError(
-                f"{', '.join(names[:_MOST])}{more} would start with other values on {named_ranks(differ)} than on rank "
-                f"{first}, and ranks would train different models: made outside of the model's factory, or from "
-                f"something that differs between processes (a generator without a seed, the rank, the time). Build the "
-                f"whole model inside of the factory (model=Net, or model=lambda: Net(...)), from torch's generators "
-                f"and the config alone"
-            )
+    own = {(stage, name): value for name, value in plain.items()}
+    own |= {(None, name): value for name, value in existing.items()}
+    first_of: dict[tuple[int | None, str], tuple[int, int]] = {}
+    names: dict[str, None] = {}
+    differ: set[int] = set()
+    firsts: set[int] = set()
+    for rank, of_rank in enumerate(all_gather_object(own, world)):
+        for key, value in of_rank.items():
+            first, expected = first_of.setdefault(key, (rank, value))
+            if value != expected:
+                names[key[1]] = None
+                differ.add(rank)
+                firsts.add(first)
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    raise ValueError(
+        f"{', '.join([*names][:_MOST])}{more} would start with other values on {named_ranks(sorted(differ))} than on "
+        f"{named_ranks(sorted(firsts))}, so they would train different models: made outside of the model's factory, "
+        f"or from something that differs between processes (a generator without a seed, the rank, the time). Build the "
+        f"whole model inside of the factory (model=Net, or model=lambda: Net(...)), from torch's generators and the "
+        f"config alone"
+    )
 
 
 class BatchCheck:

@@ -182,16 +182,6 @@ def test_the_steps_that_wait_do_it_as_often_as_is_said(kind: str) -> None:
 PLACES = ["parameter_store.py", "torch._foreach_mul_", "bool(found_inf)"]
 
 
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(6, 5), nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
-        return out
-
-
 class Tables(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -219,13 +209,6 @@ def own(rank: int, model: Callable[[], nn.Module], plan: dict[str, Any], inputs:
     found = steps_of(engine, tuple(batch.values()))
     engine.close()
     return found[1:]
-
-
-def test_a_parameter_without_a_gradient_costs_a_wait_for_its_bucket() -> None:
-    (found,) = run_fake_ranks(2, own, Unused, dict(data=2), torch.zeros(4, 6))
-    assert [files_of(step) for step in found] == [{"gradients/buckets.py": 1}] * 4
-    (found,) = run_fake_ranks(2, own, Unused, dict(data=2, zero=2), torch.zeros(4, 6))
-    assert [files_of(step) for step in found] == [{"data_parallel/zero/row_gradients.py": 1}] * 4
 
 
 def test_tables_wait_for_their_ids() -> None:

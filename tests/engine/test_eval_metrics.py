@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import colossus
-from colossus.engine.loss_function import metrics_of
 from colossus.engine.fit import fit
 from colossus.engine.hooks import Hook
+from colossus.engine.loss_function import metrics_of
 from colossus.monitor.metrics import Metrics
 
 VIT: dict[str, Any] = dict(
@@ -166,7 +166,3 @@ def test_wrong_metrics_are_told_in_words(metrics: Any, words: str) -> None:
 def test_a_name_that_an_evaluation_has_itself_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"Own.eval_metrics has the name '{name}', which is taken"):
         metrics_of(Own({"accuracy": len, name: len}))
-
-
-def test_a_model_without_any() -> None:
-    assert metrics_of(nn.Linear(2, 2)) == {}

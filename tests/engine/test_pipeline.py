@@ -13,9 +13,7 @@ from helpers.ranks import run_ranks
 from helpers.training import Trace, assert_same_numbers, assert_same_run, batch_of, config_of, relative, run_plan
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.schedule.actions import Action, Actions
-from colossus.schedule.runtime.executor import Executor, StepTotals
 
 #: the second step has what the first has left: weights, sums under way, state of links
 STEPS, BATCH, LAYERS = 2, 12, 6
@@ -122,13 +120,6 @@ def test_without_shared_memory(kind: str) -> None:
     assert_parity(4, config(dict(pipeline=4), kind, 6, comm=dict(shared_memory=False)))
 
 
-def test_any_split_is_the_same_run() -> None:
-    settings = config(dict(pipeline=dict(size=4, split=[1, 2, 2, 3])), "1f1b", 4)
-    traces = run_plan(4, settings, STEPS)
-    for trace in traces:
-        assert_same_run(trace, reference(), **EXACT)
-
-
 def test_a_broken_sum_of_tied_gradients_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colossus.gradients.tied.TiedGradients.sum", lambda self: None)
     with pytest.raises(AssertionError, match="step 2"):
@@ -145,29 +136,6 @@ def test_a_tied_weight_counted_twice_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # -- what ranks hold ------------------------------------------------------------------------------------------
-
-
-def _watched_peaks(rank: int, settings: dict[str, Any]) -> int:
-    peaks: list[int] = []
-    real = Executor.run
-
-    def run(self: Executor, *args: Any) -> StepTotals:
-        totals = real(self, *args)
-        peaks.append(totals.peak_in_flight)
-        return totals
-
-    Executor.run = run  # type: ignore[method-assign]
-    engine = colossus.initialize(settings)
-    engine.train_step(batch_of(0, settings["model"], BATCH))
-    engine.close()
-    return peaks[0]
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 6), pytest.param(4, 3, marks=pytest.mark.long)])
-def test_activations_in_flight_of_1f1b(ranks: int, microbatches: int) -> None:
-    settings = config(dict(pipeline=ranks), "1f1b", microbatches)
-    peaks = run_ranks(ranks, _watched_peaks, settings, with_context=False)
-    assert peaks == [min(ranks - rank, microbatches) for rank in range(ranks)]
 
 
 def _saved_microbatches(rank: int, settings: dict[str, Any]) -> int:
@@ -242,24 +210,6 @@ def test_evaluation_between_steps_on_batches_of_any_size(kind: str) -> None:
 
 def _run_one(body: Any, *args: Any) -> Any:
     return run_ranks(1, body, *args, with_context=False)[0]
-
-
-def _load_and_step(rank: int, settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    engine = colossus.initialize(settings)
-    load_full_state_dict(engine.model, state, engine.context)
-    back = full_state_dict(engine.model, engine.context)
-    assert list(back) == list(state)
-    assert all(torch.equal(back[name], state[name]) for name in state)
-    with pytest.raises(ValueError, match=r"missing \['head.nothing'\]|not in the model \['head.nothing'\]"):
-        load_full_state_dict(engine.model, {**state, "head.nothing": torch.zeros(1)}, engine.context)
-    engine.close()
-    return back
-
-
-def test_state_of_one_plan_loads_under_any_other() -> None:
-    state = run_plan(2, config(dict(pipeline=2), "zb-v", 2), STEPS)[0].end
-    for world, plan, kind in ((1, {}, "1f1b"), (4, dict(pipeline=4), "1f1b"), (4, dict(pipeline=2, data=2), "zb-v")):
-        run_ranks(world, _load_and_step, config(plan, kind), state, with_context=False)
 
 
 # -- a user's own schedule --------------------------------------------------------------------------------------

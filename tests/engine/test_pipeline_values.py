@@ -333,35 +333,6 @@ def test_what_a_stage_must_not_return(how: str) -> None:
     assert "Connection closed by peer" in str(caught.value)
 
 
-def _catch_and_go_on(rank: int) -> str:
-    engine = _odd("raises", timeout_seconds=2.0)
-    for step in range(2):
-        try:
-            engine.train_step(batch_of(step, 6, 5))
-        except (ArithmeticError, RuntimeError):
-            break
-    try:
-        engine.train_step(batch_of(2, 6, 5))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_no_step_after_one_that_failed() -> None:
-    for message in run_ranks(2, _catch_and_go_on, with_context=False, timeout=30):
-        assert "an earlier step or evaluation failed on this rank" in message
-
-
-def _wrong_microbatches(rank: int) -> None:
-    engine = _odd("right")
-    engine.train_step(batch_of(0, 4, 5))
-
-
-def test_a_batch_that_does_not_divide() -> None:
-    with pytest.raises(RankError, match="a batch of 4 samples per data rank does not divide into 3 microbatches"):
-        run_ranks(2, _wrong_microbatches, with_context=False, timeout=30)
-
-
 def _other_batches(rank: int) -> None:
     engine = _odd("right", microbatches=1, timeout_seconds=5.0)
     engine.train_step(batch_of(0, 6, 5))

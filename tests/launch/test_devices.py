@@ -12,8 +12,8 @@ from helpers.launching import TINY
 from torch import distributed as dist
 
 from colossus.context import device as own_device
-from colossus.context.visible_devices import explain_visible
 from colossus.context.device import pick_device
+from colossus.context.visible_devices import explain_visible
 from colossus.launch import command
 
 Devices = Callable[..., None]

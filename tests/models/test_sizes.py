@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colossus import layers
-from colossus.config import load_config, model_options
+from colossus.config import load_config
 from colossus.construct.build_model import build
 from colossus.context.grid import build_grid
 from colossus.context.parallel_context import ParallelContext, one_rank
@@ -115,19 +115,3 @@ def test_the_width_of_an_mlp_has_one_default_and_is_honoured(mlp: str) -> None:
         widths = [options.ffn_hidden_size, block.mlp.down.in_features, alone(24, given_size).down.in_features]
         assert widths == [wanted] * 3
     assert default_ffn_size("swiglu", 4096) == 10944  # 8/3 x 4096 = 10922.7, up to a multiple of 64
-
-
-def test_default_eps_follows_the_norm() -> None:
-    for norm, eps in (("layernorm", 1e-5), ("rmsnorm", 1e-6)):
-        assert GPTOptions(norm=norm, norm_eps=None).norm_eps == eps
-        assert layers.TransformerBlock(24, 4, norm=norm).mlp_norm.eps == eps
-        assert layers.TransformerBlock(24, 4, norm=norm, norm_eps=0.5).mlp_norm.eps == 0.5
-
-
-def test_heads_are_as_wide_as_the_model_unless_told() -> None:
-    options = [
-        model_options(load_config(dict(model=dict(type="Llama", hidden_size=32, num_heads=4, **more))))
-        for more in (dict(), dict(head_dim=None), dict(head_dim=8))
-    ]
-    assert options[0] == options[1] == options[2]
-    assert options[0].head_dim == 8

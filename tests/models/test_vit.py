@@ -169,10 +169,6 @@ def test_the_nearest_plans_of_a_refused_sequence() -> None:
     assert "parallel.sequence.size=2" not in str(caught.value)
 
 
-def test_a_padded_plan_is_none_that_is_refused() -> None:
-    load_config(dict(parallel=dict(tensor=dict(size=4, sequence_sharded=True)), model=TRAINED))
-
-
 @pytest.mark.parametrize(
     ("images", "words"),
     [
@@ -187,15 +183,6 @@ def test_images_that_are_refused(images: Any, words: str) -> None:
     model = colossus.build(lambda: ViT(**SIZES))
     with pytest.raises(ValueError, match=words):
         model(images)
-
-
-def test_batches_that_are_refused() -> None:
-    model: Any = colossus.build(lambda: ViT(**SIZES))
-    logits, labels = torch.zeros(2, 5), torch.tensor([0, 1])
-    assert model.loss(logits, {"inputs": None, "labels": labels})[1] == model.loss(logits, (None, labels))[1] == 2
-    for batch in ((logits,), {"inputs": logits}, (logits, "cat")):
-        with pytest.raises(ValueError, match=r"a batch is \(images, labels\), or dict\(inputs=images, labels=...\)"):
-            model.loss(logits, batch)
 
 
 def _class_token(context: ParallelContext) -> list[str]:
