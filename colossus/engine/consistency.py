@@ -106,7 +106,7 @@ def require_same_values(model: nn.Module, existing: Mapping[str, int], context: 
     digests = all_gather_object(((stage, _digest(plain)), _digest(existing)), world)
     if len({of_stage for of_stage, _ in digests}) == context.size("pipeline") and len({of for _, of in digests}) == 1:
         return
-    own = {(stage, name): value for name, value in plain.items()}
+    own: dict[tuple[int | None, str], int] = {(stage, name): value for name, value in plain.items()}
     own |= {(None, name): value for name, value in existing.items()}
     first_of: dict[tuple[int | None, str], tuple[int, int]] = {}
     names: dict[str, None] = {}

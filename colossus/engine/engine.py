@@ -49,7 +49,6 @@ class Engine:
     def __init__(
         self,
         run: Run,
-        *,
         optimizer_step: OptimizerStep,
         pipeline: PipelineRuntime,
         stages: ModelStages,

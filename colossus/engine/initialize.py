@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from colossus.comm import log, shared_memory
@@ -28,18 +26,14 @@ from colossus.engine.consistency import fingerprints_of_existing, require_same_s
 from colossus.engine.engine import Engine
 from colossus.engine.forward_rng import seed_outside
 from colossus.engine.inputs import Inputs
-from colossus.engine.loss_function import EvalMetrics, LossFunction, loss_of, metrics_of
-from colossus.engine.nonfinite import GradientWatch, LossScaler
+from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.optimizers import OptimizerFactory, build_optimizer, require_factory
 from colossus.engine.stages import ModelStages, PipelineRuntime
-from colossus.engine.step_numbers import StepReduction
-from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.group_norms import GroupNorms
 from colossus.gradients.parts import ModelParts
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
-from colossus.layout.parameter import full_model_order, num_parameters
+from colossus.layout.parameter import num_parameters
 from colossus.registry import MODELS, STRATEGIES
 from colossus.sparse.survey import survey
 from colossus.sparse.table_group import require_optimizer_of_tables
@@ -133,33 +127,18 @@ def _assemble(
     loaders = _make_loaders(config, data if data is not None else config.data, context)
     pipeline = PipelineRuntime(config, context)
     strategy = STRATEGIES.build(config.parallel.data_strategy)
-    built = _build_model(config, context, model, strategy, pipeline, has_optimizer=optimizer is not None)
-    module = built.module
+    module, with_tables, of_whole = _build_model(config, context, model, strategy, pipeline, optimizer is not None)
     loss = loss_of(module, loss_fn)
-    store, parts = _store_parameters(config, context, module, strategy, pipeline, loaders)
-    optimizer_made, config = _make_optimizer(config, context, optimizer, strategy, with_tables=built.with_tables)
-    run, step = _make_step(config, context, module, optimizer_made, store, strategy, parts, loaders)
+    store = _store_parameters(config, context, module, strategy, pipeline, loaders)
+    tables = {id(table.param) for table in strategy.tables or ()} if with_tables else None
+    updates, config = build_optimizer(config, optimizer, strategy.trained, context, tables)
+    strategy.optimizer_made(updates)
+    step = OptimizerStep(config, module, updates, store, strategy)
     inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
-    stages = ModelStages(
-        context,
-        module,
-        pipeline,
-        inputs=inputs,
-        loss_fn=loss,
-        metrics=EvalMetrics(metrics_of(module), context.device),
-        store=store,
-        strategy=strategy,
-        parameters_by_stage=parts.parameters_by_stage,
-    )
-    return Engine(
-        run,
-        optimizer_step=step,
-        pipeline=pipeline,
-        stages=stages,
-        executor=pipeline.make_executor(stages, model_parallel_of(context), stages.observers),
-        inputs=inputs,
-        num_parameters=built.num_parameters,
-    )
+    stages = ModelStages(context, module, pipeline, store, strategy, inputs, loss)
+    executor = pipeline.make_executor(stages, model_parallel_of(context), stages.observers)
+    run = Run(config, context, module, updates, store, strategy, step.watch, step.loss_scaler, loaders)
+    return Engine(run, step, pipeline, stages, executor, inputs, of_whole)
 
 
 def _make_loaders(config: Config, data: Any, context: ParallelContext) -> Loaders | None:
@@ -173,30 +152,16 @@ def _make_loaders(config: Config, data: Any, context: ParallelContext) -> Loader
     return loaders
 
 
-@dataclass
-class _RankModel:
-    """This rank's shards of a model.
-
-    Attributes:
-        with_tables: whether the whole model has tables with sparse gradients.
-        num_parameters: elements of the whole model.
-    """
-
-    module: nn.Module
-    with_tables: bool
-    num_parameters: int
-
-
 def _build_model(
     config: Config,
     context: ParallelContext,
     model: Callable[[], nn.Module] | None,
     strategy: Strategy,
     pipeline: PipelineRuntime,
-    *,
     has_optimizer: bool,
-) -> _RankModel:
-    """This rank's shards of the model, whose first values are compared over ranks."""
+) -> tuple[nn.Module, bool, int]:
+    """This rank's shards of the model, whose first values are compared over ranks; and of the whole model, whether it
+    has tables with sparse gradients, and how many elements."""
     spec = config.model
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
     factory = with_activation_checkpoint(factory, config.train.activation_checkpoint)
@@ -226,7 +191,7 @@ def _build_model(
     if pipeline.partition is None and not any(param.requires_grad for param in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameter to train")
     seed_outside(context)
-    return _RankModel(module, with_tables, of_whole)
+    return module, with_tables, of_whole
 
 
 def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
@@ -253,8 +218,8 @@ def _store_parameters(
     strategy: Strategy,
     pipeline: PipelineRuntime,
     loaders: Loaders | None,
-) -> tuple[ParameterStore, ModelParts]:
-    """The parameters as they are stored, which the strategy may cut, and which stage has which."""
+) -> ParameterStore:
+    """The parameters as they are stored, which the strategy may cut."""
     parts = ModelParts(
         context,
         module,
@@ -265,44 +230,7 @@ def _store_parameters(
     )
     store = ParameterStore(module, context, model_parallel_of(context).weights, lambda: pipeline.chain(module))
     strategy.setup(store, parts)
-    return store, parts
-
-
-def _make_optimizer(
-    config: Config,
-    context: ParallelContext,
-    factory: OptimizerFactory | None,
-    strategy: Strategy,
-    *,
-    with_tables: bool,
-) -> tuple[torch.optim.Optimizer, Config]:
-    """The optimizer of what this rank trains, and the config with what a factory has chosen."""
-    tables = {id(table.param) for table in strategy.tables or ()} if with_tables else None
-    optimizer, config = build_optimizer(config, factory, strategy.trained, context, tables)
-    strategy.optimizer_made(optimizer)
-    return optimizer, config
-
-
-def _make_step(
-    config: Config,
-    context: ParallelContext,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    store: ParameterStore,
-    strategy: Strategy,
-    parts: ModelParts,
-    loaders: Loaders | None,
-) -> tuple[Run, OptimizerStep]:
-    """What follows once gradients are summed, and the parts that have a state."""
-    train = config.train
-    norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
-    groups = GroupNorms(norm, optimizer, context.group(strategy.summed_axes)) if train.grad_norm_by_group else None
-    scales = context.precision.scales_loss
-    scaler = LossScaler(train.loss_scale, context, train.global_batch_size) if scales else None
-    reduction = StepReduction(context, norm, strategy, train.clip_grad_norm, groups)
-    watch = GradientWatch(train, context, strategy, norm, full_model_order(module), scaler)
-    run = Run(config, context, module, optimizer, store, strategy, watch, scaler, loaders)
-    return run, OptimizerStep(config, optimizer, strategy, reduction, watch, scaler)
+    return store
 
 
 def _syncs_after(config: Config, has_validation: bool, completed: int) -> bool:

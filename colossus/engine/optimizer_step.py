@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossus.config import Config
 from colossus.data_parallel.strategy import Strategy
+from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.lr_schedules import LearningRate
 from colossus.engine.nonfinite import GradientWatch, LossScaler
 from colossus.engine.results import StepResult
 from colossus.engine.step_numbers import StepReduction
+from colossus.gradients.gradient_norm import GradientNorm
+from colossus.gradients.group_norms import GroupNorms
 from colossus.gradients.host_transfer import LateValue
+from colossus.layout.parameter import full_model_order
 from colossus.layout.split_parameter import as_shards
 from colossus.schedule.runtime.executor import StepTotals
 
@@ -31,17 +35,21 @@ class OptimizerStep:
     def __init__(
         self,
         config: Config,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        store: ParameterStore,
         strategy: Strategy,
-        reduction: StepReduction,
-        watch: GradientWatch,
-        loss_scaler: LossScaler | None,
     ) -> None:
-        self._optimizer, self._strategy, self.reduction, self.watch = optimizer, strategy, reduction, watch
-        self.learning_rate, self.loss_scaler = LearningRate(config, optimizer), loss_scaler
-        self._clip_value = config.train.clip_grad_value
-        self._late_stops = LateValue()
-        context = strategy.parts.context
+        train, parts, context = config.train, strategy.parts, strategy.parts.context
+        self._optimizer, self._strategy, self._clip_value = optimizer, strategy, train.clip_grad_value
+        norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
+        groups = GroupNorms(norm, optimizer, context.group(strategy.summed_axes)) if train.grad_norm_by_group else None
+        self.loss_scaler: LossScaler | None = None
+        if context.precision.scales_loss:
+            self.loss_scaler = LossScaler(train.loss_scale, context, train.global_batch_size)
+        self.reduction = StepReduction(context, norm, strategy, train.clip_grad_norm, groups)
+        self.watch = GradientWatch(train, context, strategy, norm, full_model_order(model), self.loss_scaler)
+        self.learning_rate, self._late_stops = LearningRate(config, optimizer), LateValue()
         self._replica, self._num_replicas = context.index("data"), context.size("data")
 
     def run(

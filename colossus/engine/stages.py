@@ -17,7 +17,7 @@ from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.forward_rng import ForwardRng
 from colossus.engine.inputs import Inputs, model_input, refuse_writes
-from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum
+from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum, metrics_of
 from colossus.gradients.tied import tied_parameters
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import ModelParallel
@@ -151,11 +151,10 @@ class ModelStages:
         pipeline: schedule and partition.
         inputs: from a microbatch of a data rank to this rank's shard of it.
         loss_fn: (output of the last stage, local batch) -> (loss sum, count).
-        metrics: what evaluations sum beside the loss.
-        parameters_by_stage: the parameters whose gradients are complete with each stage of this rank.
 
     Attributes:
         observers: called around forwards; the list may change between steps.
+        metrics: what evaluations sum beside the loss.
         step: of the random streams; None in an evaluation.
     """
 
@@ -164,21 +163,19 @@ class ModelStages:
         context: ParallelContext,
         model: nn.Module,
         pipeline: PipelineRuntime,
-        *,
-        inputs: Inputs,
-        loss_fn: LossFunction,
-        metrics: EvalMetrics,
         store: ParameterStore,
         strategy: Strategy,
-        parameters_by_stage: Mapping[int, Sequence[nn.Parameter]],
+        inputs: Inputs,
+        loss_fn: LossFunction,
     ) -> None:
         self._context, self._model, self._last_stage = context, model, pipeline.last_stage
         self._forwards = pipeline.stage_forwards(model)
-        self._inputs, self.loss_fn, self.metrics = inputs, loss_fn, metrics
+        self._inputs, self.loss_fn = inputs, loss_fn
+        self.metrics = EvalMetrics(metrics_of(model), context.device)
         self._store, self._strategy, self._weights = store, strategy, store.weights
-        self._parameters, self._is_partitioned = parameters_by_stage, pipeline.partition is not None
+        self._parameters, self._is_partitioned = strategy.parts.parameters_by_stage, pipeline.partition is not None
         self._rng, self._autocast = ForwardRng(context), context.precision.autocast(context.device)
-        self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
+        self._ids = {stage: {id(param) for param in params} for stage, params in self._parameters.items()}
         #: stages that have not run yet: the guard is slow, and what a stage uses does not change
         self._to_guard = set(self._forwards) if self._is_partitioned else set()
         self._wgrad_mode: AbstractContextManager[Any] = (

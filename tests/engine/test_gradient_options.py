@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from helpers.faulty_gradients import Faulty
 from helpers.ranks import run_ranks
-from helpers.strategies import LocalSteps
 from helpers.training import BATCH, batch_of, config_of, is_key_bias, shared_run
 from torch import Tensor, nn
 
@@ -149,26 +148,6 @@ def test_norms_of_parameter_groups(plan: tuple[int, dict[str, Any], str], optimi
         assert [norms.keys() for norms in found] == [norms.keys() for norms in wanted]
         for norms, expected in zip(found, wanted, strict=True):
             assert norms == pytest.approx(expected, rel=1e-9)
-
-
-def _norms_of_replicas(rank: int) -> list[tuple[float, dict[str, float]]]:
-    config = settings(dict(data=2, strategy=dict(type=LocalSteps, every=2)), grad_norm_by_group=True)
-    engine = colossus.initialize(config)
-    part = BATCH // 2
-    found = []
-    for step in range(STEPS):
-        result = engine.train_step({key: value[rank * part :][:part] for key, value in batch_of(step).items()})
-        found.append((result.grad_norm, result.grad_norms))
-    engine.close()
-    return found
-
-
-def test_an_inexact_strategy_has_means_over_replicas() -> None:
-    """Of one group: those of the norms themselves."""
-    first, second = run_ranks(2, _norms_of_replicas, with_context=False)
-    assert first == second
-    for norm, norms in first:
-        assert norms == {"0": pytest.approx(norm, rel=1e-12)}
 
 
 def test_rows_and_lines(tmp_path: Path) -> None:

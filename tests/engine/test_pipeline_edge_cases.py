@@ -139,18 +139,6 @@ def test_what_a_block_uses_without_naming_it(what: str, expected: str) -> None:
         run_ranks(2, train, lambda: Needy(what), dict(pipeline=2), dict(microbatches=1), with_context=False, timeout=30)
 
 
-def _other_batches(rank: int) -> None:
-    settings = dict(parallel=dict(pipeline=2), train=dict(global_batch_size=SAMPLES, precision="fp64"), device="cpu")
-    engine = colossus.initialize(settings, model=twice(lambda: nn.Linear(WIDTH, WIDTH)), loss_fn=squares)
-    engine.train_step(batch_of(0))
-    engine.train_step(batch_of(1 + rank))
-
-
-def test_stages_with_other_batches_are_told() -> None:
-    with pytest.raises(RankError, match="All ranks of a model must be given the same batch at every step"):
-        run_ranks(2, _other_batches, with_context=False, timeout=30)
-
-
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -184,52 +172,6 @@ def test_stages_of_one_rank_do_not_share_memory() -> None:
             2, train, model, dict(pipeline=2), dict(type=kind, microbatches=3), with_context=False
         ):
             assert numbers == pytest.approx(wanted[0], rel=1e-10)
-
-
-def test_buffers_keep_the_order_of_the_model() -> None:
-    def model() -> nn.Module:
-        return nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(WIDTH, WIDTH), Counted())))
-
-    assert_same(model, 2, dict(pipeline=2), "interleaved")
-
-
-class Counted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("first", torch.zeros(2))
-        self.register_buffer("second", torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second.sum()
-
-
-def _failed_evaluation(rank: int) -> str:
-    class Fails(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.training and rank == 0:
-                raise ArithmeticError("no")
-            return super().forward(x)
-
-    settings = dict(parallel=dict(pipeline=2), train=dict(global_batch_size=SAMPLES, precision="fp64"), device="cpu")
-    model = lambda: nn.Sequential(Fails(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))  # noqa: E731
-    engine = colossus.initialize(settings, model=model, loss_fn=squares)
-    engine.train_step(batch_of(0))
-    if rank == 0:
-        with pytest.raises(ArithmeticError):
-            engine.eval_step(batch_of(1))
-        with pytest.raises(RuntimeError, match="an earlier step or evaluation failed") as caught:
-            engine.train_step(batch_of(1))
-        message = str(caught.value)
-    else:
-        message = ""
-    engine.close()
-    with pytest.raises(RuntimeError, match="this engine is closed"):
-        engine.train_step(batch_of(1))
-    return message
-
-
-def test_no_step_after_an_evaluation_that_failed() -> None:
-    assert "evaluation failed" in run_ranks(2, _failed_evaluation, with_context=False, timeout=30)[0]
 
 
 def test_hooks_of_a_model_that_is_never_called_are_refused() -> None:

@@ -119,21 +119,6 @@ def test_padded_tokens_under_recomputation_and_dropout() -> None:
             assert_same_run(trace, reference, loss=1e-12, norm=1e-12, parameter=1e-10)
 
 
-@pytest.mark.rest("fp16")
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision(precision: str) -> None:
-    plans: dict[str, Any] = {
-        "1d sharded": dict(tensor=dict(size=2, sequence_sharded=True)),
-        "pipeline": dict(pipeline=2),
-        "zero": dict(data=2, zero=3),
-    }
-    configs = {name: config_of(plan, 3, precision, model=TRAINED) for name, plan in plans.items()}
-    alone = run_plan(1, config_of({}, 3, precision, model=TRAINED), 3)[0]
-    for name, traces in run_cases(2, configs, 3).items():
-        assert traces[0].losses == pytest.approx(alone.losses, rel=4e-3), name
-        assert traces[0].norms == pytest.approx(alone.norms, rel=4e-2), name
-
-
 # -- what is refused ------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -161,12 +146,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_what_is_refused_before_launch(parallel: dict[str, Any], more: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         load_config(dict(parallel=parallel, model={**TRAINED, **more}))
-
-
-def test_the_nearest_plans_of_a_refused_sequence() -> None:
-    with pytest.raises(ValueError, match=r"parallel.sequence.size=1 parallel.tensor.size=4") as caught:
-        load_config(dict(parallel=dict(sequence=4), model=TRAINED), nproc=4)
-    assert "parallel.sequence.size=2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
