@@ -103,8 +103,8 @@ def require_same_values(model: nn.Module, existing: Mapping[str, int], context: 
         if (spec := spec_of(param)).is_plain and not spec.layout.stored  # else ranks hold different rows
     }
     world, stage = context.group(context.grid.names), context.index("pipeline")
-    digests = all_gather_object(((stage, _digest(plain)), _digest(existing)), world)
-    if len({of_stage for of_stage, _ in digests}) == context.size("pipeline") and len({of for _, of in digests}) == 1:
+    digests = set(all_gather_object((stage, _digest(plain), _digest(existing)), world))
+    if len(digests) == len({stage for stage, _, _ in digests}) and len({of_whole for _, _, of_whole in digests}) == 1:
         return
     own: dict[tuple[int | None, str], int] = {(stage, name): value for name, value in plain.items()}
     own |= {(None, name): value for name, value in existing.items()}

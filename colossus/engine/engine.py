@@ -83,20 +83,12 @@ class Engine:
         """Optimizer steps done."""
         return self.run.completed_steps
 
-    @completed_steps.setter
-    def completed_steps(self, completed: int) -> None:
-        self.run.completed_steps = completed
-
     # -- data ---------------------------------------------------------------------------------------------
 
     @property
     def loaders(self) -> Loaders | None:
-        """Of training and validation; may be replaced between steps."""
+        """Of training and validation."""
         return self.run.loaders
-
-    @loaders.setter
-    def loaders(self, loaders: Loaders | None) -> None:
-        self.run.loaders = loaders
 
     @property
     def loader(self) -> Any:
@@ -139,7 +131,7 @@ class Engine:
                 mark = check.mark(batch, step_batch.fingerprint)  # before the model writes to it
             totals = self.accumulate_gradients(step_batch)
             result = self._optimizer_step.run(self.completed_steps, totals, self.run.stop, mark, self._before_update)
-            self.completed_steps = result.step
+            self.run.completed_steps = result.step
         return result
 
     def accumulate_gradients(self, batch: StepBatch) -> StepTotals:
