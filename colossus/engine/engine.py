@@ -87,8 +87,12 @@ class Engine:
 
     @property
     def loaders(self) -> Loaders | None:
-        """Of training and validation."""
+        """Of training and validation; may be replaced between steps."""
         return self.run.loaders
+
+    @loaders.setter
+    def loaders(self, loaders: Loaders | None) -> None:
+        self.run.loaders = loaders
 
     @property
     def loader(self) -> Any:

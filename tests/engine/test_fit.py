@@ -70,7 +70,7 @@ def test_data_that_ends_early_is_explained() -> None:
 
 def test_fit_goes_on_where_the_engine_is() -> None:
     engine = FakeEngine(steps=4)
-    engine.run.completed_steps = 3
+    engine.completed_steps = 3
     diary = Diary()
     assert fit(engine, [diary]).steps == 4
     assert diary.lines == ["start", "begin 4", "end 4", "done"]

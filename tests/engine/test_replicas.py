@@ -252,7 +252,7 @@ def fits(rank: int, folder: Path, stops_after: int) -> tuple[list[tuple[float, .
     config["train"] |= dict(log_every=1, steps=6, grad_norm_by_group=True)
     engine = colossus.initialize(config)
     batches = [own_part(engine, step) for step in range(6)]
-    engine.run.loaders = SimpleNamespace(train=batches, validation=None, validation_missing="", description="made here")  # type: ignore[assignment]
+    engine.loaders = SimpleNamespace(train=batches, validation=None, validation_missing="", description="made here")  # type: ignore[assignment]
     watched, shown, path = StopsAfter(stops_after), io.StringIO(), folder / f"{rank}.jsonl"
     summary = fit(engine, [Metrics(path), PlainDisplay(folder, shown), watched])
     engine.close()
