@@ -150,8 +150,8 @@ class GradientWatch:
     def _settle(self, evidence: _Evidence) -> None:
         """All ranks know that the gradients of a step were not finite: say where, and raise unless it is skipped."""
         step, most, scale = evidence.step, self._train.max_skips, evidence.loss_scale
-        rank, parameter, words = self._find_origin(evidence)
-        words = f"step {step}: {words}"
+        culprit, parameter, origin = self._find_origin(evidence)
+        words = f"step {step}: {origin}"
         if scale is not None and scale.item() > SMALLEST_SCALE:
             self._warn(f"{words}: float16 overflowed at a loss scale of {scale.item():g}; the step is skipped")
             return
@@ -175,7 +175,7 @@ class GradientWatch:
             self._warn(f"{words}: the step is skipped ({self._num_in_row} in a row, train.max_skips = {most})")
             return
         anomaly = "; torch.autograd.set_detect_anomaly(True) names the operation"
-        raise NonFiniteGradients(words + remedy + anomaly, step, rank, parameter)
+        raise NonFiniteGradients(words + remedy + anomaly, step, culprit, parameter)
 
     def _find_origin(self, evidence: _Evidence) -> tuple[int | None, str | None, str]:
         """The rank where it began, the parameter, and both in words. Collective over the ranks that sum a step.
@@ -184,42 +184,35 @@ class GradientWatch:
         of the parameter that backward came to first.
         """
         norms = [] if evidence.norms is None else evidence.norms.tolist()
-        bad = {_name(param): norm for param, norm in zip(self._norm.params, norms, strict=True) if not _finite(norm)}
-        summed = {name for names, _ in evidence.local_sums for name in names}
+        pairs = zip(self._norm.params, norms, strict=True)
+        summed = {_name(param): norm for param, norm in pairs if not math.isfinite(norm)}
+        sent = {name for names, _ in evidence.local_sums for name in names}
         own = {name for names, total in evidence.local_sums if not total.isfinite() for name in names}
-        found = all_gather_object((evidence.loss_sum.item(), own | (bad.keys() - summed), bad), self._group)
-        by_rank = dict(zip(self._group.ranks, found, strict=True))
-        of_any = {name: norm for _, _, bad in found for name, norm in bad.items()}
-
-        def last(names: set[str]) -> tuple[int, str | None]:
-            return max(((self._order.get(name, -1), name) for name in names & of_any.keys()), default=(-2, None))
-
-        def place(rank: int) -> str:
-            where = self._grid.where(rank)
-            return f"rank {rank} ({where})" if where else f"rank {rank}"
-
-        _, parameter = last(set(of_any))
-        for rank, (loss, _, _) in sorted(by_rank.items()):
-            if not _finite(loss):
-                return rank, parameter, f"the loss of {place(rank)} is {loss}"
-        (_, own_parameter), first = max((last(own), -rank) for rank, (_, own, _) in by_rank.items())
-        if own_parameter is not None:
-            return (
-                -first,
-                own_parameter,
-                (f"the gradient norm of {own_parameter} on {place(-first)} is {of_any[own_parameter]}"),
-            )
+        found = all_gather_object((evidence.loss_sum.item(), own | (summed.keys() - sent), summed), self._group)
+        of_any = {name: norm for _, _, summed in found for name, norm in summed.items()}
+        order = {name: (self._order.get(name, -1), name) for name in of_any}
+        parameter = max(of_any, key=order.__getitem__, default=None)
+        culprit: int | None = None
+        first: str | None = None
+        for rank, (loss, suspects, _) in sorted(zip(self._group.ranks, found, strict=True)):
+            if not math.isfinite(loss):
+                return rank, parameter, f"the loss of {self._place(rank)} is {loss}"
+            last = max(suspects & of_any.keys(), key=order.__getitem__, default=None)
+            if last is not None and (first is None or order[last] > order[first]):
+                culprit, first = rank, last
+        if culprit is not None and first is not None:
+            return culprit, first, f"the gradient norm of {first} on {self._place(culprit)} is {of_any[first]}"
         if parameter is not None:
             return None, parameter, f"the gradient norm of {parameter} is {of_any[parameter]} after the sum over ranks"
         return None, None, "the gradient norm of the global batch is not finite"
 
+    def _place(self, rank: int) -> str:
+        where = self._grid.where(rank)
+        return f"rank {rank} ({where})" if where else f"rank {rank}"
+
     def _warn(self, message: str) -> None:
         if self._group.index == 0:
             log.warning(message)
-
-
-def _finite(number: float) -> bool:
-    return math.isfinite(number)
 
 
 def _name(param: Tensor) -> str:
