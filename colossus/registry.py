@@ -176,10 +176,10 @@ DATASETS = Registry(
 OPTIMIZERS = Registry(
     "optimizer",
     {
-        "AdamW": "colossus.engine.optimizers:adamw",
-        "Adam": "colossus.engine.optimizers:adam",
-        "Adagrad": "colossus.engine.optimizers:adagrad",
-        "SGD": "colossus.engine.optimizers:sgd",
+        "AdamW": "torch.optim.adamw:AdamW",
+        "Adam": "torch.optim.adam:Adam",
+        "Adagrad": "torch.optim.adagrad:Adagrad",
+        "SGD": "torch.optim.sgd:SGD",
     },
 )
 #: rules of tables with sparse gradients, each with its options
@@ -192,7 +192,14 @@ TABLE_OPTIMIZERS = Registry(
         "SGD": "colossus.sparse.table_optimizers:sgd",
     },
 )
-LR_SCHEDULES = Registry("learning-rate schedule", package="colossus.engine.lr_schedules")
+LR_SCHEDULES = Registry(
+    "learning-rate schedule",
+    {
+        "constant": "colossus.engine.lr_schedules:constant",
+        "cosine": "colossus.engine.lr_schedules:cosine",
+        "linear": "colossus.engine.lr_schedules:linear",
+    },
+)
 SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
 STRATEGIES = Registry(
     "data-parallel strategy",

@@ -15,10 +15,10 @@ from colossus.checkpoint.together import on_all_ranks
 from colossus.comm import collectives, shared_memory
 from colossus.config import Config, model_options
 from colossus.construct.build_model import build
+from colossus.context.device import pick_device
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.device import pick_device
 from colossus.engine.inputs import batch_axes
-from colossus.engine.pipeline import PipelineRuntime
+from colossus.engine.stages import PipelineRuntime
 from colossus.error_place import add_place
 from colossus.inference.config import Source, generation_config
 from colossus.layers import to_whole

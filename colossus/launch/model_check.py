@@ -49,7 +49,7 @@ def check_model(config: Config) -> ModelInfo | None:
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext
     from colossus.engine.checkpointed_modules import with_activation_checkpoint
-    from colossus.engine.pipeline import PipelineRuntime
+    from colossus.engine.stages import PipelineRuntime
     from colossus.layout.parameter import num_parameters
     from colossus.sparse.survey import survey
     from colossus.sparse.table_group import require_optimizer_of_tables

@@ -15,16 +15,11 @@ import torch
 import torch.nn.functional as F
 from helpers.faulty_gradients import Faulty
 from helpers.ranks import run_ranks
-from helpers.strategies import LocalSteps
 from helpers.training import BATCH, batch_of, config_of, is_key_bias, shared_run
 from torch import Tensor, nn
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.context.parallel_context import current_context
-from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.group_norms import GroupNorms
-from colossus.layout.parameter import spec_of
 from colossus.monitor.display import PlainDisplay
 from colossus.monitor.metrics import Metrics
 
@@ -155,46 +150,6 @@ def test_norms_of_parameter_groups(plan: tuple[int, dict[str, Any], str], optimi
             assert norms == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_parameter_that_the_optimizer_lacks_is_in_no_group() -> None:
-    """And an optimizer of a rank that has nothing to update has no group; one that is added later is one."""
-    context = current_context()
-    params = [nn.Parameter(torch.full((2,), float(number))) for number in (1, 2, 3)]
-    for number, param in enumerate(params):
-        param.grad = param.detach().clone()
-        spec_of(param).name = f"p{number}"
-    norm, group = GradientNorm(params, context), context.group("data")
-    squares = norm.local_squares(context.device)
-    assert squares.tolist() == pytest.approx([2.0, 8.0, 18.0])
-    nothing = GroupNorms(norm, torch.optim.SGD([nn.Parameter(torch.zeros(0))], lr=0.1), group)
-    assert (nothing.names, nothing.sum_squares(squares).tolist()) == ((), [])
-    optimizer = torch.optim.SGD([{"params": [params[2]], "name": "last"}], lr=0.1)
-    groups = GroupNorms(norm, optimizer, group)
-    assert groups.sum_squares(squares).tolist() == pytest.approx([18.0])
-    optimizer.add_param_group({"params": [params[0]]})
-    assert groups.sum_squares(squares).tolist() == pytest.approx([18.0, 2.0])
-    assert groups.names == ("last", "1")
-
-
-def _norms_of_replicas(rank: int) -> list[tuple[float, dict[str, float]]]:
-    config = settings(dict(data=2, strategy=dict(type=LocalSteps, every=2)), grad_norm_by_group=True)
-    engine = colossus.initialize(config)
-    part = BATCH // 2
-    found = []
-    for step in range(STEPS):
-        result = engine.train_step({key: value[rank * part :][:part] for key, value in batch_of(step).items()})
-        found.append((result.grad_norm, result.grad_norms))
-    engine.close()
-    return found
-
-
-def test_an_inexact_strategy_has_means_over_replicas() -> None:
-    """Of one group: those of the norms themselves."""
-    first, second = run_ranks(2, _norms_of_replicas, with_context=False)
-    assert first == second
-    for norm, norms in first:
-        assert norms == {"0": pytest.approx(norm, rel=1e-12)}
-
-
 def test_rows_and_lines(tmp_path: Path) -> None:
     faulty = Faulty(settings({}, on_nonfinite="skip", grad_norm_by_group=True))
     engine = faulty.engine
@@ -218,16 +173,3 @@ def test_rows_and_lines(tmp_path: Path) -> None:
     lines = stream.getvalue().splitlines()
     assert ["skipped 1" in line for line in lines[1:3]] == [False, True]
     assert ", 1 skipped; run folder" in lines[3]
-
-
-def test_rows_of_fp16(tmp_path: Path) -> None:
-    config = settings({}, precision="fp16", loss_scale=dict(init=64.0, growth_interval=2))
-    engine = colossus.initialize(config)
-    metrics = Metrics(tmp_path / "metrics.jsonl")
-    metrics.on_train_start(engine)
-    for step in range(STEPS):
-        metrics.on_step_end(engine, engine.train_step(batch_of(step)))
-    metrics.on_train_end(engine)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["loss_scale"], row["skipped"]) for row in rows] == [(64.0, 0), (64.0, 0), (128.0, 0)]
-    assert "grad_norms" not in rows[0]

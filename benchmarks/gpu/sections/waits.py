@@ -51,7 +51,7 @@ def cases(device: torch.device, budget: float) -> Iterator[Case]:
 
 def _engine(device: torch.device, precision: Any, **more: Any) -> Engine:
     if device.type != "cuda":
-        raise LeftOut("no CUDA device; on fake ones the suite counts waits (tests/engine/test_fake_cuda.py)")
+        raise LeftOut("no CUDA device; on fake ones the suite counts waits (tests/engine/test_device_steps.py)")
     config = config_of({}, 100, precision, device="cuda", **{**more, "model": {**MODEL, **more.get("model", {})}})
     return colossus.initialize(config)
 

@@ -1,12 +1,13 @@
-"""Which device a rank computes on."""
+"""Which device a rank computes on, and that no two ranks share one where NCCL would refuse it or hang."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+from torch import distributed as dist
 
-from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
+from colossus.context.visible_devices import VARIABLE, counted, explain_visible, may_be_of_one_rank
 
 
 def pick_device(wanted: str, backend: str = "auto") -> torch.device:
@@ -14,7 +15,7 @@ def pick_device(wanted: str, backend: str = "auto") -> torch.device:
 
     Where a rank that torchrun or srun has started sees one device only, perhaps each of its neighbours sees another
     (SLURM's ``--gpus-per-task``, a script that sets ``CUDA_VISIBLE_DEVICES`` by rank); whether they do is seen when
-    the ranks join (`colossus.context.world`).
+    the ranks join (`require_own_device`).
 
     Args:
         backend: ``comm.backend``.
@@ -42,3 +43,24 @@ def pick_device(wanted: str, backend: str = "auto") -> torch.device:
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
+
+
+def require_own_device(store: dist.Store, rank: int, device: torch.device) -> None:
+    """Claim the device for this rank.
+
+    Args:
+        store: of all ranks, before NCCL is told of them.
+
+    Raises:
+        ValueError: on the second rank that claims it.
+    """
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if found is None:
+        return
+    owner = store.compare_set(f"device/{found}", "", str(rank)).decode()
+    if owner != str(rank):
+        raise ValueError(
+            f"ranks {owner} and {rank} are on the same device (GPU-{found}), which NCCL refuses: give each rank a "
+            f"device of its own (what sets {VARIABLE} for the ranks, or --gpus-per-task of srun?), start fewer "
+            f"ranks, or use comm.backend='gloo', under which ranks may share one"
+        )
