@@ -145,8 +145,6 @@ class Train(Section):
     on_nonfinite: Literal["raise", "skip"] = "raise"
     #: steps in a row that may be skipped so; overflows of fp16 do not count
     max_skips: Count = 10
-    #: write the gradient norm of each parameter group of the optimizer into metrics.jsonl
-    grad_norm_by_group: bool = False
     seed: CountOrZero = 0
     log_every: Count = 10
     #: steps between evaluations; 0 evaluates never

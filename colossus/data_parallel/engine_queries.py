@@ -19,7 +19,7 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.buckets import LocalSum
 from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 from colossus.sparse.choice import Survey
 from colossus.sparse.tables import Tables
 

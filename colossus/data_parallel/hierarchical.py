@@ -14,7 +14,7 @@ from colossus.data_parallel.options.exact import HierarchicalOptions
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.bucket_sum import BucketSum, FlatSum, TwoLevelSum
 from colossus.gradients.hosts import Hosts
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 
 
 class Hierarchical(AllReduce):
@@ -36,12 +36,12 @@ class Hierarchical(AllReduce):
     def sum_of(self, params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
         if "data" not in axes or len(self.hosts.sets) == 1:
             return FlatSum(self.parts.context.group(axes))
-        if self._memory is not None or self.hosts.per_host == 1:
+        if self._feedback is not None or self.hosts.per_host == 1:
             return super().sum_of(params, axes, dtype)
         return TwoLevelSum(self.hosts.inside(axes), self.hosts.between())
 
     def hosts_of_rows(self) -> Hosts | None:
         return self.hosts if self.hosts.are_levels else None
 
-    def levels(self) -> tuple[AxisGroup, AxisGroup]:
-        return self.hosts.inside(("data",)), self.hosts.between()
+    def levels(self, axes: tuple[str, ...]) -> tuple[AxisGroup, AxisGroup]:
+        return self.hosts.inside(axes), self.hosts.between()

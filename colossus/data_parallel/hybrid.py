@@ -13,7 +13,7 @@ from colossus.data_parallel.all_reduce import AllReduce
 from colossus.data_parallel.options.hybrid import HybridOptions
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.hosts import Hosts
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 from colossus.sparse.balance import Balance
 from colossus.sparse.choice import Choice, Survey, choose, pattern_problems, way_problems
 

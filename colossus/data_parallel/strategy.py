@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from colossus.data_parallel.engine_queries import EngineQueries
 from colossus.data_parallel.skipped_update import skipping_on_device
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
-from colossus.gradients.values import values_of
+from colossus.gradients.gradient_norm import values_of
+from colossus.gradients.reduction import ModelParts
 
 
 class Strategy(EngineQueries):
@@ -32,7 +32,6 @@ class Strategy(EngineQueries):
         finish                                                      they are what the optimizer is to see
         step, and in it update                                      divide, clip, update
         after_step                                                  mix, average, gather
-        abandon                                                     in place of the rest, where something is raised
         report                                                      numbers for the metrics of the step
         state_dict, load_state_dict, parameter_state, load_parameter_state     checkpoints
         close
@@ -117,7 +116,7 @@ class Strategy(EngineQueries):
         """
 
     def abandon(self) -> None:
-        """Forget a step that failed, without a collective."""
+        """A step or an evaluation has failed: nothing but `close` follows, which is to wait for nobody."""
 
     def report(self) -> dict[str, float]:
         """Numbers for the metrics of a step, by name."""

@@ -178,9 +178,7 @@ class Engine:
             with as_shards():
                 self.store.end_step()
                 self.strategy.finish()
-        except BaseException:  # a caller that goes on finds no gathered weights and no pending reduction of this step
-            self.store.abandon_step()
-            self.strategy.abandon()
+        except BaseException:
             self._mark_failed()
             raise
         return totals
@@ -230,6 +228,7 @@ class Engine:
     def _mark_failed(self) -> None:
         """Nothing runs after this: what the other ranks have done meanwhile is not known."""
         self._failed = True
+        self.strategy.abandon()
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
@@ -262,18 +261,13 @@ class Engine:
         metrics = self._stages.metrics
         sums = EvalTotals.zeros(len(metrics.names), self.device)
         metrics.take()  # of an evaluation that failed
-        try:
-            batches = list(self.inputs.split_evenly(batch, most))
-            self.store.begin_evaluation(sum(len(step_batch.microbatches) for step_batch, _ in batches))
-            with self.strategy.forwards():
-                for step_batch, times in batches:
-                    totals = self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
-                    sums.add(EvalTotals(totals.loss_sum / times, totals.tokens / times, metrics.take() / times))
-        except BaseException:
-            self.store.abandon_step()
-            raise
-        finally:
-            self.store.release()
+        batches = list(self.inputs.split_evenly(batch, most))
+        self.store.begin_evaluation(sum(len(step_batch.microbatches) for step_batch, _ in batches))
+        with self.strategy.forwards():
+            for step_batch, times in batches:
+                totals = self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
+                sums.add(EvalTotals(totals.loss_sum / times, totals.tokens / times, metrics.take() / times))
+        self.store.release()
         return sums
 
     # -- life ---------------------------------------------------------------------------------------------

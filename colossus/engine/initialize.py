@@ -34,8 +34,7 @@ from colossus.engine.rank_model import build_rank_model
 from colossus.engine.stages import ModelStages, parameters_by_stage
 from colossus.engine.step_numbers import StepReduction
 from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.group_norms import GroupNorms
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import full_model_order
 from colossus.registry import STRATEGIES
@@ -241,10 +240,9 @@ def _make_step(
     """What follows once gradients are summed, and the parts that have a state."""
     train = config.train
     norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
-    groups = GroupNorms(norm, optimizer, context.group(strategy.summed_axes)) if train.grad_norm_by_group else None
     scales = context.precision.scales_loss
     scaler = LossScaler(train.loss_scale, context, train.global_batch_size) if scales else None
-    reduction = StepReduction(context, norm, strategy, train.clip_grad_norm, groups)
+    reduction = StepReduction(context, norm, strategy, train.clip_grad_norm)
     watch = GradientWatch(train, context, strategy, norm, full_model_order(module), scaler)
     run = Run(config, context, module, optimizer, store, strategy, watch, scaler, loaders)
     return run, reduction, OptimizerStep(config, optimizer, strategy, reduction, watch, scaler)

@@ -18,9 +18,8 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
 from colossus.engine.loss_scale import SMALLEST_SCALE, LossScaler
 from colossus.gradients.buckets import LocalSum
-from colossus.gradients.gradient_norm import GradientNorm
+from colossus.gradients.gradient_norm import GradientNorm, values_of
 from colossus.gradients.host_transfer import LateValue
-from colossus.gradients.values import values_of
 from colossus.layout.parameter import spec_of
 
 

@@ -112,9 +112,6 @@ class OptimizerStep:
             if scaler is not None:
                 scaler.update(found_inf, own[1])
         is_own = not strategy.is_summed(step)
-        if is_own and self._reduction.group_names:  # norms of groups are shares of their mean over replicas
-            numbers = numbers.clone()
-            numbers[-len(self._reduction.group_names) :] *= self._num_replicas
         torch.clear_autocast_cache()  # an outer block would keep casts of the weights from before the step
         return StepResult(
             step + 1,
@@ -122,7 +119,6 @@ class OptimizerStep:
             numbers,
             stops,
             self._reduction.batch_check.require_zero if mark is not None else None,
-            groups=self._reduction.group_names,
             skipped=False if found_inf is None else found_inf,
             num_skipped=self.watch.num_skipped,
             loss_scale=loss_scale,

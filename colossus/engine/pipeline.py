@@ -10,7 +10,6 @@ from torch import nn
 from colossus.comm.links import Links
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.tied import tied_parameters
 from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks
 from colossus.schedule.actions import Action, placement
@@ -86,8 +85,9 @@ class PipelineRuntime:
         """Parameters of this rank that other pipeline ranks hold, too, each with all ranks that do."""
         if self.partition is None:
             return []
-        ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.names}
-        return tied_parameters(dict(model.named_parameters()), ranks_of)
+        held = dict(model.named_parameters())
+        ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.names if name in held}
+        return [(held[name], ranks) for name, ranks in ranks_of.items() if len(ranks) > 1]
 
     def make_executor(
         self, stages: Stages, parallel: ModelParallel, observers: Sequence[StepObserver] = ()

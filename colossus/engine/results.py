@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -57,7 +57,6 @@ class StepResult:
         stops: requests to stop of all ranks, summed (`results.addend`).
         require_zero: raises unless the total of the batches' marks is 0; called when the numbers are read. None where
             the numbers have no such total.
-        groups: names of the parameter groups whose norms the numbers end with.
         skipped: whether the step changed nothing.
         num_skipped: steps that did not, so far.
         loss_scale: of the mean loss in this step.
@@ -72,7 +71,6 @@ class StepResult:
         stops: float = 0.0,
         require_zero: Callable[[float], None] | None = None,
         *,
-        groups: Sequence[str] = (),
         skipped: Tensor | bool = False,
         num_skipped: Tensor | int = 0,
         loss_scale: Tensor | None = None,
@@ -82,7 +80,7 @@ class StepResult:
         self.step, self.lr, self.replica = step, lr, replica
         self.stop_requested, self.stop_signal = stops > 0, signal_of(stops)
         self._device_numbers = numbers
-        self._require_zero, self._groups = require_zero, groups
+        self._require_zero = require_zero
         singles = {
             "skipped": skipped, "num_skipped": num_skipped, "loss_scale": loss_scale, "replica_tokens": own_tokens
         }  # fmt: skip
@@ -167,13 +165,6 @@ class StepResult:
     def grad_norm(self) -> float:
         """Global gradient norm before clipping, each element counted once."""
         return self._numbers[2]
-
-    @property
-    def grad_norms(self) -> dict[str, float]:
-        """The same of each parameter group of the optimizer, by its name or number: of ``train.grad_norm_by_group``."""
-        numbers = self._numbers
-        norms = numbers[len(numbers) - len(self._groups) :]
-        return dict(zip(self._groups, norms, strict=True))
 
     @property
     def skipped(self) -> bool:

@@ -16,7 +16,6 @@ from colossus.engine.eval_metrics import EvalTotals
 from colossus.engine.loss_function import check_totals
 from colossus.engine.results import EvalResult
 from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.group_norms import GroupNorms
 from colossus.layers.model_parallel import model_parallel_of
 
 
@@ -35,7 +34,6 @@ class StepReduction:
         norm: of the gradients of this rank.
         strategy: sums the numbers.
         clip_grad_norm: largest norm of the gradient of the mean loss; None does not clip.
-        groups: the parameter groups whose norms are wanted.
     """
 
     def __init__(
@@ -44,10 +42,8 @@ class StepReduction:
         norm: GradientNorm,
         strategy: Strategy,
         clip_grad_norm: float | None,
-        groups: GroupNorms | None = None,
     ) -> None:
         self._context, self._norm, self._strategy, self._clip_grad_norm = context, norm, strategy, clip_grad_norm
-        self._groups = groups
         pipeline = ("pipeline",) if context.size("pipeline") > 1 else ()
         loss_axes = {*model_parallel_of(context).regions.whole.shard_axes, *pipeline}
         all_axes, coordinates = set(context.grid.names), context.coordinates
@@ -60,15 +56,6 @@ class StepReduction:
 
     def _group_over(self, axes: set[str]) -> AxisGroup:
         return self._context.group(tuple(axis for axis in self._context.grid.names if axis in axes))
-
-    def _share(self) -> float:
-        """Norms of groups are summed over the replicas of an inexact strategy to be their mean, as the norm is."""
-        return 1.0 if self._strategy.exact else 1.0 / self._context.size("data")
-
-    @property
-    def group_names(self) -> tuple[str, ...]:
-        """Of the parameter groups whose norms end a step's numbers."""
-        return () if self._groups is None else self._groups.names
 
     def finish_step(
         self,
@@ -88,8 +75,8 @@ class StepReduction:
 
         Returns:
             Of the global batch (under an inexact strategy of the replica's): loss sum, tokens, gradient norm before
-            clipping, requests to stop; then the total of the marks where there are any, and the norms of the groups
-            that are wanted. The norm is not finite where a gradient of any rank is not.
+            clipping, requests to stop; then the total of the marks where there are any. The norm is not finite where
+            a gradient of any rank is not.
             The factor, a float64 scalar: one over the tokens and the scale, and what clips the gradient of the mean
             loss.
 
@@ -109,11 +96,7 @@ class StepReduction:
         ]
         if mark is not None:
             addends.append(mark)
-        num_single = len(addends)
-        numbers = torch.stack(addends)
-        if self._groups is not None:
-            numbers = torch.cat((numbers, self._groups.sum_squares(squares)))
-        numbers = self._strategy.replica_scalars(numbers)
+        numbers = self._strategy.replica_scalars(torch.stack(addends))
         if mark is not None:
             self.batch_check.check(numbers[4], mark)
         if numbers.device.type == "cpu":  # elsewhere it would wait for the device
@@ -124,10 +107,7 @@ class StepReduction:
         scale = 1.0 / divisor
         if self._clip_grad_norm is not None:
             scale = scale * (self._clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        singles = torch.stack([numbers[0], numbers[1], norm, *numbers[3:num_single]])
-        if self._groups is None:
-            return singles, scale
-        return torch.cat((singles, numbers[num_single:].sqrt() * (self._share() / divisor))), scale
+        return torch.stack([numbers[0], numbers[1], norm, *numbers[3:]]), scale
 
     def evaluation(self, totals: EvalTotals, metrics: Sequence[str], has_ended: bool = False) -> EvalResult:
         """Sums over all ranks.

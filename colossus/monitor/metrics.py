@@ -111,8 +111,6 @@ class _Row:
             row["mfu"] = mfu
         if result.replica is not None:
             row["replica"] = result.replica
-        if train.grad_norm_by_group:
-            row["grad_norms"] = result.grad_norms
         if result.loss_scale is not None:
             row["loss_scale"] = result.loss_scale
         if result.loss_scale is not None or train.on_nonfinite == "skip":
@@ -128,9 +126,8 @@ class Metrics(Hook):
     A row with ``replica`` has the loss, the norm and the tokens of that replica alone, which under an inexact strategy
     waits for the others at some steps only; ``consensus_distance`` is there where the average of the replicas was made.
 
-    With ``train.grad_norm_by_group`` a row has ``grad_norms``: parameter group of the optimizer -> norm. Where steps
-    can be skipped (``train.on_nonfinite = "skip"``, fp16) it has ``skipped``, how many were so far, and under fp16
-    ``loss_scale``.
+    Where steps can be skipped (``train.on_nonfinite = "skip"``, fp16) a row has ``skipped``, how many were so far, and
+    under fp16 ``loss_scale``.
 
     With ``comm.accounting`` a row has ``comm``, too: axis -> ``calls`` and ``bytes`` that the logging rank sent along
     it in the step, without evaluations, as `colossus.comm.accounting` counts them.

@@ -19,7 +19,7 @@ from colossus.data_parallel.options.gossip import ADPSGDOptions
 from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 from colossus.graphs.checks import two_sides
 from colossus.graphs.graph import Graph, make_graph
 

@@ -18,7 +18,7 @@ from colossus.data_parallel.gossip.stop_in_messages import StopInMessages
 from colossus.data_parallel.options.gossip import GossipOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 from colossus.graphs.graph import make_graph
 
 

@@ -11,7 +11,7 @@ from colossus.data_parallel.gossip.eager import Eager
 from colossus.data_parallel.gossip.gossip import Gossip
 from colossus.data_parallel.options.gossip import TOLD_WEIGHT, SGPOptions
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 
 log = logging.getLogger("colossus.engine")
 

@@ -15,8 +15,8 @@ _POWERSGD = ("rank", "start_step", "warm_start", "min_compression_rate")
 
 
 class AllReduceOptions(StrategyOptions):
-    #: how gradients travel along data, which is inexact then: "bf16", "fp16", "powersgd"; None: as they are
-    compress: Literal["bf16", "fp16", "powersgd"] | None = None
+    #: how gradients travel along data, which is inexact then: "bf16", "powersgd"; None: as they are
+    compress: Literal["bf16", "powersgd"] | None = None
     #: of PowerSGD: of the factors
     rank: Count = 1
     #: of PowerSGD: steps from the first on that are not compressed
@@ -40,7 +40,7 @@ class AllReduceOptions(StrategyOptions):
                 f"parallel.strategy.{given[0]} means nothing with compress = {self.compress!r}; it is for 'powersgd'"
             )
         reduce = config.train.precision.reduce
-        if self.compress in ("bf16", "fp16") and reduce in ("bf16", "fp16"):
+        if self.compress == "bf16" and reduce in ("bf16", "fp16"):
             problems.append(
                 f"parallel.strategy.compress = {self.compress!r}: gradients are summed in {reduce} already "
                 f"(train.precision.reduce); leave one of the two out"

@@ -18,8 +18,7 @@ from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.replica_average import Distance
 from colossus.data_parallel.rounds.fragments import Fragment, fragment_numbers
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
-from colossus.gradients.reduction import GradientReduction
+from colossus.gradients.reduction import GradientReduction, ModelParts
 from colossus.layout.parameter import full_model_order, spec_of
 
 #: chunks of an average that travel at once

@@ -11,7 +11,7 @@ from colossus.data_parallel.rounds.averaging import Averaging
 from colossus.data_parallel.rounds.fragments import Fragment
 from colossus.data_parallel.rounds.outer_step import outer_step
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 
 
 class DiLoCo(Averaging):

@@ -17,7 +17,7 @@ from colossus.data_parallel.rounds.fragments import Fragment, chunks_of
 from colossus.data_parallel.rounds.optimizer_start import StateAtStart
 from colossus.data_parallel.rounds.outer_step import outer_step
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 
 
 class SlowMo(Averaging):

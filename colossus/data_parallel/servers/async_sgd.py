@@ -18,7 +18,7 @@ from colossus.data_parallel.servers.pull import Pull
 from colossus.data_parallel.servers.rows import tables_of_replica
 from colossus.data_parallel.servers.shards import require_rows
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 from colossus.layout.split_parameter import as_shards
 from colossus.sparse.choice import Survey
 from colossus.sparse.usage import touched
@@ -128,10 +128,6 @@ class AsyncServer(PerReplica):
         self.at_servers.forget()
 
     # -- besides ------------------------------------------------------------------------------------------
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._pull = None
 
     def report(self) -> dict[str, float]:
         at_sync_point = self.parts.syncs_after(self._completed)

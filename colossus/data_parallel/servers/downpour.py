@@ -7,7 +7,7 @@ from torch import Tensor
 
 from colossus.data_parallel.servers.async_sgd import AsyncServer
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 
 
 class Downpour(AsyncServer):
@@ -72,7 +72,3 @@ class Downpour(AsyncServer):
     def parameters_loaded(self) -> None:
         super().parameters_loaded()
         self._unpushed, self._missing = self._zeros(), None
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._missing = None

@@ -20,7 +20,7 @@ from colossus.data_parallel.servers.report import ServerReport
 from colossus.data_parallel.servers.rows import ServerRows
 from colossus.data_parallel.servers.shards import Gradient, ServerShard, SharedShards, gradients_of, server_shards
 from colossus.gradients.host_transfer import HostRead
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 from colossus.server.handles import Handle, wait_or_name_missing
 from colossus.sparse.table import Table
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.gradients.host_transfer import HostRead
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 from colossus.layout.layout import Box
 from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.layout.split_parameter import as_shards

@@ -18,8 +18,7 @@ from colossus.data_parallel.servers.rows import tables_of_replica
 from colossus.data_parallel.servers.shards import require_rows
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.parts import ModelParts
-from colossus.gradients.reduction import GradientReduction
+from colossus.gradients.reduction import GradientReduction, ModelParts
 from colossus.sparse.usage import touched
 
 

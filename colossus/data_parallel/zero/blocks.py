@@ -1,20 +1,15 @@
-"""The modules of a model whose parameters are gathered together, and what runs around them."""
+"""The blocks of a model: the modules whose parameters are gathered together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
-import torch
 from torch import nn
-from torch.autograd.graph import Node
 
-from colossus.data_parallel.zero.prefetch import BlockRuns
-from colossus.data_parallel.zero.sharded_block import HeldParameter, Place, ShardedBlock
+from colossus.data_parallel.zero.sharded_block import HeldParameter, Place
 from colossus.layers import Classifier, Embedding, Linear, LMHead
 from colossus.layers.checkpointed_forward import has_forward
 from colossus.layers.pipeline_block import NamedBlock
-from colossus.nest import tensors
 
 
 def held_parameters(model: nn.Module) -> list[HeldParameter]:
@@ -114,49 +109,3 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
     else:
         for child in module.children():
             yield from _called(child)
-
-
-def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
-    """Gather a block that is freed within a step before its module's forward and backward, and let it go after each."""
-
-    #: the number of the first node that the last forward makes
-    first_node = 0
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal first_node
-        runs.gather(block)
-        first_node = torch._C._autograd._get_sequence_nr()
-        if torch.is_grad_enabled() and not block.in_backward:
-            # On one device autograd runs what was made last first: when what made any of the inputs runs, the backward
-            # of all that was made after it is over. Gradients of the other inputs may still be awaited from elsewhere.
-            nodes = _nodes((args, kwargs), block.params[0].device)
-            call = block.begin_forward(is_left_by_input=bool(nodes))
-            for node in nodes:
-                node.register_prehook(lambda _: runs.leave_backward(block, call))
-
-    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            call = block.call
-            nodes = _nodes(output)
-            # not what made an input that is returned as it is: it runs when the backward of this block is over
-            made_here = [node for node in nodes if node._sequence_nr() >= first_node]
-
-            def enter(_: Any) -> None:
-                runs.enter_backward(block, call)
-                if not call.is_left_by_input:  # at the end of this backward, which may be inside of another
-                    torch.autograd.Variable._execution_engine.queue_callback(lambda: runs.leave_backward(block, call))
-
-            for node in made_here or sorted(nodes, key=lambda node: node._sequence_nr())[-1:]:
-                node.register_prehook(enter)
-        block.after_forward()
-        runs.after_release()
-
-    module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-    module.register_forward_hook(after, with_kwargs=True)
-
-
-def _nodes(nest: Any, device: torch.device | None = None) -> list[Node]:
-    """What made the tensors of a nest (on one device), whatever types these are."""
-    with torch._C.DisableTorchFunctionSubclass():
-        found = [tensor for _, tensor in tensors(nest) if device is None or tensor.device == device]
-        return [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]

@@ -249,7 +249,7 @@ class StopsAfter(Hook):
 
 def fits(rank: int, folder: Path, stops_after: int) -> tuple[list[tuple[float, ...]], str, FitSummary, list[Any]]:
     config = settings_of(dict(data=2, strategy=dict(type=Apart, log_every=2)))
-    config["train"] |= dict(log_every=1, steps=6, grad_norm_by_group=True)
+    config["train"] |= dict(log_every=1, steps=6)
     engine = colossus.initialize(config)
     batches = [own_part(engine, step) for step in range(6)]
     engine.loaders = SimpleNamespace(train=batches, validation=None, validation_missing="", description="made here")  # type: ignore[assignment]
@@ -258,7 +258,6 @@ def fits(rank: int, folder: Path, stops_after: int) -> tuple[list[tuple[float, .
     engine.close()
     told = []
     for each in watched.results:
-        assert list(each.grad_norms.values()) == pytest.approx([each.grad_norm], rel=1e-12)
         told.append((each.replica, each.loss, each.tokens, each.grad_norm, each.replica_tokens))
     rows = [json.loads(line) for line in path.read_text().splitlines()] if rank == 0 else []
     return told, shown.getvalue(), summary, rows

@@ -197,7 +197,7 @@ def alone() -> Trace:
 
 
 EXACT_ONES = {"own optimizer": dict(type=OwnSGD, lr=LR, momentum=MOMENTUM), "sharded": dict(type="zero", stage=3)}
-#: under more plans in tests/engine/test_zero.py
+#: under more plans in tests/data_parallel/test_zero.py
 SHARDED = ("data",)
 
 

@@ -68,8 +68,6 @@ def case_of(name: str) -> dict[str, dict[str, Any]]:
     """Of an optimizer with a norm that clips, or of what is named."""
     if name == "microbatches":
         return pair(dict(data=2), "adamw", schedule=dict(microbatches=2))
-    if name == "norms of groups":
-        return pair(dict(data=2), "adamw", train=dict(grad_norm_by_group=True, clip_grad_norm=None))
     if name == "clipped values":
         return pair(dict(data=2), "momentum", train=dict(clip_grad_norm=0.7, clip_grad_value=1e-3))
     return pair(dict(data=2), name, train=dict(clip_grad_norm=0.7))
@@ -79,7 +77,7 @@ def case_of(name: str) -> dict[str, dict[str, Any]]:
     "names",
     [
         ("adagrad", "microbatches", "clipped values"),
-        *long(("sgd", "momentum", "nesterov", "adamw", "adam", "norms of groups")),
+        *long(("sgd", "momentum", "nesterov", "adamw", "adam")),
     ],
     ids=["some", "rest"],
 )
