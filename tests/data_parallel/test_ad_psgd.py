@@ -14,7 +14,6 @@ import pytest
 import torch
 from helpers.gossip import ADAMW, SGD, Net, _flat, _unflat, classify, loss_of, part_of, settings_of, start
 from helpers.ranks import run_ranks
-from helpers.split_net import Plain, Split
 from torch import Tensor, nn
 
 import colossus
@@ -35,13 +34,12 @@ class Run:
     reports: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     owners: list[int | None] = field(default_factory=list)
-    begun: dict[str, Tensor] = field(default_factory=dict)
     before_the_end: Record = field(default_factory=list)
 
 
 def train(settings: dict[str, Any], model: Any, sleeps: bool = False) -> Run:
     engine = colossus.initialize(settings, model=model, loss_fn=classify)
-    run, group = Run(begun=full_state_dict(engine.model, engine.context)), engine.context.group("data")
+    run, group = Run(), engine.context.group("data")
     run.record = engine.strategy.record = []
     for step in range(STEPS):
         if sleeps:
@@ -83,9 +81,7 @@ CASES: dict[str, Any] = {
     "sgd": (settings_of(STRATEGY, 4, SGD, clip_grad_norm=0.4), Net),
     "adamw": (settings_of(STRATEGY, 4, ADAMW), Net),
     "asleep": (settings_of(dict(type="ad-psgd"), 4, SGD), Net, True),
-    "tensor": (settings_of(STRATEGY, 2, ADAMW, clip_grad_norm=0.4), Split),
 }
-CASES["tensor"][0]["parallel"]["tensor"] = dict(size=2, mode="1d")
 
 
 @cache
@@ -156,27 +152,22 @@ def trained(state: dict[str, Tensor], model: nn.Module) -> np.ndarray:
 
 
 @cache
-def begun(case: str) -> nn.Module:
-    if case != "tensor":
-        return start()
-    model = Plain()
-    model.load_state_dict(runs()[case][0].begun)
-    return model
+def begun() -> nn.Module:
+    return start()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_replica_is_the_replay_of_the_recorded_pairs(case: str) -> None:
-    of_all, settings, model = runs()[case], CASES[case][0], begun(case)
-    num_ranks = 4 // settings["parallel"]["data"]
-    records = [of_all[index].record for index in range(0, 4, num_ranks)]
+    of_all, settings, model = runs()[case], CASES[case][0], begun()
+    records = [run.record for run in of_all]
     optimizer, clip = settings["optimizer"], settings["train"]["clip_grad_norm"]
     wanted = replay(model, records, optimizer, clip)
     for index, run in enumerate(of_all):
         states = [trained(state, model) for state in run.states]
         # the state after a step is seen before what a sync point adds after it: compared at the beginning of the next
-        np.testing.assert_allclose(states[-1], wanted[index // num_ranks][-1], rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(states[-1], wanted[index][-1], rtol=1e-10, atol=1e-10)
         for step in range(STEPS - 1):
-            np.testing.assert_allclose(states[step], wanted[index // num_ranks][step], rtol=1e-10, atol=1e-10)
+            np.testing.assert_allclose(states[step], wanted[index][step], rtol=1e-10, atol=1e-10)
     kinds = Counter(event[0] for record in records for event in record)
     assert kinds["begin"] == kinds["answer"] == kinds["apply"] > STEPS // 2
     one, other = wanted[:2]
@@ -184,7 +175,7 @@ def test_every_replica_is_the_replay_of_the_recorded_pairs(case: str) -> None:
 
 
 def test_the_replay_tells_another_order() -> None:
-    model, of_all = begun("sgd"), runs()["sgd"]
+    model, of_all = begun(), runs()["sgd"]
     records = [list(run.record) for run in of_all]
     at = next(
         number
@@ -215,7 +206,7 @@ def test_numbers_are_a_replicas_own_but_at_sync_points() -> None:
         meets = (step + 1) % 6 == 0
         assert [run.owners[step] for run in of_all] == ([None] * 4 if meets else [0, 1, 2, 3])
         assert (len({run.losses[step] for run in of_all}) == 1) == meets
-    nbytes = ParameterVector([param for param in begun("sgd").parameters() if param.requires_grad]).nbytes
+    nbytes = ParameterVector([param for param in begun().parameters() if param.requires_grad]).nbytes
     for index, run in enumerate(of_all):
         kinds = [event[0] for event in run.before_the_end]
         sent = sum(report["peer_bytes_sent"] for report in run.reports)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.gossip import SGD, WIDTH, Flat, Net, _flat, _state, classify, part_of, settings_of, squares
-from helpers.long import but
 from helpers.ranks import RankError, run_ranks
 
 import colossus
@@ -21,7 +20,7 @@ from colossus.engine.fit import FitSummary, fit
 from colossus.engine.hooks import Hook
 from colossus.engine.results import StepResult
 
-STRATEGIES: dict[str, dict[str, Any]] = {"ad-psgd": dict(type="ad-psgd"), "eager": dict(type="sgp", eager=True)}
+STRATEGY: dict[str, Any] = dict(type="ad-psgd")
 STEPS = 40
 
 
@@ -59,8 +58,8 @@ class Pace(Hook):
 STOPS: dict[str, dict[int, int]] = {"nobody": {}, "the slow one": {1: 3}, "two": {0: 9, 1: 2}}
 
 
-def _fit(rank: int, name: str, stops: dict[int, int]) -> tuple[FitSummary, int, int]:
-    settings = settings_of({**STRATEGIES[name], "log_every": 30}, 3 if name == "eager" else 2, SGD, steps=STEPS)
+def _fit(rank: int, stops: dict[int, int]) -> tuple[FitSummary, int, int]:
+    settings = settings_of({**STRATEGY, "log_every": 30}, 2, SGD, steps=STEPS)
     engine = colossus.initialize(settings, model=Net, loss_fn=classify, data=Stream(rank))
     told: list[int] = []
     engine.strategy.on_progress = lambda: told.append(engine.completed_steps)
@@ -70,10 +69,8 @@ def _fit(rank: int, name: str, stops: dict[int, int]) -> tuple[FitSummary, int, 
     return summary, completed, len(told)
 
 
-@pytest.mark.parametrize("name", but(("eager",), STRATEGIES))
-def test_replicas_end_together(name: str) -> None:
-    world = 3 if name == "eager" else 2
-    by_rank = run_ranks(world, lambda rank: [_fit(rank, name, stops) for stops in STOPS.values()], with_context=False)
+def test_replicas_end_together() -> None:
+    by_rank = run_ranks(2, lambda rank: [_fit(rank, stops) for stops in STOPS.values()], with_context=False)
     for number, (case, stops) in enumerate(STOPS.items()):
         found = [of_rank[number] for of_rank in by_rank]
         assert {completed for _, completed, _ in found} == {found[0][0].steps}, case
@@ -89,9 +86,9 @@ def _state_of(engine: Engine) -> list[Any]:
     return [_flat(params), _flat(share), weight, strategy.state_dict(), _state(engine.optimizer, params)]
 
 
-def _save_and_load(rank: int, name: str, folder: Path) -> tuple[list[Any], list[Any], list[Any], int]:
-    settings = settings_of(STRATEGIES[name], 3 if name == "eager" else 2, SGD)
-    settings["checkpoint"] = dict(dir=str(folder / name))
+def _save_and_load(rank: int, folder: Path) -> tuple[list[Any], list[Any], list[Any], int]:
+    settings = settings_of(STRATEGY, 2, SGD)
+    settings["checkpoint"] = dict(dir=str(folder))
     engine = colossus.initialize(settings, model=Net, loss_fn=classify)
     for step in range(6):
         time.sleep(0.01 * rank)
@@ -111,10 +108,8 @@ def _save_and_load(rank: int, name: str, folder: Path) -> tuple[list[Any], list[
     return state, later, loaded, completed
 
 
-@pytest.mark.parametrize("name", but(("eager",), STRATEGIES))
-def test_what_is_saved_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
-    world = 3 if name == "eager" else 2
-    for state, later, loaded, completed in run_ranks(world, _save_and_load, name, tmp_path, with_context=False):
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    for state, later, loaded, completed in run_ranks(2, _save_and_load, tmp_path, with_context=False):
         assert completed == 6
         for mine, wanted in zip(loaded[:2], state[:2], strict=True):
             np.testing.assert_array_equal(mine, wanted)
@@ -127,7 +122,7 @@ def test_what_is_saved_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None
 
 
 def _change_at_a_sync_point(rank: int) -> list[float]:
-    engine = colossus.initialize(settings_of(STRATEGIES["ad-psgd"], 2, dict(type="SGD", lr=1e-30)), Net, classify)
+    engine = colossus.initialize(settings_of(STRATEGY, 2, dict(type="SGD", lr=1e-30)), Net, classify)
     params, store = [param for param in engine.model.parameters() if param.requires_grad], engine.context.store()
     engine.train_step(part_of(0, rank))
     engine.strategy.sync_point()
@@ -149,8 +144,8 @@ def test_what_is_changed_where_all_meet_counts_in_the_next_average() -> None:
     assert run_ranks(2, _change_at_a_sync_point, with_context=False) == [[2.0, 2.0], [2.0, 2.0]]
 
 
-def _die(rank: int, name: str) -> None:
-    engine = colossus.initialize(settings_of(STRATEGIES[name], 2, SGD), model=Net, loss_fn=classify)
+def _die(rank: int) -> None:
+    engine = colossus.initialize(settings_of(STRATEGY, 2, SGD), model=Net, loss_fn=classify)
     for step in range(5):
         engine.train_step(part_of(step, rank))
     if rank == 1:
@@ -158,51 +153,43 @@ def _die(rank: int, name: str) -> None:
     engine.strategy.sync_point()
 
 
-@pytest.mark.parametrize("name", but(("eager",), STRATEGIES))
-def test_who_waits_for_a_dead_replica_is_told(name: str) -> None:
+def test_who_waits_for_a_dead_replica_is_told() -> None:
     with pytest.raises(RankError, match=r"(?s)replica 1 has died: rank 1 \(replica 1\) has gone.*exit code 3"):
-        run_ranks(2, _die, name, with_context=False)
+        run_ranks(2, _die, with_context=False)
 
 
-def _own_loop(rank: int) -> dict[str, Any]:
-    """The first is faster, closes first, and in the end fails: what each had after its last step and when it closed,
-    how long both took, what the slow one is told."""
-    told: dict[str, Any] = {}
-    for name, strategy in STRATEGIES.items():
-        plain = dict(type="SGD", lr=0.3)
-        engine = colossus.initialize(settings_of(strategy, 2, plain), model=Flat, loss_fn=squares)
-        params = [param for param in engine.model.parameters() if param.requires_grad]
-        with torch.no_grad():
-            params[0].add_(float(rank))
-        for step in range(4):
-            time.sleep(0.1 * rank)
+def _own_loop(rank: int) -> tuple[float, tuple[str, int]]:
+    """The first is faster, closes first, and in a second run fails: the sum of what each has when it closed, what the
+    slow one is told, and in which step."""
+    engine = colossus.initialize(settings_of(STRATEGY, 2, dict(type="SGD", lr=0.3)), model=Flat, loss_fn=squares)
+    params = [param for param in engine.model.parameters() if param.requires_grad]
+    with torch.no_grad():
+        params[0].add_(float(rank))
+    for step in range(4):
+        time.sleep(0.1 * rank)
+        engine.train_step(part_of(step, rank))
+    engine.close()
+    total = float(_flat(params).sum())
+    engine = colossus.initialize(settings_of(STRATEGY, 2, SGD), model=Net, loss_fn=classify)
+    step = 0
+    try:
+        for step in range(100):
+            time.sleep(0.01 * rank)
             engine.train_step(part_of(step, rank))
+            if (rank, step) == (0, 1):
+                raise ZeroDivisionError("replica 0 fails")
+    except (RuntimeError, ZeroDivisionError) as error:
         engine.close()
-        share, weight = engine.strategy.average_addend()
-        told[name] = sum(view.sum().item() for view in share), weight
-        engine = colossus.initialize(settings_of(strategy, 2, SGD), model=Net, loss_fn=classify)
-        try:
-            for step in range(100):
-                time.sleep(0.01 * rank)
-                engine.train_step(part_of(step, rank))
-                if (rank, step) == (0, 1):
-                    raise ZeroDivisionError("replica 0 fails")
-        except (RuntimeError, ZeroDivisionError) as error:
-            told[f"{name} fails"] = str(error), step
-            engine.close()
-    return told
+        return total, (str(error), step)
+    raise AssertionError("nobody failed")
 
 
 def test_a_replica_that_closes_first_waits_for_the_others() -> None:
     """But not one that fails."""
-    first, second = run_ranks(2, _own_loop, with_context=False)
-    for name in STRATEGIES:
-        (one, weight), (other, other_weight) = first[name], second[name]
-        assert weight + other_weight == pytest.approx(2.0, abs=1e-12)
-        # no gradient: what both began with, nothing lost
-        start = torch.linspace(-1, 1, WIDTH).double().sum().item() + 0.25
-        assert one + other == pytest.approx(2 * start + WIDTH, abs=1e-6)
-        assert first[f"{name} fails"] == ("replica 0 fails", 1)
-        text, step = second[f"{name} fails"]
-        assert text.startswith("replica 0 has ended before this one: rank 0 (replica 0) has closed its links")
-        assert step < 99
+    (one, failed), (other, (text, step)) = run_ranks(2, _own_loop, with_context=False)
+    # no gradient: what both began with, nothing lost
+    start = torch.linspace(-1, 1, WIDTH).double().sum().item() + 0.25
+    assert one + other == pytest.approx(2 * start + WIDTH, abs=1e-6)
+    assert failed == ("replica 0 fails", 1)
+    assert text.startswith("replica 0 has ended before this one: rank 0 (replica 0) has closed its links")
+    assert step < 99

@@ -24,7 +24,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "hierarchical": dict(type="hierarchical", hosts=2),
     "sgp": dict(type="sgp"),
     "sgp overlap 1": dict(type="sgp", overlap=1),
-    "sgp eager": dict(type="sgp", eager=True),
     "d-psgd": dict(type="d-psgd", graph="ring"),
     "ad-psgd": dict(type="ad-psgd"),
     "local_sgd": dict(type="local_sgd", period=PERIOD),

@@ -100,11 +100,10 @@ def steps(rank: int, strategies: list[dict[str, Any]]) -> list[list[dict[str, in
 
 
 SGP = dict(type="sgp")
-VECTOR, STATE = "data_parallel/parameter_vector.py", "data_parallel/gossip/optimizer_state.py"
+VECTOR = "data_parallel/parameter_vector.py"
 CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
     (SGP, {VECTOR: 2}),  # what is sent, and what is taken in
     (SGP | dict(overlap=1), {VECTOR: 1, "data_parallel/gossip/push_sum.py": 1}),
-    (SGP | dict(mix_optimizer_state=True), {VECTOR: 2, STATE: 2 * 2 * 8}),  # two tensors for each of 8 parameters
     (dict(type="d-psgd"), {VECTOR: 2}),
     (dict(type="d-psgd", order="adapt_then_combine"), {VECTOR: 2}),
     (dict(type="ad-psgd"), {VECTOR: 2}),

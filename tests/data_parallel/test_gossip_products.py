@@ -21,7 +21,7 @@ MATRICES = irregular(REPLICAS)
 GRAPH = dict(graph=dict(type=Matrices, matrices=MATRICES))
 #: strategy; what `simulate` is told
 STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "sgp": (dict(type="sgp", mix_optimizer_state=True, **GRAPH), dict(mixes_state=True)),
+    "sgp": (dict(type="sgp", **GRAPH), {}),
     "osgp": (dict(type="sgp", overlap=2, **GRAPH), dict(overlap=2)),
     "d-psgd": (dict(type="d-psgd"), dict(combines_first=True)),
 }

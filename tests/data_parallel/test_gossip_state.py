@@ -22,8 +22,7 @@ IRREGULAR = dict(type=Matrices, matrices=irregular(REPLICAS))
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sgp": (dict(type="sgp", graph=IRREGULAR), SGD),
     "in flight": (dict(type="sgp", graph=IRREGULAR, overlap=2), ADAMW),
-    "with state": (dict(type="sgp", graph=IRREGULAR, overlap=3, mix_optimizer_state=True), ADAMW),
-    "d-psgd": (dict(type="d-psgd", mix_optimizer_state=True), SGD),
+    "d-psgd": (dict(type="d-psgd"), SGD),
 }
 Rows = list[tuple[Any, ...]]
 
@@ -97,7 +96,7 @@ def test_stopped_and_resumed_is_the_run_through(name: str, root: Path) -> None:
 def _frozen(rank: int, root: Path) -> list[tuple[Rows, Rows]]:
     """A run in which a parameter is frozen on the way, and the steps after its checkpoint made again."""
     told = []
-    cases = (dict(type="sgp", overlap=1), dict(type="d-psgd", mix_optimizer_state=True), dict(type="ad-psgd"))
+    cases = (dict(type="sgp", overlap=1), dict(type="d-psgd"), dict(type="ad-psgd"))
     for strategy in cases:
         settings: dict[str, Any] = settings_of(strategy, 2, ADAMW)
         settings["checkpoint"] = dict(dir=str(root / strategy["type"]), keep_last=0)

@@ -11,8 +11,8 @@ from helpers.gossip import SGD, Flat, Matrices, irregular, part_of, settings_of,
 from helpers.ranks import run_ranks
 
 import colossus
-from colossus.graphs.graph import make_graph
-from colossus.graphs.peers import parse_peers
+from colossus.data_parallel.gossip.messages import StopRequest
+from colossus.graphs.graph import Graph, make_graph, parse_peers
 
 REPLICAS = 3
 STEPS = 40
@@ -35,11 +35,6 @@ CASES: dict[str, tuple[dict[str, Any], list[list[tuple[int, int, int | None]]]]]
     # a sync point is one at which all hear of it
     "meets": (dict(type="sgp", log_every=5), [[(0, 0, signal.SIGTERM), (4, 2, None)], [(4, 1, signal.SIGINT)]]),
 }
-
-
-def _lead(strategy: dict[str, Any]) -> int:
-    graph = make_graph(strategy.get("graph", "exponential"), REPLICAS, parse_peers(strategy.get("peers", 1)))
-    return graph.largest_lead(strategy.get("overlap", 0))
 
 
 def _stops(rank: int) -> dict[str, tuple[list[tuple[int, int | None]], int]]:
@@ -85,15 +80,66 @@ def test_all_replicas_stop_after_the_same_step(name: str) -> None:
     assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
     found, last = of_ranks[0]
     assert last <= 4
-    lead, begun = _lead(strategy), 0
+    graph = make_graph(strategy.get("graph", "exponential"), REPLICAS, parse_peers(strategy.get("peers", 1)))
+    overlap, begun = strategy.get("overlap", 0), 0
     wanted = []
     for requests in stops:
-        first = min(after for after, _, _ in requests)
-        signals = [signum for after, _, signum in requests if after == first]
-        signum = max(signals, key=lambda each: (each is not None, each == signal.SIGTERM))
-        step = first + lead
+        stops_after = [graph.heard_after(at, begun + after + 1, overlap) - begun for after, at, _ in requests]
+        step = min(stops_after)
+        signals = [signum for stop, (_, _, signum) in zip(stops_after, requests, strict=True) if stop == step]
         if "log_every" in strategy:
-            step = min(step, first + (-(begun + first + 1)) % 5)
+            first = min(after for after, _, _ in requests)
+            meets = first + (-(begun + first + 1)) % 5
+            if meets < step:  # all hear of what was requested up to then
+                step, signals = meets, [signum for after, _, signum in requests if after <= meets]
+        signum = max(signals, key=lambda each: (each is not None, each == signal.SIGTERM))
         wanted.append((step, signum))
         begun += step + 1
     assert found == wanted
+
+
+# -- without ranks --------------------------------------------------------------------------------------------
+
+GRAPHS: list[tuple[Any, int, Any, int]] = [
+    ("exponential", 6, ((0, 1), (3, 2), (11, 1)), 1),
+    ("ring", 5, 1, 2),
+    (dict(type="ring", directed=True), 4, 1, 1),
+    ("star", 4, 1, 0),
+    (dict(type=Matrices, matrices=irregular(4)), 4, 1, 1),
+]
+
+
+def _first_stops(graph: Graph, overlap: int, requests: dict[int, int], early: int = 0) -> list[int]:
+    """The steps after which the replicas stop first, -1 for never; what they know does not depend on who is how fast.
+
+    Args:
+        requests: replica -> the step in which it requests a stop.
+        early: steps by which it is named too early.
+    """
+    replicas = [StopRequest() for _ in range(graph.replicas)]
+    sent: list[list[bytes]] = []
+    stops: dict[int, int] = {}
+    for step in range(max(requests.values()) + 40):
+        sent.append([each.meta(1.0)[8:] for each in replicas])
+        for index, each in enumerate(replicas):
+            for source in graph.at(step - overlap).sources(index) if step >= overlap else ():
+                each.hear(sent[step - overlap][source])
+            if requests.get(index) == step:
+                each.request(step, graph.heard_after(index, step + 1, overlap) - early, 1.0)
+            if each.due(step):
+                stops.setdefault(index, step)
+    return [stops.get(index, -1) for index in range(graph.replicas)]
+
+
+@pytest.mark.parametrize(("spec", "replicas", "peers", "overlap"), GRAPHS)
+def test_all_stop_when_all_have_heard_of_it(spec: Any, replicas: int, peers: Any, overlap: int) -> None:
+    """For every replica and step, and with another request meanwhile; named one step earlier, not all have heard."""
+    graph = make_graph(spec, replicas, peers)
+    for step in range(12):
+        for index in range(replicas):
+            wanted = graph.heard_after(index, step + 1, overlap)
+            assert _first_stops(graph, overlap, {index: step}) == [wanted] * replicas
+            assert len(set(_first_stops(graph, overlap, {index: step}, early=1))) > 1
+            other, later = (index + 2) % replicas, step + 1 + (step + index) % (wanted - step)
+            of_both = min(wanted, graph.heard_after(other, later + 1, overlap))
+            assert _first_stops(graph, overlap, {index: step, other: later}) == [of_both] * replicas

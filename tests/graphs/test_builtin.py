@@ -161,4 +161,4 @@ def test_a_schedule_of_peers_begins_anew() -> None:
 def test_one_replica() -> None:
     for spec in SPECS:
         graph = make_graph(spec, 1, 3)
-        assert (graph.at(5).keeps(0), graph.at(5).targets(0), graph.largest_lead(2)) == (1.0, [], 0)
+        assert (graph.at(5).keeps(0), graph.at(5).targets(0)) == (1.0, [])

@@ -35,7 +35,7 @@ class SlowMoOptions(AveragingOptions):
     #: of the slow step (beta)
     slow_momentum: Momentum = 0.5
     #: what becomes of the optimizer's state at the end of a round
-    buffers: Literal["maintain", "reset", "average"] = "maintain"
+    buffers: Literal["maintain", "reset"] = "maintain"
 
 
 class DiLoCoOptions(AveragingOptions):

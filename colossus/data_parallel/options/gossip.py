@@ -7,16 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator
 
 from colossus.config import Config
+from colossus.config.sizes import describe_sizes
 from colossus.data_parallel.options.base import CountOrZero, PerReplicaOptions
 from colossus.graphs.checks import problems_of
-from colossus.graphs.graph import Graph, make_graph
-from colossus.graphs.least_weight import LeastWeight, least_weight
-from colossus.graphs.peers import parse_peers, phases_of
+from colossus.graphs.graph import Graph, make_graph, parse_peers, phases_of
 from colossus.graphs.spec import make_family, name_of_graph
 
-#: push-sum weights below which a plan is told of, and refused: a small classifier on 4 replicas comes back from a spike
-#: in its loss at 1/16 and at 1/27 with a large learning rate, at 1/64 with a small one, and never at 1/256
-TOLD_WEIGHT, REFUSED_WEIGHT = 0.1, 0.01
+#: push-sum weights below which a plan is refused: a small classifier on 4 replicas comes back from a spike in its loss
+#: at 1/16 and at 1/27 with a large learning rate, at 1/64 with a small one, and never at 1/256
+_LEAST_WEIGHT = 0.01
 
 
 def _graph(spec: Any) -> Any:
@@ -48,11 +47,6 @@ class GraphOptions(PerReplicaOptions):
         """Steps for which what is sent travels."""
         return 0
 
-    @property
-    def late(self) -> str:
-        """Why a replica may have to go on with what it keeps, in words; empty where it waits for the messages."""
-        return f"overlap = {self.travels}" if self.travels else ""
-
     def check(self, config: Config) -> list[str]:
         replicas = config.parallel.data
         assert replicas is not None
@@ -72,26 +66,7 @@ class GraphOptions(PerReplicaOptions):
             graph = make_graph(family, replicas, self.schedule)
         except ValueError as error:
             return [f"{named} with data {replicas}: {error}"]
-        problems = self.problems_of(graph) or self._weight_problems(graph)
-        return [f"{named} with data {replicas}: {problem}" for problem in problems]
-
-    def least_weight(self, graph: Graph) -> LeastWeight | None:
-        """The smallest push-sum weight, where it depends on the graph alone."""
-        return least_weight(graph, self.travels)
-
-    def _weight_problems(self, graph: Graph) -> list[str]:
-        least = self.least_weight(graph)
-        if least is None or least.weight >= REFUSED_WEIGHT:
-            return []
-        fits = 0  # overlaps that are not refused; the larger, the smaller are weights
-        while fits < self.travels and least_weight(graph, fits).weight >= REFUSED_WEIGHT:
-            fits += 1
-        if fits:
-            why = f"with overlap = {self.travels} replicas have little until messages come, and "
-            hint = f"overlap can be {fits - 1}; or let replicas send to fewer"
-        else:
-            why, hint = "", "give this replica more"
-        return [f"{why}{least.in_words}; training does not recover below {REFUSED_WEIGHT:g}: {hint}"]
+        return [f"{named} with data {replicas}: {problem}" for problem in self.problems_of(graph)]
 
     def problems_of(self, graph: Graph) -> list[str]:
         """What is wrong with a graph for this strategy."""
@@ -99,7 +74,7 @@ class GraphOptions(PerReplicaOptions):
             graph,
             doubly_stochastic=self.needs_doubly_stochastic,
             bipartite=self.needs_bipartite,
-            late=self.late,
+            late=f"overlap = {self.travels}" if self.travels else "",
         )
 
     def _peers_problems(self, replicas: int) -> list[str]:
@@ -111,8 +86,6 @@ class GossipOptions(GraphOptions):
 
     #: to how many others a replica sends in a step; {0: 1, 200: 2}: from that step on
     peers: Annotated[Any, AfterValidator(parse_peers)] = 1
-    #: the optimizer's state is mixed, too, as the parameters are
-    mix_optimizer_state: bool = False
 
     @property
     def schedule(self) -> Any:
@@ -139,28 +112,23 @@ class GossipOptions(GraphOptions):
 class SGPOptions(GossipOptions):
     #: steps for which what is sent travels
     overlap: CountOrZero = 0
-    #: messages are taken in as they come, and nobody waits: not reproducible
-    eager: bool = False
 
     @property
     def travels(self) -> int:
-        return max(self.overlap, int(self.eager))
+        return self.overlap
 
-    def check(self, config: Config) -> list[str]:
-        found = super().check(config)
-        if self.eager and self.overlap:
-            found.append(
-                f"parallel.strategy.overlap = {self.overlap}: with eager=True messages are taken in as they come, "
-                f"whenever that is; leave one of the two out"
+    def problems_of(self, graph: Graph) -> list[str]:
+        """Also an overlap in which a replica gives nearly all away before anything comes: an update of z = x / w grows
+        as its weight w falls."""
+        problems = super().problems_of(graph)
+        kept = min(float(step.matrix.diagonal().min()) for step in graph.phases[0].steps)
+        if not problems and self.overlap and kept**self.overlap < _LEAST_WEIGHT:
+            problems.append(
+                f"with overlap = {self.overlap} a replica that keeps {kept:.3g} of its own in a step has a push-sum "
+                f"weight of {kept**self.overlap:.2g} before messages come, and training does not recover below "
+                f"{_LEAST_WEIGHT:g}: take a smaller overlap, or let replicas send to fewer"
             )
-        return found
-
-    @property
-    def late(self) -> str:
-        return "eager = True" if self.eager else super().late
-
-    def least_weight(self, graph: Graph) -> LeastWeight | None:
-        return None if self.eager else super().least_weight(graph)
+        return problems
 
 
 class DPSGDOptions(GossipOptions):
@@ -177,3 +145,12 @@ class ADPSGDOptions(GraphOptions):
     needs_bipartite: ClassVar[bool] = True
 
     graph: Annotated[Any, AfterValidator(_graph)] = "bipartite_exponential"
+
+    def check(self, config: Config) -> list[str]:
+        parallel = config.parallel
+        if parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size > 1:
+            return [
+                f"parallel.strategy.type = 'ad-psgd': a replica is one rank, but the plan is "
+                f"{describe_sizes(parallel)}; 'sgp' and 'd-psgd' take replicas of several ranks"
+            ]
+        return super().check(config)

@@ -1,4 +1,4 @@
-"""Rounds: every replica makes steps of its own, then all take the average."""
+"""Rounds: every replica makes steps of its own, then all take the average (local SGD)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from colossus.comm import collectives
 from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
-from colossus.data_parallel.options.averaging import AveragingOptions
+from colossus.data_parallel.options.averaging import AveragingOptions, LocalSGDOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.replica_average import Distance
 from colossus.data_parallel.rounds.fragments import Fragment, fragment_numbers
@@ -129,11 +129,11 @@ class Averaging(PerReplica):
         for fragment in due:
             weight = self._weight(fragment)
             average = fragment.packed()
-            sum_of_shares(fragment.chunks(average), weight, self._data_group)
+            _sum_of_shares(fragment.chunks(average), weight, self._data_group)
             if self._data_group.size > 1:
                 means = zip(fragment.params, fragment.vector.views(average), strict=True)
                 self._apart = self._average.distance((self._number_of[param], mean) for param, mean in means)
-            self.end_round(fragment, average, weight)
+            self.end_round(fragment, average)
             fragment.vector.unpack(average)
             fragment.forget_tokens()
 
@@ -142,13 +142,9 @@ class Averaging(PerReplica):
         total = collectives.all_reduce(fragment.tokens.clone(), self._data_group, owned=True).wait()
         return torch.where(total > 0, fragment.tokens / total, 1 / self._data_group.size)
 
-    def end_round(self, fragment: Fragment, average: Tensor, weight: Tensor) -> None:
+    def end_round(self, fragment: Fragment, average: Tensor) -> None:
         """Change ``average``, a buffer of the fragment's vector that is the same on all replicas, to what they go on
-        from.
-
-        Args:
-            weight: of this replica.
-        """
+        from."""
 
     def average_addend(self) -> tuple[list[Tensor], float]:
         """Weighted as at the end of the round that is open, of each fragment by its own tokens; all alike where nobody
@@ -171,9 +167,9 @@ class Averaging(PerReplica):
         return step < self.options.post_local or bool(self.due(step)) or super().is_summed(step)
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
-        if step < self.options.post_local:  # summed already; norms of groups are shares of a mean over replicas
+        if step < self.options.post_local:  # summed already
             self._distance = None
-            return torch.cat((numbers[:4], numbers[4:] * self._data_group.size))
+            return numbers
         numbers = super().reduce_scalars(step, numbers)
         self._distance, self._apart = self._apart or self._distance, None
         return numbers
@@ -210,6 +206,17 @@ class Averaging(PerReplica):
             fragment.momentum = _of_all(fragment.params, state, "momentum")
 
 
+class LocalSGD(Averaging):
+    """x <- sum of (tokens_i / tokens) x_i after each ``period`` steps; the optimizer's state is the replica's own
+    (1805.09767).
+
+    With ``post_local`` it is post-local SGD (1808.07217): exact up to that step.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(LocalSGDOptions(**options))
+
+
 def _of_all(
     params: Iterable[nn.Parameter], state: Mapping[nn.Parameter, Mapping[str, Any]], name: str
 ) -> list[Tensor] | None:
@@ -217,7 +224,7 @@ def _of_all(
     return [of_param[name] for of_param in held] if all(name in of_param for of_param in held) else None
 
 
-def sum_of_shares(chunks: Iterable[Tensor], weight: Tensor, group: AxisGroup) -> None:
+def _sum_of_shares(chunks: Iterable[Tensor], weight: Tensor, group: AxisGroup) -> None:
     """Each chunk times this rank's weight, summed over the group in place: the same to the last bit on all ranks."""
     under_way: deque[tuple[Tensor, Pending]] = deque()
 

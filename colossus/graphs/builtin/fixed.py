@@ -1,12 +1,53 @@
-"""The torus: a grid whose ends are joined."""
+"""Graphs that are the same in every step: complete, ring, star, torus."""
 
 from __future__ import annotations
 
 import math
 
-from colossus.graphs.family import GraphFamily, Sends
-from colossus.graphs.weights import metropolis, undirected
+from colossus.graphs.family import GraphFamily, Sends, metropolis, uniform
 from colossus.registry import GRAPHS
+
+
+@GRAPHS.register("complete")
+class Complete(GraphFamily):
+    """Every replica sends to all others, with weight 1 / n: the mean in one step."""
+
+    takes_peers = False
+
+    def sends(self, replicas: int, step: int, peers: int) -> Sends:
+        share = 1.0 / replicas
+        return [(source, to, share) for source in range(replicas) for to in range(replicas)]
+
+
+@GRAPHS.register("ring")
+class Ring(GraphFamily):
+    """Every replica exchanges with the one before and the one after it, with weight 1/3 (1705.09056, section 6).
+
+    Args:
+        directed: it sends to the one after it only, with weight 1/2.
+    """
+
+    takes_peers = False
+
+    def __init__(self, directed: bool = False) -> None:
+        if not isinstance(directed, bool):
+            raise ValueError(f"directed = {directed!r}: True or False")
+        self._directed = directed
+
+    def sends(self, replicas: int, step: int, peers: int) -> Sends:
+        if self._directed:
+            return uniform(replicas, [1])
+        return metropolis(replicas, ((index, (index + 1) % replicas) for index in range(replicas)))
+
+
+@GRAPHS.register("star")
+class Star(GraphFamily):
+    """Replica 0 exchanges with all others, with Metropolis weights: 1 / n on each edge."""
+
+    takes_peers = False
+
+    def sends(self, replicas: int, step: int, peers: int) -> Sends:
+        return metropolis(replicas, ((0, other) for other in range(1, replicas)))
 
 
 @GRAPHS.register("torus")
@@ -45,7 +86,7 @@ class Torus(GraphFamily):
                 here = row * columns + column
                 edges.append((here, row * columns + (column + 1) % columns))
                 edges.append((here, (row + 1) % rows * columns + column))
-        return metropolis(undirected(replicas, edges))
+        return metropolis(replicas, edges)
 
     def _rows_of(self, replicas: int) -> int:
         if self._rows is not None:
