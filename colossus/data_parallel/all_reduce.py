@@ -47,11 +47,6 @@ class AllReduce(Strategy):
         if not self.exact or self._compress.compress is not None:
             super().check_tables(found)
 
-    def dense_because(self) -> str:
-        if self._compress.compress is not None:
-            return f"parallel.strategy.compress = {self._compress.compress!r} is of dense gradients"
-        return super().dense_because()
-
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
         tables = Tables(model, context, self.way_of)
         self.tables = tables if tables else None

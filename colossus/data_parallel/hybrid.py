@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,12 +45,6 @@ class Hybrid(AllReduce):
 
     def choices_made(self) -> list[str]:
         return [choice.in_words for choice in self.choices.values()]
-
-    def choices_in_short(self) -> str:
-        by_way: dict[str, list[str]] = {}
-        for name, choice in self.choices.items():
-            by_way.setdefault(choice.way, []).append(name)
-        return ", ".join(f"{way}: {_few(names)}" for way, names in by_way.items())
 
     def _hosts(self, context: ParallelContext) -> Hosts | None:
         per_host = self.options.ranks_per_host(context.size("data"))
@@ -99,7 +92,3 @@ class Hybrid(AllReduce):
 
     def report(self) -> dict[str, float]:
         return super().report() | self._balance.report()
-
-
-def _few(names: Sequence[str]) -> str:
-    return " ".join(names) if len(names) <= 3 else f"{len(names)} tables"

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.engine_queries import BackwardKind
-from colossus.data_parallel.strategy import Strategy
+from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.eval_metrics import EvalMetrics
 from colossus.engine.forward_rng import ForwardRng

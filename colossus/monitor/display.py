@@ -60,13 +60,11 @@ class Display(Hook):
         self._replica = 0
         #: steps done before this display began
         self.first = 0
-        self._chosen = ""
         self._utilisation = Utilisation()
 
     def on_train_start(self, engine: Engine) -> None:
         self.shown = engine.context.is_logging_rank
         self.total, self.first = engine.config.train.steps, engine.completed_steps
-        self._chosen = engine.strategy.choices_in_short()
         self._began = time.monotonic()
         options = model_options(engine.config)
         if options is not None:
@@ -214,7 +212,6 @@ class Display(Hook):
             out.append(f"validation {_numbers(self.validation, ', ')}")
         if self.result.num_skipped:
             out.append(f"{self.result.num_skipped} skipped")
-        out += filter(None, [self._chosen])
         return f"{', '.join(out)}; run folder {self.folder}"
 
 

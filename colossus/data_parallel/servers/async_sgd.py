@@ -14,9 +14,8 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.options.server import ServerOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.servers.parameters import ServerParameters
-from colossus.data_parallel.servers.pull import Pull
 from colossus.data_parallel.servers.rows import tables_of_replica
-from colossus.data_parallel.servers.shards import require_rows
+from colossus.data_parallel.servers.shards import Pull, require_rows
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts
 from colossus.layout.split_parameter import as_shards
@@ -130,8 +129,7 @@ class AsyncServer(PerReplica):
     # -- besides ------------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, float]:
-        at_sync_point = self.parts.syncs_after(self._completed)
-        return self.at_servers.report(with_histogram=at_sync_point) | touched(self.tables or ())
+        return self.at_servers.report() | touched(self.tables or ())
 
     def close(self) -> None:
         self.part()

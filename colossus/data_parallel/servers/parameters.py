@@ -15,10 +15,9 @@ from colossus.comm.objects import all_gather_object
 from colossus.data_parallel.options.server import ServerOptions
 from colossus.data_parallel.servers.connection import connect
 from colossus.data_parallel.servers.optimizer import ServerOptimizer
-from colossus.data_parallel.servers.pull import Pull
 from colossus.data_parallel.servers.report import ServerReport
 from colossus.data_parallel.servers.rows import ServerRows
-from colossus.data_parallel.servers.shards import Gradient, ServerShard, SharedShards, gradients_of, server_shards
+from colossus.data_parallel.servers.shards import Gradient, Pull, ServerShard, SharedShards, gradients_of, server_shards
 from colossus.gradients.host_transfer import HostRead
 from colossus.gradients.reduction import ModelParts
 from colossus.server.handles import Handle, wait_or_name_missing
@@ -67,7 +66,7 @@ class ServerParameters:
         self._applied: Handle[None] = Handle((), lambda replies: None)
         #: this rank's parts of the step that runs
         self._given: Handle[None] = Handle((), lambda replies: None)
-        self._numbers = ServerReport(self._servers, is_logging=context.is_logging_rank)
+        self._numbers = ServerReport()
         #: names of tables of which steps pull rows
         self._by_rows: set[str] = set()
         if not options.has_own_optimizer:
@@ -289,9 +288,9 @@ class ServerParameters:
 
     # -- besides ----------------------------------------------------------------------------------------------
 
-    def report(self, *, with_histogram: bool = False) -> dict[str, float]:
+    def report(self) -> dict[str, float]:
         """For the metrics of a step."""
-        return self._numbers.of_step() | (self._numbers.histogram() if with_histogram else {})
+        return self._numbers.take()
 
     def close(self) -> None:
         self._connection.close()

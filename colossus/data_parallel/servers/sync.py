@@ -13,9 +13,8 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.all_reduce import AllReduce
 from colossus.data_parallel.options.server import ServerOptions
 from colossus.data_parallel.servers.parameters import ServerParameters
-from colossus.data_parallel.servers.pull import Pull
 from colossus.data_parallel.servers.rows import tables_of_replica
-from colossus.data_parallel.servers.shards import require_rows
+from colossus.data_parallel.servers.shards import Pull, require_rows
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.reduction import GradientReduction, ModelParts

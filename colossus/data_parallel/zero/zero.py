@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from colossus.data_parallel.engine_queries import BackwardKind
-from colossus.data_parallel.strategy import Strategy
+from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.data_parallel.zero.prefetch import BlockRuns
 from colossus.data_parallel.zero.row_gradients import RowGradients
@@ -45,9 +44,6 @@ class Zero(Strategy):
         if stage not in (1, 2, 3):
             raise ValueError(f"zero: stage = {stage!r}; use 1, 2 or 3")
         self._stage, self._offload = stage, offload
-
-    def dense_because(self) -> str:
-        return "parallel.zero cuts every parameter over data itself and scatters dense gradients"
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         grid = parts.context.grid

@@ -1,13 +1,36 @@
-"""Updates that an accelerator leaves out where a gradient is not finite, without being waited for."""
+"""The update of a step: gradients are scaled and clipped; an accelerator may leave it out, and nobody waits for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from colossus.gradients.gradient_norm import values_of
+
+
+def scale_gradients(params: Iterable[nn.Parameter], scale: Tensor, clip_value: float | None = None) -> None:
+    """Multiply all gradients in place; then clip their elements to at most ``clip_value``, if that is given."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            grad = values_of(param.grad)
+            kinds.setdefault((grad.dtype, grad.device), []).append(grad)
+    for (dtype, device), grads in kinds.items():
+        torch._foreach_mul_(grads, scale.to(device, dtype))
+        if clip_value is not None:
+            clip_elements(dtype, grads, clip_value)
+
+
+def clip_elements(dtype: torch.dtype, grads: list[Tensor], largest: float) -> None:
+    """Clip elements in place to at most ``largest`` in absolute value; of complex ones the real and imaginary parts."""
+    if dtype.is_complex:
+        grads = [torch.view_as_real(grad) for grad in grads]
+    torch._foreach_clamp_max_(grads, largest)
+    torch._foreach_clamp_min_(grads, -largest)
 
 
 @contextmanager
