@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from colossus.comm.collectives import Pending
 from colossus.comm.shared_memory import SLOT_BYTES
@@ -149,7 +148,6 @@ class StageBuckets:
         self._buckets: list[Bucket] | None = None
         #: id of a parameter -> index of its bucket
         self._bucket_of: dict[int, int] = {}
-        self._hooks: list[RemovableHandle] = []
         #: trainable parameters whose axes are decided by their first use, not used so far
         self._undecided = [param for param in params if param.requires_grad and not spec_of(param).is_decided]
         #: index of the bucket that starts next
@@ -198,11 +196,6 @@ class StageBuckets:
         for bucket in self._buckets or ():
             bucket.finish()
 
-    def close(self) -> None:
-        """Look at no more gradients."""
-        for hook in self._hooks:
-            hook.remove()
-
     def local_sums(self) -> list[LocalSum]:
         """Of what this rank put into the reductions of the last step."""
         return [one for bucket in self._buckets or () for one in bucket.local_sums()]
@@ -233,7 +226,7 @@ class StageBuckets:
             for chunk in _chunks(group, limit // dtype.itemsize):
                 buckets.append(Bucket(chunk, self._sum_of(chunk, axes, dtype), dtype))
                 for param in chunk:
-                    self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
+                    param.register_post_accumulate_grad_hook(self._on_gradient)
         # sorted by when backward fills them
         order = {id(param): index for index, param in enumerate(params)}
         buckets.sort(key=lambda bucket: max(order[id(param)] for param in bucket.params))

@@ -108,11 +108,6 @@ class GradientReduction:
         self._num_started = 0
         self._tied.sum()
 
-    def close(self) -> None:
-        """Between steps: look at no more gradients. Another object sums them from now on."""
-        for buckets in self._buckets.values():
-            buckets.close()
-
     def local_sums(self) -> list[LocalSum]:
         """Of each piece of gradients that this rank put into the collectives of the last step.
 

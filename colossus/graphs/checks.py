@@ -85,7 +85,7 @@ def _of_paths(phase: Phase, bipartite: bool) -> list[str]:
             within = f"in {phase.period} steps, after which it repeats" if phase.period > 1 else "in any step"
             return [f"it is not connected: {whom[first]} ({within}); {_sides_in_words(reached, lost)}"]
     if bipartite and two_sides(edges) is None:
-        return [f"it is not bipartite: there is a cycle of odd length, {odd_cycle(edges)}"]
+        return ["it is not bipartite: there is a cycle of odd length"]
     return []
 
 
@@ -101,39 +101,18 @@ def reach(edges: np.ndarray, start: int) -> set[int]:
 
 
 def two_sides(edges: np.ndarray) -> tuple[list[int], list[int]] | None:
-    """The two sides of a bipartite graph, that of replica 0 first; None when it is not."""
-    side = _two_colours(edges)[0]
-    return None if side is None else ([i for i, s in side.items() if not s], [i for i, s in side.items() if s])
-
-
-def odd_cycle(edges: np.ndarray) -> str:
-    """One cycle of odd length of a connected graph that is not bipartite, as ``0 - 1 - 2 - 0``."""
-    _, cycle = _two_colours(edges)
-    return " - ".join(map(str, [*cycle, cycle[0]]))
-
-
-def _two_colours(edges: np.ndarray) -> tuple[dict[int, bool] | None, list[int]]:
+    """The two sides of a connected bipartite graph, that of replica 0 first; None when it is not one."""
     both = edges | edges.T
-    colour, above, order = {0: False}, {0: -1}, [0]
+    np.fill_diagonal(both, False)
+    side, order = {0: 0}, [0]
     for here in order:
         for other in map(int, np.flatnonzero(both[here])):
-            if other == here:
-                continue
-            if other not in colour:
-                colour[other], above[other] = not colour[here], here
+            if other not in side:
+                side[other] = 1 - side[here]
                 order.append(other)
-            elif colour[other] == colour[here]:
-                one, two = _path_up(here, above), _path_up(other, above)
-                meet = next(node for node in one if node in two)
-                return None, [*one[: one.index(meet) + 1], *reversed(two[: two.index(meet)])]
-    return dict(sorted(colour.items())), []
-
-
-def _path_up(node: int, above: dict[int, int]) -> list[int]:
-    path = [node]
-    while above[path[-1]] >= 0:
-        path.append(above[path[-1]])
-    return path
+            elif side[other] == side[here]:
+                return None
+    return sorted(i for i in side if not side[i]), sorted(i for i in side if side[i])
 
 
 def _sides_in_words(reached: set[int], lost: list[int]) -> str:

@@ -15,13 +15,10 @@ import colossus
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "local_sgd": dict(type="local_sgd", period=2),
-    "post-local": dict(type="local_sgd", period=2, post_local=3),
     "slowmo": dict(type="slowmo", period=2, buffers="reset"),
-    "slowmo average": dict(type="slowmo", period=2, buffers="average"),
     "diloco": dict(type="diloco", period=2, fragments=2),
     "hierarchical": dict(type="hierarchical"),
     "bf16": dict(type="all_reduce", compress="bf16"),
-    "fp16": dict(type="hierarchical", compress="fp16"),
     "powersgd": dict(type="all_reduce", compress="powersgd", start_step=0, min_compression_rate=0.0),
 }
 STEPS = 4
@@ -80,7 +77,7 @@ def _run(
 def test_one_replica_is_one_process() -> None:
     (found,) = run_ranks(1, _run, 1, "fp32", None, with_context=False)
     params = [params for _, params, _ in found.values()]
-    exact = ("local_sgd", "post-local", "hierarchical", "bf16", "fp16", "powersgd")
+    exact = ("local_sgd", "hierarchical", "bf16", "powersgd")
     for name in exact:
         assert torch.equal(found[name][1], found["local_sgd"][1]), name
     assert all(each.isfinite().all() for each in params)
@@ -95,8 +92,8 @@ def test_a_replica_that_leaves_a_step_out(precision: str) -> None:
         assert params.isfinite().all(), name
         assert others.isfinite().all(), name
         assert is_kept, name
-        own = name not in ("post-local", "hierarchical", "bf16", "fp16", "powersgd")
+        own = name not in ("hierarchical", "bf16", "powersgd")
         assert skipped[1] is not own, name
         assert also_skipped[1] is True, name
-        if name != "post-local":  # step 4 ends a round of all others, and is exact in the rest
-            assert (params - others).abs().max() < 1e-6 or name == "diloco", name
+        # step 4 ends a round, and is exact in the rest
+        assert (params - others).abs().max() < 1e-6 or name == "diloco", name

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.comm.buffer_pool import BufferPool
-from colossus.data_parallel.gossip.push_sum import Addend, PushSum
+from colossus.data_parallel.gossip.messages import InFlight
+from colossus.data_parallel.gossip.push_sum import PushSum
 
 STEPS = 5
 ONE_BLOCK = dict(model=dict(num_layers=1))
@@ -158,7 +159,7 @@ WAITING: dict[str, tuple[Case, list[int]]] = {
         ),
         [3] * 4,
     ),
-    "local_sgd": ((dict(data=4, strategy=dict(type="local_sgd", period=3, post_local=1)), "bf16", {}), [0, 0, 2, 0]),
+    "local_sgd": ((dict(data=4, strategy=dict(type="local_sgd", period=3)), "bf16", {}), [0, 0, 2, 0]),
     "slowmo": ((dict(data=4, strategy=dict(type="slowmo", period=3)), "fp32", {}), [0, 2, 0, 0]),
     "diloco": (
         (dict(data=4, strategy=dict(type="diloco", period=4, fragments=2)), "fp16", dict(model=dict(num_layers=2))),
@@ -276,10 +277,13 @@ def messages(rank: int) -> dict[str, list[str]]:
         found[name] = waits.found
 
     noted("send x", lambda: push_sum.write(data[0]))
-    noted("take in one", lambda: push_sum.mix(0.5, [Addend(0.5, 1.0, data[1])]))
-    noted("take in two, w is not 1", lambda: push_sum.mix(0.5, [Addend(0.25, 0.5, data[1]), Addend(0.5, 1.0, data[2])]))
+    noted("take in one", lambda: push_sum.mix(0.5, [InFlight(1, 0, 0, 0.5, 1.0, data[1])]))
+    noted(
+        "take in two, w is not 1",
+        lambda: push_sum.mix(0.5, [InFlight(1, 0, 0, 0.25, 0.5, data[1]), InFlight(1, 0, 0, 0.5, 1.0, data[2])]),
+    )
     noted("send x, w is not 1", lambda: push_sum.write(data[0]))
-    noted("share of an average", lambda: push_sum.total([Addend(0.5, 1.0, data[1])]))
+    noted("share of an average", lambda: push_sum.total([InFlight(1, 0, 0, 0.5, 1.0, data[1])]))
     vector = push_sum.vector
     noted("a pair's average", lambda: vector.pack(data[0]), lambda: vector.add(data[1], alpha=-1.0))
     assert push_sum.x is not None

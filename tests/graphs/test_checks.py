@@ -238,10 +238,9 @@ def test_what_algorithms_need(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sgp takes this graph" in checked(3, "d-psgd", graph=IRREGULAR)[0]
     assert checked(3, "d-psgd", graph="star", order="adapt_then_combine") == []
     assert checked(6, "ad-psgd") == checked(6, "ad-psgd", graph="ring") == checked(5, "ad-psgd", graph="star") == []
-    for graph, data, cycle in (("ring", 5, "2 - 1 - 0 - 4 - 3 - 2"), ("complete", 4, "1 - 0 - 2 - 1")):
+    for graph, data in (("ring", 5), ("complete", 4)):
         assert checked(data, "ad-psgd", graph=graph) == [
-            f"parallel.strategy.graph = '{graph}' with data {data}: it is not bipartite: there is a cycle of odd "
-            f"length, {cycle}"
+            f"parallel.strategy.graph = '{graph}' with data {data}: it is not bipartite: there is a cycle of odd length"
         ]
 
 

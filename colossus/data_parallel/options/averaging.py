@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from colossus.config import Config
-from colossus.data_parallel.options.base import Count, CountOrZero, PerReplicaOptions
+from colossus.data_parallel.options.base import Count, PerReplicaOptions
 
 Rate = Annotated[float, Field(gt=0)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -16,13 +16,10 @@ Momentum = Annotated[float, Field(ge=0, lt=1)]
 class AveragingOptions(PerReplicaOptions):
     #: steps of a round: a replica's own steps between two averages
     period: Count = 8
-    #: steps from the first on in which gradients are summed over all replicas instead (post-local SGD)
-    post_local: CountOrZero = 0
 
     def describe(self, data: int) -> str:
-        exact = f" from step {self.post_local} on" if self.post_local else ""
         text = super().describe(data)
-        return text and f"{text}{exact}, averaged every {self.period} steps"
+        return text and f"{text}, averaged every {self.period} steps"
 
 
 class LocalSGDOptions(AveragingOptions):
