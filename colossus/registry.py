@@ -214,16 +214,16 @@ STRATEGIES = Registry(
 STRATEGY_OPTIONS = Registry(
     "options of a data-parallel strategy",
     {
-        "ad-psgd": "colossus.data_parallel.options.gossip:ADPSGDOptions",
-        "d-psgd": "colossus.data_parallel.options.gossip:DPSGDOptions",
-        "all_reduce": "colossus.data_parallel.options.exact:AllReduceOptions",
-        "diloco": "colossus.data_parallel.options.averaging:DiLoCoOptions",
-        "hierarchical": "colossus.data_parallel.options.exact:HierarchicalOptions",
-        "hybrid": "colossus.data_parallel.options.hybrid:HybridOptions",
-        "local_sgd": "colossus.data_parallel.options.averaging:LocalSGDOptions",
-        "server": "colossus.data_parallel.options.server:ServerOptions",
-        "sgp": "colossus.data_parallel.options.gossip:SGPOptions",
-        "slowmo": "colossus.data_parallel.options.averaging:SlowMoOptions",
+        "ad-psgd": "colossus.data_parallel.options.gossip_options:ADPSGDOptions",
+        "d-psgd": "colossus.data_parallel.options.gossip_options:DPSGDOptions",
+        "all_reduce": "colossus.data_parallel.options.exact_options:AllReduceOptions",
+        "diloco": "colossus.data_parallel.options.averaging_options:DiLoCoOptions",
+        "hierarchical": "colossus.data_parallel.options.exact_options:HierarchicalOptions",
+        "hybrid": "colossus.data_parallel.options.exact_options:HybridOptions",
+        "local_sgd": "colossus.data_parallel.options.averaging_options:LocalSGDOptions",
+        "server": "colossus.data_parallel.options.server_options:ServerOptions",
+        "sgp": "colossus.data_parallel.options.gossip_options:SGPOptions",
+        "slowmo": "colossus.data_parallel.options.averaging_options:SlowMoOptions",
     },
 )
 GRAPHS = Registry("graph of replicas", package="colossus.graphs.builtin")

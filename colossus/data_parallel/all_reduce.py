@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.options.exact import AllReduceOptions, HierarchicalOptions
+from colossus.data_parallel.options.exact_options import AllReduceOptions, HierarchicalOptions
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.bucket_sum import BucketSum, FlatSum, TwoLevelSum

@@ -9,7 +9,7 @@ from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.all_reduce import AllReduce
-from colossus.data_parallel.options.hybrid import HybridOptions
+from colossus.data_parallel.options.exact_options import HybridOptions
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.hosts import Hosts
 from colossus.gradients.reduction import ModelParts

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from colossus.graphs.family import GraphFamily
+from colossus.graphs.graph_family import GraphFamily
 from colossus.graphs.spec import make_family
 
 #: (the step from which it holds, to how many others a replica sends), by step, the first from step 0

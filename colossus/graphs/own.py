@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from colossus.graphs.family import GraphFamily, Sends
+from colossus.graphs.graph_family import GraphFamily, Sends
 
 
 def is_matrices(value: Any) -> bool:

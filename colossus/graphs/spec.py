@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from colossus.graphs.family import GraphFamily
+from colossus.graphs.graph_family import GraphFamily
 from colossus.graphs.own import OwnFunction, OwnMatrices, is_matrices
 from colossus.registry import GRAPHS, nearest
 

@@ -16,8 +16,8 @@ from torch import distributed as dist
 
 import colossus
 from colossus.context.parallel_context import ParallelContext
-from colossus.graphs.family import GraphFamily
 from colossus.graphs.graph import make_graph
+from colossus.graphs.graph_family import GraphFamily
 
 IRREGULAR = [[0.5, 0.2, 0.25], [0.5, 0.6, 0], [0, 0.2, 0.75]]
 

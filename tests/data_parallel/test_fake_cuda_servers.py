@@ -11,7 +11,7 @@ from helpers.training import BATCH, batch_of, config_of
 from torch import Tensor
 
 import colossus
-from colossus.data_parallel.servers import parameters as server_parameters
+from colossus.data_parallel.servers import server_parameters
 from colossus.server.handles import Handle
 
 

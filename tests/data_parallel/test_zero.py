@@ -26,8 +26,8 @@ from torch import Tensor, nn
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
+from colossus.data_parallel.zero.flat_rows import FlatRows
 from colossus.data_parallel.zero.row_gradients import RowGradients
-from colossus.data_parallel.zero.rows import FlatRows
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.layout.parameter import spec_of
 
@@ -108,8 +108,7 @@ def test_every_plan_is_the_one_process_run(plan: str, stage: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "stage"), [("data4", 1), ("2d", 2), ("zb-v", 3)])
 def test_twenty_steps_in_float32(plan: str, stage: int) -> None:
     assert_is_one_process(plan, stage, "fp32", 20, "AdamW")
 

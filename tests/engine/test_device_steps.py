@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.comm.buffer_pool import BufferPool
-from colossus.data_parallel.gossip.messages import InFlight
+from colossus.data_parallel.gossip.in_flight import InFlight
 from colossus.data_parallel.gossip.push_sum import PushSum
 
 STEPS = 5

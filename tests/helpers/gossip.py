@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm.objects import all_gather_object
-from colossus.graphs.family import GraphFamily, Sends
+from colossus.graphs.graph_family import GraphFamily, Sends
 
 WIDTH, CLASSES, SAMPLES = 5, 3, 4
 SGD: dict[str, Any] = dict(type="SGD", lr=0.3, momentum=0.9, weight_decay=0.03)

@@ -12,13 +12,13 @@ import numpy as np
 from colossus.comm.peers import PeerGone, PeerLinks
 from colossus.data_parallel.gossip.gossip import require_same_graph
 from colossus.data_parallel.gossip.pair_answers import ANSWER, REQUEST, PairAnswers
-from colossus.data_parallel.options.gossip import ADPSGDOptions
+from colossus.data_parallel.options.gossip_options import ADPSGDOptions
 from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts
-from colossus.graphs.checks import two_sides
 from colossus.graphs.graph import Graph, make_graph
+from colossus.graphs.graph_checks import two_sides
 
 #: kind of the messages that say that a replica has come to a sync point
 _ARRIVED = 0x0100

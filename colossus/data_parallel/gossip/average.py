@@ -17,8 +17,8 @@ from colossus.context.launched_ranks import launched_ranks
 from colossus.context.parallel_context import current_context
 from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.graphs.analysis import consensus
-from colossus.graphs.checks import problems_of
 from colossus.graphs.graph import Graph, make_graph, parse_peers
+from colossus.graphs.graph_checks import problems_of
 from colossus.nest import leaves, map_leaves
 
 _KIND = 1

@@ -12,9 +12,9 @@ from colossus.comm import log
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peers import PeerGone, PeerLinks
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.gossip.messages import MIX, InFlight, StopRequest
+from colossus.data_parallel.gossip.in_flight import MIX, InFlight, StopRequest
 from colossus.data_parallel.gossip.push_sum import PushSum
-from colossus.data_parallel.options.gossip import GossipOptions
+from colossus.data_parallel.options.gossip_options import GossipOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts

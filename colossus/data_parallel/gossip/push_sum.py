@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from colossus.data_parallel.gossip.messages import InFlight
+from colossus.data_parallel.gossip.in_flight import InFlight
 from colossus.data_parallel.parameter_vector import ParameterVector
 
 _EPSILON = 2.0**-52

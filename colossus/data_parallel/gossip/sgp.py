@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from colossus.data_parallel.gossip.gossip import Gossip
-from colossus.data_parallel.options.gossip import DPSGDOptions, SGPOptions
+from colossus.data_parallel.options.gossip_options import DPSGDOptions, SGPOptions
 
 
 class SGP(Gossip):

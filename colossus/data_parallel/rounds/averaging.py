@@ -13,7 +13,7 @@ from colossus.comm import collectives
 from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
-from colossus.data_parallel.options.averaging import AveragingOptions, LocalSGDOptions
+from colossus.data_parallel.options.averaging_options import AveragingOptions, LocalSGDOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.replica_average import Distance
 from colossus.data_parallel.rounds.fragments import Fragment, fragment_numbers

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossus.data_parallel.options.averaging import DiLoCoOptions, SlowMoOptions
+from colossus.data_parallel.options.averaging_options import DiLoCoOptions, SlowMoOptions
 from colossus.data_parallel.rounds.averaging import Averaging
 from colossus.data_parallel.rounds.fragments import Fragment
 from colossus.data_parallel.zero.parameter_store import ParameterStore

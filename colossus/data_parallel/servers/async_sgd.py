@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.options.server import ServerOptions
+from colossus.data_parallel.options.server_options import ServerOptions
 from colossus.data_parallel.per_replica import PerReplica
-from colossus.data_parallel.servers.parameters import ServerParameters
-from colossus.data_parallel.servers.rows import tables_of_replica
-from colossus.data_parallel.servers.shards import Pull, require_rows
+from colossus.data_parallel.servers.server_parameters import ServerParameters
+from colossus.data_parallel.servers.server_shards import Pull, require_rows
+from colossus.data_parallel.servers.server_tables import tables_of_replica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts
 from colossus.layout.split_parameter import as_shards

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.data_parallel.options.server import ServerOptions
+from colossus.data_parallel.options.server_options import ServerOptions
 from colossus.data_parallel.servers.async_sgd import AsyncServer, AsyncSGD
 from colossus.data_parallel.servers.sync import SyncServer
 from colossus.data_parallel.strategy import Strategy
@@ -94,8 +94,8 @@ class Elastic(AsyncServer):
 
         d = alpha (x - anchor);  x -= d;  anchor += d      alpha = beta / workers
 
-    In mode "sync" all forces of a round are from the same anchor, and are added up. EAMSGD is the same with Nesterov's
-    momentum in the workers' steps, as torch's SGD has it. The servers' parameters are the anchor.
+    In mode "sync" all forces of a round are from the same anchor, and are added up. With SGD and Nesterov's momentum as
+    the workers' optimizer it is EAMSGD. The servers' parameters are the anchor.
     """
 
     def is_due(self, step: int) -> bool:

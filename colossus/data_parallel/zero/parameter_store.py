@@ -13,8 +13,8 @@ from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.zero.blocks import by_block, in_buckets
+from colossus.data_parallel.zero.flat_rows import Storage
 from colossus.data_parallel.zero.prefetch import BlockRuns, run_around
-from colossus.data_parallel.zero.rows import Storage
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.rows.row_source import row_source

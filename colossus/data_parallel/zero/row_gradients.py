@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from colossus.comm import in_parts
 from colossus.comm.collectives import Pending
-from colossus.data_parallel.zero.rows import FlatRows
+from colossus.data_parallel.zero.flat_rows import FlatRows
 from colossus.gradients.buckets import LocalSum, sum_of_all
 from colossus.layout.parameter import attach, spec_of
 from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks

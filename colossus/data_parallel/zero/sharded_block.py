@@ -16,8 +16,8 @@ from colossus.comm.recorded import is_recorded
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.zero.flat_rows import Dtypes, FlatRows, Storage
 from colossus.data_parallel.zero.row_gradients import RowGradients
-from colossus.data_parallel.zero.rows import Dtypes, FlatRows, Storage
 from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import as_shards
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from colossus.graphs.family import GraphFamily, Sends, metropolis, uniform
+from colossus.graphs.graph_family import GraphFamily, Sends, metropolis, uniform
 from colossus.registry import GRAPHS
 
 

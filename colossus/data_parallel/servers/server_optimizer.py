@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.options.server import SERVER_OPTIMIZERS
-from colossus.data_parallel.servers.shards import ServerShard
+from colossus.data_parallel.options.server_options import SERVER_OPTIMIZERS
+from colossus.data_parallel.servers.server_shards import ServerShard
 from colossus.layout.parameter import spec_of
 from colossus.server.client import Servers
 from colossus.server.tensor_state import TensorState

@@ -9,8 +9,8 @@ from pydantic import AfterValidator
 from colossus.config import Config
 from colossus.config.sizes import describe_sizes
 from colossus.data_parallel.options.base import CountOrZero, PerReplicaOptions
-from colossus.graphs.checks import problems_of
 from colossus.graphs.graph import Graph, make_graph, parse_peers, phases_of
+from colossus.graphs.graph_checks import problems_of
 from colossus.graphs.spec import make_family, name_of_graph
 
 #: push-sum weights below which a plan is refused: a small classifier on 4 replicas comes back from a spike in its loss

@@ -12,12 +12,19 @@ from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
-from colossus.data_parallel.options.server import ServerOptions
+from colossus.data_parallel.options.server_options import ServerOptions
 from colossus.data_parallel.servers.connection import connect
-from colossus.data_parallel.servers.optimizer import ServerOptimizer
-from colossus.data_parallel.servers.report import ServerReport
-from colossus.data_parallel.servers.rows import ServerRows
-from colossus.data_parallel.servers.shards import Gradient, Pull, ServerShard, SharedShards, gradients_of, server_shards
+from colossus.data_parallel.servers.server_metrics import ServerReport
+from colossus.data_parallel.servers.server_optimizer import ServerOptimizer
+from colossus.data_parallel.servers.server_shards import (
+    Gradient,
+    Pull,
+    ServerShard,
+    SharedShards,
+    gradients_of,
+    server_shards,
+)
+from colossus.data_parallel.servers.server_tables import ServerRows
 from colossus.gradients.host_transfer import HostRead
 from colossus.gradients.reduction import ModelParts
 from colossus.server.handles import Handle, wait_or_name_missing

@@ -13,8 +13,7 @@ from colossus.server.environment import LEAST_TIMEOUT_SECONDS
 #: optimizers whose updates a server knows, by the names of torch's classes
 SERVER_OPTIMIZERS = ("SGD", "AdamW", "Adam", "Adagrad")
 #: algorithms in which a worker has parameters and an optimizer of its own
-_OWN = ("downpour", "easgd", "eamsgd")
-_ELASTIC = ("easgd", "eamsgd")
+_OWN = ("downpour", "easgd")
 
 Beta = Annotated[float, Field(gt=0, le=1)]
 
@@ -27,8 +26,8 @@ class ServerOptions(PerReplicaOptions):
     #: server processes, which are spread over the hosts; None: one on each
     servers: Count | None = None
     #: what is pushed: gradients, to the optimizer at the servers ("sgd"); updates of the workers' own optimizers
-    #: ("downpour"); the pull of an elastic anchor ("easgd", "eamsgd": the momentum form)
-    algorithm: Literal["sgd", "downpour", "easgd", "eamsgd"] = "sgd"
+    #: ("downpour"); the pull of an elastic anchor ("easgd")
+    algorithm: Literal["sgd", "downpour", "easgd"] = "sgd"
     #: steps that a worker may be ahead of the slowest (stale synchronous parallel); None: as many as it likes
     max_staleness: CountOrZero | None = None
     #: steps between two pushes of Downpour, or two elastic exchanges
@@ -47,7 +46,7 @@ class ServerOptions(PerReplicaOptions):
 
     @property
     def is_elastic(self) -> bool:
-        return self.algorithm in _ELASTIC
+        return self.algorithm == "easgd"
 
     def describe(self, data: int) -> str:
         servers = "a server on each host"
@@ -56,7 +55,7 @@ class ServerOptions(PerReplicaOptions):
         if self.mode == "sync" and not self.has_own_optimizer:
             return f"exact: parameters at {servers}"
         bound = "" if self.max_staleness is None else f", at most {self.max_staleness} steps apart"
-        name = {"sgd": "asynchronous SGD", "downpour": "Downpour", "easgd": "EASGD", "eamsgd": "EAMSGD"}[self.algorithm]
+        name = {"sgd": "asynchronous SGD", "downpour": "Downpour", "easgd": "EASGD"}[self.algorithm]
         return f"inexact: {name} with {servers}{bound}"
 
     def check(self, config: Config) -> list[str]:
@@ -86,7 +85,7 @@ class ServerOptions(PerReplicaOptions):
         if "pull_every" in given and self.is_elastic:
             refuse("pull_every", f"{self.algorithm} pulls where it pushes, every push_every steps; leave it out")
         if "beta" in given and not self.is_elastic:
-            refuse("beta", f"means nothing with algorithm = {self.algorithm!r}; it is for 'easgd' and 'eamsgd'")
+            refuse("beta", f"means nothing with algorithm = {self.algorithm!r}; it is for 'easgd'")
         if self.evaluate == "own" and not self.has_own_optimizer:
             refuse("evaluate", "workers have no parameters of their own, those at the servers are evaluated")
         for key in ("prefetch", "log_every") if is_exact else ("prefetch",) if self.mode == "sync" else ():
@@ -111,13 +110,6 @@ class ServerOptions(PerReplicaOptions):
     def _optimizer_problems(self, optimizer: Any) -> list[str]:
         name = optimizer_name(optimizer.type)
         options = optimizer.options
-        if self.algorithm == "eamsgd":
-            if name == "SGD" and options.get("momentum") and options.get("nesterov"):
-                return []
-            return [
-                "parallel.strategy.algorithm = 'eamsgd': its workers make steps with Nesterov's momentum; set "
-                "optimizer = dict(type='SGD', momentum=0.9, nesterov=True, ..), or take 'easgd'"
-            ]
         if self.has_own_optimizer or name in SERVER_OPTIMIZERS:
             if not self.has_own_optimizer and options.get("amsgrad"):
                 return ["optimizer.amsgrad: the servers' Adam keeps no maxima; leave it out"]
