@@ -10,7 +10,7 @@ from torch import nn
 from colossus.config import ConfigError
 from colossus.config.training import ActivationCheckpoint
 from colossus.context.parallel_context import current_context
-from colossus.data_parallel.zero.block_modules import modules_of_blocks
+from colossus.data_parallel.zero.blocks import modules_of_blocks
 from colossus.layers.block import TransformerBlock
 from colossus.layers.checkpointed_forward import checkpoint_module, has_forward, is_checkpointed
 from colossus.layers.pipeline_block import is_chain, pipeline_blocks
@@ -43,7 +43,7 @@ def chosen_modules(model: nn.Module, wanted: ActivationCheckpoint) -> list[str]:
     """Names of the modules to checkpoint, in the model's order: of the whole model, before a pipeline cuts it.
 
     With ``modules`` those whose names match, of nested ones the outermost; else the blocks: TransformerBlocks, where
-    there are none those of `colossus.data_parallel.zero.block_modules.modules_of_blocks` that have parameters. Of these
+    there are none those of `colossus.data_parallel.zero.blocks.modules_of_blocks` that have parameters. Of these
     the first, and every k-th after it.
 
     Raises:

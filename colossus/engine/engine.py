@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -146,7 +146,7 @@ class Engine:
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
         self._stages.step = self.completed_steps
-        with self._ends_if_it_fails(self.strategy.abandon):
+        with self._ends_if_it_fails():
             factor = self.loss_scaler.begin_step(batch.whole) if self.loss_scaler is not None else None
             self.strategy.loss_scale = factor
             with as_shards():
@@ -184,13 +184,12 @@ class Engine:
         self._num_runs += 1
 
     @contextmanager
-    def _ends_if_it_fails(self, abandon: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def _ends_if_it_fails(self) -> Iterator[None]:
         """Nothing runs after a failure inside: what the other ranks have done meanwhile is not known."""
         try:
             yield
         except BaseException:
-            self.store.abandon_step()  # no gathered weights stay behind
-            abandon()
+            self.strategy.abandon()
             self._ended = self._ended or (
                 "an earlier step or evaluation failed on this rank, and others may wait for what it has left out: "
                 "close this engine and make a new one; with checkpoint.resume it goes on from the newest checkpoint"

@@ -30,7 +30,7 @@ from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.optimizers import OptimizerFactory, build_optimizer, require_factory
 from colossus.engine.stages import ModelStages, PipelineRuntime
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.layout.parameter import num_parameters

@@ -15,7 +15,6 @@ from colossus.engine.nonfinite import GradientWatch, LossScaler
 from colossus.engine.results import StepResult
 from colossus.engine.step_numbers import StepReduction
 from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.group_norms import GroupNorms
 from colossus.gradients.host_transfer import LateValue
 from colossus.layout.parameter import full_model_order
 from colossus.layout.split_parameter import as_shards
@@ -43,11 +42,10 @@ class OptimizerStep:
         train, parts, context = config.train, strategy.parts, strategy.parts.context
         self._optimizer, self._strategy, self._clip_value = optimizer, strategy, train.clip_grad_value
         norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
-        groups = GroupNorms(norm, optimizer, context.group(strategy.summed_axes)) if train.grad_norm_by_group else None
         self.loss_scaler: LossScaler | None = None
         if context.precision.scales_loss:
             self.loss_scaler = LossScaler(train.loss_scale, context, train.global_batch_size)
-        self.reduction = StepReduction(context, norm, strategy, train.clip_grad_norm, groups)
+        self.reduction = StepReduction(context, norm, strategy, train.clip_grad_norm)
         self.watch = GradientWatch(train, context, strategy, norm, full_model_order(model), self.loss_scaler)
         self.learning_rate, self._late_stops = LearningRate(config, optimizer), LateValue()
         self._replica, self._num_replicas = context.index("data"), context.size("data")
@@ -67,7 +65,7 @@ class OptimizerStep:
             ValueError: see `StepReduction.finish_step`.
             NonFiniteGradients: see `GradientWatch.check`.
         """
-        scaler, strategy, groups = self.loss_scaler, self._strategy, self.reduction.group_names
+        scaler, strategy = self.loss_scaler, self._strategy
         loss_scale = None if scaler is None else scaler.scale.clone()
         with as_shards():
             own, scale = self.reduction.finish_step(
@@ -82,16 +80,12 @@ class OptimizerStep:
             if scaler is not None:
                 scaler.update(found_inf, own[1])
         is_own = not strategy.is_summed(step)
-        if is_own and groups:  # norms of groups are shares of their mean over replicas
-            numbers = numbers.clone()
-            numbers[-len(groups) :] *= self._num_replicas
         torch.clear_autocast_cache()  # an outer block would keep casts of the weights from before the step
         return StepResult(
             step + 1,
             lr,
             numbers,
             stops,
-            groups=groups,
             skipped=False if found_inf is None else found_inf,
             num_skipped=self.watch.num_skipped,
             loss_scale=loss_scale,

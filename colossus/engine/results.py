@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -55,7 +55,6 @@ class StepResult:
     Args:
         numbers: of `StepReduction.finish_step`.
         stops: requests to stop of all ranks, summed (`results.addend`).
-        groups: names of the parameter groups whose norms the numbers end with.
         skipped: whether the step changed nothing.
         num_skipped: steps that did not, so far.
         loss_scale: of the mean loss in this step.
@@ -69,7 +68,6 @@ class StepResult:
         numbers: Tensor,
         stops: float = 0.0,
         *,
-        groups: Sequence[str] = (),
         skipped: Tensor | bool = False,
         num_skipped: Tensor | int = 0,
         loss_scale: Tensor | None = None,
@@ -78,7 +76,7 @@ class StepResult:
     ) -> None:
         self.step, self.lr, self.replica = step, lr, replica
         self.stop_requested, self.stop_signal = stops > 0, signal_of(stops)
-        self._numbers, self._groups = numbers, groups
+        self._numbers = numbers
         more = {"skipped": skipped, "num_skipped": num_skipped, "loss_scale": loss_scale, "own_tokens": own_tokens}
         self._more: dict[str, Tensor | int] = {name: value for name, value in more.items() if value is not None}
         self._reading: HostRead | None = None
@@ -146,11 +144,6 @@ class StepResult:
     def grad_norm(self) -> float:
         """Global gradient norm before clipping, each element counted once."""
         return self._read()[2]
-
-    @property
-    def grad_norms(self) -> dict[str, float]:
-        """The same of each parameter group of the optimizer, by its name or number: of ``train.grad_norm_by_group``."""
-        return dict(zip(self._groups, self._read()[len(self._numbers) - len(self._groups) :], strict=False))
 
     @property
     def skipped(self) -> bool:

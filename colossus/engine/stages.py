@@ -12,13 +12,11 @@ from torch.utils._pytree import tree_map_only
 from colossus.comm.links import Links
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.engine_queries import BackwardKind
-from colossus.data_parallel.strategy import Strategy
+from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.forward_rng import ForwardRng
 from colossus.engine.inputs import Inputs, model_input, refuse_writes
 from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum, metrics_of
-from colossus.gradients.tied import tied_parameters
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks
@@ -112,8 +110,9 @@ class PipelineRuntime:
         """Parameters of this rank that other pipeline ranks hold, too, each with all ranks that do."""
         if self.partition is None:
             return []
-        ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.names}
-        return tied_parameters(dict(model.named_parameters()), ranks_of)
+        held = dict(model.named_parameters())
+        ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.names if name in held}
+        return [(held[name], ranks) for name, ranks in ranks_of.items() if len(ranks) > 1]
 
     def make_executor(
         self, stages: Stages, parallel: ModelParallel, observers: Sequence[StepObserver] = ()

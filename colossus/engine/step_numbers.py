@@ -10,7 +10,6 @@ from colossus.data_parallel.strategy import Strategy
 from colossus.engine.consistency import BatchCheck
 from colossus.engine.loss_function import check_totals
 from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.group_norms import GroupNorms
 from colossus.layers.model_parallel import model_parallel_of
 
 
@@ -29,7 +28,6 @@ class StepReduction:
         norm: of the gradients of this rank.
         strategy: sums the numbers.
         clip_grad_norm: largest norm of the gradient of the mean loss; None does not clip.
-        groups: the parameter groups whose norms are wanted.
     """
 
     def __init__(
@@ -38,19 +36,12 @@ class StepReduction:
         norm: GradientNorm,
         strategy: Strategy,
         clip_grad_norm: float | None,
-        groups: GroupNorms | None = None,
     ) -> None:
         self._context, self._norm, self._strategy, self._clip_grad_norm = context, norm, strategy, clip_grad_norm
-        self._groups = groups
         coordinates, summed_axes = context.coordinates, set(strategy.summed_axes)
         self._counts_loss = all(coordinates[axis] == 0 for axis in summed_axes - set(loss_axes(context)))
         self._counts_norm = all(coordinates[axis] == 0 for axis in summed_axes - set(norm.axes))
         self.batch_check = BatchCheck(context)
-
-    @property
-    def group_names(self) -> tuple[str, ...]:
-        """Of the parameter groups whose norms end a step's numbers."""
-        return () if self._groups is None else self._groups.names
 
     def finish_step(
         self,
@@ -70,8 +61,7 @@ class StepReduction:
 
         Returns:
             Of the global batch (under an inexact strategy of the replica's): loss sum, tokens, gradient norm before
-            clipping, requests to stop, and the norms of the groups that are wanted. The norm is not finite where a
-            gradient of any rank is not.
+            clipping, requests to stop. The norm is not finite where a gradient of any rank is not.
             The factor, a float64 scalar: one over the tokens and the scale, and what clips the gradient of the mean
             loss.
 
@@ -85,9 +75,6 @@ class StepReduction:
             squares = squares * 0.0
         loss = [loss_sum, tokens] if self._counts_loss else [zero, zero]
         numbers = torch.stack([*loss, squares.sum(), zero + stop, *([] if mark is None else [mark])])
-        num_single = len(numbers)
-        if self._groups is not None:
-            numbers = torch.cat((numbers, self._groups.sum_squares(squares)))
         numbers = self._strategy.replica_scalars(numbers)
         if mark is not None:
             self.batch_check.check(numbers[4])
@@ -99,12 +86,7 @@ class StepReduction:
         scale = 1.0 / divisor
         if self._clip_grad_norm is not None:
             scale = scale * (self._clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        singles = torch.stack([numbers[0], numbers[1], norm, numbers[3]])
-        if self._groups is None:
-            return singles, scale
-        # summed over the replicas of an inexact strategy to be their mean, as the norm is
-        share = 1.0 if self._strategy.exact else 1.0 / self._context.size("data")
-        return torch.cat((singles, numbers[num_single:].sqrt() * (share / divisor))), scale
+        return torch.stack([numbers[0], numbers[1], norm, numbers[3]]), scale
 
 
 def loss_axes(context: ParallelContext) -> tuple[str, ...]:

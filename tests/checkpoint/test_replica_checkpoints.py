@@ -90,7 +90,7 @@ class Mixed(nn.Module):
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "sgp": dict(type="sgp", overlap=2),
-    "d-psgd": dict(type="d-psgd", graph="ring", mix_optimizer_state=True),
+    "d-psgd": dict(type="d-psgd", graph="ring"),
     "local_sgd": dict(type="local_sgd", period=2),
     "diloco": dict(type="diloco", period=2),
     "slowmo": dict(type="slowmo", period=2),

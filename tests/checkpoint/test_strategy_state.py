@@ -19,8 +19,8 @@ POWER: dict[str, Any] = dict(compress="powersgd", start_step=1, min_compression_
 #: by number of ranks: plan, strategy
 STRATEGIES: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     2: {
-        "post-local": (dict(data=2), dict(type="local_sgd", period=4, post_local=2)),
-        "slowmo average": (dict(data=2), dict(type="slowmo", period=5, buffers="average")),
+        "local_sgd": (dict(data=2), dict(type="local_sgd", period=4)),
+        "slowmo": (dict(data=2), dict(type="slowmo", period=5)),
         "diloco": (dict(data=2), dict(type="diloco", period=2)),
         "bf16": (dict(data=2), dict(type="all_reduce", compress="bf16")),
         "powersgd": (dict(data=2), dict(type="all_reduce", **POWER)),
@@ -28,7 +28,7 @@ STRATEGIES: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     4: {
         "diloco": (dict(data=2, tensor=2), dict(type="diloco", period=2)),
         "powersgd": (dict(data=2, tensor=2), dict(type="all_reduce", **POWER)),
-        "fp16 between hosts": (dict(data=4), dict(type="hierarchical", compress="fp16", hosts=2)),
+        "bf16 between hosts": (dict(data=4), dict(type="hierarchical", compress="bf16", hosts=2)),
         "powersgd between hosts": (dict(data=4), dict(type="hierarchical", per_host=2, **POWER)),
     },
 }

@@ -239,7 +239,7 @@ def test_every_strategy_under_every_plan_with_every_seed(file: str, tmp_path: Pa
 
 
 def test_folders_of_unlike_labels_are_unlike(file: str, tmp_path: Path) -> None:
-    long = "log_every=1 overlap=1 evaluate=average peers=1 mix_optimizer_state=False eager=False"
+    long = "log_every=1 overlap=1 evaluate=average peers=1"
     long += " optimizer.lr=0.00100000000000000000000000000000000"
     texts = ["sgp graph=ring", "sgp graph='ring'", "sgp graph=dict(type='ring')", f"sgp {long}"]
     folders = [job.folder.name for job in jobs_of(file, tmp_path, texts)]

@@ -25,7 +25,7 @@ Case = tuple[dict[str, Any], Any, dict[str, Any]]
 
 ONE: dict[str, Case] = {
     "fp32": ({}, "fp32", {}),
-    "fp16, norms of groups": ({}, "fp16", dict(train=dict(grad_norm_by_group=True))),
+    "fp16": ({}, "fp16", {}),
     "pure bf16, values clipped": ({}, PURE, dict(train=dict(clip_grad_value=0.1, on_nonfinite="skip"))),
     "fp64": ({}, "fp64", {}),
     "SGD": ({}, "bf16", dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9))),
@@ -33,7 +33,7 @@ ONE: dict[str, Case] = {
 SEVERAL: dict[str, Case] = {
     "data": (dict(data=4), "bf16", dict(schedule=dict(microbatches=2))),
     "zero 1": (dict(data=4, zero=1), "fp16", {}),
-    "zero 2, groups": (dict(data=4, zero=2), "bf16", dict(train=dict(grad_norm_by_group=True))),
+    "zero 2": (dict(data=4, zero=2), "bf16", {}),
     "zero 3, pure bf16": (dict(data=4, zero=3), PURE, {}),
     "zero 3 by step": (dict(data=4, zero=3, tensor=dict(weights="step")), "fp32", {}),
     "zero 3 by microbatch": (
@@ -53,7 +53,7 @@ SEVERAL: dict[str, Case] = {
 }
 #: with ``-m long`` only
 LATER = {
-    *("fp32", "fp64", "SGD", "data", "zero 2, groups", "zero 3 by step", "zero 3 by microbatch", "hsdp", "compressed"),
+    *("fp32", "fp64", "SGD", "data", "zero 2", "zero 3 by step", "zero 3 by microbatch", "hsdp", "compressed"),
     "slowmo",
 }
 
@@ -146,15 +146,15 @@ ADAGRAD = dict(optimizer=dict(type="Adagrad"))
 WAITING: dict[str, tuple[Case, list[int]]] = {
     "not fused": ((dict(data=4), "fp32", ADAGRAD), [1] * 4),
     "zero 3 offloaded": ((dict(data=4, zero=dict(stage=3, offload=True)), "bf16", {}), [3] * 4),
-    "zero 1 offloaded, fp16, groups": (
+    "zero 1 offloaded, fp16": (
         (
             dict(data=4, zero=dict(stage=1, offload=True)),
             "fp16",
-            dict(train=dict(grad_norm_by_group=True, clip_grad_value=0.1)),
+            dict(train=dict(clip_grad_value=0.1)),
         ),
         [3] * 4,
     ),
-    "local_sgd": ((dict(data=4, strategy=dict(type="local_sgd", period=3, post_local=1)), "bf16", {}), [0, 0, 2, 0]),
+    "local_sgd": ((dict(data=4, strategy=dict(type="local_sgd", period=3)), "bf16", {}), [0, 2, 0, 0]),
     "slowmo": ((dict(data=4, strategy=dict(type="slowmo", period=3)), "fp32", {}), [0, 2, 0, 0]),
     "diloco": (
         (dict(data=4, strategy=dict(type="diloco", period=4, fragments=2)), "fp16", dict(model=dict(num_layers=2))),

@@ -16,7 +16,7 @@ from helpers.training import config_of
 from torch import Tensor, nn
 
 import colossus
-from colossus.data_parallel.skipped_update import _skipped_where, skipping_on_device
+from colossus.data_parallel.update import _skipped_where, skipping_on_device
 from colossus.engine.nonfinite import NonFiniteGradients
 from colossus.engine.optimizers import torch_optimizer
 

@@ -71,7 +71,7 @@ def test_without_shared_memory(kind: str) -> None:
 
 
 def test_a_broken_sum_of_tied_gradients_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colossus.gradients.tied.TiedGradients.sum", lambda self: None)
+    monkeypatch.setattr("colossus.gradients.reduction.TiedGradients.sum", lambda self: None)
     with pytest.raises(AssertionError, match="step 2"):
         assert_parity(2, config(dict(pipeline=2), "1f1b", 4))
 

@@ -239,7 +239,7 @@ TABLE: dict[str, Bad] = {
     # tables
     "tables under gossip": words_bad("table 'embedding.weight' has sparse=True, but SGP knows", "strategy=sgp"),
     "tables and compression": words_bad(
-        "parallel.strategy.compress = 'bf16' is of dense gradients",
+        "AllReduce takes dense gradients only, as does compress",
         "strategy.type=all_reduce parallel.strategy.compress=bf16",
     ),
     "tables under ZeRO": words_bad("parallel.zero cuts every parameter over data itself", "zero=3"),

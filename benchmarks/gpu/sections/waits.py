@@ -28,7 +28,6 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "all in bf16": (dict(params="bf16", compute="bf16", reduce="bf16", optimizer="bf16"), {}),
     "clipped by value": ("fp32", dict(train=dict(clip_grad_value=0.1))),
     "skips what is not finite": ("fp32", dict(train=dict(on_nonfinite="skip"))),
-    "norms by group": ("fp32", dict(train=dict(grad_norm_by_group=True))),
     "accumulation": ("bf16", dict(schedule=dict(microbatches=4))),
     "dropout": ("fp32", dict(model=dict(dropout=0.1, attention_dropout=0.1))),
     "recomputation": ("bf16", dict(train=dict(activation_checkpoint="full"))),
