@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from colossus.checkpoint.entries import Entry, Position, entries_of
+from colossus.checkpoint.tensor_box import Entry, Position, entries_of
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext

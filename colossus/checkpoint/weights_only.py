@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from colossus import __version__
+from colossus.checkpoint.assets import read_assets, write_assets
 from colossus.checkpoint.cast import read_cast, weight_dtype
-from colossus.checkpoint.companions import read_companions, write_companions
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry
 from colossus.checkpoint.new_folder import new_folder
@@ -59,8 +59,8 @@ def to_colossus(
                 chunk = Chunk(file, header.offsets[f"model/{name}"], (0,) * len(shape), shape)
                 tensors[f"model/{name}"] = TensorEntry(dtype_name(of_file), shape, (chunk,))
         source = reader.manifest
-        beside = read_companions(reader.folder, source.config).files
-        write_companions(beside, folder)
+        beside = read_assets(reader.folder, source.config).files
+        write_assets(beside, folder)
         files |= {name: FileEntry(len(data), zlib.crc32(data)) for name, data in beside.items()}
         manifest = Manifest(
             step=source.step,

@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.companions import Companions
+from colossus.checkpoint.assets import Assets
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under_key
 from colossus.checkpoint.matching import Rename, WeightMatch
+from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.sources import find_weights, open_weights
-from colossus.checkpoint.together import on_all_ranks
 from colossus.checkpoint.writer import Save, SavedCheckpoint
 from colossus.comm.objects import broadcast_object
-from colossus.engine.saves import Saves
-from colossus.state.hook_state import SavedHook
+from colossus.engine.save_schedule import SaveSchedule
+from colossus.state.run_values import SavedHook
 from colossus.state.state import State
 
 log = logging.getLogger("colossus.engine")
@@ -36,8 +36,7 @@ class Checkpoints:
     it, or `save` and `load` as you like.
 
     Attributes:
-        hooks: whose state belongs to the run; `fit` sets them. Set after a load and before the next step, they take
-            what the checkpoint has of them.
+        hooks: whose state belongs to the run; `fit` sets them. In a loop of your own set them before a load.
         resume_from: what `resume` loads: "auto" (the latest of this run), a folder, None; as the config has it.
         resumed_from: the checkpoint that was loaded, None where none was.
         resumed_plan: the plan it was saved under, in words.
@@ -48,7 +47,7 @@ class Checkpoints:
 
     def __init__(self, state: State) -> None:
         self._state, self._run, self._config = state, state.run, state.run.config.checkpoint
-        self._saves = Saves(state, lambda: self.on_progress())
+        self._saves = SaveSchedule(state, lambda: self.on_progress())
         self.resume_from = self._config.resume
         self.resumed_from: Path | None = None
         self.resumed_plan = ""
@@ -59,16 +58,16 @@ class Checkpoints:
 
     @property
     def hooks(self) -> Sequence[SavedHook]:
-        return self._state.hook_states.hooks
+        return self._state.hooks
 
     @hooks.setter
     def hooks(self, hooks: Sequence[SavedHook]) -> None:
-        self._state.hook_states.hooks = hooks
+        self._state.hooks = hooks
 
     @property
-    def companions(self) -> Companions:
+    def assets(self) -> Assets:
         """What lies beside the weights in a checkpoint, on the first rank: tokenizer, ids of special tokens, .."""
-        return self._state.companions
+        return self._state.assets
 
     @property
     def stall_seconds(self) -> float:
@@ -109,17 +108,9 @@ class Checkpoints:
         """
         return self._saves.after_step(is_last=is_last)
 
-    def finish(self, patience: float | None = None) -> None:
-        """Wait for the end of the save under way. If it failed, and nobody was told, rank 0 says so in the log.
-
-        Args:
-            patience: seconds after which a silent rank is given up; by default ``comm.timeout_seconds``.
-        """
-        self._saves.finish(patience)
-
-    def close(self) -> None:
-        """`finish`, and let go of the folder."""
-        self._saves.close()
+    def finish(self) -> None:
+        """Wait for the end of the save under way. If it failed, and nobody was told, rank 0 says so in the log."""
+        self._saves.finish()
 
     def during_step(self) -> contextlib.AbstractContextManager[None]:
         """Around a train step: nothing is saved or loaded inside."""
@@ -193,7 +184,7 @@ class Checkpoints:
 
         Under the plan of the checkpoint the run is bit for bit the one that was saved. Under another all parameters and
         their state are the same to the bit, and what belonged to single ranks (random generators, places in a loader of
-        one's own, buffers, modules and hooks that differ between ranks) goes on as `state/` says of each.
+        one's own, buffers that differ between ranks) is that of the first, or begins anew.
         What the config changes is done: more steps, another precision, lr or weight decay, another order of the data
         (warnings, by one rank). The optimizer must be of the same class.
 
@@ -271,7 +262,7 @@ class Checkpoints:
         self._saves.require_between_steps("loaded")
         self._run.strategy.sync_point()
         self.finish()
-        self._saves.is_changed()
+        self._saves.saved_step = None
         world = self._run.context.group(self._run.context.grid.names)
         damaged: dict[Path, CheckpointError] = {}
         is_first = self._run.context.is_logging_rank

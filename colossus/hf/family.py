@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from colossus.checkpoint.companions import TOKEN_IDS
+from colossus.checkpoint.assets import TOKEN_IDS
 from colossus.checkpoint.errors import CheckpointError
 from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 
@@ -186,7 +186,7 @@ class Family(ABC):
         ]
 
     def beside(self, options: Any, companions: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``config.json`` says that is none of the model's, of the sections of `Companions.config`."""
+        """What ``config.json`` says that is none of the model's, of the sections of `Assets.config`."""
         return dict(companions.get(TOKEN_IDS, {}))
 
     def aliases(self, options: Any) -> dict[str, str]:

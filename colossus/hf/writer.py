@@ -12,30 +12,30 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from colossus.checkpoint.cast import require_finite
-from colossus.checkpoint.companions import (
-    COMPANIONS,
+from colossus.checkpoint.assets import (
+    ASSET_FILES,
     GENERATION,
     TOKEN_IDS,
-    Companions,
-    read_companions,
-    write_companions,
+    Assets,
+    read_assets,
+    write_assets,
 )
+from colossus.checkpoint.cast import require_finite
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.exported import exported
 from colossus.checkpoint.folder import locate
 from colossus.checkpoint.manifest import MANIFEST, read_manifest
 from colossus.checkpoint.new_folder import new_folder, require_new
+from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.shards import MAX_SHARD_BYTES, split_into_shards
 from colossus.checkpoint.state_dict import WholeTensor, stream_state_dict, whole_tensors
 from colossus.checkpoint.tensor_file import make_header, write_file
-from colossus.checkpoint.together import on_all_ranks
 from colossus.context.parallel_context import ParallelContext
 from colossus.hf.family import Family, Row, family_of
 from colossus.hf.folder import listed
 from colossus.hf.model_config import CONFIG, INDEX, SINGLE, beside_of, read_json
 from colossus.registry import MODEL_OPTIONS
+from colossus.state.replicas import exported
 
 
 class Trained(Protocol):
@@ -61,7 +61,7 @@ class FolderPlan:
     config: Mapping[str, Any]
     shards: Mapping[str, Sequence[Row]]
     dtypes: Mapping[str, torch.dtype]
-    companions: Companions
+    companions: Assets
 
     @property
     def part_names(self) -> list[str]:
@@ -125,13 +125,13 @@ def _save(
     kind = next((name for name in MODEL_OPTIONS.names() if MODEL_OPTIONS.get(name) is type(options)), None)
     is_writer = context.is_logging_rank
 
-    def beside() -> Companions:
+    def beside() -> Assets:
         if companions_of is not None:
             return _companions_in(Path(companions_of).expanduser())
-        given: Companions | None = getattr(getattr(engine, "checkpoints", None), "companions", None)
-        return given or Companions()
+        given: Assets | None = getattr(getattr(engine, "checkpoints", None), "assets", None)
+        return given or Assets()
 
-    companions = on_all_ranks(world, lambda: beside() if is_writer else Companions(), tells_ranks=False)
+    companions = on_all_ranks(world, lambda: beside() if is_writer else Assets(), tells_ranks=False)
     plan = plan_folder(kind or type(engine.model).__name__, options, known, dtype, max_shard_bytes, companions)
     on_all_ranks(world, lambda: require_new(target) if is_writer else None, tells_ranks=False)
     parts = stream_state_dict(engine.model, context, aliases=False, order=plan.part_names)
@@ -147,7 +147,7 @@ def _save(
     on_all_ranks(world, write, tells_ranks=False)
 
 
-def _companions_in(folder: Path) -> Companions:
+def _companions_in(folder: Path) -> Assets:
     """Of a model folder of Hugging Face, which needs no weights; of a checkpoint, a folder of them or a run folder.
 
     Raises:
@@ -157,13 +157,13 @@ def _companions_in(folder: Path) -> Companions:
         raise CheckpointError(f"companions_of = {str(folder)!r}: there is no such folder")
     if not (folder / MANIFEST).exists():
         config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-        if "model_type" in config or any((folder / name).is_file() for name in COMPANIONS):
-            return read_companions(folder, beside_of(config))
+        if "model_type" in config or any((folder / name).is_file() for name in ASSET_FILES):
+            return read_assets(folder, beside_of(config))
     try:
         found = locate(folder)
     except CheckpointError as error:
         raise CheckpointError(f"companions_of = {str(folder)!r}: {error}") from None
-    return read_companions(found, read_manifest(found).config)
+    return read_assets(found, read_manifest(found).config)
 
 
 def plan_folder(
@@ -172,7 +172,7 @@ def plan_folder(
     known: Mapping[str, WholeTensor],
     dtype: torch.dtype | None,
     max_shard_bytes: int,
-    companions: Companions,
+    companions: Assets,
 ) -> FolderPlan:
     """What is written of a model of ours.
 
@@ -249,7 +249,7 @@ def write_folder(
             total = sum(plan.num_bytes(each) for tensors in plan.shards.values() for each in tensors)
             _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(folder / CONFIG, plan.config)
-        write_companions(plan.companions.files, folder)
+        write_assets(plan.companions.files, folder)
         token_ids = plan.companions.config.get(TOKEN_IDS)
         if token_ids and GENERATION not in plan.companions.files:
             _write_json(folder / GENERATION, {"_from_model_config": True, **token_ids})

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from colossus.checkpoint.companions import LABELS
+from colossus.checkpoint.assets import LABELS
 from colossus.hf.family import Family, Key, Row, module, row
 from colossus.registry import HF_FAMILIES
 
