@@ -130,24 +130,20 @@ def buffer_boxes(
     rank: int,
     checksums: Sequence[Mapping[str, int]],
     means: Mapping[int, Tensor],
-    prefix: str,
 ) -> Iterator[TensorBox]:
-    """The buffers as the first rank has them; beside them those of ranks that have others (BatchNorm's statistics of a
-    rank's own samples).
+    """The buffers as the first rank has them, or their mean over replicas; beside them those of ranks that have others
+    (BatchNorm's statistics of a rank's own samples).
 
     Args:
         checksums: of all ranks.
         means: over replicas, by id of the buffer.
-        prefix: before the names of these; none: they take the place of the first rank's.
     """
     for name, entry in buffers.items():
         buffer, mean = entry.held, means.get(id(entry.held))
         assert isinstance(buffer, Tensor)
         first = next(each for each, theirs in enumerate(checksums) if name in theirs)
-        if rank == first and mean is not None:
-            yield TensorBox.whole(f"{prefix}model/{name}", mean)
-        if rank == first and (mean is None or prefix):
-            yield TensorBox.whole(f"model/{name}", buffer)
+        if rank == first:
+            yield TensorBox.whole(f"model/{name}", buffer if mean is None else mean)
         if mean is not None or checksums[rank][name] != checksums[first][name]:
             yield TensorBox.whole(_own_key(rank, name), buffer)
 

@@ -1,8 +1,8 @@
 """Replicas with state of their own (gossip, local steps, error feedback) in a checkpoint.
 
-What all may take is under the plain keys: parameters as strategies evaluate and export them, the average or the first
-replica's. What is a replica's own (parameters, optimizer, what the strategy keeps) is beside them, and each goes on
-with its own where there are as many replicas as then, under the same strategy.
+The average of parameters and buffers is under the plain keys, for all to take. What is a replica's own (parameters,
+optimizer, what the strategy keeps) is beside them, and each goes on with its own where there are as many replicas as
+then, under the same strategy.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from colossus.state.run import Run
 
 log = logging.getLogger("colossus.engine")
 
-#: before the average of the replicas where the plain keys hold the first
-AVERAGE = "average/"
 #: the path of the value that says which strategy had what
 RECORD = "strategy"
 _OF_STRATEGY = re.compile(r"(replicas/\d+/)?strategy/|strategy_values/")
@@ -56,13 +54,9 @@ def replica_record(run: Run) -> dict[str, Any]:
     """What a checkpoint says of its strategy; nothing of those whose replicas are equal, and have no state."""
     if not _keeps_own(run.strategy):
         return {}
-    record = {
-        "kind": type(run.strategy).__qualname__,
-        "num_replicas": run.context.size("data"),
-        "own_parameters": has_own_parameters(run),
-        "own_state": has_own_state(run),
-    }
-    return {RECORD: record}
+    kind, num_replicas = type(run.strategy).__qualname__, run.context.size("data")
+    owns = {"own_parameters": has_own_parameters(run), "own_state": has_own_state(run)}
+    return {RECORD: {"kind": kind, "num_replicas": num_replicas, **owns}}
 
 
 # -- saving -----------------------------------------------------------------------------------------------
@@ -83,20 +77,16 @@ def model_boxes(run: Run, boxes: list[ParameterBox]) -> Iterator[TensorBox]:
     if not has_own_parameters(run):
         yield from (box.tensor_box(f"model/{box.name}") for box in boxes)
         return
-    strategy, index = run.strategy, run.context.index("data")
-    trained = {id(param) for param in strategy.trained}
+    trained, own_prefix = {id(param) for param in run.strategy.trained}, replica_prefix(run.context.index("data"))
     means = _means(run, {id(box.parameter) for box in boxes if box.writes})
-    prefix = "" if strategy.evaluates == "average" else AVERAGE
     for box, own in zip(boxes, boxes_of(run, replicas_differ=True), strict=True):
         key = f"model/{box.name}"
         if id(box.parameter) not in trained:
             yield box.tensor_box(key)
             continue
-        yield own.tensor_box(replica_prefix(index) + key)
+        yield own.tensor_box(own_prefix + key)
         if box.writes:
-            yield box.tensor_box(prefix + key, means[id(box.parameter)])
-        if prefix and index == 0:
-            yield own.tensor_box(key)
+            yield box.tensor_box(key, means[id(box.parameter)])
 
 
 def _means(run: Run, wanted: set[int]) -> dict[int, Tensor]:
@@ -133,17 +123,15 @@ class ReplicaSource:
     """Where in a checkpoint a rank finds what it goes on with.
 
     Attributes:
-        model: before the keys of parameters; one that is not there is under its plain key.
+        own: before the keys of what is the replica's own; "" where it takes that of all, or the average.
         optimizers: before the sections of the optimizers whose average it takes.
         strategy: before the strategy's section; None: what the strategy keeps begins anew.
-        own: before what is the replica's own beside them; "" where it is that of all, or of the first.
         is_average: whether parameters that differed between replicas have become one.
     """
 
-    model: str = ""
+    own: str = ""
     optimizers: tuple[str, ...] = ("",)
     strategy: str | None = ""
-    own: str = ""
     is_average: bool = False
 
     @property
@@ -177,7 +165,7 @@ def replica_source(reader: CheckpointReader, values: Mapping[str, Any], run: Run
     if not saved["own_parameters"]:
         return ReplicaSource(strategy=of_strategy)
     if run.strategy.own_parameters and then == now and is_same_kind:
-        return ReplicaSource(own, (own,), of_strategy, own)
+        return ReplicaSource(own, (own,), of_strategy)
     if not run.strategy.own_parameters:
         in_words = f"{kind} has none"
     elif not is_same_kind:  # it may never make them equal, and does not know of mass in flight
@@ -187,8 +175,7 @@ def replica_source(reader: CheckpointReader, values: Mapping[str, Any], run: Run
         f"the checkpoint has {then} replicas with parameters of their own, {in_words}: all go on from the average, the "
         f"optimizer with the average of theirs",
     )
-    model = AVERAGE if any(key.startswith(AVERAGE) for key in reader.manifest.tensors) else ""
-    return ReplicaSource(model, tuple(map(replica_prefix, range(then))), of_strategy, is_average=True)
+    return ReplicaSource("", tuple(map(replica_prefix, range(then))), of_strategy, is_average=True)
 
 
 def _warn(context: ParallelContext, message: str) -> None:

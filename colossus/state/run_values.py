@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -155,7 +154,7 @@ def _restore_place_in_data(run: Run, values: Mapping[str, Any]) -> None:
         loader.set_step(run.completed_steps)
         return
     state = values[f"loader/{run.context.index('data') if saved == size else 0}"]
-    if saved != size and state.get("per_rank"):
+    if saved != size and state.get("per_rank") and run.context.is_logging_rank:
         log.warning(
             "the checkpoint is of %d data ranks, each with batches of its own from your loader; now there are %d: all "
             "go on from the place of the first, so samples may come twice, or not at all",
@@ -164,21 +163,15 @@ def _restore_place_in_data(run: Run, values: Mapping[str, Any]) -> None:
     loader.load_state_dict(state)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _logged_by_one(is_logging_rank: bool) -> Iterator[None]:
     """Inside, what loaders log is logged by one rank: all say the same."""
-    loggers = [] if is_logging_rank else [logging.getLogger("colossus.data"), log]
-    for each in loggers:
-        each.addFilter(_nothing)
+    of_loaders = logging.getLogger("colossus.data")
+    was_disabled, of_loaders.disabled = of_loaders.disabled, of_loaders.disabled or not is_logging_rank
     try:
         yield
     finally:
-        for each in loggers:
-            each.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
+        of_loaders.disabled = was_disabled
 
 
 # -- hooks ------------------------------------------------------------------------------------------------

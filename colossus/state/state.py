@@ -43,7 +43,6 @@ from colossus.state.parameters import (
 )
 from colossus.state.per_parameter import read_state, require_state_fits, state_boxes
 from colossus.state.replicas import (
-    AVERAGE,
     ReplicaSource,
     boxes_of,
     buffer_means,
@@ -141,8 +140,7 @@ class State:
         state = RankState(values=values)
         with as_shards(), torch.no_grad():
             boxes = boxes_of(run)
-            prefix = AVERAGE if run.strategy.evaluates == "own" else ""
-            state.tensors += buffer_boxes(buffers, rank, checksums, buffer_means(run), prefix)
+            state.tensors += buffer_boxes(buffers, rank, checksums, buffer_means(run))
             state.tensors += model_boxes(run, boxes)
             self._add_per_parameter(state, boxes)
             for box in boxes:
@@ -215,7 +213,7 @@ class State:
         # each rank has the same place as then: sizes, and the order of axes
         same_plan = list(reader.manifest.plan.get("axes", {}).items()) == list(context.grid.sizes.items())
         own_rank = context.rank if same_plan and not source.is_average else None
-        load_matched(reader, match, run.model, boxes, own_rank, source.model)
+        load_matched(reader, match, run.model, boxes, own_rank, source.own)
         trained = {id(param) for group in run.optimizer.param_groups for param in group["params"]}
         of_trained = [box for box in boxes if id(box.parameter) in trained]
         state = read_state(source.optimizer_sections, reader, values, of_trained, run.optimizer.state)

@@ -108,7 +108,7 @@ def _loads(rank: int, root: Path) -> list[tuple[str, str, bool]]:
         checkpoints.open_weights = lambda found: CheckpointReader(found.with_name("step-00000007"))  # type: ignore
     attempt("not seen", root / "step-00000002")
     checkpoints.open_weights = open_weights  # type: ignore[attr-defined]
-    engine.checkpoints.close()
+    engine.checkpoints.finish()
     for name, model, _ in _other_models(root):
         attempt(name, root / "step-00000002", make_engine(None, model=model))
     return told

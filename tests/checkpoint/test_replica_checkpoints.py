@@ -206,21 +206,17 @@ def test_each_goes_on_with_its_own_to_the_bit_and_others_with_the_average(name: 
     means = [sum(shares) / total for shares in zip(*(shares for _, shares, _ in ranks), strict=True)]
     trained = [key for key in states[0] if key.partition(".")[0] in ("up", "down", "unused") or key in AFFINE]
     with CheckpointReader(path) as reader:
-        before = "average/" if name == "own" else ""
         for key, mean in zip(trained, means, strict=True):
-            torch.testing.assert_close(reader.tensor(f"{before}model/{key}"), mean, rtol=0, atol=1e-14)
+            torch.testing.assert_close(reader.tensor(f"model/{key}"), mean, rtol=0, atol=1e-14)
             for index, state in enumerate(states):
                 assert torch.equal(reader.tensor(f"replicas/{index}/model/{key}"), state[key])
         for key in ("norm.running_mean", "norm.running_var"):
             mean = sum(state[key] for state in states) / 3
-            torch.testing.assert_close(reader.tensor(f"{before}model/{key}"), mean, rtol=0, atol=1e-14)
+            torch.testing.assert_close(reader.tensor(f"model/{key}"), mean, rtol=0, atol=1e-14)
             assert not torch.equal(states[0][key], states[1][key])
         keys = [*reader.manifest.tensors]
-        assert not any("frozen" in key for key in keys if key.startswith(("replicas/", "average/")))
-        if name == "own":
-            assert torch.equal(reader.tensor("model/up.weight"), states[0]["up.weight"])
-            assert torch.equal(reader.tensor("model/norm.running_mean"), states[0]["norm.running_mean"])
-        average = {key.removeprefix(before): reader.tensor(key) for key in keys if key.startswith(f"{before}model/")}
+        assert not any("frozen" in key for key in keys if key.startswith("replicas/"))
+        average = {key: reader.tensor(key) for key in keys if key.startswith("model/")}
     for number, strategy in ((2, STRATEGIES[name]), (3, None)):
         config = config_of(tmp_path / "other", strategy, number)
         for rank, (state, told) in enumerate(run_ranks(number, looks_at, path, config, with_context=False)):
