@@ -18,7 +18,7 @@ from colossus import layers
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.manifest import read_manifest
 from colossus.layout.layout import Box
-from colossus.state.parameters import boxes_of
+from colossus.state.replicas import boxes_of
 
 WIDTH = 1024
 NUM_LAYERS = 6

@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from helpers.disk import CALLS, watched
 from helpers.launching import environment
 from helpers.ranks import run_ranks
 
-from colossus.checkpoint import durable, folder, snapshot, writer
+from colossus.checkpoint import durable, folder, snapshot, tensor_file
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.merge import About
 from colossus.checkpoint.snapshot import RankState
@@ -108,27 +107,6 @@ def test_the_disk_of_one_rank_is_full(in_memory: Path, failing: int) -> None:
     assert contents(root) == ["latest", "step-00000001", "step-00000009"]
 
 
-def test_a_file_may_not_grow(in_memory: Path) -> None:
-    """A limit of the system, not of a test's making."""
-    root = in_memory / "checkpoints"
-
-    def body(rank: int) -> str:
-        saves = CheckpointWriter(root, one_process())
-        save(saves, 1)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-        large = RankState([TensorBox.whole("model/matrix", torch.zeros(1000))])
-        try:
-            saves.save(lambda: large, About(2), background=False).wait()
-        except CheckpointError as error:
-            return str(error)
-        return "was saved"
-
-    (told,) = run_ranks(1, body, with_context=False)
-    assert "File too large" in told
-    assert "rank-00000.safetensors" in told
-    assert contents(root) == ["latest", "step-00000001"]
-
-
 def test_a_disk_that_is_full_and_has_room_again(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -152,8 +130,8 @@ def test_a_disk_that_is_full_and_has_room_again(tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-def test_a_folder_that_vanishes_and_comes_back(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the middle of a save; nothing is written to where it was."""
+def test_a_folder_that_vanishes_and_comes_back(in_memory: Path) -> None:
+    """Nothing is written to where it was."""
     root, away = in_memory / "mount" / "checkpoints", in_memory / "away"
     saves = CheckpointWriter(root, one_process(), keep_last=2)
     save(saves, 1)
@@ -166,22 +144,6 @@ def test_a_folder_that_vanishes_and_comes_back(in_memory: Path, monkeypatch: pyt
     away.rename(root.parent)
     save(saves, 3)
     assert contents(root) == ["latest", "step-00000001", "step-00000003"]
-
-    write_file = writer.write_file
-
-    def vanish(*args: Any) -> int:
-        crc = write_file(*args)
-        root.parent.rename(away)
-        return crc
-
-    monkeypatch.setattr(writer, "write_file", vanish)
-    with pytest.raises(CheckpointError, match="was not saved"):
-        save(saves, 4)
-    monkeypatch.undo()
-    away.rename(root.parent)
-    assert latest_step(root) == 3
-    save(saves, 5)
-    assert contents(root) == ["latest", "step-00000003", "step-00000005"]
 
 
 def test_a_file_system_without_flushes_of_folders(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,6 +291,25 @@ def _named(body: Callable[..., tuple[str, float]]) -> Callable[..., None]:
         (root.parent / "told").write_text(told.partition("was not saved: ")[2])
 
     return run
+
+
+def test_a_large_file_is_flushed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushes: list[int] = []
+    monkeypatch.setattr(tensor_file, "FLUSH_BYTES", 1000)
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 400)
+    monkeypatch.setattr(os, "fsync", lambda file: flushes.append(os.fstat(file).st_size))
+    tensors = [torch.arange(500.0), torch.arange(3.0), torch.arange(500.0)]
+    names = [(str(number), tensor.dtype, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
+    blocks: list[int] = []
+    header = tensor_file.make_header(names)
+    tensor_file.write_file(tmp_path / "file", header, tensors, lambda: blocks.append(1))
+    assert (tmp_path / "file").stat().st_size == header.num_bytes
+    assert flushes == sorted(flushes)
+    *on_the_way, last = flushes
+    assert last == header.num_bytes
+    assert len(on_the_way) == 3
+    assert all(after - before >= 1000 for before, after in zip([0, *on_the_way], on_the_way, strict=False))
+    assert len(blocks) > len(flushes)
 
 
 SCRIPT = """
