@@ -24,21 +24,22 @@ log = logging.getLogger("colossus.engine")
 
 
 class SaveSchedule:
-    """Of one run.
+    """The part of `Checkpoints` that saves.
 
     Attributes:
-        stall_seconds: that training has waited.
-        saved_step: steps done when the last checkpoint was saved, or begun; None where none has the state as it is.
+        stall_seconds: that training has waited for checkpoints so far, since the engine was made.
+        on_progress: called from any thread when a part of a checkpoint was written or read: nothing is stuck.
     """
 
-    def __init__(self, state: State, on_progress: Callable[[], None]) -> None:
-        self._run, self._state, self._on_progress = state.run, state, on_progress
-        self._config = state.run.config.checkpoint
+    def __init__(self, state: State) -> None:
+        self._run, self._state, self._config = state.run, state, state.run.config.checkpoint
+        self.on_progress: Callable[[], None] = lambda: None
         # what it means now, whatever the working directory will be
         self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
         self._writer: CheckpointWriter | None = None
         self.stall_seconds = 0.0
-        self.saved_step: int | None = None
+        #: steps done when the last checkpoint was begun; None where none has the state as it is
+        self._saved_step: int | None = None
         self._save: Save | None = None
         self._ended: list[SavedCheckpoint] = []
         #: under ``on_error = "stop"``: kept for the next step that is due
@@ -46,16 +47,17 @@ class SaveSchedule:
         self._is_in_step = self._is_root_known = False
 
     @property
-    def has_root(self) -> bool:
+    def _has_root(self) -> bool:
         return self._config.dir is not None or self._run.folder is not None
 
     @property
     def root(self) -> Path:
-        if not self.has_root:
+        """The folder of this run's checkpoints; a ValueError outside of a launch, where the config does not name it."""
+        if not self._has_root:
             raise ValueError("checkpoint.dir: name a folder for checkpoints; only `colossus launch` has a run folder")
         return folder.root_of(self._dir, self._run.folder or Path())
 
-    def require_root(self) -> None:
+    def _require_root(self) -> None:
         """Where checkpoints are due, find now that they have nowhere to go, and not at the first save. Collective.
 
         Raises:
@@ -68,8 +70,20 @@ class SaveSchedule:
             on_all_ranks(world, lambda: _try_to_write(root) if first else None, tells_ranks=False)
             self._is_root_known = True
 
-    def save(self, *, background: bool) -> Save:
-        self.require_between_steps("saved")
+    def save(self, *, background: bool | None = None) -> Save:
+        """Start to save the state as it is now, between two steps; waits for the end of the save before.
+
+        In a loop over ``engine.loader`` call it after `train_step`: a batch that was taken and not trained on yet comes
+        again when the run goes on only where the order of the data follows from the step; else a warning says so.
+
+        Args:
+            background: whether the step waits for a copy in memory only; by default as the config has it.
+
+        Returns:
+            What can be waited for; it raises there what went wrong.
+        """
+        self._require_between_steps("saved")
+        background = self._config.background if background is None else background
         self._run.strategy.sync_point()
         self.finish()
         began = time.perf_counter()
@@ -77,26 +91,35 @@ class SaveSchedule:
             config = self._config
             self._writer = CheckpointWriter(
                 self.root, self._run.context, keep_last=config.keep_last, keep_every=config.keep_every,
-                on_block=self._on_progress,
+                on_block=lambda: self.on_progress(),
             )  # fmt: skip
         with torch.inference_mode(False):  # the memory for copies is kept
             self._save = self._writer.save(self._state.collect, self._state.about(), background=background)
-        self.saved_step = self._run.completed_steps
+        self._saved_step = self._run.completed_steps
         self.stall_seconds += time.perf_counter() - began
         return self._save
 
-    def after_step(self, *, is_last: bool) -> list[SavedCheckpoint]:
+    def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
+        """Save if ``checkpoint.every`` says so; tell which saves have ended since the last call.
+
+        Args:
+            is_last: no step follows: save what is not saved yet, and wait until it is.
+
+        Raises:
+            CheckpointError: on all ranks, when the save after the last step failed; under ``checkpoint.on_error =
+                "stop"`` after the next step that is due when any did. A later call tries again.
+        """
         if not self._config.every:
             return []
-        self.require_root()
+        self._require_root()
         stops = self._config.on_error == "stop"
         is_due = is_last or self._run.completed_steps % self._config.every == 0
         if self._save is not None and (is_due or self._save.is_done):
-            self._settle(then="; training stops" if stops else "; training goes on")
+            self._settle(is_raised=is_due and stops, then="; training stops" if stops else "; training goes on")
         if is_due:
             self._run.strategy.sync_point()
             self._raise_failed()
-            if self.saved_step != self._run.completed_steps:
+            if self._saved_step != self._run.completed_steps:
                 self.save(background=self._config.background and not is_last)
                 if is_last or not self._config.background:
                     self._settle(is_raised=is_last or stops, then="; training goes on")
@@ -105,7 +128,7 @@ class SaveSchedule:
         return ended
 
     def finish(self) -> None:
-        """Wait for the end of the save under way. One that failed is told in the log, unless its caller knows."""
+        """Wait for the end of the save under way. If it failed, and nobody was told, rank 0 says so in the log."""
         if self._save is not None:
             self._settle()
 
@@ -125,7 +148,7 @@ class SaveSchedule:
         try:
             self._ended.append(save.wait())
         except CheckpointError as failed:
-            self.saved_step = None
+            self._saved_step = None
             if error is None:
                 return
             stops = self._config.on_error == "stop"
@@ -163,7 +186,7 @@ class SaveSchedule:
             if loaders is not None and isinstance(loaders.train, Loader):
                 loaders.train.num_untrained = 0
 
-    def require_between_steps(self, what: str) -> None:
+    def _require_between_steps(self, what: str) -> None:
         if self._is_in_step:
             raise CheckpointError(
                 f"a checkpoint cannot be {what} inside of a train step: weights, optimizer and place in the data are "
@@ -175,11 +198,11 @@ class SaveSchedule:
                 f"average of the replicas there, not each replica's own; leave that block first"
             )
 
-    def goes_on_from(self, found: Path) -> None:
+    def _goes_on_from(self, found: Path) -> None:
         """All state is that of a checkpoint now. If it is an older one of a run that saves here, ``latest`` names it:
         a run that is killed before its next save goes on with this branch."""
-        is_own = self.has_root and found.parent.resolve() == self.root.resolve()
-        self.saved_step = self._run.completed_steps if is_own else None
+        is_own = self._has_root and found.parent.resolve() == self.root.resolve()
+        self._saved_step = self._run.completed_steps if is_own else None
         if is_own and self._config.every and self._run.context.is_logging_rank:
             try:
                 folder.name_latest(found)
