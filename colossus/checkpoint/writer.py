@@ -194,7 +194,7 @@ class CheckpointWriter:
         except RuntimeError as error:  # of the process group
             if self._context.rank == 0:  # who alone knows whether it has its name
                 shutil.rmtree(target, ignore_errors=True)
-            raise CheckpointError(f"a rank has ended, or cannot be reached any more: {error}") from error
+            raise CheckpointError("a rank has ended, or cannot be reached any more") from error
         assert ended is not None
         if "problem" in ended:
             raise CheckpointError(ended["problem"])

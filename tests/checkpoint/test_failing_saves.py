@@ -277,7 +277,7 @@ def test_a_rank_that_has_died_is_not_waited_for(in_memory: Path, how: str) -> No
     with pytest.raises(AssertionError) as failed:
         run_ranks(2, _named(_left_alone), root, how, timeout_seconds=1.0)
     assert "rank 1 ---\ndied without a word" in str(failed.value)
-    assert (in_memory / "told").read_text().startswith("a rank has ended, or cannot be reached any more:")
+    assert (in_memory / "told").read_text().startswith("a rank has ended, or cannot be reached any more")
     assert latest_step(root, 2) == 1
     assert contents(root) == ["latest", "step-00000001"]
 
