@@ -21,7 +21,7 @@ from helpers.disk import CALLS, watched
 from helpers.launching import environment
 from helpers.ranks import run_ranks
 
-from colossus.checkpoint import durable, folder, snapshot, tensor_file
+from colossus.checkpoint import durable, folder, snapshot, tensor_file, writer
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.merge import About
 from colossus.checkpoint.snapshot import RankState
@@ -291,6 +291,31 @@ def _named(body: Callable[..., tuple[str, float]]) -> Callable[..., None]:
         (root.parent / "told").write_text(told.partition("was not saved: ")[2])
 
     return run
+
+
+def _waits_for_the_other(context: ParallelContext, root: Path) -> int:
+    signs: list[int] = []
+    saves = CheckpointWriter(root, context, on_block=lambda: signs.append(1))
+    under_way = saves.save(lambda: state_of(1, context.rank, 2), About(1))
+    while not under_way._has_written:
+        time.sleep(0.01)
+    before = len(signs)
+    under_way.wait()
+    return len(signs) - before
+
+
+def test_a_rank_that_waits_for_another_is_not_stuck(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so as long as it waits: a run that was told to stop is ended when it is silent for too long."""
+    write_file = writer.write_file
+
+    def slow(path: Path, *args: Any) -> int:
+        time.sleep(1.0 if "rank-00001" in path.name else 0.0)
+        return write_file(path, *args)
+
+    monkeypatch.setattr(writer, "write_file", slow)
+    monkeypatch.setattr(writer, "_SIGN_EVERY", 0.1)
+    waited, _ = run_ranks(2, _waits_for_the_other, in_memory / "checkpoints")
+    assert waited >= 5
 
 
 def test_a_large_file_is_flushed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

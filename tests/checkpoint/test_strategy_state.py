@@ -1,5 +1,5 @@
-"""Strategies that average in rounds, compress sums or keep parameters at servers, stopped in the midst: they go on bit for
-bit; from servers under other numbers of them, and without."""
+"""Strategies that average in rounds, compress sums or keep parameters at servers, stopped in the midst: they go on bit
+for bit; from servers under other numbers of them, and without."""
 
 from __future__ import annotations
 
