@@ -107,29 +107,6 @@ def test_the_disk_of_one_rank_is_full(in_memory: Path, failing: int) -> None:
     assert contents(root) == ["latest", "step-00000001", "step-00000009"]
 
 
-def test_a_disk_that_is_full_and_has_room_again(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("may not mount a disk of its own")
-    try:
-        saves = CheckpointWriter(disk / "checkpoints", one_process(), keep_last=2)
-        save(saves, 1)
-        ballast = disk / "ballast"
-        with pytest.raises(OSError, match="No space"):
-            ballast.write_bytes(bytes(1 << 20))
-        with pytest.raises(CheckpointError, match=r"rank 0 on .*No space left on device"):
-            save(saves, 2)
-        assert contents(saves.root) == ["latest", "step-00000001"]
-        assert latest_step(saves.root) == 1
-        ballast.unlink()
-        save(saves, 3)
-        assert latest_step(saves.root) == 3
-        saves.finish()
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)
-
-
 def test_a_folder_that_vanishes_and_comes_back(in_memory: Path) -> None:
     """Nothing is written to where it was."""
     root, away = in_memory / "mount" / "checkpoints", in_memory / "away"

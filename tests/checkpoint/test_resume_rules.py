@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from helpers.ranks import run_ranks
 from helpers.resumed import WIDTH, Vectors, engine_of, load, own_batches, saved, settings
-from helpers.strategies import LocalSteps
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -124,25 +123,6 @@ def test_what_hooks_keep_is_that_of_rank_0(tmp_path: Path) -> None:
 
 
 # -- the rest -------------------------------------------------------------------------------------------------
-
-
-def test_replicas_with_parameters_of_their_own(tmp_path: Path) -> None:
-    """Each goes on with its own; where there are others than then, all are the average."""
-    parallel = dict(data=2, strategy=dict(type=LocalSteps, every=10))
-    path = saved(tmp_path, world=2, parallel=parallel)
-
-    def weights(engine: Any) -> Tensor:
-        return torch.cat([param.detach().reshape(-1) for param in engine.model.parameters()])
-
-    same = load(path, settings(tmp_path / "same", parallel), weights, world=2)
-    assert not torch.equal(same[0][0], same[1][0])
-    assert not any(told for _, told, _ in same)
-    ((one, told, _),) = load(path, settings(tmp_path / "one"), weights)
-    assert torch.equal(one, (same[0][0] + same[1][0]) / 2)
-    assert told == [
-        "the checkpoint has 2 replicas with parameters of their own, AllReduce has none: all go on from the average, "
-        "the optimizer with the average of theirs"
-    ]
 
 
 def stops_later(rank: int, folder: Path, steps: int, resume: bool) -> tuple[int, str, int]:
