@@ -58,7 +58,7 @@ class Hook:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint is to keep of this hook: numbers, strings, lists, dicts, tensors.
 
-        Rank 0's is saved, and that of each rank whose own differs. Called on all ranks.
+        Called on all ranks; that of rank 0 is saved, and given to all.
         """
         return {}
 

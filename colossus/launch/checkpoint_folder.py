@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from colossus.checkpoint.claim import Claim
 from colossus.checkpoint.folder import checkpoints, remove_left_over, root_of
 from colossus.config import ConfigError
 from colossus.config.training import Checkpoint
@@ -61,12 +60,6 @@ def take(section: Checkpoint, folder: Path, checkpoint: Path | None) -> Iterator
         if is_new:
             locks.enter_context(run_folder.removed_if_refused(root))
         check(section, folder, checkpoint)
-        claim = Claim(root)  # of a run that was not launched by this command; the ranks of this one take it later
-        claim.release()
-        if claim.is_of_others:
-            raise ConfigError(
-                f"checkpoint.dir {root}: another run saves there now; give another folder, or wait for its end"
-            )
         remove_left_over(root)
         if section.dir is not None:
             try:

@@ -35,10 +35,11 @@ def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
         if server is not None:
             print(server.block(folder), file=sys.stderr)
             return FAILED
-        unsaved = next((record for record in records.values() if record.type == CheckpointError.__name__), None)
+        # one that failed because another rank has ended is a victim
+        own = (record for record in records.values() if record.kind != "communication")
+        unsaved = next((record for record in own if record.type == CheckpointError.__name__), None)
         if unsaved is not None:
             print(f"colossus: {unsaved.message}", file=sys.stderr)
-        if unsaved is not None:
             return FAILED
         found = causes.rank_causes(records.values(), exits)
         return exit_code(signum) if outcome.is_hurried else code_of_stop(exit_code(signum), found, config, grid, folder)

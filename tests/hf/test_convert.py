@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import colossus
 import colossus.hf
 from colossus.checkpoint import CheckpointError, CheckpointReader, read_state_dict
-from colossus.checkpoint.companions import Companions
+from colossus.checkpoint.assets import Assets
 from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
@@ -201,7 +201,7 @@ def test_what_a_folder_says_of_tokens_stays_with_a_run(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_leaves_nothing_of_the_first() -> None:
-    beside = Companions(
+    beside = Assets(
         {"token_ids": {"eos_token_id": 3}, "labels": {"id2label": {}}}, {**BESIDE, "preprocessor_config.json": b"{}"}
     )
     assert beside.for_tokenizer(None) == beside.for_tokenizer(BESIDE["tokenizer.json"]) == beside

@@ -14,7 +14,7 @@ from colossus.checkpoint.manifest import TOKENIZER_FILE
 GENERATION = "generation_config.json"
 PREPROCESSOR = "preprocessor_config.json"
 #: files, by the names that Hugging Face gives them
-COMPANIONS = (
+ASSET_FILES = (
     TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "tokenizer.model", "vocab.json", "merges.txt", GENERATION, PREPROCESSOR,
 )  # fmt: skip
@@ -25,18 +25,18 @@ TOKEN_IDS, LABELS = "token_ids", "labels"
 
 
 @dataclass(frozen=True)
-class Companions:
+class Assets:
     """What belongs to weights, beside them.
 
     Attributes:
         config: sections of a manifest's config, `TOKEN_IDS` and `LABELS`.
-        files: of `COMPANIONS`, by name.
+        files: of `ASSET_FILES`, by name.
     """
 
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
-    def for_tokenizer(self, content: bytes | None) -> Companions:
+    def for_tokenizer(self, content: bytes | None) -> Assets:
         """What stays for ids that were made otherwise: of another tokenizer nothing of tokens does.
 
         Args:
@@ -45,27 +45,27 @@ class Companions:
         if content is None or content == self.files.get(TOKENIZER_FILE):
             return self
         kept = {name: data for name, data in self.files.items() if name in _OF_IMAGES}
-        return Companions({key: value for key, value in self.config.items() if key != TOKEN_IDS}, kept)
+        return Assets({key: value for key, value in self.config.items() if key != TOKEN_IDS}, kept)
 
 
-def read_companions(folder: Path, config: Mapping[str, Any]) -> Companions:
+def read_assets(folder: Path, config: Mapping[str, Any]) -> Assets:
     """Those of a folder whose manifest has this config.
 
     Raises:
         CheckpointError: one cannot be read.
     """
     files = {}
-    for name in COMPANIONS:
+    for name in ASSET_FILES:
         try:
             if (folder / name).is_file():
                 files[name] = (folder / name).read_bytes()
         except OSError as error:
             raise CheckpointError(f"{folder / name}: cannot be read: {error.strerror or error}") from None
     held = {key: config[key] for key in (TOKEN_IDS, LABELS) if isinstance(config.get(key), Mapping) and config[key]}
-    return Companions(held, files)
+    return Assets(held, files)
 
 
-def write_companions(files: Mapping[str, bytes], folder: Path) -> None:
+def write_assets(files: Mapping[str, bytes], folder: Path) -> None:
     """Write and flush them."""
     for name, data in files.items():
         write_flushed(folder / name, data)
