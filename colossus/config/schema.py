@@ -31,7 +31,9 @@ from colossus.config.section import (
 from colossus.config.training import Train
 
 #: options of ``data`` that the loader takes, whatever the dataset
-READING_OPTIONS = ("num_workers", "collate_fn", "per_rank", "read_ahead")
+READING_OPTIONS = (
+    "num_workers", "collate_fn", "per_rank", "read_ahead", "seed_samples", "multiprocessing_context", "worker_timeout",
+)  # fmt: skip
 
 #: letters of the name of a run in a file name, to which a time is added
 LONGEST_NAME = 200

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from colossus.data.make_loaders import build_loaders
     from colossus.data.sampler import sample_indices
     from colossus.data.text import PythonStdlib, TextFolder
-    from colossus.data.tokens import TokenFile
-    from colossus.data.windows import BatchedDataset, TokenWindows, TooLittleData
+    from colossus.data.tokens import BatchedDataset, TokenFile, TokenWindows, TooLittleData
     from colossus.data.words import PythonStdlibWords
 
 __all__ = [
@@ -38,7 +37,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "BatchedDataset": "windows",
+        "BatchedDataset": "tokens",
         "Digits": "images",
         "Loader": "loader",
         "Loaders": "loader",
@@ -46,8 +45,8 @@ __getattr__, __dir__ = lazy_names(
         "PythonStdlibWords": "words",
         "TextFolder": "text",
         "TokenFile": "tokens",
-        "TokenWindows": "windows",
-        "TooLittleData": "windows",
+        "TokenWindows": "tokens",
+        "TooLittleData": "tokens",
         "ValidationLoader": "loader",
         "batch_size_of": "batch",
         "build_loaders": "make_loaders",

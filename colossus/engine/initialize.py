@@ -15,7 +15,6 @@ from colossus.comm import log, shared_memory
 from colossus.config import Config, load_config, resolve_sizes
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders
-from colossus.data.loader import log as data_log
 from colossus.data.make_loaders import loaders_of
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
@@ -174,10 +173,7 @@ def _make_loaders(config: Config, data: Any, context: ParallelContext) -> Loader
     if data is None:
         return None
     index, size = context.index("data"), context.size("data")
-    loaders = loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
-    if loaders.tokenizer_missing is not None and context.is_logging_rank:
-        data_log.warning("checkpoints of this run will hold no tokenizer: %s", loaders.tokenizer_missing)
-    return loaders
+    return loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
 
 
 def _loss_of(module: nn.Module, loss_fn: LossFunction | None) -> LossFunction:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import colossus
 from colossus.data import Loaders, build_loaders
-from colossus.data.device_copy import DeviceCopy
+from colossus.data.loader import DeviceCopy
 
 BATCH, SAMPLES = 8, 29
 
