@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from colossus.data.images import Digits
     from colossus.data.loader import Loader, Loaders, ValidationLoader
     from colossus.data.make_loaders import build_loaders
-    from colossus.data.sampler import sample_indices
     from colossus.data.text import PythonStdlib, TextFolder
     from colossus.data.tokens import BatchedDataset, TokenFile, TokenWindows, TooLittleData
     from colossus.data.words import PythonStdlibWords
@@ -29,7 +28,6 @@ __all__ = [
     "batch_size_of",
     "build_loaders",
     "map_batch",
-    "sample_indices",
     "slice_batch",
     "split_microbatches",
 ]
@@ -51,7 +49,6 @@ __getattr__, __dir__ = lazy_names(
         "batch_size_of": "batch",
         "build_loaders": "make_loaders",
         "map_batch": "batch",
-        "sample_indices": "sampler",
         "slice_batch": "batch",
         "split_microbatches": "batch",
     },

@@ -250,11 +250,6 @@ class ValidationLoader:
         self._copy = DeviceCopy(device)
         self._reads_ahead = self._copy.is_asynchronous and source.may_be_read_ahead
 
-    @property
-    def num_batches(self) -> int | None:
-        """Batches of one evaluation; None for a stream, whose length is not known."""
-        return self.source.num_steps if isinstance(self.source, MapSource) else None
-
     def __iter__(self) -> Iterator[Batch]:
         self.source.seek(0)
         before: Arrival | None = None

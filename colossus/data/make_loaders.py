@@ -129,7 +129,7 @@ def build_loaders(
         data: one of
 
             * ``dict(type=name or callable, **options)`` or a name of `colossus.registry.DATASETS`;
-            * a map-style dataset (``__getitem__`` and ``__len__``; lists too), read in the order of `sample_indices`;
+            * a map-style dataset (``__getitem__`` and ``__len__``; lists too), read in the order of `SampleOrder`;
             * an IterableDataset: every rank must see the same stream; each data rank keeps its shard of each batch;
             * a DataLoader, or any iterable of ready batches: taken as it is. Its batches hold ``global_batch_size``
               samples (each data rank takes its slice), or that over ``data_size`` with a DistributedSampler or

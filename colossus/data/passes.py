@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from colossus.random import GLOBAL_RNG, derive_seeds
 
@@ -86,7 +87,10 @@ class Passes:
         return derive_seeds(self._seed, (self.epoch, offset))[0]
 
     def _begin(self) -> Iterator[Any]:
-        if self.stateful is not None and not self._first_state:
+        keeps_place = self.stateful is not None and not isinstance(
+            self.stateful, DataLoader
+        )  # which iter() starts over
+        if keeps_place and not self._first_state:
             self._first_state = [deepcopy(self.stateful.state_dict())]
         batch_sampler = getattr(self._iterable, "batch_sampler", None)
         samplers = [getattr(self._iterable, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler]
@@ -125,7 +129,7 @@ class Passes:
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"epoch": self.epoch, "offset": self.offset}
-        if self.stateful is not None:
+        if self.stateful is not None and (self._iterator is not None or self._next_state or self.epoch):
             user = self._next_state[0] if self._next_state else self.stateful.state_dict()
             state["user"] = deepcopy(user)  # an object may give the very state that it goes on to change
         return state

@@ -66,8 +66,8 @@ class BatchShard:
 
 
 class SampleOrder:
-    """Which samples of a dataset make up the batches of one data rank: in the order of `sample_indices` (training), or
-    from first to last (validation). Of many steps at once, because to compute few takes as long."""
+    """Which samples of a dataset make up the batches of one data rank: from the endless sequence of all epochs in
+    training, from first to last in validation. Many steps are computed at once, because few take as long."""
 
     _AT_ONCE = 4096
 
@@ -101,29 +101,6 @@ class SampleOrder:
         keys = np.array([_seed_key(self.shard.seed, epoch) for epoch in epochs.tolist()], np.uint64)
         seeds: list[int] = (_hash(indices.astype(np.uint64), keys) >> np.uint64(1)).tolist()
         return seeds
-
-
-def sample_indices(
-    seed: int, step: int, num_samples: int, global_batch_size: int, data_rank: int = 0, data_size: int = 1
-) -> IndexArray:
-    """The samples that data rank ``data_rank`` of ``data_size`` reads at ``step``.
-
-    Returns:
-        ``[global_batch_size / data_size]`` int64, a contiguous slice of the global batch. The slices of all data ranks
-        in order are the global batch, which does not depend on ``data_size``.
-
-    Raises:
-        ValueError: a negative seed or step, no samples, or a batch that does not divide over the data ranks.
-    """
-    if step < 0:
-        raise ValueError(f"step = {step} is negative")
-    if num_samples < 1:
-        raise ValueError(f"the dataset has {num_samples} samples; training needs at least one")
-    size = local_batch_size(global_batch_size, data_size)
-    if not 0 <= data_rank < data_size:
-        raise ValueError(f"data_rank = {data_rank} is outside 0..{data_size - 1}")
-    first = step * global_batch_size + data_rank * size
-    return samples_at(seed, first + np.arange(size), num_samples)
 
 
 def samples_at(seed: int, positions: IndexArray, num_samples: int) -> IndexArray:

@@ -108,7 +108,7 @@ class Source(ABC):
 
 
 class MapSource(Source):
-    """A dataset with ``__getitem__`` and ``__len__``, read in the order of `sample_indices` (training) or from first to
+    """A dataset with ``__getitem__`` and ``__len__``, read in the order of `SampleOrder` (training) or from first to
     last, of which the last batch may be smaller (validation)."""
 
     def __init__(self, dataset: Any, shard: BatchShard, options: ReadingOptions) -> None:
