@@ -65,20 +65,6 @@ def test_ids_are_those_of_the_library_file_by_file(
     assert pickle.loads(pickle.dumps(train)).tokens.tolist() == train.tokens.tolist()
 
 
-def test_the_tail_of_one_file_is_held_out_before_it_is_encoded(tmp_path: Path, texts: Path) -> None:
-    for path in sorted(texts.iterdir())[1:]:
-        path.unlink()
-    (only,) = texts.iterdir()
-    only.write_bytes(TEXT.encode() * 30)
-    tokenizer = make_tokenizer(tmp_path)
-    train, held = (TextFolder(texts, 8, split=split, tokenizer=tokenizer) for split in ("train", "validation"))
-    whole = only.read_bytes()
-    cut = len(whole) - round(len(whole) * 0.05)
-    assert train.info["held_out"] == "tail"
-    assert train.tokens.tolist() == of_library(tokenizer, [whole[:cut]])
-    assert held.tokens.tolist() == of_library(tokenizer, [whole[cut:]])
-
-
 def test_a_tail_of_several_files_is_cut_in_one_of_them(tmp_path: Path) -> None:
     folder = tmp_path / "few"
     folder.mkdir()
