@@ -17,7 +17,6 @@ from colossus.context.device import pick_device
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
 from colossus.data.loader import Loaders
-from colossus.data.loader import log as data_log
 from colossus.data.make_loaders import loaders_of
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
@@ -146,10 +145,7 @@ def _make_loaders(config: Config, data: Any, context: ParallelContext) -> Loader
     if data is None:
         return None
     index, size = context.index("data"), context.size("data")
-    loaders = loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
-    if loaders.tokenizer_missing is not None and context.is_logging_rank:
-        data_log.warning("checkpoints of this run will hold no tokenizer: %s", loaders.tokenizer_missing)
-    return loaders
+    return loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
 
 
 def _build_model(

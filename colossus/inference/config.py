@@ -16,7 +16,6 @@ from colossus.config.components import is_text
 from colossus.config.loading import read_file, validate, with_tokenizer
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import check_names
-from colossus.config.schema import READING_OPTIONS
 from colossus.config.section import Named
 from colossus.config.sizes import describe_sizes, world_size
 from colossus.config.training import LOW, PrecisionSection
@@ -321,11 +320,11 @@ def _without_tokenizer(data: Any, kind: Any = None) -> Any:
 
 
 def _imported_names(section: Any) -> Iterator[str]:
-    """What would be imported for a section: its type, functions that it reads with, those of its validation."""
+    """What would be imported for a section: its type, its collate_fn, those of its validation."""
     if isinstance(section, str):
         yield section
     elif isinstance(section, Mapping):
-        yield from (section[key] for key in ("type", *READING_OPTIONS) if isinstance(section.get(key), str))
+        yield from (section[key] for key in ("type", "collate_fn") if isinstance(section.get(key), str))
         yield from _imported_names(section.get("validation"))
 
 

@@ -144,7 +144,7 @@ TABLE: dict[str, Bad] = {
     "no samples": bad("_Samples has no samples", text=samples("count=0")),
     "no samples to validate": bad("_Samples has no samples", text=samples("validation=_Samples(0)")),
     "batch of a loader": bad(
-        "knows nothing of the 2 data ranks",
+        "gives batches of 4 samples, but train.global_batch_size = 8 over 2 data ranks",
         "DistributedSampler",
         text="data = dict(type=lambda: DataLoader(_Samples(), batch_size=4))",
         overrides="parallel.data=2",
