@@ -1,41 +1,60 @@
 """One agent per node, on torch.distributed.elastic: starts this node's workers and waits for their end.
 
 Elastic does the rendezvous, the environment of each rank and the monitoring. Ours are: which ranks exited by themselves
-before the others got the stop signal, a short time from that signal to SIGKILL, and silence, since ``causes`` prints
-one block in place of elastic's log and traceback.
+before the others got the stop signal, a short time from that signal to SIGKILL, and silence, since `report` prints one
+block in place of elastic's log and traceback.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from colossus.config import ConfigError
-from colossus.launch import elastic, failure, finished
-from colossus.launch.causes import RankExit
-from colossus.launch.ending import are_finished, ignore_stop_signals
-from colossus.launch.lingering import Lingering
-from colossus.launch.node_launch import NodeLaunch
-from colossus.launch.nodes import NodeEnd, Nodes
-from colossus.launch.origin import Taken
-from colossus.launch.outcome import Outcome
-from colossus.launch.rank_processes import RankProcesses
-from colossus.launch.rendezvous import awaiting, meet, own_address, use_interface_of
+from colossus.launch import failure, rank_files
+from colossus.launch.nodes import Nodes, awaiting, meet
+from colossus.launch.outcome import NodeEnd, Outcome
+from colossus.launch.processes import RankProcesses, ignore_stop_signals
+from colossus.launch.rank_files import RankFiles
+from colossus.launch.resume import Taken
 from colossus.launch.servers import Servers
 from colossus.launch.stop import STOP_SIGNALS
 
 RECORD_SECONDS = 0.5
 """From the first failed rank to the stop signal: the culprit is often still writing its record when a victim ends."""
+
+
+@dataclass(frozen=True)
+class NodeLaunch:
+    """What the launcher of one node is to run.
+
+    Attributes:
+        begin: makes the run folder, and says from which checkpoint the run goes on. Called on the first node.
+        local_ranks: of each node.
+        endpoint: ``host:port`` where the nodes meet; needed when there are several.
+        servers: parameter servers of the run.
+        server_timeout_seconds: of silence after which a server gives up a worker.
+    """
+
+    config_path: str
+    overrides: Sequence[str]
+    begin: Callable[[], Taken]
+    local_ranks: int
+    nodes: int = 1
+    endpoint: str | None = None
+    servers: int = 0
+    server_timeout_seconds: float = 60.0
 
 
 def run_workers(launch: NodeLaunch) -> Outcome:
@@ -45,7 +64,10 @@ def run_workers(launch: NodeLaunch) -> Outcome:
         RuntimeError: when the nodes do not meet (elastic's RendezvousError).
         ConfigError: on all nodes, when the run folder cannot be used.
     """
-    elastic.silence()
+    # torch's loggers set their own levels, so only cutting them off above works
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
     notice = awaiting(launch.endpoint, launch.nodes) if launch.endpoint is not None else None
     # port 0: the kernel picks a free one
     handler, holds_store = meet(launch.endpoint or "127.0.0.1:0", launch.nodes)
@@ -61,8 +83,8 @@ def run_workers(launch: NodeLaunch) -> Outcome:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         signum.name for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
     )
-    with finished.expected() as marks:
-        agent = _Agent(spec, launch, marks, notice.cancel if notice is not None else lambda: None)
+    with rank_files.made() as files:
+        agent = _Agent(spec, launch, files, notice.cancel if notice is not None else lambda: None)
         try:
             agent.run()
         except SignalException as stop:
@@ -70,50 +92,56 @@ def run_workers(launch: NodeLaunch) -> Outcome:
         finally:
             agent.conclude()
             handler.shutdown()
-            agent.leave(holds_store)
-            agent.close_servers()
+            agent.close(holds_store)
     return agent.outcome
+
+
+class _Terminal(LogsSpecs):
+    """Standard output and error of the workers go where ours go; no files, and no threads that read them."""
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        ours = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=ours, stderrs=ours, error_files=dict.fromkeys(envs, os.devnull))
 
 
 class _Agent(LocalElasticAgent):
     """
     Args:
-        marks: the folder in which ranks leave marks (`finished`).
         met: called when all nodes are there.
     """
 
-    def __init__(self, spec: WorkerSpec, launch: NodeLaunch, marks: Path, met: Callable[[], None]) -> None:
-        super().__init__(spec, elastic.Terminal())
-        self._launch, self._marks, self._met = launch, marks, met
+    def __init__(self, spec: WorkerSpec, launch: NodeLaunch, files: RankFiles, met: Callable[[], None]) -> None:
+        super().__init__(spec, _Terminal())
+        self._launch, self._files, self._met = launch, files, met
         self.outcome = Outcome()
-        self._processes = RankProcesses({}, self.outcome.exits, marks)
-        self._lingering = Lingering(marks)
+        self._processes = RankProcesses({}, self.outcome, files)
         self._nodes: Nodes | None = None
         self._servers = Servers()
-        self._taken: Taken | None = None  # its locks must live as long as the ranks
+        self._taken: Taken | None = None
 
     # -- the start ----------------------------------------------------------------------------------------
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._met()
-        self.outcome.folder, resume = self._agree_on_folder(worker_group)
+        launch, outcome = self._launch, self.outcome
+        outcome.folder, resume = self._agree_on_folder(worker_group)
         resumed = ["--resume", resume] if resume is not None else []
         # elastic wants to expand "${local_rank}" in arguments; a "$" of the user's stays as it is
-        launch = self._launch
-        arguments = ["--run-dir", str(self.outcome.folder), *resumed, launch.config_path, *launch.overrides]
+        arguments = ["--run-dir", str(outcome.folder), *resumed, launch.config_path, *launch.overrides]
         worker_group.spec.args = ("-m", "colossus.launch.worker", *(text.replace("$", "$$") for text in arguments))
         if launch.servers:
-            self._servers.start(
-                launch.servers, self.outcome.folder, launch.server_timeout_seconds, worker_group.store, self._nodes
-            )
-            self.outcome.endpoints = self._servers.endpoints
-        self._servers.tell_workers()
-        ids = super()._start_workers(worker_group)
-        self._servers.forget()
+            self._servers.start(launch.servers, outcome.folder, launch.server_timeout_seconds, self._nodes)
+            outcome.endpoints = self._servers.endpoints
+        with self._servers.told_to_workers():
+            ids = super()._start_workers(worker_group)
         context: Any = self._pcontext
         handlers = context.subprocess_handlers
         processes = {worker.global_rank: handlers[worker.local_rank].proc for worker in worker_group.workers}
-        self._processes = RankProcesses(processes, self.outcome.exits, self._marks)
+        self._processes = RankProcesses(processes, outcome, self._files)
         # Elastic's own close gives every rank 30 s and signals whole process groups: a data loader's processes
         # would die of the signal before their rank has finished its step.
         elastic_close = context.close
@@ -121,7 +149,7 @@ class _Agent(LocalElasticAgent):
         def close(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
             if death_sig is None:  # a rank has failed by itself: others may be about to, and to say why
                 self._processes.await_ends(RECORD_SECONDS)
-            self._end_all(death_sig or signal.SIGTERM)
+            self._processes.end_all(death_sig or signal.SIGTERM, self._can_save)
             elastic_close(death_sig, 1)  # no process is left to signal; it frees its resources
 
         context.close = close
@@ -131,28 +159,25 @@ class _Agent(LocalElasticAgent):
 
     def _agree_on_folder(self, worker_group: WorkerGroup) -> tuple[Path, str | None]:
         """The run folder, and what the ranks resume from."""
-        store = worker_group.store
-        if worker_group.group_world_size == 1 or store is None:
-            taken = self._taken = self._launch.begin()
-            return taken.folder, taken.resume
+        store, num_nodes = worker_group.store, worker_group.group_world_size
+        if num_nodes == 1 or store is None:
+            self._taken = self._launch.begin()
+            return self._taken.folder, self._taken.resume
         ranks = [worker.global_rank for worker in worker_group.workers]
-        guess = own_address(self._launch.endpoint or "")
-        self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, ranks, guess)
-        use_interface_of(self._nodes.address)
-        if worker_group.group_rank == 0:
-            store.set("colossus/begin", json.dumps(self._begun()))
-        folder, resume, problems = json.loads(store.get("colossus/begin"))
+        nodes = self._nodes = Nodes(store, worker_group.group_rank, num_nodes, ranks, self._launch.endpoint or "")
+        nodes.use_interface()
+        folder, resume, problems = nodes.of_first("begin", self._begin)
         if problems:
             raise ConfigError(problems)
         return Path(folder), resume
 
-    def _begun(self) -> tuple[str, str | None, Sequence[str]]:
+    def _begin(self) -> tuple[str, str | None, Sequence[str]]:
         """(run folder, what is resumed, what is wrong), for the other nodes."""
         try:
-            taken = self._taken = self._launch.begin()
+            self._taken = self._launch.begin()
         except ConfigError as error:
             return "", None, error.problems
-        return str(taken.folder.resolve()), taken.resume, []
+        return str(self._taken.folder.resolve()), self._taken.resume, []
 
     # -- the run ------------------------------------------------------------------------------------------
 
@@ -162,6 +187,7 @@ class _Agent(LocalElasticAgent):
         self._initialize_workers(group)
         while True:
             time.sleep(group.spec.monitor_interval)
+            self._processes.warn_of_stragglers()
             server_failed = self._server_has_failed()
             result = self._monitor_workers(group) if not server_failed else RunResult(WorkerState.FAILED)
             group.state = result.state
@@ -174,35 +200,15 @@ class _Agent(LocalElasticAgent):
             group.state = WorkerState.FAILED
             return RunResult(WorkerState.FAILED)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._lingering.look(self._processes.ranks)
-        return super()._monitor_workers(worker_group)
-
     def _server_has_failed(self) -> bool:
-        """A server of this node has ended before its time; all nodes hear of it."""
-        failure = self._servers.failure()
-        if failure is not None and self.outcome.server is None:
-            self.outcome.server = failure
-            if self._nodes is not None:
-                self._nodes.tell_server_failure(failure)
-        return failure is not None
+        """A server of this node has ended before its time."""
+        self.outcome.server = self.outcome.server or self._servers.failure()
+        return self.outcome.server is not None
 
-    def _read_records(self) -> list[failure.FailureRecord]:
-        return failure.read_all(self.outcome.folder) if self.outcome.folder is not None else []
+    def _can_save(self) -> bool:
+        return not self._server_has_failed() and (self._nodes is None or not self._nodes.has_failure())
 
     # -- the end ------------------------------------------------------------------------------------------
-
-    def _end_all(self, signum: int) -> None:
-        """End the ranks that still run, and record how each ended."""
-        has_failed = self._server_has_failed() or (self._nodes is not None and self._nodes.has_failure())
-
-        def look(exits: Mapping[int, RankExit]) -> bool:
-            return not self._server_has_failed() and are_finished(exits)
-
-        def when_hurried() -> None:
-            self.outcome.is_hurried = True
-
-        self._processes.end_all(signum, has_failed=has_failed, when_hurried=when_hurried, look=look)
 
     def conclude(self) -> None:
         """Tell the other nodes how the ranks here ended, and hear how theirs did."""
@@ -210,25 +216,24 @@ class _Agent(LocalElasticAgent):
         if nodes is None:
             return
         try:
-            nodes.conclude(self._end_of(nodes), self._server_has_failed)
+            nodes.conclude(self._end_of(nodes))
         except SignalException as stop:
             outcome.signum = int(stop.sigval)
             ignore_stop_signals()
-            nodes.conclude(self._end_of(nodes), self._server_has_failed)
-        outcome.server = outcome.server or nodes.server_failure
+            nodes.conclude(self._end_of(nodes))
         outcome.gone, outcome.others = nodes.gone(), list(nodes.ends.values())
 
     def _end_of(self, nodes: Nodes) -> NodeEnd:
-        exits = self.outcome.exits
-        records = [record for record in self._read_records() if record.rank in exits]
-        return NodeEnd(nodes.node, nodes.host, exits, self.outcome.signum, records)
+        outcome = self.outcome
+        records = failure.read_all(outcome.folder) if outcome.folder is not None else []
+        mine = [record for record in records if record.rank in outcome.exits]
+        return NodeEnd(nodes.node, outcome.exits, outcome.signum, mine, outcome.server)
 
-    def close_servers(self) -> None:
-        """After the last worker of all nodes."""
-        ignore_stop_signals()
-        self._servers.close()
-
-    def leave(self, holds_store: bool) -> None:
-        """The last use of the store: the node that holds it leaves last."""
+    def close(self, holds_store: bool) -> None:
+        """After the last worker of all nodes: the node that holds the store leaves last."""
         if self._nodes is not None:
             self._nodes.close(holds_store)
+        ignore_stop_signals()
+        self._servers.close()
+        if self._taken is not None:
+            self._taken.lock.close()

@@ -10,32 +10,28 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from colossus import machine
-from colossus.config import Config, ConfigError, load_config
-from colossus.context.grid import RankGrid, build_grid
-from colossus.launch import slurm
+from colossus.arithmetic import factors
+from colossus.checkpoint.sources import describe_weights
+from colossus.config import Config, ConfigError, load_config, model_options
+from colossus.config.sizes import describe_zero
+from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
+from colossus.launch import run_folder, slurm
 from colossus.launch.data_check import check_data, check_given
-from colossus.launch.device_check import check_devices
-from colossus.launch.dry_run import describe
-from colossus.launch.model_check import check_model
-from colossus.launch.node_launch import NodeLaunch
-from colossus.launch.origin import Taken, choose
-from colossus.launch.report import DONE, FAILED, USAGE, report
-from colossus.launch.server_plan import num_servers
+from colossus.launch.preflight import ModelInfo, check_devices, check_model, describe_device
+from colossus.launch.report import DONE, FAILED, USAGE, report, stopped_line
+from colossus.launch.resume import Origin, Taken, choose
+from colossus.launch.servers import describe_servers, num_servers
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
-from colossus.launch.stopped import stopped_line
-from colossus.launch.told import warnings_once
 from colossus.launch.worker import run_worker
 
 #: no machine has cores for more; what asks for them is a slip of the keyboard
 _MOST_LOCAL_RANKS = 4096
-_EXAMPLES = {"model": "model = dict(type='GPT', ...) or a class of yours", "data": "data = dict(type='PythonStdlib')"}
 
 
-@warnings_once()
 def run(
     config_path: str,
     overrides: list[str],
@@ -54,7 +50,7 @@ def run(
         run_dir: the run folder, by default ``runs/<name>-<time>``.
         nnodes: nodes, on each of which this command is given.
         rdzv_endpoint: ``host:port`` of one of the nodes, where they meet.
-        resume: go on with the latest checkpoint, in its run folder (`origin.choose`).
+        resume: go on with the latest checkpoint, in its run folder (`resume.choose`).
         dry_run: print what would be started and start nothing.
 
     Returns:
@@ -72,11 +68,12 @@ def run(
         grid = build_grid(config.parallel)
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
 
-        def begin() -> Taken:
-            return choose(config, config_path, overrides, run_dir=run_dir, resume=resume).take()
+        def where() -> Origin:
+            return choose(config, config_path, overrides, run_dir=run_dir, resume=resume)
 
+        origin = None
         if nnodes == 1 or dry_run:  # else the first node looks, whichever that will be
-            origin = choose(config, config_path, overrides, run_dir=run_dir, resume=resume)
+            origin = where()
             origin.check()
         check_devices(config, local_ranks, nnodes)
         model = check_model(config)
@@ -84,13 +81,11 @@ def run(
         if dry_run:
             print(describe(config, model, origin, local_ranks, nnodes))
             return DONE
-        taken = begin() if nnodes == 1 else None
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
-    with taken.locks if taken is not None else nullcontext():
-        first = begin if taken is None else lambda: taken
-        return _launch(config, config_path, overrides, grid, local_ranks, first, nnodes, rdzv_endpoint)
+    begin = origin.take if origin is not None else lambda: where().take()
+    return _launch(config, config_path, overrides, grid, local_ranks, begin, nnodes, rdzv_endpoint)
 
 
 def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
@@ -190,7 +185,7 @@ def _launch(
     with _stop_raises():
         try:
             # torch is imported here: everything above answers without it
-            from colossus.launch.agent import run_workers
+            from colossus.launch.agent import NodeLaunch, run_workers
 
             outcome = run_workers(
                 NodeLaunch(
@@ -207,7 +202,7 @@ def _launch(
         except _Stopped as stop:
             print(stopped_line(None, config, stop.signum))
             return exit_code(stop.signum)
-        except ConfigError as error:  # several nodes: the folder of the first
+        except ConfigError as error:  # the run folder, of the first node
             print(f"colossus: {error}", file=sys.stderr)
             return USAGE
         except (OSError, RuntimeError) as error:
@@ -253,3 +248,57 @@ def _stop_raises() -> Iterator[None]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+# -- --dry-run --------------------------------------------------------------------------------------------------
+
+
+def describe(config: Config, model: ModelInfo | None, origin: Origin | None, local_ranks: int, nnodes: int) -> str:
+    """What is known before a process is started: plan, processes, device, model and batch as aligned lines."""
+    parallel, train = config.parallel, config.train
+    grid = build_grid(parallel)
+    sizes = {name: grid.size(name) for name in parallel.rank_order if name in PUBLIC_NAMES}
+    modes = [
+        f"{name} mode {section.mode}"
+        for name, section in (("tensor", parallel.tensor), ("sequence", parallel.sequence))
+        if section.size > 1
+    ]
+    modes += filter(None, [describe_zero(parallel)])
+    mode = f" ({', '.join(modes)})" if modes else ""
+    where = f" on each of {nnodes} nodes" if nnodes > 1 else ""
+    threads = f"{machine.threads_per_rank(local_ranks)} thread(s) each, {machine.usable_cores()} cores here"
+    rows = {
+        "plan": f"{factors(sizes)} = {grid.world_size} processes{mode}",
+        "processes": f"{local_ranks}{where}, {threads}",
+        **({"servers": describe_servers(servers, nnodes)} if (servers := num_servers(config, nnodes)) else {}),
+        "device": describe_device(config, local_ranks),
+        "parameters": _parameters(model),
+        "batch": _batch(config),
+        "steps": f"{train.steps}, {train.precision.name}, seed {train.seed}",
+        **({"recomputed": str(train.activation_checkpoint)} if train.activation_checkpoint.type != "none" else {}),
+    }
+    if origin is not None:
+        rows["run folder"] = str(origin.folder or run_folder.default_folder(config.name or "run"))
+        if origin.is_own or origin.checkpoint is not None:
+            rows["resumes"] = origin.describe()
+        if (weights := origin.find_weights()) is not None:
+            rows["weights"] = describe_weights(weights)
+    lines = [f"{key:<11} {value}" for key, value in rows.items()]
+    number = list(rows).index("parameters") + 1
+    cut = [line.removeprefix("stage ") for line in (model.stages if model is not None else ())]
+    stages = [f"{'stages' if not number else '':<11} {line}" for number, line in enumerate(cut)]
+    return "\n".join(["nothing was started (--dry-run)", *lines[:number], *stages, *lines[number:]])
+
+
+def _parameters(model: ModelInfo | None) -> str:
+    if model is None:
+        return "not known before the model is built"
+    held = "" if model.num_local_parameters is None else f", {model.num_local_parameters:,} on rank 0"
+    return f"{model.num_parameters:,} in the model{held}"
+
+
+def _batch(config: Config) -> str:
+    batch, data, microbatches = config.train.global_batch_size, config.parallel.data or 1, config.schedule.microbatches
+    each = batch // data // microbatches
+    samples = getattr(model_options(config), "samples", "sequences")
+    return f"{batch} {samples} per step: {data} data rank(s) x {microbatches} microbatch(es) x {each}"

@@ -9,7 +9,7 @@ import torch
 
 from colossus.config import ConfigError, load_config
 from colossus.config.plans import strategy_options
-from colossus.launch.model_check import check_model
+from colossus.launch.preflight import check_model
 
 NESTEROV: dict[str, Any] = dict(type="SGD", lr=0.1, momentum=0.9, nesterov=True)
 

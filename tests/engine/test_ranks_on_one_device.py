@@ -29,7 +29,7 @@ from colossus.context import groups
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.world import choose_backend
 from colossus.engine.initialize import pick_device
-from colossus.launch.device_check import check_device
+from colossus.launch.preflight import check_device
 
 PLANS: dict[str, dict[str, Any]] = {
     "data 2, tensor 2": dict(data=2, tensor=2),

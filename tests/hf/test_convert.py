@@ -25,7 +25,7 @@ from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
 from colossus.config import ConfigError, load_config
-from colossus.launch.origin import choose
+from colossus.launch.resume import choose
 from colossus.registry import MODEL_OPTIONS
 
 Captured = pytest.CaptureFixture[str]

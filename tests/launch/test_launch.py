@@ -32,7 +32,7 @@ from helpers.launching import (
     wait_for,
 )
 
-from colossus.launch import command, failure, lingering, run_folder, versions
+from colossus.launch import command, failure, processes, run_folder
 from colossus.launch.run_folder import default_folder
 
 # -- a run that goes well -------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_a_culprit_that_is_slower_than_its_victims_is_named(tmp_path: Path) -> N
 
 
 def test_a_rank_that_does_not_come_to_its_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lingering, "LINGER_SECONDS", 0.5)  # of the forked launcher, too
+    monkeypatch.setattr(processes, "LINGER_SECONDS", 0.5)  # of the forked launcher, too
     code, _, err = launch(tmp_path, TROUBLE="linger")
     assert code == 0, err
     assert err.count("rank 1 is still at work 0.5 s after others have ended") == 1
@@ -304,7 +304,6 @@ def test_a_rank_that_does_not_come_to_its_end_is_named(tmp_path: Path, monkeypat
             "device = 'cuda', but torch finds no CUDA device here",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here"),
         ),
-        ([], {"run_dir": "/sys/kernel"}, "--run-dir /sys/kernel: cannot be written to"),
     ],
 )
 def test_config_errors_exit_with_2(
@@ -395,7 +394,7 @@ def test_the_last_metrics_are_the_last_whole_row(tmp_path: Path) -> None:
 
 
 def test_git_state_of_no_repository(tmp_path: Path) -> None:
-    assert versions.git_state(tmp_path) is None
+    assert run_folder.git_state(tmp_path) is None
 
 
 def test_config_errors_need_no_torch() -> None:
