@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,16 @@ def run_workers(launch: NodeLaunch) -> Outcome:
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
+    outcome = Outcome()
+    with _signals_raise():
+        try:
+            _run(launch, outcome)
+        except SignalException as stop:
+            outcome.signum = int(stop.sigval)
+    return outcome
+
+
+def _run(launch: NodeLaunch, outcome: Outcome) -> None:
     notice = awaiting(launch.endpoint, launch.nodes) if launch.endpoint is not None else None
     # port 0: the kernel picks a free one
     handler, holds_store = meet(launch.endpoint or "127.0.0.1:0", launch.nodes)
@@ -80,20 +91,35 @@ def run_workers(launch: NodeLaunch) -> Outcome:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
-        signum.name for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
-    )
     with rank_files.made() as files:
-        agent = _Agent(spec, launch, files, notice.cancel if notice is not None else lambda: None)
+        agent = _Agent(spec, launch, outcome, files, notice.cancel if notice is not None else lambda: None)
         try:
             agent.run()
         except SignalException as stop:
-            agent.outcome.signum = int(stop.sigval)
+            outcome.signum = int(stop.sigval)
         finally:
             agent.conclude()
             handler.shutdown()
             agent.close(holds_store)
-    return agent.outcome
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """A stop signal raises elastic's exception, before its own handlers are there, too; afterwards all is as before."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise SignalException(f"the launcher got signal {signum}", signal.Signals(signum))
+
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    heard = [signum for signum, handler in before.items() if handler is not signal.SIG_IGN]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(signum.name for signum in heard)
+    for signum in heard:
+        signal.signal(signum, stop)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 class _Terminal(LogsSpecs):
@@ -114,11 +140,12 @@ class _Agent(LocalElasticAgent):
         met: called when all nodes are there.
     """
 
-    def __init__(self, spec: WorkerSpec, launch: NodeLaunch, files: RankFiles, met: Callable[[], None]) -> None:
+    def __init__(
+        self, spec: WorkerSpec, launch: NodeLaunch, outcome: Outcome, files: RankFiles, met: Callable[[], None]
+    ) -> None:
         super().__init__(spec, _Terminal())
-        self._launch, self._files, self._met = launch, files, met
-        self.outcome = Outcome()
-        self._processes = RankProcesses({}, self.outcome, files)
+        self._launch, self._outcome, self._files, self._met = launch, outcome, files, met
+        self._processes = RankProcesses({}, outcome, files)
         self._nodes: Nodes | None = None
         self._servers = Servers()
         self._taken: Taken | None = None
@@ -127,7 +154,7 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._met()
-        launch, outcome = self._launch, self.outcome
+        launch, outcome = self._launch, self._outcome
         outcome.folder, resume = self._agree_on_folder(worker_group)
         resumed = ["--resume", resume] if resume is not None else []
         # elastic wants to expand "${local_rank}" in arguments; a "$" of the user's stays as it is
@@ -202,8 +229,8 @@ class _Agent(LocalElasticAgent):
 
     def _server_has_failed(self) -> bool:
         """A server of this node has ended before its time."""
-        self.outcome.server = self.outcome.server or self._servers.failure()
-        return self.outcome.server is not None
+        self._outcome.server = self._outcome.server or self._servers.failure()
+        return self._outcome.server is not None
 
     def _can_save(self) -> bool:
         return not self._server_has_failed() and (self._nodes is None or not self._nodes.has_failure())
@@ -212,7 +239,7 @@ class _Agent(LocalElasticAgent):
 
     def conclude(self) -> None:
         """Tell the other nodes how the ranks here ended, and hear how theirs did."""
-        nodes, outcome = self._nodes, self.outcome
+        nodes, outcome = self._nodes, self._outcome
         if nodes is None:
             return
         try:
@@ -224,7 +251,7 @@ class _Agent(LocalElasticAgent):
         outcome.gone, outcome.others = nodes.gone(), list(nodes.ends.values())
 
     def _end_of(self, nodes: Nodes) -> NodeEnd:
-        outcome = self.outcome
+        outcome = self._outcome
         records = failure.read_all(outcome.folder) if outcome.folder is not None else []
         mine = [record for record in records if record.rank in outcome.exits]
         return NodeEnd(nodes.node, outcome.exits, outcome.signum, mine, outcome.server)

@@ -6,11 +6,9 @@ No torch until the config is known to be right.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from colossus import machine
@@ -18,14 +16,14 @@ from colossus.arithmetic import factors
 from colossus.checkpoint.sources import describe_weights
 from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.sizes import describe_zero
-from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
+from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder, slurm
 from colossus.launch.data_check import check_data, check_given
 from colossus.launch.preflight import ModelInfo, check_devices, check_model, describe_device
-from colossus.launch.report import DONE, FAILED, USAGE, report, stopped_line
-from colossus.launch.resume import Origin, Taken, choose
+from colossus.launch.report import DONE, FAILED, USAGE, report
+from colossus.launch.resume import Origin, choose
 from colossus.launch.servers import describe_servers, num_servers
-from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
+from colossus.launch.stop import LAUNCHER_PID
 from colossus.launch.worker import run_worker
 
 #: no machine has cores for more; what asks for them is a slip of the keyboard
@@ -69,7 +67,7 @@ def run(
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
 
         def where() -> Origin:
-            return choose(config, config_path, overrides, run_dir=run_dir, resume=resume)
+            return choose(config, overrides, run_dir=run_dir, resume=resume)
 
         origin = None
         if nnodes == 1 or dry_run:  # else the first node looks, whichever that will be
@@ -84,8 +82,31 @@ def run(
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
-    begin = origin.take if origin is not None else lambda: where().take()
-    return _launch(config, config_path, overrides, grid, local_ranks, begin, nnodes, rdzv_endpoint)
+    _prepare_environment(local_ranks, nnodes)
+    try:
+        # torch's elastic is imported here: everything above answers without it
+        from colossus.launch.agent import NodeLaunch, run_workers
+
+        outcome = run_workers(
+            NodeLaunch(
+                config_path,
+                overrides,
+                begin=origin.take if origin is not None else lambda: where().take(),
+                local_ranks=local_ranks,
+                nodes=nnodes,
+                endpoint=rdzv_endpoint,
+                servers=num_servers(config, nnodes),
+                server_timeout_seconds=config.comm.timeout_seconds,
+            )
+        )
+    except ConfigError as error:  # the run folder, of the first node
+        print(f"colossus: {error}", file=sys.stderr)
+        return USAGE
+    except (OSError, RuntimeError) as error:
+        at = f" at {rdzv_endpoint}" if rdzv_endpoint else ""
+        print(f"colossus: the processes could not be started{at}: {error}", file=sys.stderr)
+        return FAILED
+    return report(outcome, config, grid)
 
 
 def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
@@ -157,7 +178,7 @@ def _join(
         check_devices(config, local_ranks, -(-world_size // local_ranks), environ=os.environ)
         if dry_run:
             if joined["RANK"] == "0":
-                origin = choose(config, config_path, overrides, run_dir=run_dir, resume=resume)
+                origin = choose(config, overrides, run_dir=run_dir, resume=resume)
                 origin.check()
                 print(describe(config, check_model(config), origin, world_size, 1))
             return DONE
@@ -171,47 +192,6 @@ def _join(
     return run_worker(config_path, overrides, run_dir=run_dir, resume=resume)
 
 
-def _launch(
-    config: Config,
-    config_path: str,
-    overrides: list[str],
-    grid: RankGrid,
-    local_ranks: int,
-    begin: Callable[[], Taken],
-    nnodes: int,
-    endpoint: str | None,
-) -> int:
-    _prepare_environment(local_ranks, nnodes)
-    with _stop_raises():
-        try:
-            # torch is imported here: everything above answers without it
-            from colossus.launch.agent import NodeLaunch, run_workers
-
-            outcome = run_workers(
-                NodeLaunch(
-                    config_path,
-                    overrides,
-                    begin,
-                    local_ranks,
-                    nodes=nnodes,
-                    endpoint=endpoint,
-                    servers=num_servers(config, nnodes),
-                    server_timeout_seconds=config.comm.timeout_seconds,
-                )
-            )
-        except _Stopped as stop:
-            print(stopped_line(None, config, stop.signum))
-            return exit_code(stop.signum)
-        except ConfigError as error:  # the run folder, of the first node
-            print(f"colossus: {error}", file=sys.stderr)
-            return USAGE
-        except (OSError, RuntimeError) as error:
-            where = f" at {endpoint}" if endpoint else ""
-            print(f"colossus: the processes could not be started{where}: {error}", file=sys.stderr)
-            return FAILED
-    return report(outcome, config, grid)
-
-
 def _prepare_environment(local_ranks: int, nnodes: int) -> None:
     """What the workers inherit, unless the user has set it."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
@@ -222,32 +202,6 @@ def _prepare_environment(local_ranks: int, nnodes: int) -> None:
     if nnodes == 1 and loopback is not None:
         # a host name that resolves to an address which is not this machine's makes gloo fail
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-
-
-class _Stopped(BaseException):
-    """A stop signal came before elastic had taken them over."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
-
-
-@contextmanager
-def _stop_raises() -> Iterator[None]:
-    """From here to the start of the workers a stop signal raises; afterwards the handlers are as before."""
-
-    def stop(signum: int, frame: object) -> None:
-        raise _Stopped(signum)
-
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    for signum, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(signum, stop)
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 # -- --dry-run --------------------------------------------------------------------------------------------------

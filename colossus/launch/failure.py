@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -54,7 +54,6 @@ _COMMUNICATION_ERRORS = (
     "Watchdog caught collective operation timeout",
     "Some NCCL operations have failed or timed out",
 )
-_TIMEOUT_ERRORS = ("timeout", "timed out")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class FailureRecord:
         kind: ``error`` is this rank's own; ``config`` a mistake in the config found late; ``communication`` a
             collective that failed because of another rank; ``stuck`` was ended by force, with the stack it had.
         step: the step that was running, counted from 1; None before training.
-        coordinates: axis name -> coordinate of the rank.
         collectives: the rank's last collectives, oldest first.
         progress: the same for comparison with those of other ranks (`colossus.comm.log.progress`).
         advice: what to do about it, where that is known.
@@ -82,7 +80,6 @@ class FailureRecord:
     traceback: str
     step: int | None = None
     host: str = field(default_factory=socket.gethostname)
-    coordinates: Mapping[str, int] = field(default_factory=dict)
     collectives: Sequence[str] = ()
     progress: Sequence[Sequence[Any]] = ()
     culprit: int | None = None
@@ -93,7 +90,7 @@ class FailureRecord:
 
     @property
     def is_timeout(self) -> bool:
-        return any(word in self.message.lower() for word in _TIMEOUT_ERRORS)
+        return any(word in self.message.lower() for word in ("timeout", "timed out"))
 
 
 def kind_of(error: BaseException) -> Kind:

@@ -20,13 +20,11 @@ class RankExit:
         code: exit code; negative is the number of the signal that killed it.
         after_stop: it ended after the launcher's stop signal.
         is_finished: whether it came to the end of its program; with exit code 0 only the file it left says so.
-        stack: of its threads when a signal such as SIGSEGV killed it, where it could write one.
     """
 
     code: int
     after_stop: bool = False
     is_finished: bool = True
-    stack: str = ""
 
     @property
     def is_early(self) -> bool:
@@ -40,20 +38,14 @@ class ServerFailure:
 
     Attributes:
         code: exit code; negative is the number of the signal that killed it; None while it lives.
-        said: its last lines, or what a worker says of it.
-        log: its log, as its own node knows it.
+        detail: where its log is, or what a worker says of it.
     """
 
     index: int
     host: str
     pid: int
     code: int | None
-    said: str = ""
-    log: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"server {self.index} (host {self.host}, process {self.pid})"
+    detail: str = ""
 
 
 @dataclass(frozen=True)

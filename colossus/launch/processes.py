@@ -54,8 +54,7 @@ class RankProcesses:
             code = process.poll()
             if code is not None:
                 is_finished = self._files.finished_code(rank) is not None
-                stack = self._files.stack(rank) if code < 0 else ""
-                self._outcome.exits[rank] = RankExit(code, is_finished=is_finished, stack=stack)
+                self._outcome.exits[rank] = RankExit(code, is_finished=is_finished)
 
     def await_ends(self, seconds: float) -> None:
         """Wait until all have ended by themselves, at most this long."""

@@ -65,7 +65,6 @@ class RankRun:
         log = sys.modules.get("colossus.comm.log")  # not loaded: then there was no collective either
         return {
             "step": self.step,
-            "coordinates": self.grid.coordinates(self.rank) if self.grid is not None else {},
             "collectives": log.recent() if log is not None else [],
             "progress": log.progress() if log is not None else [],
             "after_signal": self.stop.received,

@@ -8,7 +8,6 @@ on a step or a checkpoint, gives signs of life. The launcher says when there is 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import shutil
 import tempfile
@@ -54,13 +53,6 @@ class RankFiles:
         with contextlib.suppress(OSError):
             (self.folder / f"{rank}.beat").touch()
 
-    def keep_stack(self, rank: int) -> None:
-        """When a signal of its own (SIGABRT, SIGSEGV, ..) kills this process, its stacks are left for the launcher."""
-        if not faulthandler.is_enabled():  # else the user wants them on the terminal
-            with contextlib.suppress(OSError):
-                file = open(self.folder / f"{rank}.stack", "w")  # noqa: SIM115 (open as long as the process)
-                faulthandler.enable(file)
-
     def is_hurried(self) -> bool:
         return (self.folder / "hurry").exists()
 
@@ -73,27 +65,18 @@ class RankFiles:
 
     def finished_code(self, rank: int) -> int | None:
         """The exit code that a rank has announced which came to its end; None of another."""
-        text = self._read(f"{rank}.finished")
-        return int(text) if text.endswith("\n") else None
+        with contextlib.suppress(OSError):
+            text = (self.folder / f"{rank}.finished").read_text()
+            return int(text) if text.endswith("\n") else None
+        return None
 
     def last_beat(self, rank: int) -> int | None:
         """A number that another sign of life of this rank changes; None before the first."""
-        try:
+        with contextlib.suppress(OSError):
             return (self.folder / f"{rank}.beat").stat().st_mtime_ns
-        except OSError:
-            return None
-
-    def stack(self, rank: int) -> str:
-        """What `keep_stack` has left."""
-        return self._read(f"{rank}.stack")
+        return None
 
     def hurry(self) -> None:
         """Tell the ranks that what they would save can never be complete, or that nobody wants it."""
         with contextlib.suppress(OSError):
             (self.folder / "hurry").touch()
-
-    def _read(self, name: str) -> str:
-        try:
-            return (self.folder / name).read_text(errors="replace")
-        except OSError:
-            return ""

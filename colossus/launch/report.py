@@ -23,7 +23,7 @@ from colossus.launch.recordings import ranges_of, who_is_missing
 from colossus.launch.stop import exit_code
 
 DONE, FAILED, USAGE = 0, 1, 2
-_WIDTH, _STACK_LINES = 100, 40
+_WIDTH = 100
 
 
 def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
@@ -164,8 +164,6 @@ def block(
     lines = [f"{_describe_rank(first, grid)} {_describe_failure(first)}"]
     if record is not None and record.traceback:
         lines += ["", *_indent(record.traceback)]
-    elif first.exit is not None and first.exit.stack:
-        lines += ["", *_indent(first.exit.stack)[:_STACK_LINES]]
     if record is not None and record.advice:
         lines += ["", *record.advice.splitlines()]
     if missing and first.kind in ("stuck", "communication"):
@@ -197,12 +195,8 @@ def server_block(server: ServerFailure, folder: Path | None) -> str:
         how = "ended before the workers had, as if it had been told to"
     else:
         how = f"ended with exit code {server.code}" if server.code > 0 else _describe_death(server.code)
-    lines = [f"{server.name} {how}"]
-    if server.said:
-        lines += ["", "its last lines:" if server.code is not None else "a worker said:", *_indent(server.said)]
-    lines += ["", "Parameters live at the servers, so the workers were stopped."]
-    if server.log:
-        lines.append(f"log: {server.log}")
+    name = f"server {server.index} (host {server.host}, process {server.pid})"
+    lines = [f"{name} {how}", server.detail, "Parameters live at the servers, so the workers were stopped."]
     return _framed(f"server {server.index}", lines, folder)
 
 
@@ -211,7 +205,7 @@ def silent_server(records: Iterable[FailureRecord], endpoints: Sequence[Mapping[
     blaming = [(record.time, record.server, record) for record in records if record.server is not None]
     for _, index, record in sorted(blaming, key=lambda each: each[0]):
         if index < len(endpoints):
-            said = f"rank {record.rank}: {record.message}"
+            said = f"rank {record.rank} said: {record.message}"
             return ServerFailure(index, endpoints[index]["host"], endpoints[index]["process"], None, said)
     return None
 
@@ -254,7 +248,7 @@ _DEATHS = {
     "SIGKILL": "out of memory is the most likely reason (see `dmesg`), or somebody killed it",
     "SIGABRT": "a native library gave up; a collective whose shapes or dtypes differ between ranks does this, and "
     "NCCL's watchdog after an error of CUDA, which it prints",
-    "SIGSEGV": "a crash in native code; run with PYTHONFAULTHANDLER=1 to see where",
+    "SIGSEGV": "a crash in native code; its stacks are above",
     "SIGBUS": "often a full /dev/shm: see `colossus doctor`",
 }
 

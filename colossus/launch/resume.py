@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -19,7 +18,7 @@ from colossus.checkpoint.folder import checkpoints, find_latest, locate, remove_
 from colossus.checkpoint.manifest import read_manifest
 from colossus.checkpoint.sources import find_weights
 from colossus.config import Config, ConfigError
-from colossus.launch import run_folder, slurm
+from colossus.launch import run_folder
 from colossus.launch.preflight import check_weights
 
 AUTO = "auto"
@@ -49,7 +48,6 @@ class Origin:
         checkpoint: None where the run begins at the first step.
         is_own: the folder was used by an earlier attempt of the same run.
         is_latest: the checkpoint is the latest of the run that goes on; False of one that a user has named.
-        job: under SLURM.
     """
 
     config: Config
@@ -57,7 +55,6 @@ class Origin:
     checkpoint: Path | None = None
     is_own: bool = False
     is_latest: bool = False
-    job: slurm.Job | None = None
 
     def find_weights(self) -> Path | None:
         """The checkpoint whose weights the run takes before its first step; None where it takes none.
@@ -126,8 +123,6 @@ class Origin:
                 self._take_checkpoints(folder)
             if self.is_own and not self.is_latest:
                 run_folder.put_aside_metrics(folder)
-            if self.job is not None:
-                self.job.record(folder)
         except BaseException:
             lock.close()
             raise
@@ -163,19 +158,10 @@ class Origin:
         return f"step {manifest.step} of {self.checkpoint}, saved under {plan}"
 
 
-def choose(
-    config: Config,
-    config_path: str,
-    overrides: Sequence[str],
-    *,
-    run_dir: str | None = None,
-    resume: bool = False,
-    environ: Mapping[str, str] = os.environ,
-) -> Origin:
+def choose(config: Config, overrides: Sequence[str], *, run_dir: str | None = None, resume: bool = False) -> Origin:
     """Where a launch begins.
 
-    A job that SLURM has requeued goes on in its own run folder, from the latest checkpoint there, or anew.
-    Otherwise ``--resume`` and ``checkpoint.resume = "auto"`` look for the latest checkpoint: of ``run_dir``, else in
+    ``--resume`` and ``checkpoint.resume = "auto"`` look for the latest checkpoint: of ``run_dir``, else in
     ``checkpoint.dir``, else of the newest run of this name that has one. A folder in ``checkpoint.resume`` begins a
     run of its own.
 
@@ -188,32 +174,20 @@ def choose(
     """
     wanted = config.checkpoint.resume
     given = Path(run_dir) if run_dir is not None else None
-    job = slurm.Job.of(environ, config_path, overrides)
     if resume and wanted not in (None, AUTO) and any(text.startswith("checkpoint.resume=") for text in overrides):
         raise ConfigError(
             f"--resume goes on with the latest checkpoint of the run, checkpoint.resume={wanted} begins a new run from "
             f"that one: give one of them"
         )
-    if job is not None and slurm.is_requeued(environ):
-        own = job.folder_of([given] if given is not None else run_folder.of_name(config.name or "run"))
-        if own is not None:
-            found = _latest(root_of(config.checkpoint.dir, own))
-            checkpoint = found or _named(wanted)
-            return Origin(config, own, checkpoint, is_own=True, is_latest=found is not None, job=job)
-        print(
-            f"colossus: SLURM has requeued job {job.job_id}, but no run folder is that of an attempt of it with this "
-            f"config file and these overrides",
-            file=sys.stderr,
-        )
     if not resume and wanted != AUTO:
-        return Origin(config, given, _named(wanted), job=job)
+        return Origin(config, given, _named(wanted))
     found, folder, looked = _search(config, given)
     if found is not None:
         is_own = folder is not None and folder.exists() and _is_of_checkpoints(config, folder)
-        return Origin(config, folder, found, is_own=is_own, is_latest=True, job=job)
+        return Origin(config, folder, found, is_own=is_own, is_latest=True)
     if resume:
         raise ConfigError(f"--resume: there is no checkpoint in {looked}; without --resume a run begins at step 1")
-    return Origin(config, given, is_own=given is not None and (given / run_folder.LOCK).exists(), job=job)
+    return Origin(config, given, is_own=given is not None and (given / run_folder.LOCK).exists())
 
 
 def _search(config: Config, given: Path | None) -> tuple[Path | None, Path | None, str]:

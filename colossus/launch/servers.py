@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 LOGS = "logs"
 """In the run folder: what servers print."""
 
-_LAST_LINES, _MOST_BYTES = 12, 16384
-
 
 def num_servers(config: Config, nnodes: int) -> int:
     """As many as the strategy's ``servers`` says, where it has that; None there: one on each node."""
@@ -118,9 +116,8 @@ class Servers:
         ended = [(index, server) for index, server in self._here.items() if not server.alive]
         if self._failure is None and ended:
             index, server = ended[0]
-            log = self._log_of(index)
-            said, pid = server.failure or _last_lines(log), server.endpoint["process"]
-            self._failure = ServerFailure(index, socket.gethostname(), pid, server.returncode, said, str(log))
+            pid, detail = server.endpoint["process"], server.failure or f"log: {self._log_of(index)}"
+            self._failure = ServerFailure(index, socket.gethostname(), pid, server.returncode, detail)
         return self._failure
 
     def close(self) -> None:
@@ -129,14 +126,3 @@ class Servers:
             self.failure()
             with ThreadPoolExecutor(len(self._here)) as pool:
                 list(pool.map(lambda server: server.close(), self._here.values()))
-
-
-def _last_lines(log: Path) -> str:
-    """What a server has printed last."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _MOST_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
-
-from colossus.config import ConfigError
-
-#: in the run folder: which jobs have used it
-RECORD = "slurm.json"
+from collections.abc import Mapping
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -79,7 +69,7 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
     if "MASTER_PORT" in environ:
         variables["MASTER_PORT"] = environ["MASTER_PORT"]
     else:
-        job = _job_id(environ)
+        job = environ.get("SLURM_JOB_ID")
         if job is None:
             raise ValueError("SLURM_JOB_ID is not set: set MASTER_PORT to a free port of the host of rank 0")
         variables["MASTER_PORT"] = str(master_port(int(job), int(environ.get("SLURM_STEP_ID", "0"))))
@@ -88,54 +78,3 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
         node = int(environ.get("SLURM_NODEID", "0"))
         variables["LOCAL_WORLD_SIZE"] = str(tasks_per_node(counts)[node])
     return variables
-
-
-@dataclass(frozen=True)
-class Job:
-    """One launch in a job: what is the same when SLURM requeues the job and its script runs again."""
-
-    job_id: str
-    config: str
-    overrides: tuple[str, ...]
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str], config_path: str, overrides: Sequence[str]) -> Job | None:
-        """This launch, None outside of SLURM."""
-        job = _job_id(environ)
-        return cls(job, os.path.abspath(config_path), tuple(overrides)) if job is not None else None
-
-    def record(self, folder: Path) -> None:
-        """Write it into its run folder, beside those of jobs that have used it before."""
-        known, mine, draft = _recorded(folder), self._as_recorded(), folder / f"{RECORD}.tmp"
-        if mine in known:
-            return
-        try:
-            draft.write_text(json.dumps([*known, mine], indent=2) + "\n")
-            draft.replace(folder / RECORD)
-        except OSError as error:
-            raise ConfigError(f"run folder {folder}: cannot be written to: {error.strerror or error}") from None
-
-    def folder_of(self, folders: Iterable[Path]) -> Path | None:
-        """The first of these that this launch has used before the job was requeued, None when it has used none."""
-        return next((folder for folder in folders if self._as_recorded() in _recorded(folder)), None)
-
-    def _as_recorded(self) -> dict[str, Any]:
-        return {**asdict(self), "overrides": list(self.overrides)}
-
-
-def is_requeued(environ: Mapping[str, str]) -> bool:
-    """Whether SLURM has started the job before: it was preempted, its node failed, or somebody requeued it."""
-    text = environ.get("SLURM_RESTART_COUNT", "")
-    return text.isdecimal() and int(text) >= 1
-
-
-def _job_id(environ: Mapping[str, str]) -> str | None:
-    return environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or None
-
-
-def _recorded(folder: Path) -> list[Any]:
-    try:
-        found = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError):
-        return []
-    return found if isinstance(found, list) else []

@@ -7,6 +7,7 @@ itself runs ``run_worker`` in their process.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
@@ -55,12 +56,7 @@ def run_worker(
         ends with 1 (2 for a config error) at once, since destructors of broken process groups can hang.
     """
     launcher, rank, files = os.environ.get(LAUNCHER_PID), int(os.environ["RANK"]), rank_files.of_this_rank()
-    stop = StopSignals(
-        parent=int(launcher) if launcher else None,
-        when_orphaned=files.remove,
-        when_waiting=lambda: files.beat(rank),
-        is_hurried=files.is_hurried,
-    )
+    stop = StopSignals(rank, int(launcher) if launcher else None, files)
     stop.install()
     run = RankRun(
         rank,
@@ -70,13 +66,13 @@ def run_worker(
         folder=Path(run_dir) if launcher is not None and run_dir is not None else None,
         resume=resume if isinstance(resume, str) else None,
     )
-    files.keep_stack(rank)
+    faulthandler.enable()  # a rank that dies of SIGSEGV, SIGABRT, .. says where
     thread = threading.get_ident()
     stop.before_hard_end(lambda: write_hard_end(run, thread))
     try:
         config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
         run.config, run.grid = config, build_grid(config.parallel)
-        code = _train(run, config, lambda: choose(config, config_path, overrides, run_dir=run_dir, resume=bool(resume)))
+        code = _train(run, config, lambda: choose(config, overrides, run_dir=run_dir, resume=bool(resume)))
         files.finish(rank, code)
         if stop.is_orphaned():
             files.remove()

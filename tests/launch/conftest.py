@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.launching import FOREIGN
 
-from colossus.launch import command, nodes, processes, stop
+from colossus.launch import agent, command, nodes, processes, stop
 from colossus.launch.stop import GRACE_SECONDS
 
 
@@ -31,4 +31,5 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*arguments: object) -> int:
         raise AssertionError("a process would have been started")
 
-    monkeypatch.setattr(command, "_launch", refuse)
+    monkeypatch.setattr(agent, "run_workers", refuse)
+    monkeypatch.setattr(command, "_prepare_environment", lambda *arguments: None)

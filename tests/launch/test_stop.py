@@ -41,6 +41,7 @@ def in_child(body: Callable[[], None]) -> tuple[int, float]:
 
 def stopped(
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     *,
     patience: float | None,
     progress_seconds: float = 0.0,
@@ -52,30 +53,32 @@ def stopped(
     monkeypatch.setattr(stop, "_LOOK_SECONDS", 0.05)
 
     def body() -> None:
-        began = time.monotonic()
-        signals = StopSignals(0.3, is_hurried=lambda: time.monotonic() - began > hurried_after)
+        signals = StopSignals(files=RankFiles(tmp_path))
         signals.install()
         signals.ready(lambda signum: None, patience)
         os.kill(os.getpid(), signum)
+        began = time.monotonic()
         while time.monotonic() - began < progress_seconds:
             signals.progress()
             time.sleep(0.05)
+            if time.monotonic() - began > hurried_after:
+                RankFiles(tmp_path).hurry()
 
     return in_child(body)
 
 
-def test_patience_begins_anew_with_progress_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, seconds = stopped(monkeypatch, patience=1.5, progress_seconds=2.0)
+def test_patience_begins_anew_with_progress_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, seconds = stopped(monkeypatch, tmp_path, patience=1.5, progress_seconds=2.0)
     assert code == 143
     assert seconds > 2.0
     # where nothing is saved, progress buys no time
-    code, seconds = stopped(monkeypatch, patience=None, progress_seconds=5.0, signum=signal.SIGINT)
+    code, seconds = stopped(monkeypatch, tmp_path, patience=None, progress_seconds=5.0, signum=signal.SIGINT)
     assert code == 130
     assert seconds < 4.0
 
 
-def test_nothing_is_waited_for_when_a_save_can_not_be_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, seconds = stopped(monkeypatch, patience=15.0, progress_seconds=15.0, hurried_after=0.5)
+def test_nothing_is_waited_for_when_a_save_can_not_be_complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, seconds = stopped(monkeypatch, tmp_path, patience=15.0, progress_seconds=15.0, hurried_after=0.5)
     assert code == 143
     assert 0.75 < seconds < 10.0
 
@@ -99,7 +102,7 @@ def test_a_signal_that_was_heard_just_before_a_run_could_stop_is_not_forgotten()
 
 def test_processes_that_a_rank_has_forked_outlive_what_slurm_sends_to_all() -> None:
     def body() -> None:
-        signals = StopSignals(5.0)
+        signals = StopSignals()
         signals.install()
         signals.ready(lambda signum: None)
         child = os.fork()
