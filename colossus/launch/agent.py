@@ -262,5 +262,5 @@ class _Agent(LocalElasticAgent):
             self._nodes.close(holds_store)
         ignore_stop_signals()
         self._servers.close()
-        if self._taken is not None:
-            self._taken.lock.close()
+        for lock in self._taken.locks if self._taken is not None else ():
+            lock.close()

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from colossus.checkpoint.claim import Claim
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.folder import checkpoints, find_latest, locate, remove_left_over, root_of
+from colossus.checkpoint.folder import checkpoints, find_latest, locate, root_of
 from colossus.checkpoint.manifest import read_manifest
 from colossus.checkpoint.sources import find_weights
 from colossus.config import Config, ConfigError
@@ -28,7 +27,7 @@ _RUN_FOLDER = "run-folder"
 
 @dataclass(frozen=True)
 class Taken:
-    """The folder of a run that begins; it is its own until ``lock`` is closed.
+    """The folder of a run that begins; it is its own until the ``locks`` are closed.
 
     Attributes:
         resume: what the ranks load: "auto", the latest checkpoint; a folder; None where they begin at the first step.
@@ -36,7 +35,7 @@ class Taken:
 
     folder: Path
     resume: str | None
-    lock: TextIO
+    locks: tuple[TextIO, ...]
 
 
 @dataclass(frozen=True)
@@ -117,37 +116,23 @@ class Origin:
         self.find_weights()
         self._check_checkpoints(self.folder)
         folder = self.folder or run_folder.make_default_folder(self.config.name or "run")
-        lock = run_folder.prepare(folder, is_own=self.is_own)
+        locks = [run_folder.prepare(folder, is_own=self.is_own)]
         try:
-            if self.config.checkpoint.every:
-                self._take_checkpoints(folder)
+            section = self.config.checkpoint
+            if section.every and section.dir is not None:
+                root = root_of(section.dir, folder)
+                locks.append(run_folder.take(root, "checkpoint.dir"))
+                (root / _RUN_FOLDER).write_text(f"{folder.resolve()}\n")
             if self.is_own and not self.is_latest:
                 run_folder.put_aside_metrics(folder)
         except BaseException:
-            lock.close()
+            for lock in locks:
+                lock.close()
             raise
         resume = AUTO if self.is_latest else None
         if resume is None and self.checkpoint is not None:
-            resume = os.path.abspath(os.path.expanduser(self.config.checkpoint.resume or self.checkpoint))
-        return Taken(folder, resume, lock)
-
-    def _take_checkpoints(self, folder: Path) -> None:
-        """Make the folder of checkpoints, and remove what a run that was killed has left unfinished there."""
-        section = self.config.checkpoint
-        root = root_of(section.dir, folder)
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            claim = Claim(root)  # the ranks take it later, and hold it as long as they save
-            claim.release()
-            if claim.is_of_others:
-                raise ConfigError(
-                    f"checkpoint.dir {root}: another run saves there now; give another folder, or wait for its end"
-                )
-            remove_left_over(root)
-            if section.dir is not None:
-                (root / _RUN_FOLDER).write_text(f"{folder.resolve()}\n")
-        except OSError as error:
-            raise ConfigError(f"checkpoint.dir {root}: cannot be written to: {error.strerror or error}") from None
+            resume = os.path.abspath(os.path.expanduser(section.resume or self.checkpoint))
+        return Taken(folder, resume, tuple(locks))
 
     def describe(self) -> str:
         """What is resumed, for ``--dry-run``."""

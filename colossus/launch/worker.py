@@ -187,7 +187,7 @@ def _agree_on_folder(run: RankRun, engine: Any, origin: Callable[[], Origin]) ->
         except ConfigError as error:
             problems = error.problems
         else:
-            run.locks += (taken.lock,)
+            run.locks += taken.locks
             # what was given each rank finds from where it is
             folder, resume = run.given or taken.folder.resolve(), taken.resume
     world = engine.context.group(engine.context.grid.names)
