@@ -1,6 +1,6 @@
 """One agent per node, on torch.distributed.elastic: starts this node's workers and waits for their end.
 
-Elastic does the rendezvous, the environment of each rank and the monitoring. Ours are: which ranks exited by themselves
+Elastic does the rendezvous and starts the ranks in their environment. Ours are: which ranks exited by themselves
 before the others got the stop signal, a short time from that signal to SIGKILL, and silence, since `report` prints one
 block in place of elastic's log and traceback.
 """
@@ -34,6 +34,8 @@ from colossus.launch.stop import STOP_SIGNALS
 
 RECORD_SECONDS = 0.5
 """From the first failed rank to the stop signal: the culprit is often still writing its record when a victim ends."""
+
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,6 @@ def _run(launch: NodeLaunch, outcome: Outcome) -> None:
         args=(),
         rdzv_handler=handler,
         max_restarts=0,
-        monitor_interval=0.1,
     )
     with rank_files.made() as files:
         agent = _Agent(spec, launch, outcome, files, notice.cancel if notice is not None else lambda: None)
@@ -169,17 +170,6 @@ class _Agent(LocalElasticAgent):
         handlers = context.subprocess_handlers
         processes = {worker.global_rank: handlers[worker.local_rank].proc for worker in worker_group.workers}
         self._processes = RankProcesses(processes, outcome, self._files)
-        # Elastic's own close gives every rank 30 s and signals whole process groups: a data loader's processes
-        # would die of the signal before their rank has finished its step.
-        elastic_close = context.close
-
-        def close(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
-            if death_sig is None:  # a rank has failed by itself: others may be about to, and to say why
-                self._processes.await_ends(RECORD_SECONDS)
-            self._processes.end_all(death_sig or signal.SIGTERM, self._can_save)
-            elastic_close(death_sig, 1)  # no process is left to signal; it frees its resources
-
-        context.close = close
         if self._nodes is not None:
             self._nodes.watch()
         return ids
@@ -209,23 +199,31 @@ class _Agent(LocalElasticAgent):
     # -- the run ------------------------------------------------------------------------------------------
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Elastic's loop without restarts and without nodes that come and go; other nodes' ends are heard of."""
-        group = self._worker_group
+        """In place of elastic's loop, which restarts workers and lets nodes come and go, and whose end gives ranks 30 s
+        and signals whole process groups: a data loader's processes would die before their rank has finished its step.
+        """
+        group, outcome = self._worker_group, self._outcome
         self._initialize_workers(group)
-        while True:
-            time.sleep(group.spec.monitor_interval)
-            self._processes.warn_of_stragglers()
-            server_failed = self._server_has_failed()
-            result = self._monitor_workers(group) if not server_failed else RunResult(WorkerState.FAILED)
-            group.state = result.state
-            if result.state is WorkerState.SUCCEEDED:
-                return result
-            if result.state is WorkerState.HEALTHY and (self._nodes is None or not self._nodes.has_trouble()):
-                continue
-            self._processes.await_ends(RECORD_SECONDS)  # they may be about to end by themselves, and to say why
-            self._stop_workers(group)
-            group.state = WorkerState.FAILED
-            return RunResult(WorkerState.FAILED)
+        try:
+            while not self._is_over():
+                time.sleep(_LOOK_SECONDS)
+            if self._processes.running():  # they may be about to end by themselves, and to say why
+                self._processes.await_ends(RECORD_SECONDS)
+        except SignalException as stop:
+            ignore_stop_signals()
+            outcome.signum = int(stop.sigval)
+        self._processes.end_all(outcome.signum or signal.SIGTERM, self._can_save)
+        is_good = all(ended.is_good for ended in outcome.exits.values())
+        group.state = WorkerState.SUCCEEDED if is_good else WorkerState.FAILED
+        return RunResult(group.state, return_values=dict.fromkeys(outcome.exits))
+
+    def _is_over(self) -> bool:
+        """Whether all ranks here have ended, or those that run are to be ended."""
+        self._processes.note_exits()
+        self._processes.warn_of_stragglers()
+        if not self._processes.running() or not all(ended.is_good for ended in self._outcome.exits.values()):
+            return True
+        return self._server_has_failed() or (self._nodes is not None and self._nodes.has_trouble())
 
     def _server_has_failed(self) -> bool:
         """A server of this node has ended before its time."""

@@ -31,6 +31,10 @@ class RankExit:
         """Whether it exited with 0 before it had finished."""
         return self.code == 0 and not self.after_stop and not self.is_finished
 
+    @property
+    def is_good(self) -> bool:
+        return self.code == 0 and not self.is_early
+
 
 @dataclass(frozen=True)
 class ServerFailure:
@@ -70,7 +74,7 @@ class NodeEnd:
         """Whether there were ranks, and all came to the end of their program."""
         if self.signum is not None or self.server is not None or not self.exits:
             return False
-        return all(ended.code == 0 and not ended.is_early for ended in self.exits.values())
+        return all(ended.is_good for ended in self.exits.values())
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -44,7 +44,7 @@ def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
     signum = outcome.signum or next((end.signum for end in outcome.others if end.signum), None)
     code = exit_code(signum) if signum is not None else None
     if code is None and server is None and not outcome.gone:
-        if exits and all(ended.code == 0 and not ended.is_early for ended in exits.values()):
+        if exits and all(ended.is_good for ended in exits.values()):
             return DONE
         code = stop_code(found, exits)
         signum = code - 128 if code is not None else None

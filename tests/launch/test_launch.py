@@ -119,13 +119,6 @@ def test_a_rank_that_hangs_is_shown_where_it_hangs(tmp_path: Path) -> None:
     assert "rank 0 stopped because rank 1 did not answer." in err
 
 
-def test_a_model_that_cannot_be_built_fails_before_the_first_step(tmp_path: Path) -> None:
-    code, _, err = launch(tmp_path, TROUBLE="init")
-    assert code == 1
-    assert "run failed: rank 1 before the first step" in err
-    assert "TypeError: cannot be built" in err
-
-
 def test_under_torchrun_the_failing_rank_prints_the_block(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     code, _, err = finish(start([*torchrun, *LAUNCH[1:]], tmp_path, TROUBLE="raise"))
@@ -199,27 +192,6 @@ def test_a_blocked_rank_does_not_delay_the_stop(tmp_path: Path) -> None:
     # a rank that is ended a little later may have seen its peer go
     assert "stuck" in kinds
     assert kinds <= {"stuck", "communication"}
-
-
-@pytest.mark.rest(
-    "leave-ended with exit code 0 before its training was through-2",
-    "exit-raised SystemExit-1",
-    "exit-raised SystemExit-2",
-)
-@pytest.mark.parametrize("ranks", [2, 1])
-@pytest.mark.parametrize(
-    ("trouble", "message"),
-    [("leave", "ended with exit code 0 before its training was through"), ("exit", "raised SystemExit")],
-)
-def test_a_rank_that_leaves_early_without_an_error_is_named(
-    tmp_path: Path, trouble: str, message: str, ranks: int
-) -> None:
-    troubled = str(ranks - 1)
-    code, out, err = launch(tmp_path, f"parallel.data={ranks}", TROUBLE=trouble, TROUBLED_RANK=troubled)
-    assert code == 1, out + err
-    assert f"run failed: rank {troubled}" in err
-    assert message in err
-    assert "done:" not in out
 
 
 def test_the_rank_whose_gradients_were_not_finite_is_named(tmp_path: Path) -> None:
@@ -332,22 +304,3 @@ def test_the_last_metrics_are_the_last_whole_row(tmp_path: Path) -> None:
 def test_config_errors_need_no_torch() -> None:
     code = "import sys, colossus.launch.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment()).returncode == 0
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_sizes_that_a_users_own_model_cannot_split_exit_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "odd.py"
-    file.write_text(
-        "from colossus import layers\n"
-        "def make():\n"
-        "    return layers.Linear(7, 9, split='column')\n"
-        "parallel = dict(tensor=2)\n"
-        "model = dict(type=make)\n"
-        "data = dict(type='PythonStdlib', seq_len=16)\n"
-    )
-    assert command.run(str(file), []) == 2
-    said = capsys.readouterr().err
-    assert "odd.py: the model cannot be built under this plan" in said
-    assert "out_features = 9 does not divide over the 2 ranks of tensor; 8 or 10 does" in said

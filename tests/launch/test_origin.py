@@ -143,14 +143,6 @@ def test_no_folder_is_not_the_working_folder(key: str) -> None:
         chosen(f"checkpoint.{key}=")
 
 
-def test_a_dry_run_looks_at_the_folder_of_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("file").write_text("")
-    for folder in ("file", "file/below"):
-        overrides = ["checkpoint.every=5", f"checkpoint.dir={folder}"]
-        assert command.run(str(TINY), overrides, dry_run=True) == 2
-        assert f"checkpoint.dir {folder}: " in capsys.readouterr().err
-
-
 def test_a_checkpoint_that_is_named_begins_a_run_of_its_own() -> None:
     run = run_of("first", 3, 6)
     for path in ("first", "first/checkpoints", "first/checkpoints/step-00000006"):
