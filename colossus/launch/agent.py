@@ -24,11 +24,11 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 
 from colossus.config import ConfigError
 from colossus.launch import failure, rank_files
-from colossus.launch.nodes import Nodes, awaiting, meet
+from colossus.launch.nodes import Nodes, announce_waiting, meet
 from colossus.launch.outcome import NodeEnd, Outcome
 from colossus.launch.processes import RankProcesses, ignore_stop_signals
 from colossus.launch.rank_files import RankFiles
-from colossus.launch.resume import Taken
+from colossus.launch.resume import RunStart
 from colossus.launch.servers import Servers
 from colossus.launch.stop import STOP_SIGNALS
 
@@ -52,7 +52,7 @@ class NodeLaunch:
 
     config_path: str
     overrides: Sequence[str]
-    begin: Callable[[], Taken]
+    begin: Callable[[], RunStart]
     local_ranks: int
     nodes: int = 1
     endpoint: str | None = None
@@ -81,7 +81,7 @@ def run_workers(launch: NodeLaunch) -> Outcome:
 
 
 def _run(launch: NodeLaunch, outcome: Outcome) -> None:
-    notice = awaiting(launch.endpoint, launch.nodes) if launch.endpoint is not None else None
+    notice = announce_waiting(launch.endpoint, launch.nodes) if launch.endpoint is not None else None
     # port 0: the kernel picks a free one
     handler, holds_store = meet(launch.endpoint or "127.0.0.1:0", launch.nodes)
     spec = WorkerSpec(
@@ -149,7 +149,7 @@ class _Agent(LocalElasticAgent):
         self._processes = RankProcesses({}, outcome, files)
         self._nodes: Nodes | None = None
         self._servers = Servers()
-        self._taken: Taken | None = None
+        self._started: RunStart | None = None
 
     # -- the start ----------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class _Agent(LocalElasticAgent):
         if launch.servers:
             self._servers.start(launch.servers, outcome.folder, launch.server_timeout_seconds, self._nodes)
             outcome.endpoints = self._servers.endpoints
-        with self._servers.told_to_workers():
+        with self._servers.visible_to_workers():
             ids = super()._start_workers(worker_group)
         context: Any = self._pcontext
         handlers = context.subprocess_handlers
@@ -178,12 +178,12 @@ class _Agent(LocalElasticAgent):
         """The run folder, and what the ranks resume from."""
         store, num_nodes = worker_group.store, worker_group.group_world_size
         if num_nodes == 1 or store is None:
-            self._taken = self._launch.begin()
-            return self._taken.folder, self._taken.resume
+            self._started = self._launch.begin()
+            return self._started.folder, self._started.resume
         ranks = [worker.global_rank for worker in worker_group.workers]
         nodes = self._nodes = Nodes(store, worker_group.group_rank, num_nodes, ranks, self._launch.endpoint or "")
         nodes.use_interface()
-        folder, resume, problems = nodes.of_first("begin", self._begin)
+        folder, resume, problems = nodes.from_first("begin", self._begin)
         if problems:
             raise ConfigError(problems)
         return Path(folder), resume
@@ -191,10 +191,10 @@ class _Agent(LocalElasticAgent):
     def _begin(self) -> tuple[str, str | None, Sequence[str]]:
         """(run folder, what is resumed, what is wrong), for the other nodes."""
         try:
-            self._taken = self._launch.begin()
+            self._started = self._launch.begin()
         except ConfigError as error:
             return "", None, error.problems
-        return str(self._taken.folder.resolve()), self._taken.resume, []
+        return str(self._started.folder.resolve()), self._started.resume, []
 
     # -- the run ------------------------------------------------------------------------------------------
 
@@ -260,5 +260,5 @@ class _Agent(LocalElasticAgent):
             self._nodes.close(holds_store)
         ignore_stop_signals()
         self._servers.close()
-        for lock in self._taken.locks if self._taken is not None else ():
+        for lock in self._started.locks if self._started is not None else ():
             lock.close()

@@ -46,7 +46,7 @@ FAREWELL_SECONDS = 2.0
 # -- where they meet ------------------------------------------------------------------------------------------
 
 
-def awaiting(endpoint: str, nodes: int) -> Timer:
+def announce_waiting(endpoint: str, nodes: int) -> Timer:
     """Says that nodes are waited for, unless it is cancelled in time."""
 
     def say() -> None:
@@ -123,16 +123,16 @@ class Nodes:
         self.address = machine.address_among(guess, [each["address"] for each in self._introductions])
         self._thread = threading.Thread(target=self._watch, name="colossus-nodes", daemon=True)
 
-    def exchange(self, what: str, told: Any) -> list[Any]:
-        """What each node tells, by number. All nodes at once."""
-        self._store.set(f"colossus/{what}/{self.node}", json.dumps(told))
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """The value of each node, by number. All nodes at once."""
+        self._store.set(f"colossus/{what}/{self.node}", json.dumps(value))
         keys = [f"colossus/{what}/{node}" for node in range(self.num_nodes)]
         return [json.loads(text) for text in self._store.multi_get(keys)]
 
-    def of_first(self, what: str, told: Callable[[], Any]) -> Any:
-        """What the first node tells; ``told`` is called there alone."""
+    def from_first(self, what: str, make: Callable[[], Any]) -> Any:
+        """The value that the first node makes; ``make`` is called there alone."""
         if self.node == 0:
-            self._store.set(f"colossus/{what}", json.dumps(told()))
+            self._store.set(f"colossus/{what}", json.dumps(make()))
         return json.loads(self._store.get(f"colossus/{what}"))
 
     def use_interface(self) -> None:
@@ -216,8 +216,8 @@ class Nodes:
                     for other, beat in zip(self._others, self._store.multi_get(alive), strict=True):
                         if self._beats.get(other) != beat:
                             self._beats[other], self._heard[other] = beat, time.monotonic()
-                if (told := self._store.add("colossus/ends", 0)) != num_ends:
-                    num_ends = told
+                if (number_now := self._store.add("colossus/ends", 0)) != num_ends:
+                    num_ends = number_now
                     for other in self._others:
                         key = f"colossus/end/{other}"
                         if self._store.check([key]):

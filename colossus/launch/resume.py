@@ -26,7 +26,7 @@ _RUN_FOLDER = "run-folder"
 
 
 @dataclass(frozen=True)
-class Taken:
+class RunStart:
     """The folder of a run that begins; it is its own until the ``locks`` are closed.
 
     Attributes:
@@ -107,7 +107,7 @@ class Origin:
                 f"it, else give another folder, or move it away"
             )
 
-    def take(self) -> Taken:
+    def take(self) -> RunStart:
         """Make and lock the folders; metrics of an attempt that left no checkpoint are put aside.
 
         Raises:
@@ -132,7 +132,7 @@ class Origin:
         resume = AUTO if self.is_latest else None
         if resume is None and self.checkpoint is not None:
             resume = os.path.abspath(os.path.expanduser(section.resume or self.checkpoint))
-        return Taken(folder, resume, tuple(locks))
+        return RunStart(folder, resume, tuple(locks))
 
     def describe(self) -> str:
         """What is resumed, for ``--dry-run``."""

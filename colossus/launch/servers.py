@@ -72,7 +72,7 @@ class Servers:
         """
         token = environment.new_token().hex()
         if nodes is not None:
-            token = nodes.of_first("servers/token", lambda: token)
+            token = nodes.from_first("servers/token", lambda: token)
         self._token, self._folder = bytes.fromhex(token), folder
         node, num_nodes, host = (0, 1, "127.0.0.1") if nodes is None else (nodes.node, nodes.num_nodes, nodes.address)
         problem = ""
@@ -80,8 +80,8 @@ class Servers:
             self._start(servers_of_nodes(number, num_nodes)[node], host, timeout_seconds)
         except (OSError, RuntimeError) as error:
             problem = f"a server could not be started on host {host}: {error}"
-        told: Any = ({index: server.endpoint for index, server in self._here.items()}, problem)
-        every = [told] if nodes is None else nodes.exchange("servers", told)
+        mine: Any = ({index: server.endpoint for index, server in self._here.items()}, problem)
+        every = [mine] if nodes is None else nodes.exchange("servers", mine)
         problems = [problem for _, problem in every if problem]
         if problems:
             raise RuntimeError("; ".join(problems))
@@ -101,7 +101,7 @@ class Servers:
         return self._folder / LOGS / f"server{index}.log"
 
     @contextmanager
-    def told_to_workers(self) -> Iterator[None]:
+    def visible_to_workers(self) -> Iterator[None]:
         """Workers that are started inside find the servers by variables."""
         if self.endpoints:
             environment.write(self.endpoints, self._token)

@@ -14,7 +14,7 @@ from colossus.checkpoint.folder import LATEST, name_of
 from colossus.checkpoint.manifest import MANIFEST, Manifest
 from colossus.config import ConfigError, load_config
 from colossus.launch import command, failure, run_folder
-from colossus.launch.resume import Origin, Taken, choose
+from colossus.launch.resume import Origin, RunStart, choose
 
 pytestmark = pytest.mark.usefixtures("no_processes")
 
@@ -51,7 +51,7 @@ def begin(*overrides: str, **options: Any) -> None:
     origin.take()
 
 
-def release(taken: Taken) -> None:
+def release(taken: RunStart) -> None:
     for lock in taken.locks:
         lock.close()
 
