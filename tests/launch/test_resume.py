@@ -87,9 +87,11 @@ def test_a_rank_whose_launcher_is_killed_while_it_loads_leaves_the_run_alone(tmp
     process = start([*LAUNCH, *held], tmp_path, TROUBLE="slow load")
     wait_for((tmp_path / "loading").exists, process.pid)
     (rank,) = children(process.pid)
+    os.kill(rank, signal.SIGSTOP)  # else it has ended before the next launch looks
     os.kill(process.pid, signal.SIGKILL)
     code, _, err = launch(tmp_path, *held[3:], "--resume")
     assert (code, "the ranks of a launcher that was killed are still there" in err) == (2, True), err
+    os.kill(rank, signal.SIGCONT)
     wait_for(lambda: not is_running(rank), os.getpid())
     assert (run / "metrics.jsonl").read_bytes() == rows + b'{"step": 6}\n'
     assert not (run / "checkpoints" / "step-00000006").exists()
