@@ -16,9 +16,8 @@ from colossus.config.overrides import plan_overrides, strategy_overrides
 from colossus.config.sizes import world_size
 from colossus.launch import run_folder
 from colossus.launch.data_check import check_data, check_given
-from colossus.launch.device_check import check_devices
-from colossus.launch.model_check import check_model
-from colossus.launch.origin import AUTO
+from colossus.launch.preflight import check_devices, check_model
+from colossus.launch.resume import AUTO
 
 #: the run folders are the places of checkpoints; rows tell what was sent; a run that was stopped goes on
 _OWN_OVERRIDES = ("comm.accounting=True", "checkpoint.dir=None", f"checkpoint.resume={AUTO}")

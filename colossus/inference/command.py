@@ -34,8 +34,7 @@ from colossus.inference.config import (
 from colossus.inference.text import Texts, special_ids, tokenizer_of
 from colossus.launch.command import worker_variables
 from colossus.launch.data_check import check_data, is_ours
-from colossus.launch.device_check import check_devices
-from colossus.launch.model_check import check_model
+from colossus.launch.preflight import check_devices, check_model
 
 if TYPE_CHECKING:
     from colossus.data.loader import Loaders

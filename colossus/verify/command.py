@@ -14,9 +14,8 @@ from colossus.config.plans import describe_plan
 from colossus.config.sizes import world_size
 from colossus.context.grid import build_grid
 from colossus.launch import command
-from colossus.launch.device_check import check_devices
 from colossus.launch.inside import environment_kept, output_to
-from colossus.launch.model_check import check_model
+from colossus.launch.preflight import check_devices, check_model
 from colossus.verify import configs
 
 AGREE, FAILED, USAGE, DIFFERENT = 0, 1, 2, 3

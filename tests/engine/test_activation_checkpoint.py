@@ -24,8 +24,8 @@ from colossus.comm.early_save import is_hooked
 from colossus.config import Config, ConfigError, load_config, resolve_sizes
 from colossus.config.training import ActivationCheckpoint
 from colossus.engine.checkpointed_modules import chosen_modules, with_activation_checkpoint
-from colossus.launch.dry_run import describe
-from colossus.launch.model_check import check_model
+from colossus.launch.command import describe
+from colossus.launch.preflight import check_model
 from colossus.layers.checkpointed_forward import checkpoint_module
 from colossus.layers.host_memory import HostCopy, goes_to_host
 from colossus.layers.recomputation import is_kept

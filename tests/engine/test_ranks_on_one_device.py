@@ -28,7 +28,7 @@ from colossus.config import ConfigError, load_config
 from colossus.context import groups
 from colossus.context.device import pick_device
 from colossus.context.world import choose_backend
-from colossus.launch.device_check import check_device
+from colossus.launch.preflight import check_device
 
 PLANS: dict[str, dict[str, Any]] = {
     "data 2, tensor 2": dict(data=2, tensor=2),

@@ -237,7 +237,7 @@ TABLE: dict[str, Bad] = {
     "schedule": bad("no schedule named '1f2b'", overrides="schedule.type=1f2b"),
     "strategy": bad("no data-parallel strategy named 'gossipp'", overrides="parallel.strategy=gossipp"),
     # tables
-    "tables under gossip": words_bad("table 'embedding.weight' has sparse=True, but SGP knows", "strategy=sgp"),
+    "tables under gossip": words_bad("table 'embedding.weight' has sparse=True, but SGP takes dense", "strategy=sgp"),
     "tables and compression": words_bad(
         "AllReduce takes dense gradients only, as does compress",
         "strategy.type=all_reduce parallel.strategy.compress=bf16",
