@@ -218,8 +218,6 @@ class BatchCheck:
         shared = tuple(axis for axis in context.grid.names if axis not in context.grid.axes("data"))
         self._is_first = context.index(shared) == 0
         self._mask = (1 << min(40, 52 - context.world_size.bit_length())) - 1
-        #: whoever observes the stages compares batches itself, and says better where they differ
-        self.is_silent = False
         self._late_total = LateValue()
 
     @property
@@ -253,9 +251,7 @@ class BatchCheck:
         if total.device.type == "cpu":
             if total.item():
                 factor = self._num_sharing - 1 if self._is_first else -1
-                refusal = self._refusal(all_gather_object(own.item() / factor, self._group))
-                if not self.is_silent:
-                    raise ValueError(refusal)
+                raise ValueError(self._refusal(all_gather_object(own.item() / factor, self._group)))
             return
         late = self._late_total.push(total)
         if late is not None:
@@ -267,7 +263,7 @@ class BatchCheck:
         Raises:
             ValueError: see `check`.
         """
-        if total and not self.is_silent:
+        if total:
             raise ValueError(self._refusal())
 
     def _refusal(self, hashes: list[float] | None = None) -> str:

@@ -150,7 +150,6 @@ class Engine:
             step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
             self._begin_run()
             check = self._reduction.batch_check
-            check.is_silent = self._observers_compare
             mark = (
                 check.mark(batch, step_batch.fingerprint) if check.is_needed else None
             )  # before the model writes to it
@@ -189,10 +188,6 @@ class Engine:
         for observer in self.observers:
             observer.before_update()
 
-    @property
-    def _observers_compare(self) -> bool:
-        return any(observer.compares_batches for observer in self.observers)
-
     def lr_at(self, step: int) -> float:
         """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
         return self._optimizer_step.learning_rate.at(step)
@@ -217,9 +212,7 @@ class Engine:
         """Run the stages of this rank."""
         torch.clear_autocast_cache()  # a block around several steps keeps casts of the weights from before a step
         try:
-            # an observer that compares batches itself says better where they differ
-            is_identified = self.pipeline.partition is not None and not self._observers_compare
-            step_id = (self._num_runs, batch.fingerprint) if is_identified else None
+            step_id = (self._num_runs, batch.fingerprint) if self.pipeline.partition is not None else None
             with self._batch_scope.enter(batch.info):
                 return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
         except BaseException as error:

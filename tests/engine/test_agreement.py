@@ -127,8 +127,6 @@ def test_numbers_that_are_read_late_are_checked_then() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="share a batch were given different ones: under this plan every 2 ranks"):
             _ = result.loss
-    check.is_silent = True  # verify compares batches itself
-    assert StepResult(1, 0.1, read, require_zero=check.require_zero).loss == 2.0
 
 
 def test_a_mark_looks_into_the_middle_of_samples() -> None:
