@@ -48,11 +48,11 @@ class Held(NamedTuple):
 
 def held_weights(engine: Engine) -> list[Held]:
     """This rank's boxes of all parameters, and its buffers."""
-    buffers = [(name, entry.held) for name, entry in buffers_of(engine.model).items()]
-    return [
-        *_held_parameters(engine, lambda param: param.data),
-        *(Held(name, tuple((0, size) for size in x.shape), x.detach().cpu().clone()) for name, x in buffers),
-    ]
+    found = list(_held_parameters(engine, lambda param: param.data))
+    for name, entry in buffers_of(engine.model).items():
+        assert isinstance(entry.held, Tensor)
+        found.append(Held(name, tuple((0, size) for size in entry.shape), entry.held.detach().cpu().clone()))
+    return found
 
 
 def held_gradients(engine: Engine) -> list[Held]:

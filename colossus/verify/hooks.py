@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,12 @@ from colossus.verify.capture import (
     held_gradients,
     held_weights,
 )
+from colossus.verify.difference import FLOOR, difference_of, difference_of_rows, factor_of, norm_of
 from colossus.verify.report import Finding
-
-FLOOR = 1e-3
-"""A tensor that is small against all of its kind is compared on the scale of this fraction of their common norm."""
 
 SMALL, NOISE = 1e-6, 1e-9
 """An element of a gradient below `SMALL` of its parameter's root mean square, or below `NOISE` of that of all
 gradients, may be rounding for the most part."""
-
-SAME_FACTOR = 1e-6
-"""How exactly all elements must share one factor for it to be called one."""
 
 
 class Recorder(Hook):
@@ -95,12 +90,11 @@ class Reference(Recorder):
         self._folder, self._order, self._samples = Path(folder), dict[str, None](), dict[int, list[str]]()
 
     def start(self, engine: Engine, weights: list[Held]) -> None:
-        names: dict[nn.Parameter, list[str]] = {}
         for logical in logical_parameters(engine.model):
-            names.setdefault(logical.parameter, []).append(logical.name)
-        for parameter in names:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda done: self._order.update(dict.fromkeys(names[done])))
+            if logical.parameter.requires_grad:
+                logical.parameter.register_post_accumulate_grad_hook(
+                    lambda done, name=logical.name: self._order.setdefault(name)
+                )
         self._names = [each.name for each in weights]
         self._write(0, weights={each.name: each.value for each in weights})
 
@@ -155,8 +149,8 @@ class Comparison(Recorder):
         self._samples[step], outputs = self.capture.take()
         self._compare_outputs(step, outputs, expected)
         for kind, number in numbers.items():
-            values = [torch.tensor(float(each), dtype=torch.float64) for each in (number, expected["numbers"][kind])]
-            self._add(difference_of(*values, 0.0, kind=kind, step=step))
+            mine, other = (torch.tensor(float(each)) for each in (number, expected["numbers"][kind]))
+            self._add(difference_of(mine, other, 0.0, Finding(kind, step)))
         known = {each.name for each in gradients}
         none = [each for each in weights if each.logical and each.name in expected["gradients"].keys() - known]
         gradients += [each._replace(value=torch.zeros_like(each.value)) for each in none]
@@ -197,27 +191,30 @@ class Comparison(Recorder):
         for each in held:
             other = expected.get(each.name)
             shape = each.logical.shape if each.logical else tuple(each.value.shape)
-            at = dict(kind=kind, step=step, name=each.name, place=place.get(each.name, len(place)))
+            at = Finding(kind, step, each.name, place.get(each.name, len(place)))
             if other is None and kind == "gradient":
                 other = torch.zeros(shape, dtype=each.value.dtype)
             if other is None:
                 message = "the model has it under the plan, but not in one process: its constructor depends on the plan"
-                self._add(Finding(**at, relative=math.inf, details=[message]))
             elif tuple(other.shape) != tuple(shape):
                 message = (
                     f"its full shape is {list(shape)} under the plan and {list(other.shape)} in one process: give "
                     f"layers full sizes, they take their shard themselves"
                 )
-                self._add(Finding(**at, relative=math.inf, details=[message]))
             else:
-                box = tuple(slice(*span) for span in each.box)
-                mask = self._masks.get((each.name, each.box)) if kind == "weight" else None
-                found = difference_of(each.value, other[box], max(norm_of([other]), scale), mask, **at)
-                if not found.relative <= self._tolerance:
-                    index = [number + start for number, (start, _) in zip(found.index, each.box, strict=True)]
-                    factor = factor_of(each.value, other[box])
-                    found = replace(found, index=index, factor=factor, details=self._details(kind, each.logical))
-                self._add(found)
+                self._compare_box(each, other, max(norm_of([other]), scale), at)
+                continue
+            self._add(replace(at, relative=math.inf, details=[message]))
+
+    def _compare_box(self, held: Held, whole: Tensor, scale: float, at: Finding) -> None:
+        other = whole[tuple(slice(*span) for span in held.box)]
+        mask = self._masks.get((held.name, held.box)) if at.kind == "weight" else None
+        found = difference_of(held.value, other, scale, at, mask)
+        if not found.relative <= self._tolerance:
+            index = [number + start for number, (start, _) in zip(found.index, held.box, strict=True)]
+            details = self._details(at.kind, held.logical)
+            found = replace(found, index=index, factor=factor_of(held.value, other), details=details)
+        self._add(found)
 
     def _details(self, kind: str, logical: LogicalParameter | None) -> list[str]:
         if logical is None:
@@ -262,68 +259,15 @@ class Comparison(Recorder):
         for each in outputs:
             if each.title in place:
                 shape, reference = expected["outputs"][each.title]
-                at = dict(kind="output", step=step, name=each.title, place=place[each.title], stage=each.stage)
+                at = Finding("output", step, each.title, place[each.title], stage=each.stage)
                 if shape in each.by_shape:
-                    found = self._difference_of_rows(each.by_shape[shape], reference[rows], rows, at)
+                    found = difference_of_rows(each.by_shape[shape], reference[rows], self._tolerance, at)
+                    found = replace(found, sample=rows[found.sample or 0])
                 else:
-                    mine = " or ".join(str(list(each)) for each in each.by_shape)
+                    mine = " or ".join(str(list(own)) for own in each.by_shape)
                     message = f"shape {mine or 'varying'} for each sample, in one process {list(shape)}"
-                    found = Finding(**at, relative=math.inf, details=[message])
+                    found = replace(at, relative=math.inf, details=[message])
                 if not found.relative <= self._tolerance:
                     name = self.capture.classes[each.title.partition(",")[0]]
                     found = replace(found, details=[f"class {name}", *found.details])
                 self._add(found)
-
-    def _difference_of_rows(
-        self, plan: Tensor, reference: Tensor, rows: Sequence[int], at: dict[str, Any]
-    ) -> Finding:
-        """Of `row_fingerprints`: the first row beyond the tolerance, else the one that is farthest off.
-
-        A row is compared on the scale of its own norm, but at least of `FLOOR` times the largest row's.
-        """
-        difference = (plan - reference).abs().nan_to_num(nan=math.inf).amax(1)
-        norms = reference[:, 0]
-        relative = torch.where(difference == 0, 0.0, difference / norms.clamp(min=FLOOR * norms.max().item()))
-        beyond = (~(relative <= self._tolerance)).int()
-        row = int(beyond.argmax()) if beyond.any() else int(relative.argmax())
-        values = dict(plan=plan[row, 0].item(), reference=reference[row, 0].item())
-        return Finding(**at, relative=relative[row].item(), absolute=difference[row].item(), sample=rows[row], **values)
-
-
-def difference_of(
-    plan: Tensor, reference: Tensor, scale: float, comparable: Tensor | None = None, **at: Any
-) -> Finding:
-    """Compare tensors of one shape in float64, on the scale max(norm of ``reference``, ``scale``).
-
-    Args:
-        comparable: mask of the elements that count, of the same shape; by default all do.
-        at: of the finding.
-    """
-    plan, reference = plan.double(), reference.double()
-    difference = (plan - reference).abs()
-    if comparable is not None:
-        difference = difference.masked_fill(~comparable, 0.0)
-    if not difference.numel():
-        return Finding(**at, relative=0.0)
-    # equal infinities and two NaN in one place are no difference
-    same = (plan == reference) | (plan.isnan() & reference.isnan())
-    difference = difference.masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
-    index = torch.unravel_index(difference.argmax(), difference.shape)
-    distance, scale = torch.linalg.vector_norm(difference).item(), max(norm_of([reference]), scale)
-    values = dict(absolute=difference[index].item(), plan=plan[index].item(), reference=reference[index].item())
-    relative = distance / scale if scale else (math.inf if distance else 0.0)
-    return Finding(**at, relative=relative, index=[int(number) for number in index], **values)
-
-
-def factor_of(plan: Tensor, reference: Tensor) -> float | None:
-    """The one factor between all elements of two tensors, None where there is none."""
-    plan, reference = plan.double(), reference.double()
-    square = reference.square().sum().item()
-    factor = (plan * reference).sum().item() / square if square else math.nan
-    rest = torch.linalg.vector_norm(plan - factor * reference).item()
-    return factor if rest <= SAME_FACTOR * square**0.5 else None
-
-
-def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Common norm of the finite elements."""
-    return math.sqrt(sum(each.double().nan_to_num(0.0, 0.0, 0.0).square().sum().item() for each in tensors))

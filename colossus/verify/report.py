@@ -83,10 +83,10 @@ class Finding:
 
     kind: str
     step: int
-    relative: float
     name: str = ""
     place: int = 0
     rank: int = 0
+    relative: float = 0.0
     absolute: float = 0.0
     index: Sequence[int] = ()
     sample: int | None = None
@@ -137,7 +137,7 @@ def read(folder: Path, num_ranks: int, steps: int, tolerance: float) -> Verdict:
     found = {each.name for each in findings if each.kind == "start"}
     missing = "the model has it in one process, but not under the plan: its constructor depends on the plan"
     lost = [name for name in reference["names"] if name not in found]
-    findings += [Finding("start", 0, float("inf"), name=name, details=[missing]) for name in lost]
+    findings += [Finding("start", 0, name, relative=float("inf"), details=[missing]) for name in lost]
     findings += [_samples(ranks, reference["samples"][str(step)], step) for step in range(1, steps + 1)]
     stages: dict[tuple[int, str], set[int]] = {}
     for each in findings:
@@ -165,12 +165,12 @@ def _samples(ranks: Sequence[Mapping[str, Any]], expected: Sequence[str], step: 
     shards = {rank["batch_shard"]: rank["samples"][str(step)] for rank in ranks}
     taken, wanted = Counter(key for keys in shards.values() for key in keys), Counter(expected)
     if taken == wanted:
-        return Finding("data", step, 0.0)
+        return Finding("data", step)
     message = (
         f"{(taken - wanted).total()} of the {taken.total()} samples under the plan are not among the "
         f"{wanted.total()} that one process takes"
     )
-    return Finding("data", step, float("inf"), details=[message])
+    return Finding("data", step, relative=float("inf"), details=[message])
 
 
 def render(verdict: Verdict, config: Config, grid: RankGrid, steps: int, tolerance: float) -> str:
@@ -209,10 +209,11 @@ def _difference(verdict: Verdict, config: Config, grid: RankGrid, tolerance: flo
         ranks = [f"{each.rank} ({grid.where(each.rank)})" for each in same]
         lines.append(f"  on rank{'' if len(ranks) == 1 else 's'} {_listed(ranks)}")
     if first.relative != float("inf") or first.absolute:
-        place = f" at {list(first.index)}" if first.index else f" in sample {first.sample}" if first.sample else ""
+        at = f" at {list(first.index)}" if first.index else ""
+        at = at if first.sample is None else f" in sample {first.sample}"
         norm = "norm " if first.kind == "output" else ""
         lines.append(
-            f"  relative difference {first.relative:.3g} (tolerance {tolerance:g}), absolute {first.absolute:.3g}{place}: "
+            f"  relative difference {first.relative:.3g} (tolerance {tolerance:g}), absolute {first.absolute:.3g}{at}: "
             f"plan {norm}{first.plan:.12g}, one process {norm}{first.reference:.12g}"
         )
     lines += [f"  {line}" for line in first.details]

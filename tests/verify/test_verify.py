@@ -21,7 +21,9 @@ from colossus.cli.main import main
 from colossus.config import load_config
 from colossus.verify.capture import row_fingerprints
 from colossus.verify.command import write_config
-from colossus.verify.hooks import Comparison, Reference, difference_of
+from colossus.verify.difference import difference_of
+from colossus.verify.hooks import Comparison, Reference
+from colossus.verify.report import Finding
 
 GPT = """
 model = dict(type="GPT", num_layers=2, hidden_size=16, num_heads=4, vocab_size=13, seq_len=6)
@@ -527,15 +529,15 @@ def test_fingerprints_see_every_element_and_no_batch_size() -> None:
 
 
 def test_differences() -> None:
-    at = dict(kind="weight", step=1)
+    at = Finding("weight", 1)
     one = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    assert difference_of(one, one, 0.0, **at).relative == 0.0
+    assert difference_of(one, one, 0.0, at).relative == 0.0
     off = one + torch.tensor([[0.0, 0.0], [0.5, 0.0]])
-    found = difference_of(off, one, 0.0, **at)
+    found = difference_of(off, one, 0.0, at)
     assert (found.relative, found.absolute, found.index, found.plan, found.reference) == (0.1, 0.5, [1, 0], 0.5, 0.0)
-    assert difference_of(off, one, 50.0, **at).relative == 0.01
-    assert difference_of(off, one, 0.0, comparable=one > 0, **at).relative == 0.0
-    broken = difference_of(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), 0.0, **at)
+    assert difference_of(off, one, 50.0, at).relative == 0.01
+    assert difference_of(off, one, 0.0, at, comparable=one > 0).relative == 0.0
+    broken = difference_of(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), 0.0, at)
     assert (broken.relative, broken.index) == (torch.inf, [1])
 
 
