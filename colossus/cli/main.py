@@ -142,7 +142,6 @@ def _compare(arguments: argparse.Namespace) -> int:
         num_seeds=arguments.seeds,
         nproc=arguments.nproc,
         out=arguments.out,
-        resume=arguments.resume,
         plot=arguments.plot,
         dry_run=arguments.dry_run,
     )
