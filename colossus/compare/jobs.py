@@ -138,8 +138,8 @@ class _Problems:
     """What is wrong with several jobs: each problem once, with whose it is, unless all have it."""
 
     def __init__(self) -> None:
-        self._asked, self._source = set[str](), None
-        self._whose: dict[str, list[str]] = {}
+        self._asked, self._whose = set[str](), dict[str, list[str]]()
+        self._source: str | None = None
 
     @contextmanager
     def of(self, label: str) -> Iterator[None]:
