@@ -311,8 +311,8 @@ def _keeps_its_shape(func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwa
 
 def _write_refusal(func: Any, spec: ParameterSpec) -> str:
     return (
-        f"{func.overloadpacket.__name__} writes to a {spec.description} while the model is built, but a rank draws its "
-        f"shard of a sharded parameter afterwards, from its name and full shape: pass init=... to the layer (see "
-        f"colossus.layers.init; init=Values(tensor) for values that exist) instead of torch.nn.init or "
-        f"load_state_dict, or load with colossus.checkpoint.load_full_state_dict once there is an engine"
+        f"{func.overloadpacket.__name__} writes to a {spec.description} while the model is built, but a sharded "
+        f"parameter draws its initial value from its name and full shape: pass init=... to the layer (see "
+        f"colossus.layers.init; Values(tensor) for values that exist) instead of using torch.nn.init or "
+        f"load_state_dict on it, or load with colossus.checkpoint.load_full_state_dict once there is an engine"
     )

@@ -376,7 +376,7 @@ WRITES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a view": (lambda m: m.weight.detach()[0].fill_(1), "pass init="),
     "many at once": (lambda m: torch._foreach_zero_([m.weight.data]), "pass init="),
-    "load": (lambda m: m.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)}), "init=Values"),
+    "load": (lambda m: m.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)}), r"Values\(tensor\)"),
     "other data": (
         lambda m: setattr(m.weight, "data", torch.ones(4, 4)),
         r"weight was given other values .*pass init=",

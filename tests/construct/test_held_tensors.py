@@ -190,7 +190,7 @@ def test_layers_of_ours_take_values_that_exist(tmp_path: Path) -> None:
         full = full_state_dict(build(make, context), context)
         with pytest.raises(ValueError, match=r"Values of shape \(8, 6\) for a parameter of shape \(4, 6\)"):
             build(lambda: layers.Linear(6, 4, init=Values(state["weight"])), context)
-        with pytest.raises(RuntimeError, match=r"init=Values\(tensor\) .*load_full_state"):
+        with pytest.raises(RuntimeError, match=r"Values\(tensor\) .*load_full_state"):
             build(lambda: _load_into(layers.Linear(6, 8, split="row"), state), context)
         return [full[f"lone.{name}"] for name in ("weight", "bias")] + [full["fused.key.weight"]]
 
