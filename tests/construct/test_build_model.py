@@ -322,14 +322,6 @@ def test_moving_in_the_constructor_changes_nothing() -> None:
     torch.testing.assert_close(doubled.weight.float(), a["ours.weight"], rtol=1e-7, atol=0)
 
 
-def test_a_model_that_exists_is_left_as_it_is() -> None:
-    """With one process a factory may return a model made before, with weights one wants to keep."""
-    model = nn.ModuleList([layers.Linear(3, 3), nn.Linear(3, 3)])
-    kept = {key: value.clone() for key, value in model.state_dict().items()}
-    for key, value in build(lambda: model).state_dict().items():
-        assert torch.equal(value, kept[key])
-
-
 # -- options --------------------------------------------------------------------------------------------------
 
 
@@ -428,21 +420,15 @@ def test_other_errors() -> None:
     assert not layers.Linear(2, 2).weight.is_meta  # the failed builds left nothing behind
 
 
-def _adds_too_many_rows(m: Any) -> None:
-    m.weight = nn.Parameter(torch.zeros(3))
-    m.weight.data.add_(torch.zeros(2, 3))
-
-
 def _adds_floats_to_integers(m: Any) -> None:
     torch.zeros(3, dtype=torch.int64).add_(0.5)
 
 
-@pytest.mark.parametrize("wrong", [_adds_too_many_rows, _adds_floats_to_integers])
-def test_a_wrong_operation_fails_in_its_line(wrong: Callable[[Any], None]) -> None:
+def test_a_wrong_operation_fails_in_its_line() -> None:
     """As in plain torch: not when values are made, where the traceback does not lead to the constructor."""
     with pytest.raises(RuntimeError) as caught:
-        build(lambda: Holder(wrong))
-    assert wrong.__name__ in [entry.name for entry in caught.traceback]
+        build(lambda: Holder(_adds_floats_to_integers))
+    assert "_adds_floats_to_integers" in [entry.name for entry in caught.traceback]
 
 
 def _made_on_meta(m: Any) -> None:
