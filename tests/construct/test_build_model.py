@@ -125,6 +125,18 @@ def test_names_and_seeds_decide() -> None:
     assert len(set(weights)) == 3
 
 
+def test_the_order_of_construction_does_not_matter() -> None:
+    def parts(names: list[str]) -> Callable[[], nn.Module]:
+        made = {"a": lambda: layers.Linear(4, 4), "b": lambda: nn.Linear(4, 4), "c": lambda: nn.Linear(4, 4)}
+        return lambda: nn.ModuleDict({name: made[name]() for name in names})
+
+    one = build(parts(["a", "b", "c"])).state_dict()
+    two = build(parts(["c", "b", "a"])).state_dict()
+    assert not torch.equal(one["b.weight"], one["c.weight"])
+    for key, value in one.items():
+        assert torch.equal(value, two[key])
+
+
 def _local_sizes(context: ParallelContext) -> dict[str, tuple[int, ...]]:
     model = build(Net, context)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} | {
