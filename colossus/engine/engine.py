@@ -131,7 +131,7 @@ class Engine:
             step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
             self._begin_run()
             check, mark = self._optimizer_step.reduction.batch_check, None
-            if check.num_sharing > 1 and not self._observers_compare:
+            if check.num_sharing > 1:
                 mark = check.mark(batch, step_batch.fingerprint)  # before the model writes to it
             totals = self.accumulate_gradients(step_batch)
             result = self._optimizer_step.run(self.completed_steps, totals, self.run.stop, mark, self._before_update)
@@ -162,11 +162,6 @@ class Engine:
     def _before_update(self) -> None:
         for observer in self.observers:
             observer.before_update()
-
-    @property
-    def _observers_compare(self) -> bool:
-        """Whether one of them says better where the batches of ranks differ."""
-        return any(observer.compares_batches for observer in self.observers)
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
@@ -199,7 +194,7 @@ class Engine:
     def _run(self, actions: Sequence[Action], batch: StepBatch, loss_scale: Tensor | None = None) -> StepTotals:
         """Run the stages of this rank."""
         torch.clear_autocast_cache()  # a block around several steps keeps casts of the weights from before a step
-        is_identified = self.pipeline.partition is not None and not self._observers_compare
+        is_identified = self.pipeline.partition is not None
         step_id = (self._num_runs, batch.fingerprint) if is_identified else None
         try:
             with self._batch_scope.enter(batch.info):

@@ -17,12 +17,7 @@ class Hook:
 
     ``fit`` calls hooks on every rank, in the order they were given. A hook that calls a collective must
     therefore do so on all ranks, and one that prints should check ``engine.context.is_logging_rank`` first.
-
-    Attributes:
-        compares_values: whether it compares initial values over ranks itself, so that `initialize` does not.
     """
-
-    compares_values = False
 
     def on_train_start(self, engine: Engine) -> None:
         """Once, before the first batch is read."""

@@ -178,8 +178,7 @@ def _build_model(
 
     precision = context.precision
     module = build(factory, context, dtype=precision.params, wide_dtype=precision.data, prepare=prepare)
-    if not any(getattr(getattr(hook, "type", hook), "compares_values", False) for hook in config.hooks):
-        require_same_values(module, existing, context)
+    require_same_values(module, existing, context)
     for param in module.parameters():
         if param.dtype in LOW:
             set_gradient_dtype(param, precision.gradients)

@@ -242,7 +242,7 @@ TABLE: dict[str, Bad] = {
         "AllReduce takes dense gradients only, as does compress",
         "strategy.type=all_reduce parallel.strategy.compress=bf16",
     ),
-    "tables under ZeRO": words_bad("parallel.zero cuts every parameter over data itself", "zero=3"),
+    "tables under ZeRO": words_bad("but Zero takes dense gradients only", "zero=3"),
     "owners and ZeRO": words_bad("a row of a table has one owner", "strategy=hybrid parallel.zero=3"),
     "fewer rows than ranks": words_bad(
         "'embedding.weight' has 3 rows, fewer than the 4 ranks",
