@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks import memory
 from colossus.checkpoint.folder import name_of
-from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.shares import WriterShares
 from colossus.checkpoint.snapshot import RankState
+from colossus.checkpoint.tensor_box import TensorBox, choose_writers
 from colossus.checkpoint.writer import About, CheckpointWriter
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
@@ -179,15 +178,16 @@ class Ours:
 
     def _state(self, held: list[Part]) -> RankState:
         sizes, at = self._grid.sizes, self._context.coordinates
-        shares = WriterShares(sizes, at)
-        tensors = []
-        for part in held:
-            ndim = len(part.shape)
-            layout = Layout(tuple((_AXIS,) if dim == part.dim else () for dim in range(ndim)))
-            writes = shares.takes(layout, part.shape, part.local.element_size())
-            box = layout.box(part.shape, sizes, at)
-            tensors.append(HeldTensor.of_chunk(part.key, part.shape, box, part.local, writes=writes))
-        return RankState(tensors)
+        layouts = [
+            Layout(tuple((_AXIS,) if dim == part.dim else () for dim in range(len(part.shape)))) for part in held
+        ]
+        chosen = [(layout, part.shape, part.local.element_size()) for layout, part in zip(layouts, held, strict=True)]
+        return RankState(
+            [
+                TensorBox.of_chunk(part.key, part.shape, layout.box(part.shape, sizes, at), part.local, writes=writes)
+                for part, layout, writes in zip(held, layouts, choose_writers(chosen, sizes, at), strict=True)
+            ]
+        )
 
     def save(self, held: list[Part]) -> None:
         self._writer.save(lambda: self._state(held), self._about, background=False).wait()

@@ -17,7 +17,7 @@ from colossus.construct.build_model import build
 @contextmanager
 def undrawn() -> Iterator[None]:
     """Inside, `colossus.initialize` leaves zeros in the parameters of our layers."""
-    with patch.object(importlib.import_module("colossus.engine.rank_model"), "build", partial(build, draw=False)):
+    with patch.object(importlib.import_module("colossus.engine.initialize"), "build", partial(build, draw=False)):
         yield
 
 

@@ -8,12 +8,11 @@ if TYPE_CHECKING:
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext, current_context
     from colossus.convert.plain import plain
-    from colossus.data_parallel.check_replicas import check_replicas
     from colossus.data_parallel.gossip.average import average
     from colossus.engine.initialize import initialize
 
 __version__ = "0.1.0"
-__all__ = ["ParallelContext", "average", "build", "check_replicas", "current_context", "initialize", "plain"]
+__all__ = ["ParallelContext", "average", "build", "current_context", "initialize", "plain"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -21,7 +20,6 @@ __getattr__, __dir__ = lazy_names(
         "ParallelContext": "context.parallel_context",
         "current_context": "context.parallel_context",
         "average": "data_parallel.gossip.average",
-        "check_replicas": "data_parallel.check_replicas",
         "initialize": "engine.initialize",
         "build": "construct.build_model",
         "plain": "convert.plain",

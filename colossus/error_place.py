@@ -27,7 +27,6 @@ _DOORS = tuple(
         "construct/build_model.py",
         "engine/engine.py",
         "engine/initialize.py",
-        "engine/rank_model.py",
         "engine/stages.py",
         "schedule/runtime/executor.py",
     )

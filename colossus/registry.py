@@ -176,10 +176,10 @@ DATASETS = Registry(
 OPTIMIZERS = Registry(
     "optimizer",
     {
-        "AdamW": "colossus.engine.optimizers:adamw",
-        "Adam": "colossus.engine.optimizers:adam",
-        "Adagrad": "colossus.engine.optimizers:adagrad",
-        "SGD": "colossus.engine.optimizers:sgd",
+        "AdamW": "torch.optim.adamw:AdamW",
+        "Adam": "torch.optim.adam:Adam",
+        "Adagrad": "torch.optim.adagrad:Adagrad",
+        "SGD": "torch.optim.sgd:SGD",
     },
 )
 #: rules of tables with sparse gradients, each with its options
@@ -192,21 +192,28 @@ TABLE_OPTIMIZERS = Registry(
         "SGD": "colossus.sparse.table_optimizers:sgd",
     },
 )
-LR_SCHEDULES = Registry("learning-rate schedule", package="colossus.engine.lr_schedules")
+LR_SCHEDULES = Registry(
+    "learning-rate schedule",
+    {
+        "constant": "colossus.engine.lr_schedules:constant",
+        "cosine": "colossus.engine.lr_schedules:cosine",
+        "linear": "colossus.engine.lr_schedules:linear",
+    },
+)
 SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
 STRATEGIES = Registry(
     "data-parallel strategy",
     {
         "ad-psgd": "colossus.data_parallel.gossip.ad_psgd:ADPSGD",
         "all_reduce": "colossus.data_parallel.all_reduce:AllReduce",
-        "d-psgd": "colossus.data_parallel.gossip.d_psgd:DPSGD",
-        "diloco": "colossus.data_parallel.rounds.diloco:DiLoCo",
-        "hierarchical": "colossus.data_parallel.hierarchical:Hierarchical",
+        "d-psgd": "colossus.data_parallel.gossip.sgp:DPSGD",
+        "diloco": "colossus.data_parallel.rounds.outer_step:DiLoCo",
+        "hierarchical": "colossus.data_parallel.all_reduce:Hierarchical",
         "hybrid": "colossus.data_parallel.hybrid:Hybrid",
-        "local_sgd": "colossus.data_parallel.rounds.local_sgd:LocalSGD",
-        "server": "colossus.data_parallel.servers.make_server:make_server",
+        "local_sgd": "colossus.data_parallel.rounds.averaging:LocalSGD",
+        "server": "colossus.data_parallel.servers.own_optimizers:make_server",
         "sgp": "colossus.data_parallel.gossip.sgp:SGP",
-        "slowmo": "colossus.data_parallel.rounds.slowmo:SlowMo",
+        "slowmo": "colossus.data_parallel.rounds.outer_step:SlowMo",
         "zero": "colossus.data_parallel.zero.zero:Zero",
     },
 )
@@ -214,16 +221,16 @@ STRATEGIES = Registry(
 STRATEGY_OPTIONS = Registry(
     "options of a data-parallel strategy",
     {
-        "ad-psgd": "colossus.data_parallel.options.gossip:ADPSGDOptions",
-        "d-psgd": "colossus.data_parallel.options.gossip:DPSGDOptions",
-        "all_reduce": "colossus.data_parallel.options.exact:AllReduceOptions",
-        "diloco": "colossus.data_parallel.options.averaging:DiLoCoOptions",
-        "hierarchical": "colossus.data_parallel.options.exact:HierarchicalOptions",
-        "hybrid": "colossus.data_parallel.options.hybrid:HybridOptions",
-        "local_sgd": "colossus.data_parallel.options.averaging:LocalSGDOptions",
-        "server": "colossus.data_parallel.options.server:ServerOptions",
-        "sgp": "colossus.data_parallel.options.gossip:SGPOptions",
-        "slowmo": "colossus.data_parallel.options.averaging:SlowMoOptions",
+        "ad-psgd": "colossus.data_parallel.options.gossip_options:ADPSGDOptions",
+        "d-psgd": "colossus.data_parallel.options.gossip_options:DPSGDOptions",
+        "all_reduce": "colossus.data_parallel.options.exact_options:AllReduceOptions",
+        "diloco": "colossus.data_parallel.options.averaging_options:DiLoCoOptions",
+        "hierarchical": "colossus.data_parallel.options.exact_options:HierarchicalOptions",
+        "hybrid": "colossus.data_parallel.options.exact_options:HybridOptions",
+        "local_sgd": "colossus.data_parallel.options.averaging_options:LocalSGDOptions",
+        "server": "colossus.data_parallel.options.server_options:ServerOptions",
+        "sgp": "colossus.data_parallel.options.gossip_options:SGPOptions",
+        "slowmo": "colossus.data_parallel.options.averaging_options:SlowMoOptions",
     },
 )
 GRAPHS = Registry("graph of replicas", package="colossus.graphs.builtin")

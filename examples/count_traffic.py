@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.comm import accounting
-from colossus.engine.inputs import local_batch
 from colossus.layers import Linear, to_residual, to_whole
 
 PLANS = {
@@ -56,7 +55,7 @@ def count(tensor: dict[str, object], kind: str) -> tuple[int, float]:
         engine.train_step(batch)
     with accounting.count() as ends:  # a stack of blocks enters and leaves its layout once: not the pair's
         if kind == "pair between blocks":
-            x = local_batch(batch, engine.context, torch.float32).requires_grad_()
+            x = engine.inputs.local(batch).requires_grad_()
             to_whole(to_residual(x, engine.model.up.parallel)).sum().backward()
     engine.close()
     return moved.calls() - ends.calls(), (moved.bytes() - ends.bytes()) / 1e6

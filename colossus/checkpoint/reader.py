@@ -13,9 +13,9 @@ from torch import Tensor
 from colossus.checkpoint.durable import problem_of
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import require_files
-from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.manifest import Chunk, TensorEntry
 from colossus.checkpoint.matching import nearest_names
+from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
@@ -53,7 +53,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: has no tensor {key!r}{nearest_names(key, [*self.manifest.tensors])}")
         return entry
 
-    def read_into(self, held: HeldTensor) -> None:
+    def read_into(self, held: TensorBox) -> None:
         """Fill a rank's box of a tensor, whose shape in the checkpoint must be the same. Casts to the box's dtype."""
         self.read_box(held.key, held.box, held.local)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.checkpoint.held_tensor import HeldTensor
+from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.tensor_file import dtype_name
 
 
@@ -24,11 +24,11 @@ class RankState:
         aliases: other names of tied parameters and buffers -> the name under which the value is.
     """
 
-    tensors: list[HeldTensor] = field(default_factory=list)
+    tensors: list[TensorBox] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
-    def written(self) -> list[HeldTensor]:
+    def written(self) -> list[TensorBox]:
         """The tensors that the rank writes, those with larger elements first: so all are aligned in a file."""
         mine = [held for held in self.tensors if held.writes and (held.local.numel() or 0 in held.shape)]
         for held in mine:

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from colossus.checkpoint.entries import Entry, Position, entries_of
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.matching import matches, natural_order, nearest_names
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.sources import find_weights, open_weights
+from colossus.checkpoint.tensor_box import Entry, Position, entries_of
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from colossus.checkpoint.companions import read_companions, write_companions
+from colossus.checkpoint.assets import read_assets, write_assets
 from colossus.checkpoint.durable import naming, new_folder, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry, versions
@@ -64,8 +64,8 @@ def to_colossus(
             for name, each in wanted.items():
                 chunk = Chunk(file, header.offsets[f"model/{name}"], (0,) * len(each.shape), each.shape)
                 tensors[f"model/{name}"] = TensorEntry(each.dtype, each.shape, (chunk,))
-        beside = read_companions(reader.folder, source.config).files
-        write_companions(beside, folder)
+        beside = read_assets(reader.folder, source.config).files
+        write_assets(beside, folder)
         files |= {name: FileEntry(len(data), zlib.crc32(data)) for name, data in beside.items()}
         manifest = Manifest(
             step=source.step,

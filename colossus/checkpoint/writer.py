@@ -1,7 +1,7 @@
 """Writing checkpoints: every rank its part, in parallel; the manifest and the name last.
 
-No collective but what `collect` does: what a rank writes follows from layouts, and that it is written it says in the
-store. So all of it but the copy of the tensors can happen in a thread while training goes on.
+Which rank writes what follows from layouts. A thread writes while training goes on; what ranks have written they tell
+rank 0 in a gloo group apart from those of training, in which the death of a rank is known at once.
 """
 
 from __future__ import annotations
@@ -10,50 +10,105 @@ import logging
 import platform
 import shutil
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.claim import Claim
 from colossus.checkpoint.durable import make_folder, naming, write_flushed
 from colossus.checkpoint.errors import CheckpointError, in_words
-from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.manifest import MANIFEST, About, merge
-from colossus.checkpoint.messages import Messages, RankProblem
-from colossus.checkpoint.save import Save, SavedCheckpoint
 from colossus.checkpoint.snapshot import RankState, Staging
+from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.tensor_file import dtype_name, make_header, write_file
-from colossus.comm.objects import broadcast_object
+from colossus.comm.objects import broadcast_object, gather_object
 from colossus.context.parallel_context import ParallelContext
 
 __all__ = ["About", "CheckpointWriter", "Save", "SavedCheckpoint"]
 
 log = logging.getLogger("colossus.checkpoint")
 
+#: from the end of one rank's writing to that of the last: after it the save fails
+_TIMEOUT = timedelta(minutes=30)
+#: seconds between two signs that a rank which waits for others is not stuck
+_SIGN_EVERY = 1.0
+
 
 @dataclass(frozen=True)
-class _Snapshot:
-    """What this rank adds to a checkpoint, what of it it writes, and where the numbers of these are."""
+class SavedCheckpoint:
+    """How a save ended.
 
-    state: RankState
-    written: Sequence[HeldTensor]
-    tensors: Sequence[Tensor]
+    Attributes:
+        path: of the checkpoint.
+        step: optimizer steps done.
+        num_bytes: of all ranks' files.
+        stall_seconds: that this rank's training waited.
+        seconds: from the call to the complete checkpoint.
+    """
+
+    path: Path
+    step: int
+    num_bytes: int
+    stall_seconds: float
+    seconds: float
+
+
+class Save:
+    """A save under way."""
+
+    def __init__(self, path: Path, step: int, on_progress: Callable[[], None]) -> None:
+        self._path, self._step, self._on_progress = path, step, on_progress
+        self._began = time.perf_counter()
+        self._stall_seconds = self._seconds = 0.0
+        self._num_bytes = 0
+        self._error: Exception | None = None
+        self._done = threading.Event()
+        #: its part is written: from then on it waits for the others, and is not stuck
+        self._has_written = False
+        self._is_told = False
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> SavedCheckpoint:
+        """Wait for its end.
+
+        Raises:
+            CheckpointError: on all ranks, when it failed on any: which one, and why.
+        """
+        self.wait_until_done()
+        self._is_told = True
+        if self._error is not None:
+            raise self._error
+        return SavedCheckpoint(self._path, self._step, self._num_bytes, self._stall_seconds, self._seconds)
+
+    def wait_until_done(self) -> None:
+        """Wait for its end, well or not."""
+        while not self._done.wait(_SIGN_EVERY):
+            if self._has_written:
+                self._on_progress()
+
+    def error_not_raised(self) -> Exception | None:
+        """What went wrong, unless `wait` has raised it."""
+        return None if self._is_told else self._error
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run into one folder. Collective: every rank makes one.
+    """Writes the checkpoints of a run into one folder, in which no other run saves. Collective: every rank makes one.
 
     Args:
         root: the folder of checkpoints, which all ranks see.
         keep_last, keep_every: see `folder.prune`; 0 and 0 keep all.
-        on_block: called from the writing thread whenever something was written, or a rank that is waited for has given
-            a sign of life: the save is not stuck.
+        on_block: called, from any thread, whenever something was written, or while others are waited for: the save is
+            not stuck.
     """
 
     def __init__(
@@ -67,15 +122,12 @@ class CheckpointWriter:
     ) -> None:
         self.root, self._context, self._on_block = folder.absolute(root), context, on_block
         self._keep_last, self._keep_every = keep_last, keep_every
+        self._group = context.background_group("checkpoint", _TIMEOUT)
         #: in the names of what this run has not completed
-        self._token = broadcast_object(uuid.uuid4().hex[:8], context.group(context.grid.names), 0)
-        self._messages = Messages(context, on_block, self._token)
+        self._token = broadcast_object(uuid.uuid4().hex[:8], self._group, 0)
         self._number = 0
         self._staging = Staging()
         self._last: Save | None = None
-        self._claim: Claim | None = None
-        #: Ctrl-C, say, of which the other ranks were told
-        self._interrupt: BaseException | None = None
         #: whether a save has been completed here: the folder must then be there
         self._has_saved = False
 
@@ -87,111 +139,77 @@ class CheckpointWriter:
             background: return once the tensors are copied; else the save is done, well or not. The process does not
                 end before the save has.
         """
-        save = Save(self.root / folder.name_of(about.step), about.step)
         self.finish()
-        self._last = save
+        save = self._last = Save(self.root / folder.name_of(about.step), about.step, self._on_block)
         self._number += 1
         target = folder.temporary(self.root, about.step, f"{self._token}-{self._number}")
-        self._messages.begin()
-        snapshot: _Snapshot | BaseException
+        snapshot: _Snapshot | Exception
         try:
-            snapshot = self._take(collect(), copy=background)
-        except BaseException as error:
+            state = collect()
+            written = state.written()
+            tensors = [box.local for box in written]
+            snapshot = _Snapshot(state, written, self._staging.copy(tensors) if background else tensors)
+        except Exception as error:
             snapshot = error
-
-        def write() -> int:
-            return self._write(target, about, snapshot, save.somebody_waits)
-
-        save.training_goes_on()
-        if not background or not self._start(save, write):
-            save.is_awaited = True
-            save.run(write)
-            save.training_goes_on()
-        interrupt = snapshot if isinstance(snapshot, BaseException) else self._interrupt
-        if interrupt is not None and not isinstance(interrupt, Exception):
-            self._interrupt = None
-            raise interrupt
+        save._stall_seconds = time.perf_counter() - save._began
+        threading.Thread(target=self._run, args=(save, target, about, snapshot), name="colossus-checkpoint").start()
+        if not background:
+            save.wait_until_done()
+            save._stall_seconds = time.perf_counter() - save._began
         return save
 
-    def _start(self, save: Save, write: Callable[[], int]) -> bool:
-        def run() -> None:
-            save.run(write)
-            if not threading.main_thread().is_alive():  # nobody is there to ask
-                self._tell_failure(save)
-
-        try:
-            threading.Thread(target=run, name="colossus-checkpoint", daemon=False).start()
-        except RuntimeError:  # no more threads
-            return False
-        return True
-
-    def finish(self, patience: float | None = None) -> None:
-        """Wait for the end of the save under way; if it failed and nobody asked, rank 0 says so in the log.
-
-        Args:
-            patience: seconds without a sign of life after which another rank is given up, from now on.
-        """
-        if patience is not None:
-            self._messages.patience = min(patience, self._messages.patience)
+    def finish(self) -> None:
+        """Wait for the end of the save under way; if it failed and nobody asked, rank 0 says so in the log."""
         if self._last is not None:
-            self._last.ended()
-            self._tell_failure(self._last)
+            self._last.wait_until_done()
+            self._log_failure(self._last)
             self._last = None
 
-    def close(self) -> None:
-        """Wait for the end of the save under way, and let go of the folder."""
-        self.finish()
-        if self._claim is not None:
-            self._claim.release()
-
-    def _tell_failure(self, save: Save) -> None:
-        if (error := save.untold()) is not None and self._context.is_logging_rank:
+    def _log_failure(self, save: Save) -> None:
+        if (error := save.error_not_raised()) is not None and self._context.is_logging_rank:
             log.error("%s", error)
-
-    def _take(self, state: RankState, *, copy: bool) -> _Snapshot:
-        written = state.written()
-        tensors = [held.local for held in written]
-        return _Snapshot(state, written, self._staging.copy(tensors) if copy else tensors)
 
     # -- what a thread does -------------------------------------------------------------------------------
 
-    def _write(
-        self, target: Path, about: About, snapshot: _Snapshot | BaseException, is_awaited: Callable[[], bool]
-    ) -> int:
-        """Write this rank's part, and on rank 0 complete the checkpoint. Returns the bytes of all ranks."""
-        where = f"{self.root / folder.name_of(about.step)} was not saved"
+    def _run(self, save: Save, target: Path, about: About, snapshot: _Snapshot | Exception) -> None:
         try:
-            mine = self._outcome(lambda: {"part": self._write_part(target, snapshot)})
-            outcome = None
-            if self._messages.is_first:
-                outcome = self._outcome(lambda: {"num_bytes": self._complete(target, about, mine, is_awaited)})
-                if "problem" in outcome:
-                    shutil.rmtree(target, ignore_errors=True)
-            else:
-                self._messages.tell_part(mine)
-            told = self._messages.share_outcome(outcome, is_awaited)
+            save._num_bytes = self._write(save, target, about, snapshot)
         except Exception as error:
-            raise CheckpointError(f"{where}: {in_words(error)}") from error
-        finally:
-            self._messages.end()
-        if "problem" in told:
-            raise CheckpointError(f"{where}: {told['problem']}")
+            save._error = CheckpointError(f"{save._path} was not saved: {in_words(error)}")
+            save._error.__cause__ = error
+        save._seconds = time.perf_counter() - save._began
+        save._done.set()
+        if not threading.main_thread().is_alive():  # nobody is there to ask
+            self._log_failure(save)
+
+    def _write(self, save: Save, target: Path, about: About, snapshot: _Snapshot | Exception) -> int:
+        """Write this rank's part, and on rank 0 complete the checkpoint. Returns the bytes of all ranks."""
+        mine = self._outcome(lambda: {"part": self._write_part(target, snapshot)})
+        save._has_written = True
+        try:
+            of_ranks = gather_object(mine, self._group)
+            ended = None if of_ranks is None else self._complete(target, about, of_ranks)
+            ended = broadcast_object(ended, self._group, 0)
+        except RuntimeError as error:  # of the process group
+            if self._context.rank == 0:  # who alone knows whether it has its name
+                shutil.rmtree(target, ignore_errors=True)
+            raise CheckpointError("a rank has ended, or cannot be reached any more") from error
+        assert ended is not None
+        if "problem" in ended:
+            raise CheckpointError(ended["problem"])
         self._has_saved = True
-        return int(told["num_bytes"])
+        return int(ended["num_bytes"])
 
     def _outcome(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What work gives, or what went wrong and where, in words."""
         try:
             return work()
-        except RankProblem as error:
-            return {"problem": str(error)}
-        except BaseException as error:
-            self._interrupt = None if isinstance(error, Exception) else error
+        except Exception as error:
             return {"problem": f"rank {self._context.rank} on {platform.node()}: {in_words(error)}"}
 
-    def _write_part(self, target: Path, snapshot: _Snapshot | BaseException) -> dict[str, Any]:
+    def _write_part(self, target: Path, snapshot: _Snapshot | Exception) -> dict[str, Any]:
         """Write this rank's file, if it writes anything; what the manifest says of it."""
-        if isinstance(snapshot, BaseException):
+        if isinstance(snapshot, Exception):
             raise snapshot
         state, written = snapshot.state, snapshot.written
         part: dict[str, Any] = {"values": state.values, "aliases": state.aliases, "file": None, "tensors": []}
@@ -201,20 +219,21 @@ class CheckpointWriter:
         file = f"rank-{self._context.rank:05d}.safetensors"
         names = _names_in_file(written)
         header = make_header(
-            [(name, held.local.dtype, tuple(held.local.shape)) for name, held in zip(names, written, strict=True)]
+            [(name, box.local.dtype, tuple(box.local.shape)) for name, box in zip(names, written, strict=True)]
         )
         with naming(target / file):
-            crc = write_file(target / file, header, snapshot.tensors, self._note_progress)
+            crc = write_file(target / file, header, snapshot.tensors, self._on_block)
         part["file"] = [file, header.num_bytes, crc]
-        for name, held in zip(names, written, strict=True):
-            start = [low for low, _ in held.box]
+        for name, box in zip(names, written, strict=True):
+            start = [low for low, _ in box.box]
             part["tensors"].append(
-                [held.key, dtype_name(held.local.dtype), held.shape, header.offsets[name], start, held.local.shape]
+                [box.key, dtype_name(box.local.dtype), box.shape, header.offsets[name], start, tuple(box.local.shape)]
             )
         return part
 
     def _make_folder(self, target: Path) -> None:
-        """The temporary folder of a save.
+        """The temporary folder of a save; what a killed run, or a save that failed, has left is removed: its room is
+        needed.
 
         Raises:
             CheckpointError: when the folder of checkpoints is gone. A mount point whose file system has vanished is an
@@ -227,21 +246,25 @@ class CheckpointWriter:
                 f"{self.root} has vanished since the last checkpoint: when it is there again, the next one is saved"
             )
         target.mkdir(exist_ok=True)
-        if self._messages.is_first:
-            self._sweep(target)
+        if self._context.rank == 0:
+            folder.remove_left_over(self.root, target)
 
-    def _note_progress(self) -> None:
-        self._messages.note_progress()
-        self._on_block()
-
-    def _complete(self, target: Path, about: About, mine: dict[str, Any], is_awaited: Callable[[], bool]) -> int:
-        """On rank 0: hear of all parts, write the manifest, give the checkpoint its name, remove old ones."""
-        told = [mine, *self._messages.hear_parts(is_awaited)]
-        problems = [each["problem"] for each in told if "problem" in each]
+    def _complete(self, target: Path, about: About, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """On rank 0: how the save ends. A checkpoint that is not complete is removed."""
+        problems = [each["problem"] for each in of_ranks if "problem" in each]
         if problems:
             more = f"; and {len(problems) - 1} more ranks failed" if len(problems) > 1 else ""
-            raise RankProblem(problems[0] + more)
-        manifest = merge([each["part"] for each in told], about)
+            ended = {"problem": problems[0] + more}
+        else:
+            parts = [each["part"] for each in of_ranks]
+            ended = self._outcome(lambda: {"num_bytes": self._put_in_place(target, about, parts)})
+        if "problem" in ended:
+            shutil.rmtree(target, ignore_errors=True)
+        return ended
+
+    def _put_in_place(self, target: Path, about: About, parts: Sequence[dict[str, Any]]) -> int:
+        """Write the manifest, give the checkpoint its name, remove old ones."""
+        manifest = merge(parts, about)
         for name, data in about.files.items():
             write_flushed(target / name, data)
         for name, file in manifest.files.items():
@@ -257,32 +280,23 @@ class CheckpointWriter:
         write_flushed(target / MANIFEST, manifest.to_bytes())
         folder.require_files(target)
         folder.put_in_place(target, self.root, about.step)
-        self._prune()
-        return manifest.num_bytes
-
-    def _sweep(self, target: Path) -> None:
-        """Remove what a killed run, or a save that failed, has left unfinished: its room is needed."""
-        if self._claim is None or self._claim.is_of_others:
-            is_told = self._claim is not None
-            self._claim = Claim(self.root)
-            if self._claim.is_of_others and not is_told:
-                log.warning(
-                    "%s: another run saves its checkpoints here, too, or another engine of this process, and each "
-                    "removes what the other one keeps: give one of them a checkpoint.dir of its own",
-                    self.root,
-                )
-        if self._claim.is_held:
-            folder.remove_left_over(self.root, target)
-
-    def _prune(self) -> None:
-        """Remove old checkpoints. That the new one is complete does not depend on it."""
         try:
             folder.prune(self.root, self._keep_last, self._keep_every)
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError) as error:  # the new one is complete
             log.warning("%s: old checkpoints cannot be removed: %s", self.root, in_words(error))
+        return manifest.num_bytes
 
 
-def _names_in_file(written: Sequence[HeldTensor]) -> list[str]:
+@dataclass(frozen=True)
+class _Snapshot:
+    """What this rank adds to a checkpoint, what of it it writes, and where the numbers of these are."""
+
+    state: RankState
+    written: Sequence[TensorBox]
+    tensors: Sequence[Tensor]
+
+
+def _names_in_file(written: Sequence[TensorBox]) -> list[str]:
     """What each tensor is called in the rank's file: its key, with the rows where it has several boxes of one."""
-    times = Counter(held.key for held in written)
-    return [held.key if times[held.key] == 1 else f"{held.key}[{held.box[0][0]}:{held.box[0][1]}]" for held in written]
+    times = Counter(box.key for box in written)
+    return [box.key if times[box.key] == 1 else f"{box.key}[{box.box[0][0]}:{box.box[0][1]}]" for box in written]

@@ -63,9 +63,6 @@ def make_parser() -> Parser:
     parser.add_nproc("processes (default: the product of the plan's sizes)")
     parser.add_argument("--out", metavar="DIR", help="folder of the runs (default: runs/compare-<name>-<time>)")
     parser.add_argument(
-        "--resume", action="store_true", help="without --out: go on in the newest runs/compare-<name>-<time>"
-    )
-    parser.add_argument(
         "--plot",
         metavar="PICTURE",
         help=f"draw it, too ({', '.join(FORMATS)}); needs the extra: pip install 'colossus[plot]'",

@@ -14,8 +14,8 @@ from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import name_of, strategy_options
 from colossus.config.sizes import describe_processes, describe_sizes, describe_zero, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
-from colossus.launch.model_check import check_model
-from colossus.launch.server_plan import describe_servers, num_servers
+from colossus.launch.preflight import check_model
+from colossus.launch.servers import describe_servers, num_servers
 from colossus.picture import FORMATS
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule

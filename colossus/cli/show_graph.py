@@ -9,7 +9,6 @@ from typing import Any
 from colossus.arithmetic import aligned, counted
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of, strategy_options
-from colossus.data_parallel.options.gossip import TOLD_WEIGHT
 from colossus.graphs.analysis import Consensus, consensus, contraction
 from colossus.graphs.graph import Graph, Phase, make_graph
 from colossus.graphs.spec import name_of_graph
@@ -44,11 +43,7 @@ def render_graph(config: Config) -> str:
         f"graph       {name} over data {replicas}",
         f"strategy    {strategy}" + (f", what is sent travels {counted(overlap, 'step')}" if overlap else ""),
     ]
-    sections = ["\n".join(head), *(_phase(graph, phase) for phase in graph.phases), _speed(graph, overlap)]
-    least = options.least_weight(graph) if hasattr(options, "least_weight") else None
-    if least is not None and least.weight < TOLD_WEIGHT:
-        sections.append(f"warning     {least.in_words}")
-    return "\n\n".join(sections)
+    return "\n\n".join(["\n".join(head), *(_phase(graph, phase) for phase in graph.phases), _speed(graph, overlap)])
 
 
 def _phase(graph: Graph, phase: Phase) -> str:
@@ -112,7 +107,6 @@ def _speed(graph: Graph, overlap: int) -> str:
         lines.append(f"consensus   {_consensus(consensus(graph))}, mixing alone")
         if overlap:
             lines.append(f"            {_consensus(consensus(graph, overlap))} with overlap {overlap}")
-    lines.append(f"lead        a replica is at most {counted(graph.largest_lead(overlap), 'step')} ahead of another")
     return "\n".join(lines)
 
 

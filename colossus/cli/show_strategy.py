@@ -13,8 +13,8 @@ from colossus.config import Config
 from colossus.config.plans import name_of, strategy_options
 from colossus.config.sizes import describe_sizes
 from colossus.data_parallel.forecast import Forecast, Hosts, TableForecast, forecast
-from colossus.data_parallel.options.hybrid import HybridOptions
-from colossus.data_parallel.options.server import ServerOptions
+from colossus.data_parallel.options.exact_options import HybridOptions
+from colossus.data_parallel.options.server_options import ServerOptions
 from colossus.server.sharding import Sharding, TensorSpec
 from colossus.sparse.cost import WayName, bytes_sent
 

@@ -1,8 +1,7 @@
 """torch's flight recorder: the collectives that NCCL was given by this process, and which of them have not ended.
 
-A collective on a GPU is over for the host before it has begun there, so the log of our own (`log`) cannot say which one
-hangs. torch's recorder asks the device. Its entries are of a format of torch's, which `colossus.launch.recordings`
-reads.
+A collective on a GPU is over for the host before it has begun there, so the log of our own (`log`) says which rank did
+not come to one, but not what the device does. torch's recorder asks the device; its files are read by ``torchfrtrace``.
 """
 
 from __future__ import annotations

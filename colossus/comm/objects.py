@@ -32,6 +32,15 @@ def broadcast_object(value: T, group: AxisGroup, source: int) -> T:
     return out[0]
 
 
+def gather_object(value: T, group: AxisGroup) -> list[T] | None:
+    """The values of all ranks, in group order, on the first rank of the group; None on the others."""
+    if group.process_group is None or is_fake(group.process_group):
+        return [value] * group.size
+    out: list[Any] | None = [None] * group.size if group.index == 0 else None
+    dist.gather_object(value, out, dst=group.ranks[0], group=group.process_group)
+    return out
+
+
 def to_bytes(value: Any) -> Tensor:
     """The pickled object, uint8 ``[number of bytes]``."""
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

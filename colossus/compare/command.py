@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
 
+from colossus.arithmetic import clock
 from colossus.compare import picture
 from colossus.compare.jobs import Job, check_jobs, make_jobs
-from colossus.compare.progress import Progress
-from colossus.compare.runs import Ended, is_complete, run_all
-from colossus.compare.summary import Comparison, compare
+from colossus.compare.summary import Comparison, Ended, compare
 from colossus.compare.table import print_table
 from colossus.config import ConfigError, model_options
 from colossus.config.plans import describe_plan
 from colossus.launch import command, run_folder
-from colossus.launch.inside import STANDARD_OUTPUT
+from colossus.launch.inside import STANDARD_ERROR, STANDARD_OUTPUT, environment_kept, output_to
 from colossus.picture import check_picture
 
-DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 130
+DONE, FAILED, USAGE = 0, 1, 2
 RESULT = "compare.json"
 
 
@@ -38,7 +40,6 @@ def run(
     num_seeds: int = 1,
     nproc: int | None = None,
     out: str | None = None,
-    resume: bool = False,
     plot: str | None = None,
     dry_run: bool = False,
 ) -> int:
@@ -51,7 +52,6 @@ def run(
         nproc: processes of every run; by default the product of the plan's sizes.
         out: folder of the runs, by default ``runs/compare-<name>-<time>``. Runs that are complete there are not run
             again, others go on from their latest checkpoint, or anew.
-        resume: without ``out``, go on in the newest such folder.
         plot: file of a picture.
         dry_run: check everything, say what would run, start nothing.
 
@@ -70,7 +70,7 @@ def run(
             plans=plans,
             num_seeds=num_seeds,
             nproc=nproc,
-            root_of=lambda name: _root(f"compare-{name}", out, resume),
+            root_of=lambda name: Path(out) if out is not None else run_folder.default_folder(f"compare-{name}"),
         )
         check_jobs(jobs)
         if dry_run:
@@ -86,44 +86,73 @@ def run(
 
 
 def _run(jobs: Sequence[Job], root: Path, plot: str | None) -> int:
-    told = dict[str, Ended]()
-    code = DONE
-    # while a run goes on, standard output is a file
-    with contextlib.closing(os.fdopen(os.dup(STANDARD_OUTPUT), "w")) as terminal:
-        try:
-            for job, how in run_all(jobs, Progress(len(jobs), terminal)):
-                told[job.name] = how
-                _write(root, jobs, told, compare(jobs, told))
-        except KeyboardInterrupt:
-            code = STOPPED
-    comparison = compare(jobs, told)
-    _write(root, jobs, told, comparison)
+    ended = dict[str, Ended]()
+    for job, how in run_all(jobs):
+        ended[job.name] = how
+        _write(root, jobs, ended, compare(jobs, ended))
+    comparison = compare(jobs, ended)
     print()
-    options = model_options(jobs[0].config)
-    print_table(comparison, Console(), getattr(options, "counted", "tokens"))
+    print_table(comparison, Console(), getattr(model_options(jobs[0].config), "counted", "tokens"))
     print(f"\nruns and {RESULT} are in {root}")
     if plot is not None and any(comparison.curves.values()):
         picture.save(comparison, plot, str(jobs[0].config.name))
         print(f"drawn in {plot}")
-    stopped = next((how.code for how in told.values() if how.state == "stopped"), code)
+    stopped = next((how.code for how in ended.values() if how.state == "stopped"), DONE)
     if stopped:
         print(f"stopped: `--out {shlex.quote(str(root))}` goes on with the runs that are left", flush=True)
         return stopped
-    return FAILED if any(how.state == "failed" for how in told.values()) else DONE
+    return FAILED if any(how.state == "failed" for how in ended.values()) else DONE
 
 
-def _root(name: str, out: str | None, resume: bool) -> Path:
-    """The folder of the runs."""
-    if out is not None:
-        if Path(out).exists() and not Path(out).is_dir():
-            raise ConfigError(f"--out {out}: is a file, not a folder; give another one")
-        return Path(out)
-    if not resume:
-        return run_folder.default_folder(name)
-    found = run_folder.of_name(name)
-    if not found:
-        raise ConfigError(f"--resume: there is no comparison in runs/{name}-*; without --resume a new one begins")
-    return found[0]
+def run_all(jobs: Sequence[Job], launch: Callable[[Job], int] | None = None) -> Iterator[tuple[Job, Ended]]:
+    """Run what is not complete, in order, until a signal stops one of them.
+
+    Args:
+        launch: exit code of a job's launch; by default a real one.
+    """
+    for number, job in enumerate(jobs, start=1):
+        head = f"run {number} of {len(jobs)}: {job.name}"
+        if job.is_complete:
+            print(f"{head}  complete already", flush=True)
+            yield job, Ended("done")
+            continue
+        print(f"{head}  prints to {job.output}", flush=True)
+        began = time.monotonic()
+        ended = _ended(job, (launch or _launch)(job))
+        reason = f": {ended.reason}" if ended.reason else ""
+        print(f"{head}  {ended.state} after {clock(time.monotonic() - began)}{reason}", flush=True)
+        yield job, ended
+        if ended.state == "stopped":
+            return
+
+
+def _launch(job: Job) -> int:
+    """Run a job to its end; its exit code."""
+    job.folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with output_to(job.output, (STANDARD_OUTPUT, STANDARD_ERROR)), environment_kept():
+            return command.run(job.file, list(job.overrides), nproc=job.nproc, run_dir=str(job.folder))
+    except KeyboardInterrupt:  # before the launch listened for signals itself
+        return 128 + signal.SIGINT
+
+
+def _ended(job: Job, code: int) -> Ended:
+    if code == 0:
+        return Ended("done")
+    if code > 128:
+        return Ended("stopped", f"by {signal.Signals(code - 128).name}", code)
+    return Ended("failed", _reason(job), code)
+
+
+def _reason(job: Job) -> str:
+    """The line of a failed launch's output that says what was wrong."""
+    text = job.output.read_text(errors="replace") if job.output.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for title, following in pairwise(lines):
+        if re.fullmatch(r"=+ run failed: .* =+", title):
+            return following
+    said = [line.removeprefix("colossus: ") for line in lines if line.startswith("colossus: ")]
+    return (said or lines or ["it said nothing"])[-1]
 
 
 def _check_picture(path: str) -> None:
@@ -137,7 +166,7 @@ def _describe(jobs: Sequence[Job]) -> str:
     """What would be run."""
     lines = ["nothing was started (--dry-run)"]
     for number, job in enumerate(jobs, start=1):
-        done = "  complete already" if is_complete(job) else ""
+        done = "  complete already" if job.is_complete else ""
         lines.append(f"run {number} of {len(jobs)}: {job.name}: {describe_plan(job.config)}, {job.folder}{done}")
         lines.append(f"  {_command(job)}")
     return "\n".join(lines)
@@ -149,18 +178,16 @@ def _command(job: Job) -> str:
     return shlex.join([*words, *(["--nproc", str(job.nproc)] if job.nproc is not None else [])])
 
 
-def _write(root: Path, jobs: Sequence[Job], told: dict[str, Ended], comparison: Comparison) -> None:
+def _write(root: Path, jobs: Sequence[Job], ended: dict[str, Ended], comparison: Comparison) -> None:
     """All of the comparison as JSON, all or nothing at any moment."""
     runs = [
         {
             "name": job.name,
             "label": job.label,
-            "strategy": job.strategy,
-            "plan": job.plan,
             "seed": job.seed,
             "folder": str(job.folder),
             "command": _command(job),
-            **asdict(told.get(job.name, Ended("not run"))),
+            **asdict(ended.get(job.name, Ended("not run"))),
         }
         for job in jobs
     ]

@@ -16,9 +16,8 @@ from colossus.config.overrides import plan_overrides, strategy_overrides
 from colossus.config.sizes import world_size
 from colossus.launch import run_folder
 from colossus.launch.data_check import check_data, check_given
-from colossus.launch.device_check import check_devices
-from colossus.launch.model_check import check_model
-from colossus.launch.origin import AUTO
+from colossus.launch.preflight import check_devices, check_model
+from colossus.launch.resume import AUTO
 
 #: the run folders are the places of checkpoints; rows tell what was sent; a run that was stopped goes on
 _OWN_OVERRIDES = ("comm.accounting=True", "checkpoint.dir=None", f"checkpoint.resume={AUTO}")
@@ -37,8 +36,6 @@ class Job:
     """
 
     label: str
-    strategy: str | None
-    plan: str | None
     seed: int | None
     file: str
     overrides: tuple[str, ...]
@@ -54,6 +51,12 @@ class Job:
     def output(self) -> Path:
         """What the run prints."""
         return self.folder.with_name(f"{self.folder.name}.txt")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has been run to its last step."""
+        row = run_folder.last_metrics(self.folder) or {}
+        return int(row.get("step", 0)) >= self.config.train.steps
 
 
 def make_jobs(
@@ -79,14 +82,16 @@ def make_jobs(
             "nothing to compare: give --strategies, for example --strategies all_reduce sgp 'sgp overlap=1', or "
             "--plans, for example --plans 'data=4' 'data=2 tensor=2'"
         )
-    strategies, plans = [[" ".join(text.split()) for text in texts] for texts in (strategies, plans)]
+    for text in overrides:
+        if strategies and (text.partition("=")[0] + ".").startswith("parallel.strategy."):
+            raise ConfigError(
+                f"{text}: --strategies says what the strategies are: write it into the text of each that it is for, "
+                f"'{strategies[-1]} option=..'"
+            )
     jobs: list[Job] = []
-    root: Path | None = None
-    problems = _Problems(_misplaced(overrides, strategies, plans))
-    each_strategy: list[str | None] = [*dict.fromkeys(strategies)] or [None]
-    each_plan: list[str | None] = [*dict.fromkeys(plans)] or [None]
-    for strategy in each_strategy:
-        for plan in each_plan:
+    problems = _Problems()
+    for strategy in _each(strategies):
+        for plan in _each(plans):
             label = ", ".join(filter(None, [strategy, plan]))
             with problems.of(label):
                 given = list(overrides)
@@ -95,15 +100,17 @@ def make_jobs(
                 config = load_config(file, given, nproc)
                 check_given(config)
                 _check_start(config)
-                root = root or root_of(str(config.name))
                 first = config.train.seed
                 for seed in range(first, first + num_seeds) if num_seeds > 1 else [None]:
-                    own = [*given, *([f"train.seed={seed}"] if seed is not None else []), *_OWN_OVERRIDES]
-                    config = load_config(file, own, nproc)
-                    folder = root / _folder_name(label, seed)
-                    jobs.append(Job(label, strategy, plan, seed, file, tuple(own), nproc, config, folder))
+                    own = (*given, *([f"train.seed={seed}"] if seed is not None else []), *_OWN_OVERRIDES)
+                    folder = root_of(str(config.name)) / _folder_name(label, seed)
+                    jobs.append(Job(label, seed, file, own, nproc, load_config(file, own, nproc), folder))
     problems.raise_any()
     return jobs
+
+
+def _each(texts: Sequence[str]) -> list[str] | list[None]:
+    return [*dict.fromkeys(" ".join(text.split()) for text in texts)] or [None]
 
 
 def check_jobs(jobs: Sequence[Job]) -> None:
@@ -113,63 +120,44 @@ def check_jobs(jobs: Sequence[Job]) -> None:
         ConfigError: as `make_jobs`.
     """
     problems = _Problems()
-    for job in jobs:
-        with problems.of(job.name):
-            _check_folder(job)
-    problems.raise_any()
-    problems = _Problems()
-    plans: dict[str, list[Job]] = {}
+    checked: set[str] = set()
     for job in jobs:
         plan = repr((job.config.parallel.model_copy(update={"strategy": None}), job.config.schedule))
-        plans.setdefault(plan, []).append(job)
-    for same in plans.values():
-        with problems.of(*dict.fromkeys(job.name for job in same)):
-            check_devices(same[0].config, world_size(same[0].config.parallel))
-            check_model(same[0].config)
-            check_data(same[0].config)
+        with problems.of(job.label):
+            _check_folder(job)
+            if plan not in checked:
+                checked.add(plan)
+                check_devices(job.config, world_size(job.config.parallel))
+                check_model(job.config)
+                check_data(job.config)
     problems.raise_any()
 
 
 class _Problems:
     """What is wrong with several jobs: each problem once, with whose it is, unless all have it."""
 
-    def __init__(self, known: Sequence[str] = ()) -> None:
-        self._known, self._asked = list(known), set[str]()
-        self._whose: dict[str, list[str]] = {}
+    def __init__(self) -> None:
+        self._asked, self._whose = set[str](), dict[str, list[str]]()
         self._source: str | None = None
 
     @contextmanager
-    def of(self, *labels: str) -> Iterator[None]:
-        """What is raised inside is wrong with these."""
-        self._asked |= set(labels)
+    def of(self, label: str) -> Iterator[None]:
+        """What is raised inside is wrong with this one."""
+        self._asked.add(label)
         try:
             yield
         except ConfigError as error:
             self._source = self._source or error.source
             for problem in error.problems:
-                self._whose.setdefault(problem, []).extend(labels)
+                self._whose.setdefault(problem, []).append(label)
 
     def raise_any(self) -> None:
-        lines = self._known
+        lines = []
         for problem, whose in self._whose.items():
-            names = " and ".join(filter(None, dict.fromkeys(whose)))
-            lines.append(problem if not names or set(whose) == self._asked else f"{names}: {problem}")
+            names = " and ".join(dict.fromkeys(whose))
+            lines.append(problem if set(whose) == self._asked else f"{names}: {problem}")
         if lines:
             raise ConfigError(lines, self._source)
-
-
-def _misplaced(overrides: Sequence[str], strategies: Sequence[str], plans: Sequence[str]) -> list[str]:
-    """What is said twice, or in the wrong place."""
-    problems = []
-    for option, texts in (("--strategies", strategies), ("--plans", plans)):
-        problems += [f"{option}: {text!r} is named twice" for text in dict.fromkeys(texts) if texts.count(text) > 1]
-    for text in overrides:
-        key = text.partition("=")[0]
-        if strategies and (key + ".").startswith("parallel.strategy."):
-            option = key.removeprefix("parallel.strategy").lstrip(".")
-            hint = f"into the text of each that it is for, '{strategies[-1]} {option}=..'" if option else "among them"
-            problems.append(f"{text}: --strategies says what the strategies are: write it {hint}")
-    return problems
 
 
 def _check_start(config: Config) -> None:
@@ -187,16 +175,13 @@ def _check_folder(job: Job) -> None:
     try:
         held = json.loads((job.folder / run_folder.CONFIG).read_text())
     except FileNotFoundError:
-        if run_folder.has_metrics(job.folder):
-            raise ConfigError(f"--out: {job.folder} holds a run without its {run_folder.CONFIG}") from None
         return
     except (OSError, ValueError) as error:
         raise ConfigError(f"--out: {job.folder / run_folder.CONFIG} cannot be read: {error}") from None
     different = list(_differences(held, json.loads(json.dumps(as_dict(job.config), default=str))))
     if different:
-        more = f" and {len(different) - 3} more" if len(different) > 3 else ""
         raise ConfigError(
-            f"--out: the run in {job.folder} has another config: {'; '.join(different[:3])}{more}; give another folder"
+            f"--out: the run in {job.folder} has another config: {'; '.join(different[:3])}; give another folder"
         )
 
 
@@ -210,7 +195,8 @@ def _differences(held: Any, wanted: Any, path: str = "") -> Iterable[str]:
 
 def _folder_name(label: str, seed: int | None) -> str:
     """A file name for a label: readable, and another one for another label."""
-    name = re.sub(r"[^\w.=,+()-]", "_", re.sub(r",? ", "-", label))
-    if name != label.replace(", ", "-").replace(" ", "-") or len(name) > _LONGEST_FOLDER:
-        name = f"{name[:_LONGEST_FOLDER]}-{zlib.crc32(label.encode()):08x}"
+    plain = label.replace(", ", "-").replace(" ", "-")
+    name = re.sub(r"[^\w.=,+()-]", "_", plain)[:_LONGEST_FOLDER]
+    if name != plain:
+        name = f"{name}-{zlib.crc32(label.encode()):08x}"
     return name if seed is None else f"{name}-seed{seed}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.compare.summary import Comparison, Mean
-from colossus.picture import check_picture, new_figure
+from colossus.picture import new_figure
 
 
 def save(comparison: Comparison, path: str | Path, title: str, counted: str = "tokens") -> None:
@@ -14,12 +14,7 @@ def save(comparison: Comparison, path: str | Path, title: str, counted: str = "t
 
     Args:
         counted: what the loss counts.
-
-    Raises:
-        ValueError: as `check_picture`.
     """
-    path = Path(path)
-    check_picture(path)
     rows = [row for row in comparison.rows if row.label in comparison.curves]
     figure = new_figure(13, 5.5 + 0.32 * len(rows))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
@@ -32,7 +27,7 @@ def save(comparison: Comparison, path: str | Path, title: str, counted: str = "t
             seconds = dict(zip(curve.steps, curve.seconds, strict=True))
             for axes, xs in ((over_steps, curve.steps), (over_time, curve.seconds)):
                 label = row.label if is_first else None
-                axes.plot(xs[start:], curve.smooth_losses[start:], label=label, **style)
+                axes.plot(xs[start:], curve.losses[start:], label=label, **style)
             over_steps.plot(*_dots(curve.validation, None), "o", markersize=4, color=f"C{number}")
             over_time.plot(*_dots(curve.validation, seconds), "o", markersize=4, color=f"C{number}")
     over_steps.set(xlabel="steps", ylabel="loss")

@@ -80,8 +80,6 @@ def _duration(seconds: float) -> str:
 def _notes(comparison: Comparison, has_validation: bool) -> Sequence[str]:
     if not comparison.equal_steps:
         return ["no run has come to its end, so there are no numbers"]
-    first = comparison.rows[0].label
-    of = "validation loss" if has_validation else "loss"
     averaged = any(row.loss is not None and row.loss.deviation is not None for row in comparison.rows)
     return [
         "",
@@ -89,8 +87,6 @@ def _notes(comparison: Comparison, has_validation: bool) -> Sequence[str]:
         f"{_duration(comparison.equal_seconds)} of steps, which the fastest run took for all of its own",
         *(["validation: after the same steps, of what the strategy evaluates"] if has_validation else []),
         *(["means over the seeds, in brackets standard deviations"] if averaged else []),
-        f"percent and x: {of} and speed, to those of {first}; speed is of all replicas, without the first steps; step "
-        f"is the median",
-        "sent, and waited for peers or servers: by the first rank, per step, in the mean; distance: of replicas from "
-        "their average, relative, at the end; -: not measured, or there is none",
+        f"percent and x: {'validation loss' if has_validation else 'loss'} and speed, to those of "
+        f"{comparison.rows[0].label}",
     ]

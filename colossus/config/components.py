@@ -141,6 +141,8 @@ class _TableOptimizer(_Optimizer):
 class _Reading(_Ranges):
     num_workers: CountOrZero = 0
     read_ahead: bool = True
+    seed_samples: bool | None = None
+    worker_timeout: NotNegative = 300.0
 
 
 def _range_problems(key: str, named: Named, registry: Registry) -> list[str]:

@@ -138,8 +138,6 @@ class Train(Section):
     on_nonfinite: Literal["raise", "skip"] = "raise"
     #: steps in a row that may be skipped so; overflows of fp16 do not count
     max_skips: Count = 10
-    #: write the gradient norm of each parameter group of the optimizer into metrics.jsonl
-    grad_norm_by_group: bool = False
     #: of initial values, the order of samples, dropout, and whatever else is drawn
     seed: CountOrZero = 0
     #: steps between lines of the plain display

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +10,31 @@ from torch.nn.parameter import UninitializedParameter
 
 from colossus.construct import allocate
 from colossus.construct.init_trace import InitTrace
-from colossus.construct.named_module import NamedModule
 from colossus.construct.tensor_replacer import TensorReplacer
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import name_modules_of
 from colossus.layout.parameter import ParameterSpec, made_by_layer, spec_of
 from colossus.layout.split_parameter import mark_split
 from colossus.random import GLOBAL_RNG
+
+#: of torch, those with and without running statistics, too
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+
+class NamedModule(nn.Module):
+    """Base of modules whose random streams and error messages need their full name.
+
+    Attributes:
+        full_name: name in the whole model, set by `colossus.build`; empty before, and for the model itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full_name = ""
+
+    def decide_uses(self) -> None:
+        """Record what the parameters of a user's modules inside of this one meet, where that is not in the whole
+        layout. Called by `colossus.build` on the constructed model, on every rank, before any use."""
 
 
 def build(
@@ -62,9 +79,12 @@ def build(
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model factory returned a {type(model).__name__}, not a torch.nn.Module")
     _name_parts(model)
-    dropped = {} if prepare is None else _prepared(model, trace, context, prepare)
+    materializer = _Materializer(trace, context, dtype, wide_dtype or dtype, draw=draw)
+    if prepare is not None or materialize:
+        TensorReplacer(materializer.fix_seed).run(model)
+    dropped = {} if prepare is None else _prepared(model, context, prepare)
     if materialize:
-        materializer = _Materializer(trace, context, dtype, wide_dtype or dtype, _kept_wide(model), draw=draw)
+        materializer.keep_wide(model)
         TensorReplacer(materializer.materialize, dropped).run(model)
         del materializer
         if not dropped:  # else a stage of another rank may hold what is its own
@@ -86,11 +106,8 @@ def _name_parts(model: nn.Module) -> None:
     name_modules_of(model)
 
 
-def _prepared(
-    model: nn.Module, trace: InitTrace, context: ParallelContext, prepare: Callable[[nn.Module], None]
-) -> dict[int, Tensor]:
+def _prepared(model: nn.Module, context: ParallelContext, prepare: Callable[[nn.Module], None]) -> dict[int, Tensor]:
     """Run ``prepare``; by id, the parameters and buffers that it has taken out of the model."""
-    TensorReplacer(partial(_fix_seed, trace, context)).run(model)
     before = _registered(model)
     with context:
         prepare(model)
@@ -98,32 +115,8 @@ def _prepared(
     return {key: tensor for key, tensor in before.items() if key not in after}
 
 
-#: of torch, those with and without running statistics, too
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
-
-
-def _kept_wide(model: nn.Module) -> dict[int, Tensor]:
-    """The parameters of norms, scalars, and what says so itself."""
-    norms = (each for each in model.modules() if isinstance(each, _NORMS) or getattr(type(each), "is_norm", False))
-    found = [param for norm in norms for param in norm.parameters(recurse=False)]
-    found += [
-        param
-        for param in model.parameters()
-        if not isinstance(param, UninitializedParameter)
-        and (not param.dim() or spec_of(param).computed_dtype is not None)
-    ]
-    return {id(param): param for param in found}
-
-
 def _registered(model: nn.Module) -> dict[int, Tensor]:
     return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-
-
-def _fix_seed(trace: InitTrace, context: ParallelContext, tensor: Tensor, path: str, leaf: str) -> Tensor:
-    """Give a recorded tensor the seed that it has in the whole model."""
-    if tensor.is_meta and not made_by_layer(tensor):
-        trace.fix_seed(tensor, context.rng.key("init", _join(path, leaf)))
-    return tensor
 
 
 class _Materializer:
@@ -135,22 +128,35 @@ class _Materializer:
         context: ParallelContext,
         dtype: torch.dtype | None,
         wide_dtype: torch.dtype | None,
-        wide: Mapping[int, Tensor],
         *,
         draw: bool,
     ) -> None:
-        self.draw = draw
-        self.trace, self.context, self.dtype, self.wide_dtype, self.wide = trace, context, dtype, wide_dtype, wide
+        self.trace, self.context, self.dtype, self.wide_dtype, self.draw = trace, context, dtype, wide_dtype, draw
+        self._wide: dict[int, Tensor] = {}
+
+    def keep_wide(self, model: nn.Module) -> None:
+        """Note the parameters of norms, scalars, and what says itself that it is stored wide."""
+        norms = (each for each in model.modules() if isinstance(each, _NORMS) or getattr(type(each), "is_norm", False))
+        found = [param for norm in norms for param in norm.parameters(recurse=False)]
+        for param in model.parameters():
+            if not isinstance(param, UninitializedParameter):
+                found += [param] if not param.dim() or spec_of(param).computed_dtype is not None else []
+        self._wide = {id(param): param for param in found}
+
+    def fix_seed(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
+        """Give a recorded tensor the seed that it has in the whole model."""
+        if tensor.is_meta and not made_by_layer(tensor):
+            self.trace.fix_seed(tensor, self.context.rng.key("init", _join(path, leaf)))
+        return tensor
 
     def materialize(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
-        name = _join(path, leaf)
         if not isinstance(tensor, nn.Parameter):
-            return self._cast(self._traced_value(tensor, name), self.wide_dtype)
-        spec, dtype = spec_of(tensor), self.wide_dtype if id(tensor) in self.wide else self.dtype
+            return self._cast(self._traced_value(tensor, path, leaf), self.wide_dtype)
+        spec, dtype = spec_of(tensor), self.wide_dtype if id(tensor) in self._wide else self.dtype
         if tensor.is_meta and not spec.is_plain:
             value = self._draw_shards(tensor, path, leaf, spec, dtype)
         else:
-            value = self._cast(self._rows_to_store(self._traced_value(tensor, name), spec), dtype)
+            value = self._cast(self._rows_to_store(self._traced_value(tensor, path, leaf), spec), dtype)
         if value is tensor:
             return tensor
         real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
@@ -191,13 +197,13 @@ class _Materializer:
             at += stop - start
         return out
 
-    def _traced_value(self, tensor: Tensor, name: str) -> Tensor:
+    def _traced_value(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
         if not tensor.is_meta:
             return tensor
         try:
-            return self.trace.value(tensor, self.context.rng.key("init", name))
+            return self.trace.value(tensor)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+            raise ValueError(f"{_join(path, leaf)}: {error}") from None
 
     def _cast(self, value: Tensor, dtype: torch.dtype | None) -> Tensor:
         return value.to(self.context.device, dtype if value.is_floating_point() else None)

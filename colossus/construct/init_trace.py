@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colossus import torch_versions
-from colossus.construct.recorded_op import RecordedOp, TensorRef, as_ref
 from colossus.error_place import located_error
 from colossus.layout.parameter import ParameterSpec
 from colossus.random import GlobalRng, hash_key
@@ -29,10 +29,6 @@ _aten = torch.ops.aten
 _TORCH_RNG = GlobalRng(torch_only=True)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _TORCHS = torch.default_generator
-#: operation -> what gives the same tensor on meta
-_ON_META = dict.fromkeys(
-    (_aten.rand.default, _aten.randn.default, _aten.rand.generator, _aten.randn.generator), _aten.empty.memory_format
-)
 
 
 class HideMeta(TorchFunctionMode):
@@ -48,6 +44,20 @@ class HideMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _RecordedOp:
+    """One operation with its arguments and results as they were then."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, index: int) -> None:
+        self.func, self.index, self.has_run = func, index, False
+        self.args, self.kwargs = tree_map(_as_it_is, (args, kwargs))
+        self.outputs: list[Tensor] = []
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Of all tensors that it touches, which connect it with other operations."""
+        leaves = tree_leaves((self.args, self.kwargs, self.outputs))
+        return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
 class InitTrace(TorchDispatchMode):
     """Makes every new tensor a meta tensor and records the operations on it.
 
@@ -61,15 +71,15 @@ class InitTrace(TorchDispatchMode):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._seed = seed
-        self._num_seeds_drawn = 0
-        self._num_ops = 0
+        self._num_seeds_drawn = self._num_ops = 0
         #: by storage
-        self._ops_by_key: dict[int, list[RecordedOp]] = {}
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        self._fixed_seeds: dict[int, int] = {}
-        #: by id of a storage with values, the storage, and the one that stands for it
-        self._meta_storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._ops_by_key: dict[int, list[_RecordedOp]] = {}
+        self._values: dict[int, torch.UntypedStorage] = {}
+        self._seeds: dict[int, int] = {}
         self._sharded: dict[int, ParameterSpec] = {}
+        #: of storages with values (torch.load makes tensors of them) those on meta that stand for them
+        self._stand_ins: dict[int, torch.UntypedStorage] = {}
+        #: no other storage may get the key of one that is gone
         self._alive: list[torch.UntypedStorage] = []
 
     @classmethod
@@ -79,11 +89,11 @@ class InitTrace(TorchDispatchMode):
 
     def mark_sharded(self, buffer: Tensor, spec: ParameterSpec) -> None:
         """Remember that this buffer is drawn from its spec: operations that write to it raise."""
-        self._sharded[_storage_id(buffer)] = spec
+        self._sharded[_key(buffer)] = spec
         self._alive.append(buffer.untyped_storage())
 
     def is_sharded(self, buffer: Tensor) -> bool:
-        return _storage_id(buffer) in self._sharded
+        return _key(buffer) in self._sharded
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -95,47 +105,47 @@ class InitTrace(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         has_generator = any(isinstance(leaf, torch.Generator) and leaf is not _TORCHS for leaf in leaves)
-        metas = [leaf for leaf in inputs if leaf.is_meta]
+        has_meta = any(leaf.is_meta for leaf in inputs)
         makes_tensor = any(argument.name == "device" for argument in func._schema.arguments)
         written = list(_written(func, args, kwargs))
         for leaf in written:
-            if _storage_id(leaf) in self._sharded:
-                raise located_error(_write_refusal(func, self._sharded[_storage_id(leaf)]))
-        only_real = not metas and not (makes_tensor and not inputs)
-        needs_values = has_generator or (metas and _needs_values(func, args, kwargs))
+            if self.is_sharded(leaf):
+                raise located_error(_write_refusal(func, self._sharded[_key(leaf)]))
+        only_real = not has_meta and not (makes_tensor and not inputs)
+        needs_values = has_generator or (has_meta and _needs_values(func, args, kwargs))
         if only_real or needs_values or not all(leaf.is_meta for leaf in written):
             return self._run_now(func, args, kwargs, written)
         meta_args, meta_kwargs = tree_map(self._as_meta, (args, kwargs))
         if makes_tensor:
             meta_kwargs["device"] = _META
-        if meta_kwargs.pop("generator", None) is not None and func not in _ON_META:
-            meta_kwargs["generator"] = None  # some operations have no default for it
-        op = RecordedOp(func, args, kwargs)
+        if "generator" in meta_kwargs:
+            meta_kwargs["generator"] = None
+        op = _RecordedOp(func, args, kwargs, self._num_ops)
         try:
             # where there is nothing to compute, not by torch's meta kernels, some of which import torch._dynamo
             keeps = _keeps_its_shape(func, inputs, args, kwargs)
-            out = args[0] if keeps else _ON_META.get(func, func)(*meta_args, **meta_kwargs)
+            out = args[0] if keeps else func(*meta_args, **meta_kwargs)
         except NotImplementedError:  # an operation that the meta device does not know
             return self._run_now(func, args, kwargs, written)
-        op.outputs = [as_ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._append(op)
+        op.outputs = [_as_it_is(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._num_ops += 1
+        for storage in op.storages():
+            self._alive.append(storage)
+            self._ops_by_key.setdefault(storage._cdata, []).append(op)
         if func is _aten._to_copy.default and self.is_sharded(args[0]):
-            self.mark_sharded(out, self._sharded[_storage_id(args[0])])
+            self.mark_sharded(out, self._sharded[_key(args[0])])
         return out
 
     def _as_meta(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.UntypedStorage) and leaf.device != _META:  # torch.load makes tensors of storages
-            known = self._meta_storages.get(leaf._cdata)
-            if known is None:
-                known = leaf, torch.UntypedStorage(leaf.nbytes(), device=_META)
-                self._meta_storages[leaf._cdata] = known
-            return known[1]
+        if isinstance(leaf, torch.UntypedStorage) and leaf.device != _META:
+            self._alive.append(leaf)
+            return self._stand_ins.setdefault(leaf._cdata, torch.UntypedStorage(leaf.nbytes(), device=_META))
         return leaf.to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.dim() > 0 else leaf
 
     def _run_now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
         args, kwargs = tree_map(self._read_now, (args, kwargs))
         for leaf in written:  # recorded operations that read the old value must run before it is overwritten
-            self._run_connected(_storage_id(leaf), self._next_seed())
+            self._run_connected(_key(leaf))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         with _TORCH_RNG.preserved(self._next_seed()):
@@ -144,19 +154,14 @@ class InitTrace(TorchDispatchMode):
     def _read_now(self, leaf: Any) -> Any:
         """A tensor with values in the place of one on meta; the CPU in the place of the meta device."""
         if isinstance(leaf, Tensor) and leaf.is_meta:
-            return self.value(leaf, self._next_seed())
+            return self.value(leaf)
         return _CPU if isinstance(leaf, torch.device) and leaf == _META else leaf
 
     def _next_seed(self) -> int:
         self._num_seeds_drawn += 1
         return hash_key(self._seed, self._num_seeds_drawn)
 
-    def _append(self, op: RecordedOp) -> None:
-        op.index = self._num_ops
-        self._num_ops += 1
-        self._alive.extend(op.storages())
-        for key in op.touched():
-            self._ops_by_key.setdefault(key, []).append(op)
+    # -- values -------------------------------------------------------------------------------------------
 
     def fix_seed(self, tensor: Tensor, seed: int) -> None:
         """Fix the seed under which the operations connected with a recorded meta tensor will run, unless one is fixed.
@@ -164,52 +169,55 @@ class InitTrace(TorchDispatchMode):
         With the seed of every tensor fixed, in an order that does not depend on the plan, values do not depend on which
         tensors are asked for.
         """
-        if _storage_id(tensor) not in self._fixed_seeds:
-            _, connected = self._connected(_storage_id(tensor))
-            self._fixed_seeds.update(dict.fromkeys(connected, seed))
+        if _key(tensor) not in self._seeds:
+            _, connected = self._connected(_key(tensor))
+            self._seeds.update(dict.fromkeys(connected, seed))
 
-    def value(self, tensor: Tensor, seed: int) -> Tensor:
-        """The real value of a recorded meta tensor; it shares the memory of whatever it shared it with when recorded.
-
-        Args:
-            seed: of torch's generator, for operations that have not run yet and have no fixed seed.
-        """
-        self._run_connected(_storage_id(tensor), seed)
+    def value(self, tensor: Tensor) -> Tensor:
+        """The real value of a recorded meta tensor. It shares memory with whatever it shared it with when recorded."""
+        self._run_connected(_key(tensor))
         with _disable_current_modes(), torch.no_grad():
-            return self._to_real(as_ref(tensor))
+            return self._to_real(tensor)
 
     def require_nothing_hidden(self) -> None:
-        """That nobody holds a meta tensor, now that all which were found have values.
+        """That every tensor of the constructor has its values now: a product with a meta tensor gives any numbers.
+
+        The trace is of no use afterwards.
 
         Raises:
-            ValueError: saying what made it, and its shape.
+            ValueError: saying what made the tensor, and its shape.
         """
-        made = [(op, ref) for op in dict.fromkeys(chain(*self._ops_by_key.values())) for ref in op.outputs]
-        if any(_is_held(ref.storage) for _, ref in made):
+        made = []
+        for op in dict.fromkeys(chain(*self._ops_by_key.values())):
+            name = op.func.overloadpacket.__name__
+            made += [(name, tuple(x.shape), StorageWeakRef(x.untyped_storage())) for x in op.outputs]
+            op.outputs = []
+        self._ops_by_key, self._alive, self._stand_ins = {}, [], {}
+        if not all(ref.expired() for *_, ref in made):
             gc.collect()  # what is in cycles may be held by nobody
-        for op, ref in made:
-            if _is_held(ref.storage):
+        for name, shape, ref in made:
+            if not ref.expired():
                 raise ValueError(
-                    f"a tensor of shape {tuple(ref.size)} that {op.func.overloadpacket.__name__} made in the "
-                    f"constructor is held where it gets no values: by an object that is no module, or by a function. "
-                    f"Keep it as a buffer (register_buffer(.., persistent=False)), or as an attribute of a module (a "
-                    f"tensor, or in lists, tuples and dicts), and look it up there when it is used"
+                    f"a tensor of shape {shape} that {name} made in the constructor is held where it gets no values: "
+                    f"by an object that is no module, or by a function. Keep it as a buffer (register_buffer(.., "
+                    f"persistent=False)), or as an attribute of a module (a tensor, or in lists, tuples and dicts)"
                 )
 
-    def _run_connected(self, key: int, seed: int) -> None:
+    def _run_connected(self, key: int) -> None:
         """Run all operations connected with a storage, in the recorded order, so that each sees what it saw then."""
+        seed = self._seeds[key] if key in self._seeds else self._next_seed()
         pending, _ = self._connected(key)
         if pending:
-            with _disable_current_modes(), _TORCH_RNG.preserved(self._fixed_seeds.get(key, seed)), torch.no_grad():
+            with _disable_current_modes(), _TORCH_RNG.preserved(seed), torch.no_grad():
                 for index in sorted(pending):
-                    pending[index].run(self._to_real, self._storages)
+                    self._run(pending[index])
 
-    def _connected(self, key: int) -> tuple[dict[int, RecordedOp], set[int]]:
+    def _connected(self, key: int) -> tuple[dict[int, _RecordedOp], set[int]]:
         """Operations not yet run that are connected with a storage, by index, and all storages on the way to them.
 
         Two storages are connected when one operation touches both.
         """
-        pending: dict[int, RecordedOp] = {}
+        pending: dict[int, _RecordedOp] = {}
         todo, seen = [key], set[int]()
         while todo:
             key = todo.pop()
@@ -219,34 +227,57 @@ class InitTrace(TorchDispatchMode):
             for op in self._ops_by_key.get(key, ()):
                 if not op.has_run and op.index not in pending:
                     pending[op.index] = op
-                    todo.extend(op.touched())
+                    todo.extend(storage._cdata for storage in op.storages())
         return pending, seen
 
+    def _run(self, op: _RecordedOp) -> None:
+        args, kwargs = tree_map(self._to_real, (op.args, op.kwargs))
+        results = [leaf for leaf in tree_leaves(op.func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        for meta, real in zip(op.outputs, results, strict=True):
+            if _key(meta) not in self._values:
+                self._values[_key(meta)] = _storage_like(real, meta)
+        op.has_run, op.args, op.kwargs = True, (), {}
+
     def _to_real(self, leaf: Any) -> Any:
-        if not isinstance(leaf, TensorRef):
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return _CPU if isinstance(leaf, torch.device) else leaf
-        if leaf.key in self._sharded:
+        if self.is_sharded(leaf):
             raise located_error(
-                f"the values of a {self._sharded[leaf.key].description} are used while the model is built (copied, "
+                f"the values of a {self._sharded[_key(leaf)].description} are used while the model is built (copied, "
                 f"or computed with), but it has none yet: they are drawn afterwards, from its name and full shape. "
                 f"Make each layer by its constructor instead of copy.deepcopy, and compute with weights after the build"
             )
-        if leaf.key not in self._storages:
+        if _key(leaf) not in self._values:
             raise located_error("a tensor made while the model was built has no value: it was made on the meta device")
         real = torch.empty(0, dtype=leaf.dtype)
-        real.set_(self._storages[leaf.key], leaf.offset, leaf.size, leaf.stride)
-        if leaf.is_conj:
-            real = real.conj()
-        return real._neg_view() if leaf.is_neg else real
+        real.set_(self._values[_key(leaf)], leaf.storage_offset(), leaf.size(), leaf.stride())
+        real = real.conj() if leaf.is_conj() else real
+        return real._neg_view() if leaf.is_neg() else real
 
 
-def _is_held(storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor has this storage, of which we keep one reference."""
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 1)
-
-
-def _storage_id(tensor: Tensor) -> int:
+def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _as_it_is(leaf: Any) -> Any:
+    """A tensor that stays what it is now: of a meta tensor an alias (``t_()`` and the like change the tensor itself),
+    of memory shared with numpy, to which numpy writes unseen, a copy."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.is_meta:
+        return leaf.detach()
+    return leaf if leaf.untyped_storage().resizable() else leaf.clone()
+
+
+def _storage_like(real: Tensor, meta: Tensor) -> torch.UntypedStorage:
+    """A storage in which ``meta`` is ``real``, whatever strides the operation chose on this device."""
+    size, stride, offset = meta.size(), meta.stride(), int(meta.storage_offset())
+    if (real.size(), real.stride(), real.storage_offset()) == (size, stride, offset):
+        return real.untyped_storage()
+    span = offset + 1 + sum((size - 1) * step for size, step in zip(size, stride, strict=True))
+    buffer = torch.empty(span if size.numel() else 0, dtype=meta.dtype)
+    buffer.as_strided(size, stride, offset).copy_(real)
+    return buffer.untyped_storage()
 
 
 def _needs_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -279,14 +310,9 @@ def _keeps_its_shape(func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwa
 
 
 def _write_refusal(func: Any, spec: ParameterSpec) -> str:
-    if func is _aten.copy_.default:
-        return (
-            f"copy_ (load_state_dict, say) writes to a {spec.description} while the model is built, but a rank makes "
-            f"its shard of a sharded parameter only, afterwards: pass init=Values(tensor) to the layer (see "
-            f"colossus.layers.init), or load with colossus.checkpoint.load_full_state_dict once there is an engine"
-        )
     return (
         f"{func.overloadpacket.__name__} writes to a {spec.description} while the model is built, but a sharded "
         f"parameter draws its initial value from its name and full shape: pass init=... to the layer (see "
-        f"colossus.layers.init) instead of using torch.nn.init on it"
+        f"colossus.layers.init; Values(tensor) for values that exist) instead of using torch.nn.init or "
+        f"load_state_dict on it, or load with colossus.checkpoint.load_full_state_dict once there is an engine"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,28 +23,25 @@ class TensorReplacer:
 
     Args:
         replace: takes a tensor, the name of the module that holds it first, and its name there.
-        dropped: by id, tensors that are left as they are where attributes still refer to them.
+        dropped: ids of tensors that are left as they are where attributes still refer to them.
     """
 
-    def __init__(
-        self, replace: Callable[[Tensor, str, str], Tensor], dropped: Mapping[int, Tensor] | None = None
-    ) -> None:
-        self._replace, self._dropped = replace, dropped or {}
+    def __init__(self, replace: Callable[[Tensor, str, str], Tensor], dropped: Container[int] = ()) -> None:
+        self._replace, self._dropped = replace, dropped
         #: by id, with the tensor itself, so that no other object gets its id
         self._replacements: dict[int, tuple[Tensor, Tensor]] = {}
         self._seen: dict[int, Any] = {}
 
     def run(self, model: nn.Module) -> None:
         modules = list(model.named_modules())
-        for of_layer in (False, True):
-            for path, module in modules:
-                for held in (module._parameters, module._buffers):
-                    for leaf, tensor in list(held.items()):
-                        if tensor is not None and made_by_layer(tensor) is of_layer:
-                            self._look_into_initializers(tensor, path, leaf)
-                            held[leaf] = self._replacement(tensor, path, leaf)
         for path, module in modules:
-            if not stays_on_meta(module):
+            for held in (module._parameters, module._buffers):
+                for leaf, tensor in list(held.items()):
+                    if tensor is not None:
+                        self._look_into_initializers(tensor, path, leaf)
+                        held[leaf] = self._replacement(tensor, path, leaf)
+        for path, module in modules:
+            if "_colossus_on_meta" not in vars(module):
                 attributes = vars(module)
                 for leaf in [leaf for leaf in attributes if leaf not in _OF_MODULES]:
                     attributes[leaf] = self._within(attributes[leaf], path, leaf)
@@ -72,9 +69,7 @@ class TensorReplacer:
         if isinstance(value, tuple):
             items = [self._within(item, path, f"{leaf}.{index}") for index, item in enumerate(value)]
             if any(new is not old for new, old in zip(items, value, strict=True)):
-                # of torch's own kinds (the result of torch.max) a call is the only way
-                is_torchs = hasattr(value, "n_sequence_fields")
-                return type(value)(items) if is_torchs else tuple.__new__(type(value), items)
+                return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value
 
     def _replacement(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
@@ -89,7 +84,3 @@ class TensorReplacer:
 def keep_attributes_on_meta(module: nn.Module) -> None:
     """For ``prepare``: tensors that this module holds as plain attributes are not materialised."""
     vars(module)["_colossus_on_meta"] = True
-
-
-def stays_on_meta(module: nn.Module) -> bool:
-    return "_colossus_on_meta" in vars(module)

@@ -49,7 +49,9 @@ class AxisGroup:
         return "x".join(self.axes) if self.axes else "self"
 
 
-def new_process_group(ranks: Sequence[int], index: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
+def new_process_group(
+    ranks: Sequence[int], index: int, name: str, timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
     """A process group whose members are in the order of ``ranks``. All of them must call, and nobody else.
 
     ``dist.new_group`` names a group by how many this process made before. Ranks that made other numbers of groups would
@@ -59,12 +61,20 @@ def new_process_group(ranks: Sequence[int], index: int, name: str, timeout: time
         ranks: global ranks.
         index: of this process among them.
         name: the same on all of them, and never used before in this world.
+        backend: by default that of the world.
     """
     world = dist.group.WORLD
     assert world is not None
-    backend, store = c10d._world.pg_map[world]
+    of_world, store = c10d._world.pg_map[world]
     group, _ = c10d._new_process_group_helper(
-        len(ranks), index, list(ranks), backend, store, c10d.GroupName(name), timeout=timeout, group_desc=name
+        len(ranks),
+        index,
+        list(ranks),
+        backend or of_world,
+        store,
+        c10d.GroupName(name),
+        timeout=timeout,
+        group_desc=name,
     )
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}

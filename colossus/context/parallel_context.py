@@ -200,9 +200,30 @@ class ParallelContext:
             )
         return group
 
-    def _connect(self, names: tuple[str, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def background_group(self, label: str, timeout: timedelta) -> AxisGroup:
+        """All ranks over gloo, apart from the groups of training: for objects that a thread exchanges meanwhile.
+
+        The first call for a label creates it: all ranks must make it.
+        """
+        group = self._groups.get((label,))
+        if group is None:
+            ranks, process_group = tuple(range(self.world_size)), None
+            if self.world_size > 1 and dist.get_backend() in BACKENDS:
+                process_group = self._connect((label,), ranks, timeout, dist.Backend.GLOO)
+            elif self.world_size > 1:
+                process_group = dist.group.WORLD
+            group = self._groups[(label,)] = AxisGroup((label,), ranks, self.rank, process_group)
+        return group
+
+    def _connect(
+        self,
+        names: tuple[str, ...],
+        ranks: tuple[int, ...],
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+    ) -> dist.ProcessGroup:
         name = f"colossus/{self._number}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
-        process_group = new_process_group(ranks, ranks.index(self.rank), name, self.timeout)
+        process_group = new_process_group(ranks, ranks.index(self.rank), name, timeout or self.timeout, backend)
         self._own_groups.append(process_group)
         if dist.get_backend(process_group) == dist.Backend.GLOO:
             dist.barrier(process_group)  # a rank that ends early must not end one that is still connecting to it

@@ -11,9 +11,9 @@ import torch
 from torch import distributed as dist
 
 from colossus.arithmetic import factors
+from colossus.context.device import require_own_device
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup, set_timeout
-from colossus.context.visible_devices import VARIABLE
 
 #: whose ranks are other processes
 BACKENDS = dist.Backend.GLOO, dist.Backend.NCCL
@@ -102,25 +102,6 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         _stores[master] = store, itertools.count()
     store, worlds = _stores[master]
     return dist.PrefixStore(f"colossus/world{next(worlds)}", store)
-
-
-def require_own_device(store: dist.Store, rank: int, device: torch.device) -> None:
-    """Take the device for this rank: NCCL refuses two ranks on one in its own words, or hangs.
-
-    Args:
-        store: of all ranks, before NCCL is told of them.
-
-    Raises:
-        ValueError: on the second rank that takes it.
-    """
-    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    owner = store.compare_set(f"device/{found}", "", str(rank)).decode() if found is not None else str(rank)
-    if owner != str(rank):
-        raise ValueError(
-            f"ranks {owner} and {rank} are on the same device (GPU-{found}), which NCCL refuses: give each rank a "
-            f"device of its own (what sets {VARIABLE} for the ranks, or --gpus-per-task of srun?), start fewer "
-            f"ranks, or use comm.backend='gloo', under which ranks may share one"
-        )
 
 
 def launched_ranks(caller: str) -> AxisGroup:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from colossus.checkpoint.exported import exported
 from colossus.checkpoint.state_dict import full_state_dict, stream_state_dict
 from colossus.comm.objects import all_gather_object
 from colossus.construct.allocate import trace_constructor
@@ -25,6 +24,7 @@ from colossus.layers.linear import Linear
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import logical_parameters, made_by_layer
 from colossus.nest import tensors
+from colossus.state.replicas import exported
 
 #: the dicts of a module whose values are its hooks, or say more of them by the same keys
 _HOOKS = (

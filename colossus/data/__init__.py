@@ -9,10 +9,8 @@ if TYPE_CHECKING:
     from colossus.data.images import Digits
     from colossus.data.loader import Loader, Loaders, ValidationLoader
     from colossus.data.make_loaders import build_loaders
-    from colossus.data.sampler import sample_indices
     from colossus.data.text import PythonStdlib, TextFolder
-    from colossus.data.tokens import TokenFile
-    from colossus.data.windows import BatchedDataset, TokenWindows, TooLittleData
+    from colossus.data.tokens import BatchedDataset, TokenFile, TokenWindows, TooLittleData
     from colossus.data.words import PythonStdlibWords
 
 __all__ = [
@@ -30,7 +28,6 @@ __all__ = [
     "batch_size_of",
     "build_loaders",
     "map_batch",
-    "sample_indices",
     "slice_batch",
     "split_microbatches",
 ]
@@ -38,7 +35,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "BatchedDataset": "windows",
+        "BatchedDataset": "tokens",
         "Digits": "images",
         "Loader": "loader",
         "Loaders": "loader",
@@ -46,13 +43,12 @@ __getattr__, __dir__ = lazy_names(
         "PythonStdlibWords": "words",
         "TextFolder": "text",
         "TokenFile": "tokens",
-        "TokenWindows": "windows",
-        "TooLittleData": "windows",
+        "TokenWindows": "tokens",
+        "TooLittleData": "tokens",
         "ValidationLoader": "loader",
         "batch_size_of": "batch",
         "build_loaders": "make_loaders",
         "map_batch": "batch",
-        "sample_indices": "sampler",
         "slice_batch": "batch",
         "split_microbatches": "batch",
     },

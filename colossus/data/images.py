@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from colossus.data.windows import SPLITS, BatchedDataset
+from colossus.data.tokens import SPLITS, BatchedDataset
 
 #: of Digits: of every 50 scans the last 10 are held out, so that all writers and all digits are in both parts
 _BLOCK, _HELD_OUT = 50, 10

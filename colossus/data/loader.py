@@ -12,13 +12,88 @@ from typing import Any
 
 import torch
 
-from colossus.data.batch import Batch
-from colossus.data.device_copy import Arrival, DeviceCopy
-from colossus.data.passes import EndOfPass
-from colossus.data.sources import BatchShard, MapSource, Source
+from colossus.data.batch import Batch, to_tensors
+from colossus.data.sampler import BatchShard
+from colossus.data.sources import EndOfData, MapSource, Source
 from colossus.data.tokenizer import DatasetTokenizer
+from colossus.nest import map_leaves
 
 log = logging.getLogger("colossus.data")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A batch whose tensors are being copied to the device.
+
+    Attributes:
+        copied: behind the copies, on their stream; None where there is nothing to wait for.
+        tensors: what was copied there.
+    """
+
+    batch: Batch
+    copied: torch.cuda.Event | None
+    tensors: tuple[torch.Tensor, ...]
+
+    def get(self) -> Batch:
+        """The batch, for work that is queued on the current stream from here on. The host does not wait."""
+        if self.copied is not None and self.tensors:
+            here = torch.cuda.current_stream(self.tensors[0].device)
+            here.wait_event(self.copied)
+            for tensor in self.tensors:
+                tensor.record_stream(here)  # its memory belongs to the stream of the copies
+        return self.batch
+
+
+class DeviceCopy:
+    """Puts batches on one device. Off CUDA that happens at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+        #: behind the copies out of pinned memory of the user's own, which they may fill again
+        self._reads_theirs: torch.cuda.Event | None = None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.device.type == "cuda"
+
+    def start(self, batch: Batch) -> Arrival:
+        """Copy a batch, of which numpy arrays of numbers become tensors."""
+        if self.device.type != "cuda":
+            return Arrival(to_tensors(batch, self.device), None, ())
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        copied: list[torch.Tensor] = []
+        theirs = False
+
+        def send(leaf: Any) -> Any:
+            nonlocal theirs
+            if not isinstance(leaf, torch.Tensor) or not _can_be_pinned(leaf):
+                return leaf
+            if leaf.is_pinned():
+                theirs = True
+            else:
+                leaf = torch.empty_like(leaf, pin_memory=True).copy_(leaf)
+            copied.append(leaf.to(self.device, non_blocking=True))
+            return copied[-1]
+
+        with torch.cuda.stream(self._stream):
+            on_device = map_leaves(send, to_tensors(batch))
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        if theirs:
+            self._reads_theirs = event
+        return Arrival(to_tensors(on_device, self.device), event, tuple(copied))
+
+    def let_go(self) -> None:
+        """Wait until nothing reads the user's own pinned memory any more: what they read next may be written to it."""
+        if self._reads_theirs is not None:
+            self._reads_theirs.synchronize()
+            self._reads_theirs = None
+
+
+def _can_be_pinned(leaf: torch.Tensor) -> bool:
+    return leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.requires_grad and leaf.numel() > 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +191,7 @@ class Loader:
         self._copy.let_go()
         try:
             batch = self.source.read()
-        except EndOfPass:
+        except EndOfData:
             raise StopIteration from None
         return self._copy.start(batch)
 
@@ -175,11 +250,6 @@ class ValidationLoader:
         self._copy = DeviceCopy(device)
         self._reads_ahead = self._copy.is_asynchronous and source.may_be_read_ahead
 
-    @property
-    def num_batches(self) -> int | None:
-        """Batches of one evaluation; None for a stream, whose length is not known."""
-        return self.source.num_steps if isinstance(self.source, MapSource) else None
-
     def __iter__(self) -> Iterator[Batch]:
         self.source.seek(0)
         before: Arrival | None = None
@@ -187,7 +257,7 @@ class ValidationLoader:
             self._copy.let_go()
             try:
                 arrival = self._copy.start(self.source.read())
-            except EndOfPass:
+            except EndOfData:
                 break
             if not self._reads_ahead:
                 yield arrival.get()
@@ -209,7 +279,6 @@ class Loaders:
         description: one or two lines for the log.
         validation_missing: why there is no validation data, when there is none.
         tokenizer: what the training data says of its ids; None where it says nothing.
-        tokenizer_missing: why what it says cannot be recorded.
     """
 
     train: Loader
@@ -217,4 +286,3 @@ class Loaders:
     description: str
     validation_missing: str | None = None
     tokenizer: DatasetTokenizer | None = None
-    tokenizer_missing: str | None = None

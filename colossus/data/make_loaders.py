@@ -2,23 +2,112 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import inspect
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
-from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.config import Config, model_options
-from colossus.data.from_config import DataSpec, make_source, parse_data
+from colossus.config.schema import READING_OPTIONS
+from colossus.config.section import Named
 from colossus.data.loader import Loader, Loaders, ValidationLoader
-from colossus.data.passes import ONE_PASS
-from colossus.data.sampler import local_batch_size
-from colossus.data.sources import BatchShard, MapSource, Source
-from colossus.data.streams import StreamSource
-from colossus.data.tokenizer import DatasetTokenizer, dataset_tokenizer
-from colossus.data.windows import TooLittleData
+from colossus.data.sampler import BatchShard, local_batch_size
+from colossus.data.sources import MapSource, ReadingOptions, Source
+from colossus.data.streams import BatchStream, SampleStream, WorkerStream
+from colossus.data.tokenizer import require_same_tokens, tokenizer_of
+from colossus.data.tokens import TooLittleData
 from colossus.random import check_seed
+from colossus.registry import DATASETS, nearest
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What a config says about its data: ``dict(type=..., **options)`` taken apart.
+
+    Args:
+        name: what messages call it.
+        factory: what makes the data; None when the config holds the data itself.
+        instance: the data itself, without a factory.
+        options: arguments of ``factory``.
+        reading_options: how it is read, as of `ReadingOptions`.
+        validation: what the config says about validation data; `DataSpec.UNSET` when it says nothing.
+    """
+
+    UNSET = object()
+
+    name: str
+    factory: Any = None
+    instance: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    reading_options: dict[str, Any] = field(default_factory=dict)
+    validation: Any = UNSET
+
+    @property
+    def takes_split(self) -> bool:
+        """Whether the factory makes the validation data too."""
+        return self.factory is not None and "split" not in self.options and "split" in _parameters(self.factory)
+
+    def build(self, defaults: Mapping[str, Any]) -> Any:
+        """The data itself.
+
+        Args:
+            defaults: arguments for the factory: it gets those that it names, are not None, and are not in the config.
+
+        Raises:
+            ValueError: an option the factory does not know (names the nearest), or one that it needs and lacks.
+        """
+        if self.factory is None:
+            return self.instance
+        parameters = _parameters(self.factory)
+        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        known = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
+        for option in self.options:
+            if option not in known and parameters and not open_ended:
+                hint = nearest(option, known)
+                raise ValueError(
+                    f"data: {self.name} has no option {option!r}."
+                    + (f" Did you mean {hint!r}?" if hint else "")
+                    + f" Known: {', '.join([*known, *READING_OPTIONS, 'validation'])}."
+                )
+        given = {name: value for name, value in defaults.items() if name in known and value is not None} | self.options
+        for name in known:
+            if parameters[name].default is inspect.Parameter.empty and name not in given:
+                raise ValueError(f"data: {self.name} needs {name!r}: set data.{name}")
+        return self.factory(**given)
+
+
+def parse_data(data: Any) -> DataSpec:
+    """What a config holds under ``data``: a registered name, ``dict(type=...)``, a callable or the data itself."""
+    if data is None:
+        raise ValueError("no data: set data = dict(type='PythonStdlib'), or hand over a dataset or a DataLoader")
+    if isinstance(data, Named):
+        data = {"type": data.type, **data.options}
+    options = dict(data) if isinstance(data, Mapping) else {"type": data}
+    kind = options.pop("type", None)
+    if kind is None:
+        raise ValueError(f"data needs a 'type': dict(type=..., **options); known: {', '.join(DATASETS.names())}")
+    kind = DATASETS.get(kind) if isinstance(kind, str) else kind
+    name = getattr(kind, "__name__", type(kind).__name__)
+    is_instance = _is_data(kind)
+    if not is_instance and not callable(kind):
+        raise ValueError(
+            f"data is a {name}, which is neither dict(type=..., **options), nor a dataset (__getitem__ and __len__), "
+            f"an IterableDataset, a DataLoader, an iterable of batches or a callable that gives one"
+        )
+    # a factory with a parameter of such a name gets the option itself
+    parameters = {} if is_instance else _parameters(kind)
+    reading_options = {key: options.pop(key) for key in READING_OPTIONS if key in options and key not in parameters}
+    validation = DataSpec.UNSET if "validation" in parameters else options.pop("validation", DataSpec.UNSET)
+    if not is_instance:
+        return DataSpec(name, kind, None, options, reading_options, validation)
+    if options:
+        raise ValueError(f"data: {name} is made already and takes no option {', '.join(options)}")
+    return DataSpec(name, None, kind, {}, reading_options, validation)
 
 
 def build_loaders(
@@ -40,17 +129,16 @@ def build_loaders(
         data: one of
 
             * ``dict(type=name or callable, **options)`` or a name of `colossus.registry.DATASETS`;
-            * a map-style dataset (``__getitem__`` and ``__len__``; lists too), read in the order of `sample_indices`;
+            * a map-style dataset (``__getitem__`` and ``__len__``; lists too), read in the order of `SampleOrder`;
             * an IterableDataset: every rank must see the same stream; each data rank keeps its shard of each batch;
             * a DataLoader, or any iterable of ready batches: taken as it is. Its batches hold ``global_batch_size``
-              samples (each data rank takes its slice), or that over ``data_size`` when its sampler is per rank;
+              samples (each data rank takes its slice), or that over ``data_size`` with a DistributedSampler or
+              ``per_rank=True``;
             * a callable that gives one of these. It gets those of the arguments below, and ``split``, that
               it names; with ``split`` it is called for ``"train"`` and for ``"validation"``.
 
-            In the dict also: ``num_workers`` and ``collate_fn`` for datasets; ``per_rank=True`` for batches that
-            differ between data ranks; ``read_ahead=False`` for data that depends on the steps before it (else, on
-            CUDA, one batch more than was taken is read and copied); ``validation``: None or False for none, a dict of
-            options in place of those for training, or data of any kind above.
+            In the dict also `ReadingOptions`; ``validation``: None or False for none, a dict of options in place of
+            those for training, or data of any kind above.
         eval_batch_size: samples of a validation batch over all data ranks, ``global_batch_size`` when not given.
 
     Raises:
@@ -70,14 +158,13 @@ def build_loaders(
         "data_size": data_size,
         "seq_len": seq_len,
         "vocab_size": vocab_size,
+        "pairs": pairs,
     }
-    if pairs is not None:
-        defaults["pairs"] = pairs
     spec = parse_data(data)
     train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, endless=True)
     train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
     _check_vocabulary(train_data, vocab_size)
-    train = Loader(make_source(train_data, train_shard, spec.reading_options), shard=train_shard, device=device)
+    train = Loader(_make_source(train_data, train_shard, spec.reading_options), shard=train_shard, device=device)
     if isinstance(train.source, MapSource) and train.source.num_samples < global_batch_size:
         raise ValueError(
             f"{type(train_data).__name__} has {train.source.num_samples} samples, fewer than train.global_batch_size = "
@@ -88,12 +175,16 @@ def build_loaders(
     eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False)
     source, eval_data, missing = _validation(spec, {**defaults, "split": "validation"}, eval_shard)
     _check_vocabulary(eval_data, vocab_size)
-    _check_own_place(train.source, source)
-    tokenizer, not_recorded = _told_tokenizer(train_data)
-    _check_same_tokens(tokenizer, getattr(eval_data, "tokenizer", None))
+    if eval_data is train_data and getattr(getattr(source, "passes", None), "stateful", None) is not None:
+        raise ValueError(
+            f"data.validation and the training data are one {type(train_data).__name__}, which keeps one place by its "
+            f"state_dict: each evaluation would move training elsewhere; give data.validation an object of its own"
+        )
+    tokenizer = tokenizer_of(train_data)
+    require_same_tokens(tokenizer, getattr(eval_data, "tokenizer", None))
     description = f"train: {_describe(train_data)}; validation: {missing or _describe(eval_data)}"
     validation = None if source is None else ValidationLoader(source, shard=eval_shard, device=device)
-    return Loaders(train, validation, description, missing if source is None else None, tokenizer, not_recorded)
+    return Loaders(train, validation, description, missing if source is None else None, tokenizer)
 
 
 def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, device: torch.device | str) -> Loaders:
@@ -132,14 +223,14 @@ def _validation(spec: DataSpec, defaults: dict[str, Any], shard: BatchShard) -> 
     if wanted is not DataSpec.UNSET:
         chosen = _validation_spec(spec, wanted)
         data = chosen.build(defaults if chosen.takes_split else {**defaults, "split": None})
-        return _eval_source(data, shard, chosen.reading_options), data, None
+        return _make_source(data, shard, chosen.reading_options), data, None
     if not spec.takes_split:
         return None, None, "none (give data.validation, or a type that takes split='validation')"
     try:
         data = spec.build(defaults)
     except TooLittleData as error:
         return None, None, f"none ({error})"
-    return _eval_source(data, shard, spec.reading_options), data, None
+    return _make_source(data, shard, spec.reading_options), data, None
 
 
 def _validation_spec(spec: DataSpec, wanted: Any) -> DataSpec:
@@ -151,24 +242,6 @@ def _validation_spec(spec: DataSpec, wanted: Any) -> DataSpec:
     return parse_data(wanted)
 
 
-def _eval_source(data: Any, shard: BatchShard, reading_options: dict[str, Any]) -> Source:
-    source = make_source(data, shard, reading_options)
-    if isinstance(source, StreamSource) and source.passes.is_one_pass:
-        raise ValueError(f"data.validation: {source.passes.name} {ONE_PASS}, because every evaluation reads it anew")
-    return source
-
-
-def _check_own_place(train: Source, validation: Source | None) -> None:
-    if not isinstance(train, StreamSource) or not isinstance(validation, StreamSource):
-        return
-    stateful = train.passes.stateful
-    if stateful is not None and stateful is validation.passes.stateful:
-        raise ValueError(
-            f"data.validation and the training data are one {train.passes.name}, which keeps one place by its "
-            f"state_dict: each evaluation would move training elsewhere; give data.validation an object of its own"
-        )
-
-
 def _check_vocabulary(data: Any, vocab_size: int | None) -> None:
     largest = getattr(data, "vocab_size", None)
     if vocab_size is not None and isinstance(largest, int) and largest > vocab_size:
@@ -176,34 +249,6 @@ def _check_vocabulary(data: Any, vocab_size: int | None) -> None:
             f"the data has token ids up to {largest - 1} (a vocabulary of {largest}), but model.vocab_size = "
             f"{vocab_size}: set model.vocab_size to {largest} or more"
         )
-
-
-def _check_same_tokens(train: DatasetTokenizer | None, validation: Any) -> None:
-    if train is None or not isinstance(validation, DatasetTokenizer):
-        return
-    if (train.name, train.content) != (validation.name, validation.content):
-        raise ValueError(
-            f"data.validation: its ids are of {validation.path or validation.name}, those of the training data of "
-            f"{train.path or train.name}, and mean other tokens to the model; give both the same tokenizer (data"
-            f".tokenizer, data.validation.tokenizer)"
-        )
-
-
-def _told_tokenizer(data: Any) -> tuple[DatasetTokenizer | None, str | None]:
-    """What data says of its ids, or why that is nothing to be recorded. A user's own dataset may have an attribute
-    ``tokenizer``: "bytes", or the path of a tokenizer.json or of a folder with one. It may have a name of another kind
-    there ("gpt2" of the Hub), and an object is its own affair."""
-    told = getattr(data, "tokenizer", None)
-    if isinstance(told, DatasetTokenizer):
-        return told, None
-    if not isinstance(told, str | os.PathLike):
-        return None, None
-    try:
-        return dataset_tokenizer(told, f"the attribute of {type(data).__name__}"), None
-    except ValueError as error:
-        if Path(told).name == TOKENIZER_FILE:
-            raise
-        return None, str(error)
 
 
 def _describe(data: Any) -> str:
@@ -214,3 +259,58 @@ def _describe(data: Any) -> str:
         return f"{name} of length {len(data):,}"
     except TypeError:
         return name
+
+
+def _make_source(data: Any, shard: BatchShard, reading_options: Mapping[str, Any]) -> Source:
+    """The source that reads ``data``: chosen by the kind of object it is."""
+    options = ReadingOptions(**reading_options)
+    source = _source_of(data, shard, options, reading_options)
+    if options.read_ahead is not None:
+        source.may_be_read_ahead = options.read_ahead
+    return source
+
+
+def _source_of(data: Any, shard: BatchShard, options: ReadingOptions, given: Container[str]) -> Source:
+    name = type(data).__name__
+    if isinstance(data, IterableDataset):
+        if options.num_workers > 1:
+            raise ValueError(
+                f"data.num_workers = {options.num_workers}, but {name} is an IterableDataset: each worker would read "
+                f"the whole of it, and every sample would come {options.num_workers} times. num_workers=1 reads it "
+                f"ahead in one process; for more, give a DataLoader of your own around a dataset that shares its "
+                f"samples out by torch.utils.data.get_worker_info()"
+            )
+        stream = SampleStream(data, shard, options)
+        return WorkerStream(stream, options) if options.num_workers else stream
+    if _is_map_style(data):
+        if "per_rank" in given:
+            raise ValueError(
+                f"data.per_rank is for a DataLoader and other data read from the front; each data rank has its own "
+                f"samples of {name}, which is read by number"
+            )
+        if not len(data):
+            raise ValueError(f"{name} has no samples (its length is 0)")
+        return MapSource(data, shard, options)
+    for option in ("collate_fn", "num_workers"):
+        if option in given:
+            raise ValueError(
+                f"data.{option} is for a dataset, but {name} gives ready batches; set it where the batches are made"
+            )
+    if hasattr(data, "__iter__"):
+        return BatchStream(data, shard, options)
+    raise ValueError(f"{name} is neither a dataset (__getitem__ and __len__) nor iterable")
+
+
+def _is_map_style(data: Any) -> bool:
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset)
+
+
+def _is_data(candidate: Any) -> bool:
+    return not isinstance(candidate, type) and (_is_map_style(candidate) or hasattr(candidate, "__iter__"))
+
+
+def _parameters(factory: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # some built-ins have no signature
+        return {}

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,35 +26,90 @@ _ROUNDS = 8
 _MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 _SHIFT = np.uint64(33)
 
-IndexArray = np.ndarray[tuple[int], np.dtype[np.int64]]
+IndexArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def sample_indices(
-    seed: int, step: int, num_samples: int, global_batch_size: int, data_rank: int = 0, data_size: int = 1
-) -> IndexArray:
-    """The samples that data rank ``data_rank`` of ``data_size`` reads at ``step``.
+@dataclass(frozen=True)
+class BatchShard:
+    """The contiguous shard of each global batch that one data rank reads: all that a source knows of the plan.
 
-    Returns:
-        ``[global_batch_size / data_size]`` int64, a contiguous slice of the global batch. The slices of all data ranks
-        in order are the global batch, which does not depend on ``data_size``.
-
-    Raises:
-        ValueError: a negative seed or step, no samples, or a batch that does not divide over the data ranks.
+    Attributes:
+        seed: of the order of samples, and of random numbers that a user's data code draws.
+        global_batch_size: samples of a batch over all data ranks.
+        data_rank: which shard.
+        data_size: number of data ranks; divides ``global_batch_size``.
+        endless: training starts over at the end of the data, validation ends.
     """
-    if step < 0:
-        raise ValueError(f"step = {step} is negative")
-    if num_samples < 1:
-        raise ValueError(f"the dataset has {num_samples} samples; training needs at least one")
-    size = local_batch_size(global_batch_size, data_size)
-    if not 0 <= data_rank < data_size:
-        raise ValueError(f"data_rank = {data_rank} is outside 0..{data_size - 1}")
-    first = step * global_batch_size + data_rank * size
-    positions = first % num_samples + np.arange(size, dtype=np.int64)
-    epochs, offsets = np.divmod(positions, num_samples)
-    out = np.empty(size, dtype=np.int64)
-    for epoch in range(int(epochs[-1]) + 1):
+
+    seed: int
+    global_batch_size: int
+    data_rank: int
+    data_size: int
+    endless: bool
+
+    @property
+    def size(self) -> int:
+        """Samples of this data rank in a batch."""
+        return self.global_batch_size // self.data_size
+
+    def span(self, size: int) -> tuple[int, int]:
+        """From and up to which sample this data rank has a global batch of this size, which may be a smaller last one.
+
+        Then data ranks may have one sample more or less than others, or none.
+        """
+        return size * self.data_rank // self.data_size, size * (self.data_rank + 1) // self.data_size
+
+    @property
+    def batch_size_name(self) -> str:
+        """What messages call ``global_batch_size``."""
+        return "train.global_batch_size" if self.endless else "the validation batch size (train.eval_batch_size)"
+
+
+class SampleOrder:
+    """Which samples of a dataset make up the batches of one data rank: from the endless sequence of all epochs in
+    training, from first to last in validation. Many steps are computed at once, because few take as long."""
+
+    _AT_ONCE = 4096
+
+    def __init__(self, shard: BatchShard, num_samples: int) -> None:
+        self.shard, self.num_samples = shard, num_samples
+        self._num_steps = max(1, min(self._AT_ONCE, num_samples) // shard.global_batch_size)
+        #: a number of steps that follow each other, and this data rank's samples of each
+        self._block: tuple[int, IndexArray] | None = None
+
+    def span(self, step: int) -> tuple[int, int]:
+        """From and up to which place of the global batch of a step this data rank's samples are."""
+        whole = self.shard.global_batch_size
+        return self.shard.span(whole if self.shard.endless else min(whole, self.num_samples - step * whole))
+
+    def indices(self, step: int, span: tuple[int, int]) -> IndexArray:
+        """The samples of a step; of a validation batch those of any span."""
+        shard, places = self.shard, np.arange(*span)
+        if not shard.endless:
+            return step * shard.global_batch_size + places
+        block, row = divmod(step, self._num_steps)
+        if self._block is None or self._block[0] != block:
+            steps = block * self._num_steps + np.arange(self._num_steps)
+            positions = steps[:, None] * shard.global_batch_size + places
+            self._block = block, samples_at(shard.seed, positions, self.num_samples)
+        return self._block[1][row]
+
+    def seeds(self, step: int, span: tuple[int, int], indices: IndexArray) -> list[int]:
+        """For each of these samples a 63-bit seed of the random numbers that are drawn while it is read: a function of
+        (seed, epoch, index)."""
+        epochs = (step * self.shard.global_batch_size + np.arange(*span)) // self.num_samples
+        keys = np.array([_seed_key(self.shard.seed, epoch) for epoch in epochs.tolist()], np.uint64)
+        seeds: list[int] = (_hash(indices.astype(np.uint64), keys) >> np.uint64(1)).tolist()
+        return seeds
+
+
+def samples_at(seed: int, positions: IndexArray, num_samples: int) -> IndexArray:
+    """The samples at ``positions`` (any shape) of the endless sequence of all epochs."""
+    epochs, places = np.divmod(positions, num_samples)
+    out = np.empty_like(positions)
+    for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
-        out[here] = permute(offsets[here], num_samples, seed, first // num_samples + epoch)
+        out[here] = permute(places[here], num_samples, seed, epoch)
     return out
 
 
@@ -91,6 +148,11 @@ def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
     return tuple(seed_words(seed, (0, epoch), _ROUNDS))  # 0: apart from the keys of `derive_seeds`
 
 
+@functools.lru_cache(maxsize=64)
+def _seed_key(seed: int, epoch: int) -> np.uint64:
+    return seed_words(seed, (2, epoch), 1)[0]
+
+
 def _feistel(numbers: np.ndarray, radices: tuple[np.uint64, np.uint64], keys: tuple[np.uint64, ...]) -> np.ndarray:
     """One pass over 0..high*low-1; each round is a bijection whatever its hash is."""
     high, low = radices
@@ -103,7 +165,7 @@ def _feistel(numbers: np.ndarray, radices: tuple[np.uint64, np.uint64], keys: tu
     return left * low + right
 
 
-def _hash(values: np.ndarray, key: np.uint64) -> np.ndarray:
+def _hash(values: np.ndarray, key: np.uint64 | np.ndarray) -> np.ndarray:
     """The finaliser of MurmurHash3 on ``values + key``; uint64 arithmetic wraps."""
     mixed = values + key
     for multiplier in _MULTIPLIERS:

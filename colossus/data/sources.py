@@ -1,4 +1,5 @@
-"""Where batches come from: the interface, and the source that reads samples by number (`MapSource`).
+"""Where batches come from: the interface of a source, the source that reads samples by number (`MapSource`), and the
+worker processes that read ahead.
 
 A source gives this data rank's batch of one step after the other, on the CPU. `colossus.data.streams` has the sources
 that can only be read from the front.
@@ -7,81 +8,93 @@ that can only be read from the front.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
-import numpy as np
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import default_collate as torch_collate
 
-from colossus.data.batch import Batch
-from colossus.data.passes import EndOfPass
-from colossus.data.sampler import sample_indices
-from colossus.data.seeded import SeededBatches, ShardCollate, of_span
-from colossus.data.windows import BatchedDataset
-from colossus.data.worker_loader import WorkerLoader, read_next
+from colossus.data.batch import Batch, slice_batch
+from colossus.data.sampler import BatchShard, SampleOrder
+from colossus.data.tokens import BatchedDataset
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 
 @dataclass(frozen=True)
-class BatchShard:
-    """The contiguous shard of each global batch that one data rank reads: all that a source knows of the plan.
+class ReadingOptions:
+    """How data is read: keys of the config's ``data`` beside the options of the dataset.
 
     Attributes:
-        seed: of the order of samples, and of random numbers that a user's data code draws.
-        global_batch_size: samples of a batch over all data ranks.
-        data_rank: which shard.
-        data_size: number of data ranks; divides ``global_batch_size``.
-        endless: training starts over at the end of the data, validation ends.
+        num_workers: processes that read a dataset ahead of the step; 0: this process reads it.
+        collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
+        per_rank: data that is read from the front differs between data ranks: each reads what is its own, no rank takes
+            a shard of what all read.
+        read_ahead: whether one batch more than was taken may be read, on CUDA. None: where it cannot depend on what
+            was done with the batches before it.
+        seed_samples: whether global random generators are seeded for what is read. None: unless the data has an
+            attribute ``deterministic = True``.
+        multiprocessing_context: how workers are started: ``fork``, ``forkserver`` or ``spawn``; None: as Python does.
+        worker_timeout: seconds in which a batch must come from a worker; 0: any time.
     """
 
-    seed: int
-    global_batch_size: int
-    data_rank: int
-    data_size: int
-    endless: bool
+    num_workers: int = 0
+    collate_fn: Callable[[list[Any]], Batch] | None = None
+    per_rank: bool = False
+    read_ahead: bool | None = None
+    seed_samples: bool | None = None
+    multiprocessing_context: str | None = None
+    worker_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_workers, bool) or not isinstance(self.num_workers, int) or self.num_workers < 0:
+            raise ValueError(f"data.num_workers = {self.num_workers!r} is not a number of processes (an integer >= 0)")
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise ValueError(
+                f"data.collate_fn = {self.collate_fn!r} is not a function from a list of samples to a batch"
+            )
+        for name in ("per_rank", "read_ahead", "seed_samples"):
+            if getattr(self, name) not in (None, True, False):
+                raise ValueError(f"data.{name} = {getattr(self, name)!r} is neither True nor False")
+        if self.multiprocessing_context not in (None, "fork", "forkserver", "spawn"):
+            raise ValueError(
+                f"data.multiprocessing_context = {self.multiprocessing_context!r} is not 'fork', 'forkserver' or "
+                f"'spawn'"
+            )
+        if isinstance(self.worker_timeout, bool) or not isinstance(self.worker_timeout, int | float):
+            raise ValueError(f"data.worker_timeout = {self.worker_timeout!r} is not a number of seconds (0: any)")
+
+    def seeds(self, data: Any) -> bool:
+        """Whether generators are seeded for what is read of ``data``."""
+        return not getattr(data, "deterministic", False) if self.seed_samples is None else self.seed_samples
 
     @property
-    def size(self) -> int:
-        """Samples of this data rank in a batch."""
-        return self.global_batch_size // self.data_size
+    def seeds_collate(self) -> bool:
+        """Whether generators are seeded for the collating of a batch, by this data rank's place in the global batch."""
+        return self.collate_fn is not None and self.seed_samples is not False
 
-    @property
-    def start(self) -> int:
-        """The first of them, counted in the global batch."""
-        return self.data_rank * self.size
 
-    def span(self, size: int) -> tuple[int, int]:
-        """From and up to which sample this data rank has a global batch of this size, which may be a smaller last one.
-
-        Then data ranks may have one sample more or less than others, or none.
-        """
-        return size * self.data_rank // self.data_size, size * (self.data_rank + 1) // self.data_size
-
-    @property
-    def batch_size_name(self) -> str:
-        """What messages call ``global_batch_size``."""
-        return "train.global_batch_size" if self.endless else "the validation batch size (train.eval_batch_size)"
+class EndOfData(Exception):
+    """There is no next batch: the end of validation data, or of training data that cannot start over."""
 
 
 class Source(ABC):
     """Batches of this data rank, step after step. ``step`` is the number of the next one."""
 
     step: int = 0
-    #: what the config says; None where it says nothing
-    read_ahead: bool | None = None
-
-    @property
-    def may_be_read_ahead(self) -> bool:
-        """Whether one batch more than was taken may be read unasked."""
-        return self._depends_on_place_only() if self.read_ahead is None else self.read_ahead
-
-    def _depends_on_place_only(self) -> bool:
-        return True
+    #: whether one batch more than was taken may be read unasked
+    may_be_read_ahead: bool = True
 
     @abstractmethod
     def read(self) -> Batch:
-        """The next batch; raises `EndOfPass` when there is none (never for data that starts over)."""
+        """The next batch; raises `EndOfData` when there is none (never for data that starts over)."""
 
     @abstractmethod
     def seek(self, step: int) -> None:
@@ -95,88 +108,175 @@ class Source(ABC):
 
 
 class MapSource(Source):
-    """A dataset with ``__getitem__`` and ``__len__``, read in the order of `sample_indices` (training) or from first to
+    """A dataset with ``__getitem__`` and ``__len__``, read in the order of `SampleOrder` (training) or from first to
     last, of which the last batch may be smaller (validation)."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        shard: BatchShard,
-        *,
-        collate_fn: Callable[[list[Any]], Batch] | None = None,
-        num_workers: int = 0,
-    ) -> None:
+    def __init__(self, dataset: Any, shard: BatchShard, options: ReadingOptions) -> None:
         self.dataset = dataset
-        self.shard = shard
         self.num_samples = len(dataset)
         self.num_steps = None if shard.endless else -(-self.num_samples // shard.global_batch_size)
-        self._order = _Order(shard, self.num_samples)
-        collate = ShardCollate(collate_fn, is_shard=shard.data_size > 1)
-        self._by_step = SeededBatches(dataset, self._order, collate, shard.seed)
-        self._num_workers = num_workers
-        self._reads_batches = isinstance(dataset, BatchedDataset) and collate_fn is None and num_workers == 0
-        self._batches: Iterator[Batch] | None = None
+        self._shard, self._options = shard, options
+        self._by_step = _Batches(dataset, SampleOrder(shard, self.num_samples), options)
+        self._workers: Iterator[Batch] | None = None
 
     def read(self) -> Batch:
         if self.num_steps is not None and self.step >= self.num_steps:
-            raise EndOfPass
-        if self._reads_batches:
-            batch = of_span(
-                lambda start, stop: self.dataset.batch(self._order(self.step, start, stop)),
-                *self._order.span(self.step),
-            )
-        elif self._num_workers:
+            raise EndOfData
+        if self._options.num_workers:
             batch = self._read_from_workers()
         else:
-            with GLOBAL_RNG.preserved():
+            with GLOBAL_RNG.preserved() if self._by_step.is_seeded else nullcontext():
                 batch = self._by_step[self.step]
         self.step += 1
         return batch
 
     def seek(self, step: int) -> None:
         if step != self.step:
-            self._batches = None
+            self._workers = None
         self.step = step
 
     def _read_from_workers(self) -> Batch:
-        if self._batches is None:
+        if self._workers is None:
             steps: Iterable[int] = range(self.step, self.num_steps or 0)
             if self.num_steps is None:
                 steps = itertools.count(self.step)
-            # torch draws the workers' base seed, which they tell by get_worker_info(), from the global generator
-            with GLOBAL_RNG.preserved(derive_seeds(self.shard.seed, (self.shard.data_rank, self.step))[0]):
-                self._batches = iter(WorkerLoader(self._by_step, self._num_workers, steps))
+            seed = derive_seeds(self._shard.seed, (self._shard.data_rank, self.step))[0]
+            self._workers = start_workers(self._by_step, self._options, seed, steps)
         try:
-            return read_next(self._batches)
+            return read_next(self._workers, self._options)
         except BaseException:  # workers were past this step, which is to be read again
-            self._batches = None
+            self._workers = None
             raise
 
 
-@dataclass(frozen=True)
-class _Order:
-    """Which samples make up a batch."""
+class _Batches(Dataset[Any]):
+    """The batches of one data rank, by step: what loader workers hold.
 
-    shard: BatchShard
-    num_samples: int
+    While a sample is read the global generators of torch, `random` and `numpy.random` start from (seed, epoch, index),
+    so that what it draws does not depend on the plan, on workers or on a resume.
 
-    def size(self, step: int) -> int:
-        """Samples of the global batch of a step."""
-        whole = self.shard.global_batch_size
-        return whole if self.shard.endless else min(whole, self.num_samples - step * whole)
+    It must not lead back to the source: an iterator with workers that is freed by the garbage collector instead of by
+    its count takes its queues apart before it can stop the workers, and then waits 5 s for each.
+    """
 
-    def span(self, step: int) -> tuple[int, int]:
-        """From and up to which place of it this data rank's samples are."""
-        return self.shard.span(self.size(step))
+    def __init__(self, dataset: Any, order: SampleOrder, options: ReadingOptions) -> None:
+        self._dataset, self._order = dataset, order
+        self._reads_batches = isinstance(dataset, BatchedDataset) and options.collate_fn is None
+        self._collate = options.collate_fn or torch_collate
+        self._seeds_samples = options.seeds(dataset) and not self._reads_batches
+        self._seeds_collate = options.seeds_collate
+        #: whether reading a batch seeds the global generators
+        self.is_seeded = self._seeds_samples or self._seeds_collate
 
-    def __call__(self, step: int, start: int, stop: int) -> np.ndarray:
-        """Those from place ``start`` to ``stop`` of the global batch of a step."""
-        shard = self.shard
-        if not shard.endless:
-            return step * shard.global_batch_size + np.arange(start, stop)
-        if (start, stop) == (0, shard.global_batch_size):
-            return sample_indices(shard.seed, step, self.num_samples, shard.global_batch_size)
-        assert (start, stop) == (shard.start, shard.start + shard.size)
-        return sample_indices(
-            shard.seed, step, self.num_samples, shard.global_batch_size, shard.data_rank, shard.data_size
-        )
+    def __getitem__(self, step: int) -> Batch:
+        start, stop = self._order.span(step)
+        if start == stop:  # no sample: a batch of one without it, which looks as others do
+            return slice_batch(self._read(step, (0, 1)), 0, 0)
+        return self._read(step, (start, stop))
+
+    def _read(self, step: int, span: tuple[int, int]) -> Batch:
+        indices = self._order.indices(step, span)
+        if self._reads_batches:
+            return self._dataset.batch(indices)
+        if self._seeds_samples:
+            samples = []
+            for index, seed in zip(indices.tolist(), self._order.seeds(step, span, indices), strict=True):
+                GLOBAL_RNG.seed(seed)
+                samples += self._fetch([index])
+        else:
+            samples = self._fetch(indices.tolist())
+        if self._seeds_collate:
+            GLOBAL_RNG.seed(derive_seeds(self._order.shard.seed, (step, span[0]))[0])
+        return self._collate(samples)
+
+    def _fetch(self, indices: list[int]) -> list[Any]:
+        fetch_all = getattr(self._dataset, "__getitems__", None)
+        if callable(fetch_all):  # torch's own convention for datasets that fetch many at once
+            return list(fetch_all(indices))
+        return [self._dataset[index] for index in indices]
+
+
+def start_workers(
+    dataset: Any, options: ReadingOptions, seed: int, sampler: Iterable[Any] | None = None
+) -> Iterator[Any]:
+    """What a dataset gives, one item after the other, uncollated.
+
+    Args:
+        seed: of what workers draw, as torch derives it.
+        sampler: keys of the items, for a dataset that has ``__getitem__``.
+    """
+    method = options.multiprocessing_context or multiprocessing.get_start_method()
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=options.num_workers,
+        collate_fn=_unchanged,
+        worker_init_fn=outlive_stop_signals,
+        multiprocessing_context=method,
+        timeout=options.worker_timeout,
+    )
+    with GLOBAL_RNG.preserved(seed):  # torch draws the workers' base seed from the global generator
+        if method == "fork":
+            return iter(loader)
+        with _blocked_sigterm():
+            return iter(loader)
+
+
+def read_next(workers: Iterator[Any], options: ReadingOptions) -> Any:
+    """The next item. An error ends the workers.
+
+    It is raised without torch's frames. One of them has it as a local, so that it would be in a reference cycle, and
+    with it all workers, which the garbage collector takes 5 s each to end.
+    """
+    try:
+        return next(workers)
+    except StopIteration:
+        raise
+    except BaseException as error:
+        workers._shutdown_workers()  # type: ignore[attr-defined]
+        if str(error).startswith("DataLoader timed out"):
+            raise TimeoutError(
+                f"data.num_workers = {options.num_workers}: no batch came from a data loader worker in "
+                f"{options.worker_timeout:g} s (data.worker_timeout). If no batch takes that long, a worker is locked: "
+                f"it was forked while another thread held a lock (pytorch issue 130610). "
+                f"data.multiprocessing_context='forkserver' starts workers that hold none"
+            ) from None
+        raise error.with_traceback(None) from None
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def outlive_stop_signals(worker: int) -> None:
+    """Let this process, a data loader's worker, end by its rank's SIGTERM only. A ``worker_init_fn``.
+
+    A batch system that ends a job tells all of its processes, also those that read data; but the rank they read for has
+    a step to finish.
+    """
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # on macOS who has sent it cannot be known
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_told, name="colossus-sigterm", daemon=True).start()
+
+
+def _end_when_told() -> None:
+    rank = multiprocessing.parent_process()  # not the process above where a server has forked this one
+    assert rank is not None
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
+        pass
+    os._exit(0)
+
+
+@contextmanager
+def _blocked_sigterm() -> Iterator[None]:
+    """Processes that are started here, with an interpreter of their own, begin with SIGTERM blocked, and so do the
+    threads that their imports start: any thread that takes it ends the process."""
+    resource_tracker.ensure_running()  # which the first process started needs, and whose start unblocks it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -17,7 +17,7 @@ import numpy as np
 
 from colossus.checkpoint.manifest import BYTES
 from colossus.data.tokenizer import dataset_tokenizer
-from colossus.data.windows import TokenWindows, TooLittleData, check_split
+from colossus.data.tokens import TokenWindows, check_split
 
 STDLIB_FRACTION = 0.05
 # Tests, and what other packages or the build of this Python put there: it differs between machines of one version.
@@ -50,7 +50,7 @@ class _TextWindows(TokenWindows):
         check_split(split, fraction, name)
         self.tokenizer = dataset_tokenizer(BYTES if tokenizer is None else tokenizer, name)
         assert self.tokenizer is not None
-        chosen, texts, held_out = texts_of_split(files, fraction, split, whole_letters=self.tokenizer.name != BYTES)
+        chosen, texts, held_out = texts_of_split(files, fraction, split)
         text = b"".join(texts)
         if self.tokenizer.name == BYTES:
             ids, vocab_size = np.frombuffer(text, dtype=np.uint8), 256
@@ -189,20 +189,13 @@ def _first_bytes(files: list[TextFile], max_bytes: int) -> list[TextFile]:
     return out
 
 
-def texts_of_split(
-    files: list[TextFile], fraction: float, split: str, *, whole_letters: bool
-) -> tuple[list[TextFile], list[bytes], str]:
-    """The files of a split, the text that it has of each, and whether "files" are held out or the "tail" of all.
-
-    Args:
-        whole_letters: a tail begins with a whole character of UTF-8.
-    """
+def texts_of_split(files: list[TextFile], fraction: float, split: str) -> tuple[list[TextFile], list[bytes], str]:
+    """The files of a split, the text that it has of each, and whether "files" are held out or the "tail" of all."""
     chosen, held_out = _one_split(files, fraction, split)
     texts = [_read(file) for file in chosen]
     if held_out == "tail":
         length = sum(map(len, texts))
-        halves = _cut(texts, length - round(length * fraction), whole_letters=whole_letters)
-        texts = halves[split == "validation"]
+        texts = _cut(texts, length - round(length * fraction))[split == "validation"]
     return chosen, texts, held_out
 
 
@@ -215,18 +208,11 @@ def _one_split(files: list[TextFile], fraction: float, split: str) -> tuple[list
     return files, "tail"
 
 
-def _cut(texts: list[bytes], at: int, *, whole_letters: bool) -> tuple[list[bytes], list[bytes]]:
-    """Texts up to a byte of all of them and from there on, each with its part of the text that the byte is in.
-
-    Args:
-        whole_letters: the cut is before the character of UTF-8 in which the byte is.
-    """
+def _cut(texts: list[bytes], at: int) -> tuple[list[bytes], list[bytes]]:
+    """Texts up to a byte of all of them and from there on, each with its part of the text that the byte is in."""
     for number, text in enumerate(texts):
         if at < len(text):
-            start = at
-            while whole_letters and start and at - start < 3 and text[start] & 0xC0 == 0x80:
-                start -= 1
-            return [*texts[:number], text[:start]], [text[start:], *texts[number + 1 :]]
+            return [*texts[:number], text[:at]], [text[at:], *texts[number + 1 :]]
         at -= len(text)
     return texts, []
 
@@ -243,6 +229,3 @@ def _read(file: TextFile) -> bytes:
             return stream.read(file.size)
     except OSError as error:
         raise ValueError(f"cannot read {file.path}: {error.strerror or error}") from error
-
-
-__all__ = ["PythonStdlib", "TextFolder", "TooLittleData"]

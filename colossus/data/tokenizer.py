@@ -1,12 +1,14 @@
-"""How text becomes token ids: as bytes, or by a ``tokenizer.json`` of Hugging Face, whose ids are kept on the disk."""
+"""How text becomes token ids: as bytes, or by a ``tokenizer.json`` of Hugging Face. Ids that were made once are kept on
+the disk."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
-from colossus.data.token_cache import kept_ids
 
 #: changes what is kept on the disk: files of another number are not read
 _VERSION = 2
-#: bytes of text that are encoded at a time
-_AT_ONCE = 1 << 22
+#: texts that are encoded at a time
+_AT_ONCE = 256
+
+Ids = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class DatasetTokenizer:
     def sha256(self) -> str:
         return hashlib.sha256(self.content).hexdigest()
 
-    def encode(self, texts: Sequence[bytes], title: str) -> np.ndarray[Any, Any]:
+    def encode(self, texts: Sequence[bytes], title: str) -> Ids:
         """The ids of texts, one behind the other, [ids] uint16 or uint32; without special tokens.
 
         Each text is UTF-8, in which invalid bytes become U+FFFD. Ids that were made once are kept for all
@@ -59,35 +62,15 @@ class DatasetTokenizer:
             key.update(hashlib.sha256(text).digest())
         return kept_ids(key.hexdigest(), lambda: self._encode(texts, title))
 
-    def _encode(self, texts: Sequence[bytes], title: str) -> np.ndarray[Any, Any]:
+    def _encode(self, texts: Sequence[bytes], title: str) -> Ids:
         encoder = load_tokenizer(self.content, f"{title}: tokenizer {str(self.path)!r}")
         largest = max(encoder.get_vocab(with_added_tokens=True).values(), default=0)
         dtype = np.uint16 if largest < 1 << 16 else np.uint32
-        parts, done, total = [np.zeros(0, dtype)], 0, sum(map(len, texts))
-        is_told = total > _AT_ONCE and sys.stderr.isatty()
-        for some in _together(texts):
-            if is_told:
-                print(
-                    f"\r{title}: {done / 1e6:.0f} of {total / 1e6:.0f} MB encoded", end="", file=sys.stderr, flush=True
-                )
-            decoded = [text.decode("utf-8", "replace") for text in some]
+        parts = [np.zeros(0, dtype)]
+        for start in range(0, len(texts), _AT_ONCE):
+            decoded = [text.decode("utf-8", "replace") for text in texts[start : start + _AT_ONCE]]
             parts += [np.array(each.ids, dtype) for each in encoder.encode_batch(decoded, add_special_tokens=False)]
-            done += sum(map(len, some))
-        if is_told:
-            print(f"\r{'':<{len(title) + 40}}\r", end="", file=sys.stderr, flush=True)
         return np.concatenate(parts)
-
-
-def _together(texts: Sequence[bytes]) -> Iterator[list[bytes]]:
-    some: list[bytes] = []
-    size = 0
-    for text in texts:
-        some.append(text)
-        size += len(text)
-        if size >= _AT_ONCE:
-            yield some
-            some, size = [], 0
-    yield some
 
 
 def load_tokenizer(content: bytes, title: str) -> Any:
@@ -138,3 +121,62 @@ def dataset_tokenizer(given: str | os.PathLike[str] | None, title: str) -> Datas
     if not content.lstrip().startswith(b"{"):
         raise ValueError(f"{title}: tokenizer = {str(given)!r}: {file} is no {TOKENIZER_FILE} (it is no JSON object)")
     return DatasetTokenizer(TOKENIZER_FILE, content, file)
+
+
+def tokenizer_of(data: Any) -> DatasetTokenizer | None:
+    """What data says of its ids by an attribute ``tokenizer``, where that can be recorded.
+
+    Of a user's own dataset that is "bytes", or the path of a tokenizer.json or of a folder with one. A name of another
+    kind ("gpt2" of the Hub), or an object, is its own affair.
+    """
+    named = getattr(data, "tokenizer", None)
+    if isinstance(named, DatasetTokenizer):
+        return named
+    if named == BYTES or (isinstance(named, str | os.PathLike) and Path(named).expanduser().exists()):
+        return dataset_tokenizer(named, f"the attribute of {type(data).__name__}")
+    return None
+
+
+def require_same_tokens(train: DatasetTokenizer | None, validation: Any) -> None:
+    """Raise ValueError where the ids of training and validation data mean other tokens."""
+    if train is None or not isinstance(validation, DatasetTokenizer):
+        return
+    if (train.name, train.content) != (validation.name, validation.content):
+        raise ValueError(
+            f"data.validation: its ids are of {validation.path or validation.name}, those of the training data of "
+            f"{train.path or train.name}, and mean other tokens to the model; give both the same tokenizer (data"
+            f".tokenizer, data.validation.tokenizer)"
+        )
+
+
+def kept_ids(key: str, make: Callable[[], Ids]) -> Ids:
+    """What ``make`` gives, [ids] uint16 or uint32; memory-mapped where it has been made for this key before.
+
+    Kept in ``$XDG_CACHE_HOME/colossus/tokens`` (``~/.cache``); a file that cannot be read is made again.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "colossus" / "tokens"
+    kept = folder / f"{key}.npy"
+    if (found := _read(kept)) is not None:
+        return found
+    ids = make()
+    with contextlib.suppress(OSError):  # a folder that cannot be written to, or is full: the ids are in memory
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{uuid.uuid4().hex}.npy"
+        try:
+            with temporary.open("wb") as file:
+                np.save(file, ids, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(kept)
+        finally:
+            temporary.unlink(missing_ok=True)
+    found = _read(kept)
+    return ids if found is None else found
+
+
+def _read(file: Path) -> Ids | None:
+    try:
+        ids = np.load(file, mmap_mode="r", allow_pickle=False)
+    except Exception:  # numpy raises many: EOFError, ValueError, tokenize.TokenError, ..
+        return None
+    return ids if isinstance(ids, np.memmap) and ids.ndim == 1 and ids.dtype in (np.uint16, np.uint32) else None

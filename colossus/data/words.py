@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from colossus.data.text import STDLIB_FRACTION, stdlib_files, texts_of_split
-from colossus.data.token_cache import Ids, kept_ids
-from colossus.data.windows import SPLITS, TokenWindows, check_split
+from colossus.data.tokenizer import Ids, kept_ids
+from colossus.data.tokens import SPLITS, TokenWindows, check_split
 
 #: an identifier, a number, the end of some lines, or a sign
 _WORD = re.compile(r"[^\W\d]\w*|\d[\w.]*|\n+|[^\w\s]")
@@ -120,7 +120,7 @@ def pair_buckets(ids: np.ndarray, num_buckets: int) -> np.ndarray:
 def _encoded(max_bytes: int | None) -> tuple[dict[str, Ids], str]:
     """The ids of both splits, and the digest of their text."""
     files = stdlib_files(1 << 62 if max_bytes is None else max_bytes, "PythonStdlibWords")
-    texts = {split: texts_of_split(files, STDLIB_FRACTION, split, whole_letters=True)[1] for split in SPLITS}
+    texts = {split: texts_of_split(files, STDLIB_FRACTION, split)[1] for split in SPLITS}
     digest = hashlib.sha256()
     for split in SPLITS:
         for text in texts[split]:

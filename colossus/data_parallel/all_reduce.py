@@ -1,4 +1,4 @@
-"""The default strategy: gradients are all-reduced in buckets, overlapped with backward."""
+"""The default strategy: gradients are all-reduced in buckets, overlapped with backward; in one level, or by hosts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from torch import Tensor, nn
 
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.context.precision import DTYPES
-from colossus.data_parallel.options.exact import AllReduceOptions
+from colossus.data_parallel.options.exact_options import AllReduceOptions, HierarchicalOptions
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.bucket_sum import BucketSum, FlatSum
+from colossus.gradients.bucket_sum import BucketSum, FlatSum, TwoLevelSum
 from colossus.gradients.buckets import LocalSum
-from colossus.gradients.compression import CompressionMemory
+from colossus.gradients.compressed_sum import Bf16Sum, ErrorFeedback, PowerSGD, PowerSum
 from colossus.gradients.hosts import Hosts
-from colossus.gradients.low_sum import LowSum
-from colossus.gradients.parts import ModelParts
-from colossus.gradients.power_sum import PowerSGD, PowerSum
-from colossus.gradients.reduction import GradientReduction
+from colossus.gradients.reduction import GradientReduction, ModelParts
 from colossus.sparse.choice import Survey
 from colossus.sparse.tables import Tables
 from colossus.sparse.usage import Usage
@@ -34,13 +30,13 @@ class AllReduce(Strategy):
 
     Exact; a subclass that is not sums them inside of the replica only.
 
-    With ``compress`` what goes along data is rounded to 16 bits, or to matrices of low rank (1905.13727): replicas stay
+    With ``compress`` what goes along data is rounded to bf16, or to matrices of low rank (1905.13727): replicas stay
     equal, but the sums are not those of one process. What is left out of a step's gradients is added to the next one's
     (error feedback). Sums inside of a replica are exact.
     """
 
     _compress: AllReduceOptions = AllReduceOptions()
-    _memory: CompressionMemory | None = None
+    _feedback: ErrorFeedback | None = None
     #: of tables, in numbers; None where there are none
     usage: Usage | None = None
 
@@ -50,11 +46,6 @@ class AllReduce(Strategy):
     def check_tables(self, found: Survey) -> None:
         if not self.exact or self._compress.compress is not None:
             super().check_tables(found)
-
-    def dense_because(self) -> str:
-        if self._compress.compress is not None:
-            return f"parallel.strategy.compress = {self._compress.compress!r} is of dense gradients"
-        return super().dense_because()
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
         tables = Tables(model, context, self.way_of)
@@ -71,7 +62,7 @@ class AllReduce(Strategy):
         super().setup(store, parts)
         if self._compress.compress is not None:
             self.state_per_replica = True
-            self._memory = CompressionMemory(store.stored, parts.context.rng.seed)
+            self._feedback = ErrorFeedback(store.stored, parts.context.rng.seed)
         self._reduction = self.make_reduction()
         if self.tables is not None:
             dense = [param for param in self.trained if self.tables.of(param) is None]
@@ -102,25 +93,24 @@ class AllReduce(Strategy):
     def sum_of(self, params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
         """How the gradients of a bucket are summed over these axes."""
         options, context = self._compress, self.parts.context
-        if self._memory is None or "data" not in axes:
+        if self._feedback is None or "data" not in axes:
             return FlatSum(context.group(axes))
-        whole = context.group(tuple(axis for axis in axes if axis != "data"))
-        inner, outer = self.levels()
+        replica = tuple(axis for axis in axes if axis != "data")
         if options.compress == "powersgd":
             power = PowerSGD(options.rank, options.start_step, options.warm_start, options.min_compression_rate)
-            return PowerSum(params, whole, inner, outer, power, self._memory)
-        assert options.compress is not None
-        return LowSum(params, whole, inner, outer, DTYPES[options.compress], self._memory)
+            return PowerSum(params, *self.levels(axes), power, self._feedback)
+        return Bf16Sum(params, context.group(replica), *self.levels(("data",)), self._feedback)
 
-    def levels(self) -> tuple[AxisGroup, AxisGroup]:
-        """The data ranks between which nothing is compressed, and those between which all is."""
-        return self.parts.context.group(()), self._data_group
+    def levels(self, axes: tuple[str, ...]) -> tuple[AxisGroup, AxisGroup]:
+        """Of the ranks over these axes, data among them: those that are summed over exactly, and those between which
+        what travels is compressed."""
+        return self.parts.context.group(tuple(axis for axis in axes if axis != "data")), self._data_group
 
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        if self._memory is not None:
-            self._memory.begin(step, self.loss_scale)
+        if self._feedback is not None:
+            self._feedback.begin(step, self.loss_scale)
         if self.tables is not None:
             self.tables.begin_step()
         if self.usage is not None:
@@ -142,11 +132,6 @@ class AllReduce(Strategy):
             self.usage.end()
         self.store.accept_whole_gradients()
 
-    def replica_scalars(self, numbers: Tensor) -> Tensor:
-        numbers = super().replica_scalars(numbers)
-        self._count = numbers[1]
-        return numbers
-
     def step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -156,23 +141,14 @@ class AllReduce(Strategy):
         clip_value: float | None = None,
     ) -> None:
         super().step(optimizer, scale, before_update, found_inf, clip_value)
-        if self._memory is not None:
-            self._memory.end(self._count, found_inf)
+        if self._feedback is not None:
+            self._feedback.end(found_inf)
 
     def local_sums(self) -> list[LocalSum]:
         return self._reduction.local_sums() + ([] if self.tables is None else self.tables.local_sums())
 
     def report(self) -> dict[str, float]:
         return super().report() | (self.usage.report() if self.usage is not None else {})
-
-    def abandon(self) -> None:
-        if self.usage is not None:
-            self.usage.abandon()
-        self._reduction.abandon()
-        if self.tables is not None:
-            self.tables.abandon()
-        if self._memory is not None:
-            self._memory.forget()
 
     def forwards(self) -> AbstractContextManager[None]:
         return nullcontext() if self.tables is None else self.tables.forwards()
@@ -185,18 +161,39 @@ class AllReduce(Strategy):
 
     # -- state ----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._memory is None else {"counts": self._memory.counts()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._memory is None:
-            super().load_state_dict(state)
-        else:
-            self._memory.load_counts(state.get("counts", ()), self.parts.context.device)
-
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
-        return {} if self._memory is None else self._memory.state()
+        return {} if self._feedback is None else self._feedback.state()
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        if self._memory is not None:
-            self._memory.load(state)
+        if self._feedback is not None:
+            self._feedback.load(state)
+
+
+class Hierarchical(AllReduce):
+    """Exact. Gradients are reduce-scattered over the ranks of a host, all-reduced between hosts, and all-gathered over
+    the ranks of a host; else as all-reduce: in buckets, while backward runs.
+
+    Hosts are given (``hosts`` or ``per_host``: neighbours along data share one), or found by what ranks know of the
+    machines they are on. ``compress`` is of what goes between hosts.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = self._compress = HierarchicalOptions(**options)
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        context, per_host = parts.context, self.options.ranks_per_host(parts.context.size("data"))
+        self.hosts = Hosts.found(context) if per_host is None else Hosts.given(context, per_host)
+        super().setup(store, parts)
+
+    def sum_of(self, params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
+        if "data" not in axes or len(self.hosts.sets) == 1:
+            return FlatSum(self.parts.context.group(axes))
+        if self._feedback is not None or self.hosts.per_host == 1:
+            return super().sum_of(params, axes, dtype)
+        return TwoLevelSum(self.hosts.inside(axes), self.hosts.between())
+
+    def hosts_of_rows(self) -> Hosts | None:
+        return self.hosts if self.hosts.are_levels else None
+
+    def levels(self, axes: tuple[str, ...]) -> tuple[AxisGroup, AxisGroup]:
+        return self.hosts.inside(axes), self.hosts.between()

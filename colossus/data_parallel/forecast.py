@@ -17,7 +17,7 @@ from colossus.config.plans import strategy_options
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.make_loaders import loaders_of
-from colossus.data_parallel.options.hybrid import HybridOptions
+from colossus.data_parallel.options.exact_options import HybridOptions
 from colossus.gradients.axes import gradient_sum_axes
 from colossus.layout.parameter import spec_of
 from colossus.registry import MODELS, STRATEGIES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.all_reduce import AllReduce
-from colossus.data_parallel.options.hybrid import HybridOptions
+from colossus.data_parallel.options.exact_options import HybridOptions
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.hosts import Hosts
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 from colossus.sparse.balance import Balance
 from colossus.sparse.choice import Choice, Survey, choose, pattern_problems, way_problems
 
@@ -46,12 +45,6 @@ class Hybrid(AllReduce):
 
     def choices_made(self) -> list[str]:
         return [choice.in_words for choice in self.choices.values()]
-
-    def choices_in_short(self) -> str:
-        by_way: dict[str, list[str]] = {}
-        for name, choice in self.choices.items():
-            by_way.setdefault(choice.way, []).append(name)
-        return ", ".join(f"{way}: {_few(names)}" for way, names in by_way.items())
 
     def _hosts(self, context: ParallelContext) -> Hosts | None:
         per_host = self.options.ranks_per_host(context.size("data"))
@@ -99,7 +92,3 @@ class Hybrid(AllReduce):
 
     def report(self) -> dict[str, float]:
         return super().report() | self._balance.report()
-
-
-def _few(names: Sequence[str]) -> str:
-    return " ".join(names) if len(names) <= 3 else f"{len(names)} tables"

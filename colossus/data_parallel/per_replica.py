@@ -15,7 +15,7 @@ from colossus.data_parallel.options.base import PerReplicaOptions
 from colossus.data_parallel.replica_average import Distance, ReplicaAverage, Share
 from colossus.data_parallel.stop_agreement import StopAgreement
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 
 #: where the requests to stop are in a step's numbers
 _STOP = 3
@@ -80,7 +80,6 @@ class PerReplica(AllReduce):
         self._completed, self._is_apart = step, True
 
     def abandon(self) -> None:
-        super().abandon()
         self._is_apart = False
 
     def replica_scalars(self, numbers: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.context.precision import LOW
 from colossus.data_parallel.parameter_vector import ParameterVector
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import as_shards
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from colossus.data_parallel.engine_queries import EngineQueries
-from colossus.data_parallel.skipped_update import skipping_on_device
+from colossus.comm import collectives
+from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.update import scale_gradients, skipping_on_device
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
-from colossus.gradients.values import values_of
+from colossus.gradients.buckets import LocalSum
+from colossus.gradients.gradient_norm import GradientNorm
+from colossus.gradients.reduction import ModelParts
+from colossus.sparse.choice import Survey
+from colossus.sparse.tables import Tables
+
+#: a backward of inputs and weights (dgrad and wgrad), or one of its halves under a schedule that splits them
+BackwardKind = Literal["backward", "backward_input", "backward_weight"]
 
 
-class Strategy(EngineQueries):
+class Strategy:
     """Base of the data-parallel strategies: this one exchanges nothing.
 
     A *replica* is a whole copy of the model: all ranks but those along ``data``. An *exact* strategy keeps replicas
@@ -32,18 +39,30 @@ class Strategy(EngineQueries):
         finish                                                      they are what the optimizer is to see
         step, and in it update                                      divide, clip, update
         after_step                                                  mix, average, gather
-        abandon                                                     in place of the rest, where something is raised
         report                                                      numbers for the metrics of the step
         state_dict, load_state_dict, parameter_state, load_parameter_state     checkpoints
         close
 
-    and asks what `EngineQueries` answers.
+    and asks for the rest, to which an exact strategy that keeps its parameters on the ranks has nothing to add.
 
     Attributes:
+        exact: whether replicas stay equal, and a step's numbers are those of the global batch.
+        state_per_replica: whether what it keeps (`state_dict`, `parameter_state`) is of each replica, although it is
+            exact; of an inexact one it always is.
+        evaluates: of an inexact one, what is evaluated and exported: the average of the replicas, or each replica's own
+            (exported: the first's).
+        is_averaged: whether parameters are not the replica's own, inside of `evaluation` or `export`.
+        tables: with sparse gradients, of this rank; None where there are none.
+        trained: the stored parameters that training changes: of an inexact strategy each replica has its own.
         on_progress: called where this replica waits for others that go on: nothing is stuck.
         loss_scale: what the losses of the step that runs are multiplied by, set before `begin_step`; None: by nothing.
     """
 
+    exact: ClassVar[bool] = True
+    state_per_replica: bool = False
+    evaluates: Literal["average", "own"] = "own"
+    is_averaged = False
+    tables: Tables | None = None
     loss_scale: Tensor | None = None
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
@@ -117,7 +136,7 @@ class Strategy(EngineQueries):
         """
 
     def abandon(self) -> None:
-        """Forget a step that failed, without a collective."""
+        """A step or an evaluation has failed: nothing but `close` follows, which is to wait for nobody."""
 
     def report(self) -> dict[str, float]:
         """Numbers for the metrics of a step, by name."""
@@ -147,23 +166,148 @@ class Strategy(EngineQueries):
     def close(self) -> None:
         """The run is over: let go of threads and connections."""
 
+    # -- before a step --------------------------------------------------------------------------------------
 
-def scale_gradients(params: Iterable[nn.Parameter], scale: Tensor, clip_value: float | None = None) -> None:
-    """Multiply all gradients in place; then clip their elements to at most ``clip_value``, if that is given."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for param in params:
-        if param.grad is not None:
-            grad = values_of(param.grad)
-            kinds.setdefault((grad.dtype, grad.device), []).append(grad)
-    for (dtype, device), grads in kinds.items():
-        torch._foreach_mul_(grads, scale.to(device, dtype))
-        if clip_value is not None:
-            clip_elements(dtype, grads, clip_value)
+    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
+        """The model of this rank, on the meta device, before its values are drawn: say what is stored how. Collective
+        over all ranks."""
 
+    def check_tables(self, found: Survey) -> None:
+        """The tables of the whole model, before a pipeline cuts it; also called before a process is started.
 
-def clip_elements(dtype: torch.dtype, grads: list[Tensor], largest: float) -> None:
-    """Clip elements in place to at most ``largest`` in absolute value; of complex ones the real and imaginary parts."""
-    if dtype.is_complex:
-        grads = [torch.view_as_real(grad) for grad in grads]
-    torch._foreach_clamp_max_(grads, largest)
-    torch._foreach_clamp_min_(grads, -largest)
+        Raises:
+            ValueError: for tables that this strategy cannot train.
+        """
+        for table in found.untied:
+            raise ValueError(
+                f"table {table.name!r} has sparse=True, but {type(self).__name__} takes dense gradients only, as does "
+                f"compress: leave sparse out, or take parallel.strategy = 'hybrid' or 'all_reduce' without compress"
+            )
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once, before the first step."""
+
+    def choices_made(self) -> list[str]:
+        """Lines for the start of a run: what it has chosen."""
+        return []
+
+    # -- the numbers of a step ------------------------------------------------------------------------------
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """Over which gradients and the step's numbers are summed: all, or those inside of a replica."""
+        context = self.parts.context
+        return context.grid.names if self.exact else context.replica_axes
+
+    def after_backward(self, stage: int, microbatch: int, kind: BackwardKind) -> None: ...
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of each piece of gradients that this rank gave to a collective in this step: which parameters' they are, and
+        the sum of its own numbers before the first collective that took them.
+
+        Read where a gradient turns out not to be finite, to tell on which rank that began. Scalars on the device, a
+        parameter in one piece; what no collective sums is in none.
+        """
+        return []
+
+    def squares_of_step(self, norm: GradientNorm, squares: Tensor) -> Tensor:
+        """What this rank adds to the square of the gradient norm, for each entry of ``norm``: float64 [entries].
+
+        Args:
+            squares: of the gradients that are here, not finite where one of these is not.
+        """
+        return squares
+
+    def replica_scalars(self, numbers: Tensor) -> Tensor:
+        """The step's numbers summed over the replica's ranks, and by an exact strategy over all: float64, 1-D.
+
+        By them the gradients are divided and clipped, so they are never late.
+        """
+        return collectives.all_reduce(numbers, self._step_group, owned=True).wait()
+
+    def replica_count(self, numbers: Tensor) -> Tensor | None:
+        """Of the numbers that `replica_scalars` gave, the count of this replica alone; None where nobody knows it."""
+        return None if self.exact else numbers[1]
+
+    def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
+        """What is logged of step ``step``, over all replicas: float64 [loss sum, count, gradient norm, ..].
+
+        Of an inexact strategy the norm is averaged over replicas and all else is summed, where `is_summed` says so;
+        else they are those of its own replica.
+        """
+        if self.exact:
+            return numbers
+        return self.sum_over_replicas(numbers)
+
+    def sum_over_replicas(self, numbers: Tensor) -> Tensor:
+        """The numbers of a step, each replica's own, over all of them: sums, of the gradient norm the mean.
+        Collective over data."""
+        if self._data_group.size == 1:
+            return numbers
+        total = collectives.all_reduce(numbers.clone(), self._data_group, owned=True).wait()
+        total[2] /= self._data_group.size
+        return total
+
+    def is_summed(self, step: int) -> bool:
+        """Whether what is logged of step ``step`` is of all replicas."""
+        return True
+
+    def agree_on_stop(self, step: int, requests: float) -> float:
+        """Called at the end of each step: the requests to stop that all replicas act on after step ``step``, at the
+        same step.
+
+        Args:
+            requests: of the ranks that `replica_scalars` sums over, from their own request on in every step.
+        """
+        return requests
+
+    def consensus(self) -> dict[str, float]:
+        """How far replicas are apart, where that was found out since the last step (its end, an evaluation):
+        ``consensus_distance``, ``consensus_distance_relative`` (`replica_average.Distance`)."""
+        return {}
+
+    # -- parameters of replicas, or elsewhere ---------------------------------------------------------------
+
+    @property
+    def own_parameters(self) -> bool:
+        """Whether each replica has parameters and an optimizer of its own, which a checkpoint keeps beside those that
+        are evaluated."""
+        return not self.exact
+
+    def sync_point(self) -> None:
+        """All replicas are about to do something together (evaluate, save, end): wait until all have come this far.
+
+        Replicas that wait answer those that do not.
+        """
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Around an evaluation, and around a loop of `Engine.eval_step` or of one's own: inside, parameters and
+        buffers are those that ``evaluates`` says. Collective, by ranks of all replicas; one inside of another changes
+        nothing."""
+        return nullcontext()
+
+    def forwards(self) -> AbstractContextManager[None]:
+        """Around the forwards of one batch of an evaluation, inside of `evaluation`: as many as a rank has, or none.
+        Collective."""
+        return nullcontext()
+
+    def export(self) -> AbstractContextManager[None]:
+        """Around what gives weights away: inside, parameters and buffers are the same in all replicas. Collective, by
+        ranks of all replicas."""
+        return nullcontext()
+
+    def average_addend(self) -> tuple[list[Tensor], float]:
+        """This replica's addend of the average, for each of the stored parameters in ``trained``, and its weight.
+
+        The average is the sum of these over the sum of the weights, over all replicas; what is on its way is counted by
+        who is to get it. The tensors may be the parameters themselves: they are not written to. Called on all ranks of
+        all replicas, since it may be collective.
+        """
+        return [param.detach() for param in self.trained], 1.0
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+        """What an optimizer keeps for each stored parameter, wherever that is. Collective over all ranks."""
+        return optimizer.state
+
+    def parameters_loaded(self) -> None:
+        """Parameters, or the state of their optimizer, were loaded: what is kept of them elsewhere counts no more."""

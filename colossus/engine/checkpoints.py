@@ -1,8 +1,7 @@
-"""The checkpoints of a run: when they are saved, what a save that fails does, where a run goes on."""
+"""The checkpoints of a run: where it goes on, and with what; `save_schedule` saves them."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,16 +10,16 @@ from pathlib import Path
 import torch
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.companions import Companions
+from colossus.checkpoint.assets import Assets
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under_key
 from colossus.checkpoint.matching import Rename, WeightMatch
+from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.sources import find_weights, open_weights
-from colossus.checkpoint.together import on_all_ranks
-from colossus.checkpoint.writer import Save, SavedCheckpoint
+from colossus.checkpoint.writer import Save
 from colossus.comm.objects import broadcast_object
-from colossus.engine.saves import Saves
-from colossus.state.hook_state import SavedHook
+from colossus.engine.save_schedule import SaveSchedule
+from colossus.state.run_values import SavedHook
 from colossus.state.state import State
 
 log = logging.getLogger("colossus.engine")
@@ -29,103 +28,46 @@ log = logging.getLogger("colossus.engine")
 Find = Callable[[dict[Path, CheckpointError]], Path | None]
 
 
-class Checkpoints:
+class Checkpoints(SaveSchedule):
     """Saves and loads the whole state of a run. What is not told otherwise is collective: every rank calls.
 
     `fit` follows the config's section ``checkpoint``. In a loop of your own call `resume` before it and `after_step` in
     it, or `save` and `load` as you like.
 
     Attributes:
-        hooks: whose state belongs to the run; `fit` sets them. Set after a load and before the next step, they take
-            what the checkpoint has of them.
+        hooks: whose state belongs to the run; `fit` sets them. In a loop of your own set them before a load.
         resume_from: what `resume` loads: "auto" (the latest of this run), a folder, None; as the config has it.
         resumed_from: the checkpoint that was loaded, None where none was.
         resumed_plan: the plan it was saved under, in words.
         weights_from: the checkpoint of which weights were loaded, None where none were.
         weights_match: what of it went where.
-        on_progress: called from any thread when a part of a checkpoint was written or read: nothing is stuck.
     """
 
     def __init__(self, state: State) -> None:
-        self._state, self._run, self._config = state, state.run, state.run.config.checkpoint
-        self._saves = Saves(state, lambda: self.on_progress())
+        super().__init__(state)
+        self._has_begun = self._config.weights is None
         self.resume_from = self._config.resume
         self.resumed_from: Path | None = None
         self.resumed_plan = ""
         self.weights_from: Path | None = None
         self.weights_match: WeightMatch | None = None
-        self._has_begun = self._config.weights is None
-        self.on_progress: Callable[[], None] = lambda: None
 
     @property
     def hooks(self) -> Sequence[SavedHook]:
-        return self._state.hook_states.hooks
+        return self._state.hooks
 
     @hooks.setter
     def hooks(self, hooks: Sequence[SavedHook]) -> None:
-        self._state.hook_states.hooks = hooks
+        self._state.hooks = hooks
 
     @property
-    def companions(self) -> Companions:
+    def assets(self) -> Assets:
         """What lies beside the weights in a checkpoint, on the first rank: tokenizer, ids of special tokens, .."""
-        return self._state.companions
-
-    @property
-    def stall_seconds(self) -> float:
-        """That training has waited for checkpoints so far, since the engine was made."""
-        return self._saves.stall_seconds
-
-    @property
-    def root(self) -> Path:
-        """The folder of this run's checkpoints; a ValueError outside of a launch, where the config does not name it."""
-        return self._saves.root
-
-    # -- saving -------------------------------------------------------------------------------------------
+        return self._state.assets
 
     def save(self, *, background: bool | None = None) -> Save:
-        """Start to save the state as it is now, between two steps; waits for the end of the save before.
-
-        In a loop over ``engine.loader`` call it after `train_step`: a batch that was taken and not trained on yet comes
-        again when the run goes on only where the order of the data follows from the step; else a warning says so.
-
-        Args:
-            background: whether the step waits for a copy in memory only; by default as the config has it.
-
-        Returns:
-            What can be waited for; it raises there what went wrong.
-        """
         self.require_begun()
-        return self._saves.save(background=self._config.background if background is None else background)
-
-    def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
-        """Save if ``checkpoint.every`` says so; tell which saves have ended since the last call.
-
-        Args:
-            is_last: no step follows: save what is not saved yet, and wait until it is.
-
-        Raises:
-            CheckpointError: on all ranks, when the save after the last step failed; under ``checkpoint.on_error =
-                "stop"`` after the next step that is due when any did. A later call tries again.
-        """
-        return self._saves.after_step(is_last=is_last)
-
-    def finish(self, patience: float | None = None) -> None:
-        """Wait for the end of the save under way. If it failed, and nobody was told, rank 0 says so in the log.
-
-        Args:
-            patience: seconds after which a silent rank is given up; by default ``comm.timeout_seconds``.
-        """
-        self._saves.finish(patience)
-
-    def close(self) -> None:
-        """`finish`, and let go of the folder."""
-        self._saves.close()
-
-    def during_step(self) -> contextlib.AbstractContextManager[None]:
-        """Around a train step: nothing is saved or loaded inside."""
-        return self._saves.during_step()
-
-    # -- loading ------------------------------------------------------------------------------------------
+        return super().save(background=background)
 
     def begin(self) -> None:
         """Take the weights that ``checkpoint.weights`` names, unless the run may go on somewhere: what a checkpoint has
@@ -165,7 +107,7 @@ class Checkpoints:
             CheckpointError: on all ranks, when it is no whole checkpoint of this model.
         """
         wanted = self.resume_from
-        self._saves.require_root()
+        self._require_root()
         if self.resumed_from is not None:
             return None
         found = None
@@ -193,7 +135,7 @@ class Checkpoints:
 
         Under the plan of the checkpoint the run is bit for bit the one that was saved. Under another all parameters and
         their state are the same to the bit, and what belonged to single ranks (random generators, places in a loader of
-        one's own, buffers, modules and hooks that differ between ranks) goes on as `state/` says of each.
+        one's own, buffers that differ between ranks) is that of the first, or begins anew.
         What the config changes is done: more steps, another precision, lr or weight decay, another order of the data
         (warnings, by one rank). The optimizer must be of the same class.
 
@@ -239,17 +181,14 @@ class Checkpoints:
         for title, patterns in (("only", only), ("grow", grow)):
             if isinstance(patterns, str):
                 raise ValueError(f"load_weights: {title} takes a list of patterns: {title}=[{patterns!r}]")
-        matched: list[WeightMatch] = []
 
         def take(reader: CheckpointReader) -> None:
-            matched.append(
-                self._state.load_weights(
-                    reader, only=only, rename=rename, strict=strict, grow=grow, on_progress=self.on_progress
-                )
+            self.weights_match = self._state.load_weights(
+                reader, only=only, rename=rename, strict=strict, grow=grow, on_progress=self.on_progress
             )
 
         self.weights_from = self._read_newest(lambda damaged: find_weights(path, damaged), take)
-        (self.weights_match,) = matched
+        assert self.weights_match is not None
         if not self.weights_match.is_complete and self._run.context.is_logging_rank:
             log.warning("not loaded from %s: %s", self.weights_from, self.weights_match)
         return self.weights_match
@@ -263,15 +202,15 @@ class Checkpoints:
         if found is not None:
             self.resumed_from = found
             self.weights_from = self.weights_match = None
-            self._saves.goes_on_from(found)
+            self._goes_on_from(found)
         return found
 
     def _read_newest(self, find: Find, take: Callable[[CheckpointReader], None]) -> Path | None:
         """Read what rank 0 finds; if a checksum then shows that it is damaged, what it finds without that."""
-        self._saves.require_between_steps("loaded")
+        self._require_between_steps("loaded")
         self._run.strategy.sync_point()
         self.finish()
-        self._saves.is_changed()
+        self._saved_step = None
         world = self._run.context.group(self._run.context.grid.names)
         damaged: dict[Path, CheckpointError] = {}
         is_first = self._run.context.is_logging_rank

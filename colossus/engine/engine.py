@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,22 +11,17 @@ from torch import Tensor
 
 from colossus.data.loader import Loaders
 from colossus.engine.checkpoints import Checkpoints
-from colossus.engine.eval_metrics import EvalTotals
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.loss_function import LossFunction
-from colossus.engine.loss_scale import LossScaler
 from colossus.engine.optimizer_step import OptimizerStep
-from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.results import EvalResult, EvalSummary, StepResult, addend, signal_of
-from colossus.engine.stages import ModelStages
-from colossus.engine.step_numbers import StepReduction
+from colossus.engine.stages import ModelStages, PipelineRuntime
 from colossus.error_place import add_place
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import Executor, StepTotals
-from colossus.schedule.runtime.observer import StepObserver
 from colossus.state.run import Run
 from colossus.state.state import State
 
@@ -45,6 +41,7 @@ class Engine:
         executor: runs the stages of this rank.
         observers: told of what happens inside of a step; append your own.
         num_parameters: elements of the whole model, a tied parameter counted once.
+        loss_scaler: of fp16, else None.
         run: the parts that have a state, how far it is, and where the launcher keeps what it writes.
         checkpoints: saves and loads all of this.
     """
@@ -52,32 +49,25 @@ class Engine:
     def __init__(
         self,
         run: Run,
-        *,
-        reduction: StepReduction,
         optimizer_step: OptimizerStep,
         pipeline: PipelineRuntime,
         stages: ModelStages,
         executor: Executor,
-        observers: list[StepObserver],
         inputs: Inputs,
+        num_parameters: int,
     ) -> None:
-        self.run, self.config, self.context = run, run.config, run.context
+        self.run, self.config, self.context, self.device = run, run.config, run.context, run.context.device
         self.model, self.optimizer, self.store, self.strategy = run.model, run.optimizer, run.store, run.strategy
-        self.pipeline, self._stages, self.executor, self.observers = pipeline, stages, executor, observers
-        self._reduction = reduction
-        self._optimizer_step = optimizer_step
-        self.inputs = inputs
-        self.device = run.context.device
-        self.num_parameters = 0
-        #: whether a step or an evaluation has failed on this rank
-        self._failed = self._closed = False
+        self.pipeline, self.executor, self.inputs, self.num_parameters = pipeline, executor, inputs, num_parameters
+        self.observers, self.loss_scaler = stages.observers, optimizer_step.loss_scaler
+        self._stages, self._optimizer_step = stages, optimizer_step
+        #: why no step or evaluation may begin
+        self._ended: str | None = None
         #: steps, and forwards of evaluations, so far
         self._num_runs = 0
         self._batch_scope = model_parallel_of(run.context).batch_scope
         self.checkpoints = Checkpoints(State(run, self))
-        self._evaluation = Evaluation(
-            run.model, stages.metrics.names, run.context, self._forward, self._mark_failed, reduction, run.strategy
-        )
+        self._evaluation = Evaluation(run.model, stages.metrics.names, run.context, run.strategy, self._forward)
 
     @property
     def loss_fn(self) -> LossFunction:
@@ -92,15 +82,6 @@ class Engine:
     def completed_steps(self) -> int:
         """Optimizer steps done."""
         return self.run.completed_steps
-
-    @completed_steps.setter
-    def completed_steps(self, completed: int) -> None:
-        self.run.completed_steps = completed
-
-    @property
-    def loss_scaler(self) -> LossScaler | None:
-        """Of fp16, else None."""
-        return self._optimizer_step.loss_scaler
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -149,14 +130,12 @@ class Engine:
         with self.checkpoints.during_step():
             step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
             self._begin_run()
-            check = self._reduction.batch_check
-            check.is_silent = self._observers_compare
-            mark = (
-                check.mark(batch, step_batch.fingerprint) if check.is_needed else None
-            )  # before the model writes to it
+            check, mark = self._optimizer_step.reduction.batch_check, None
+            if check.num_sharing > 1:
+                mark = check.mark(batch, step_batch.fingerprint)  # before the model writes to it
             totals = self.accumulate_gradients(step_batch)
             result = self._optimizer_step.run(self.completed_steps, totals, self.run.stop, mark, self._before_update)
-            self.completed_steps = result.step
+            self.run.completed_steps = result.step
         return result
 
     def accumulate_gradients(self, batch: StepBatch) -> StepTotals:
@@ -167,7 +146,7 @@ class Engine:
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
         self._stages.step = self.completed_steps
-        try:
+        with self._ends_if_it_fails():
             factor = self.loss_scaler.begin_step(batch.whole) if self.loss_scaler is not None else None
             self.strategy.loss_scale = factor
             with as_shards():
@@ -178,20 +157,11 @@ class Engine:
             with as_shards():
                 self.store.end_step()
                 self.strategy.finish()
-        except BaseException:  # a caller that goes on finds no gathered weights and no pending reduction of this step
-            self.store.abandon_step()
-            self.strategy.abandon()
-            self._mark_failed()
-            raise
         return totals
 
     def _before_update(self) -> None:
         for observer in self.observers:
             observer.before_update()
-
-    @property
-    def _observers_compare(self) -> bool:
-        return any(observer.compares_batches for observer in self.observers)
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
@@ -203,33 +173,35 @@ class Engine:
         Raises:
             RuntimeError: after `close`, and after a run that failed.
         """
-        if self._closed:
-            raise RuntimeError("this engine is closed; make a new one")
-        if self._failed:
-            raise RuntimeError(
+        if self._ended is not None:
+            raise RuntimeError(self._ended)
+        self.checkpoints.require_begun()
+        self._num_runs += 1
+
+    @contextmanager
+    def _ends_if_it_fails(self) -> Iterator[None]:
+        """Nothing runs after a failure inside: what the other ranks have done meanwhile is not known."""
+        try:
+            yield
+        except BaseException:
+            self.strategy.abandon()
+            self._ended = self._ended or (
                 "an earlier step or evaluation failed on this rank, and others may wait for what it has left out: "
                 "close this engine and make a new one; with checkpoint.resume it goes on from the newest checkpoint"
             )
-        self.checkpoints.require_begun()
-        self._num_runs += 1
+            raise
 
     def _run(self, actions: Sequence[Action], batch: StepBatch, loss_scale: Tensor | None = None) -> StepTotals:
         """Run the stages of this rank."""
         torch.clear_autocast_cache()  # a block around several steps keeps casts of the weights from before a step
+        is_identified = self.pipeline.partition is not None
+        step_id = (self._num_runs, batch.fingerprint) if is_identified else None
         try:
-            # an observer that compares batches itself says better where they differ
-            is_identified = self.pipeline.partition is not None and not self._observers_compare
-            step_id = (self._num_runs, batch.fingerprint) if is_identified else None
             with self._batch_scope.enter(batch.info):
                 return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
         except BaseException as error:
-            self._mark_failed()
             add_place(error)
             raise
-
-    def _mark_failed(self) -> None:
-        """Nothing runs after this: what the other ranks have done meanwhile is not known."""
-        self._failed = True
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
@@ -239,7 +211,8 @@ class Engine:
         Args:
             batch: as for `train_step`, of any size, which may differ between data ranks; one without samples counts 0.
         """
-        return self._evaluation.one_batch(batch)
+        with self._ends_if_it_fails():
+            return self._evaluation.one_batch(batch)
 
     def evaluate(self) -> EvalSummary:
         """Mean loss over at most ``train.eval_batches`` validation batches, and the model's metrics (`metrics_of`).
@@ -249,29 +222,28 @@ class Engine:
         """
         if self.eval_loader is None:
             raise ValueError("there is no validation data to evaluate on")
-        result, complete, stops = self._evaluation.all_batches(
-            self.eval_loader, self.config.train.eval_batches, lambda: self.run.stop
-        )
+        with self._ends_if_it_fails():
+            result, complete, stops = self._evaluation.all_batches(
+                self.eval_loader, self.config.train.eval_batches, lambda: self.run.stop
+            )
         return EvalSummary.of(result, self.completed_steps, complete, signal_of(stops))
 
-    def _forward(self, batch: Any) -> EvalTotals:
-        """Sums of this rank over a batch of any size; a pipeline takes as many microbatches as divide it."""
+    def _forward(self, batch: Any) -> Tensor:
+        """Sums of this rank over a batch of any size, see `Evaluation`; a pipeline takes as many microbatches as divide
+        it."""
         most = self.config.schedule.microbatches if self.pipeline.last_stage else 1
         self._stages.step = None
         self._begin_run()
         metrics = self._stages.metrics
-        sums = EvalTotals.zeros(len(metrics.names), self.device)
-        metrics.take()  # of an evaluation that failed
+        sums = torch.zeros(1 + len(metrics.names), 2, dtype=torch.float64, device=self.device)
         try:
             batches = list(self.inputs.split_evenly(batch, most))
             self.store.begin_evaluation(sum(len(step_batch.microbatches) for step_batch, _ in batches))
             with self.strategy.forwards():
                 for step_batch, times in batches:
                     totals = self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
-                    sums.add(EvalTotals(totals.loss_sum / times, totals.tokens / times, metrics.take() / times))
-        except BaseException:
-            self.store.abandon_step()
-            raise
+                    loss = torch.stack((totals.loss_sum, totals.tokens))
+                    sums += torch.cat((loss[None], metrics.take())) / times
         finally:
             self.store.release()
         return sums
@@ -293,8 +265,8 @@ class Engine:
     def close(self) -> None:
         """Wait for a save under way, and for replicas of an asynchronous strategy that are not through yet unless
         something has failed; close the links between ranks, and destroy the process groups."""
-        self._closed = True
-        self.checkpoints.close()
+        self._ended = "this engine is closed; make a new one"
+        self.checkpoints.finish()
         self.strategy.close()
         self.pipeline.close()
         self.context.close()

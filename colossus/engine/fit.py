@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from colossus.engine.engine import Engine
 
 
-#: seconds that a run which has failed waits for a sign of the other ranks, so that a save under way gets done
-_PATIENCE = 10.0
-
-
 @dataclass(frozen=True)
 class FitSummary:
     """How a call of ``fit`` ended.
@@ -90,7 +86,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
             hook.on_train_end(engine)
     except BaseException as error:
         _report_exception(engine, hooks, error)
-        engine.checkpoints.finish(_PATIENCE)  # what was to be saved before may be all that is left
+        engine.checkpoints.finish()  # what was to be saved before may be all that is left
         raise
     finally:
         engine.withdraw_stop()  # a later call is not meant

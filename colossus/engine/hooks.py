@@ -17,12 +17,7 @@ class Hook:
 
     ``fit`` calls hooks on every rank, in the order they were given. A hook that calls a collective must
     therefore do so on all ranks, and one that prints should check ``engine.context.is_logging_rank`` first.
-
-    Attributes:
-        compares_values: whether it compares initial values over ranks itself, so that `initialize` does not.
     """
-
-    compares_values = False
 
     def on_train_start(self, engine: Engine) -> None:
         """Once, before the first batch is read."""
@@ -58,7 +53,7 @@ class Hook:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint is to keep of this hook: numbers, strings, lists, dicts, tensors.
 
-        Rank 0's is saved, and that of each rank whose own differs. Called on all ranks.
+        Called on all ranks; that of rank 0 is saved, and given to all.
         """
         return {}
 

@@ -8,39 +8,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from colossus.comm import log, shared_memory
 from colossus.config import Config, load_config, resolve_sizes
+from colossus.construct.build_model import build
+from colossus.context.device import pick_device
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import LOW
 from colossus.data.loader import Loaders
-from colossus.data.loader import log as data_log
 from colossus.data.make_loaders import loaders_of
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.engine.build_optimizer import OptimizerFactory, build_optimizer, require_factory
-from colossus.engine.consistency import require_same_settings
-from colossus.engine.device import pick_device
+from colossus.engine.checkpointed_modules import with_activation_checkpoint
+from colossus.engine.consistency import fingerprints_of_existing, require_same_settings, require_same_values
 from colossus.engine.engine import Engine
-from colossus.engine.eval_metrics import EvalMetrics, metrics_of
+from colossus.engine.forward_rng import seed_outside
 from colossus.engine.inputs import Inputs
-from colossus.engine.loss_function import LossFunction, require_no_parameters
-from colossus.engine.loss_scale import LossScaler
-from colossus.engine.nonfinite import GradientWatch
+from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
-from colossus.engine.pipeline import PipelineRuntime
-from colossus.engine.rank_model import build_rank_model
-from colossus.engine.stages import ModelStages, parameters_by_stage
-from colossus.engine.step_numbers import StepReduction
-from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.group_norms import GroupNorms
-from colossus.gradients.parts import ModelParts
+from colossus.engine.optimizers import OptimizerFactory, build_optimizer, require_factory
+from colossus.engine.stages import ModelStages, PipelineRuntime
+from colossus.gradients.reduction import ModelParts
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layout.parameter import full_model_order
-from colossus.registry import STRATEGIES
-from colossus.schedule.runtime.observer import StepObserver
+from colossus.layers.patch import PatchEmbedding
+from colossus.layout.parameter import num_parameters
+from colossus.registry import MODELS, STRATEGIES
+from colossus.sparse.survey import survey
+from colossus.sparse.table_group import require_optimizer_of_tables
 from colossus.state.run import Run
+from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 
 def initialize(
@@ -101,17 +98,14 @@ def make_engine(
             "model= is a module that exists already; pass its class or a function that builds it, so that every rank "
             "makes its own shard only"
         )
-    if loss_fn is not None:
-        require_no_parameters(loss_fn)
     if optimizer is not None:
         require_factory(optimizer, config)
     log.resize(config.comm.log_size)
     shared_memory.enable(config.comm.shared_memory)
-    own_code = {"the model": model, "loss_fn": loss_fn, "the optimizer": optimizer}
     context = ParallelContext.from_config(
         config,
         device=pick_device(config.device, config.comm.backend),
-        on_join=partial(require_same_settings, config, own_code),
+        on_join=partial(require_same_settings, config),
     )
     try:
         return _assemble(config, context, model, loss_fn, data, optimizer)
@@ -132,41 +126,18 @@ def _assemble(
     loaders = _make_loaders(config, data if data is not None else config.data, context)
     pipeline = PipelineRuntime(config, context)
     strategy = STRATEGIES.build(config.parallel.data_strategy)
-    built = build_rank_model(config, context, model, strategy, pipeline, has_optimizer=optimizer is not None)
-    module = built.module
-    loss = _loss_of(module, loss_fn)
-    store, parts = _store_parameters(config, context, module, strategy, pipeline, loaders)
-    optimizer_made, config = _make_optimizer(config, context, optimizer, strategy, with_tables=built.with_tables)
-    run, reduction, step = _make_step(config, context, module, optimizer_made, store, strategy, parts, loaders)
-    observers: list[StepObserver] = []
+    module, with_tables, of_whole = _build_model(config, context, model, strategy, pipeline, optimizer is not None)
+    loss = loss_of(module, loss_fn)
+    store = _store_parameters(config, context, module, strategy, pipeline, loaders)
+    tables = {id(table.param) for table in strategy.tables or ()} if with_tables else None
+    updates, config = build_optimizer(config, optimizer, strategy.trained, context, tables)
+    strategy.optimizer_made(updates)
+    step = OptimizerStep(config, module, updates, store, strategy)
     inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
-    stages = ModelStages(
-        context,
-        module,
-        pipeline.stage_forwards(module),
-        pipeline.last_stage,
-        inputs=inputs,
-        loss_fn=loss,
-        metrics=EvalMetrics(metrics_of(module), context.device),
-        store=store,
-        strategy=strategy,
-        parameters_by_stage=parts.parameters_by_stage,
-        splits_backward=pipeline.splits_backward,
-        is_partitioned=pipeline.partition is not None,
-        observers=observers,
-    )
-    engine = Engine(
-        run,
-        reduction=reduction,
-        optimizer_step=step,
-        pipeline=pipeline,
-        stages=stages,
-        executor=pipeline.make_executor(stages, model_parallel_of(context), observers),
-        observers=observers,
-        inputs=inputs,
-    )
-    engine.num_parameters = built.num_parameters
-    return engine
+    stages = ModelStages(context, module, pipeline, store, strategy, inputs, loss)
+    executor = pipeline.make_executor(stages, model_parallel_of(context), stages.observers)
+    run = Run(config, context, module, updates, store, strategy, step.watch, step.loss_scaler, loaders)
+    return Engine(run, step, pipeline, stages, executor, inputs, of_whole)
 
 
 def _make_loaders(config: Config, data: Any, context: ParallelContext) -> Loaders | None:
@@ -174,21 +145,65 @@ def _make_loaders(config: Config, data: Any, context: ParallelContext) -> Loader
     if data is None:
         return None
     index, size = context.index("data"), context.size("data")
-    loaders = loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
-    if loaders.tokenizer_missing is not None and context.is_logging_rank:
-        data_log.warning("checkpoints of this run will hold no tokenizer: %s", loaders.tokenizer_missing)
-    return loaders
+    return loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
 
 
-def _loss_of(module: nn.Module, loss_fn: LossFunction | None) -> LossFunction:
-    """The one that was given, or the model's own."""
-    loss = loss_fn or getattr(module, "loss", None)
-    if loss is None:
-        raise ValueError(
-            f"{type(module).__name__} has no method loss(outputs, batch), and no loss_fn was given: pass "
-            f"loss_fn= to colossus.initialize, or define it; it returns (sum, count)"
-        )
-    return loss
+def _build_model(
+    config: Config,
+    context: ParallelContext,
+    model: Callable[[], nn.Module] | None,
+    strategy: Strategy,
+    pipeline: PipelineRuntime,
+    has_optimizer: bool,
+) -> tuple[nn.Module, bool, int]:
+    """This rank's shards of the model, whose first values are compared over ranks; and of the whole model, whether it
+    has tables with sparse gradients, and how many elements."""
+    spec = config.model
+    factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
+    factory = with_activation_checkpoint(factory, config.train.activation_checkpoint)
+    existing: dict[str, int] = {}
+    with_tables, of_whole = False, 0
+
+    def prepare(whole: nn.Module) -> None:
+        nonlocal with_tables, of_whole
+        of_whole = num_parameters(whole)
+        if context.world_size > 1:
+            existing.update(fingerprints_of_existing(whole))
+        tables = survey(whole, context)
+        with_tables = bool(tables.untied)
+        require_optimizer_of_tables(config.optimizer, with_tables, is_given=has_optimizer)
+        strategy.check_tables(tables)
+        pipeline.split(whole)
+        strategy.prepare(whole, context)
+
+    precision = context.precision
+    module = build(factory, context, dtype=precision.params, wide_dtype=precision.data, prepare=prepare)
+    require_same_values(module, existing, context)
+    for param in module.parameters():
+        if param.dtype in LOW:
+            set_gradient_dtype(param, precision.gradients)
+    _require_position_wise(module, context)
+    if pipeline.partition is None and not any(param.requires_grad for param in module.parameters()):
+        raise ValueError(f"{type(module).__name__} has no parameter to train")
+    seed_outside(context)
+    return module, with_tables, of_whole
+
+
+def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
+    """Under sequence parallelism, that no module is there to mix tokens: it would see the tokens of one rank.
+
+    What is seen when they run only, `ShardedTensor` refuses.
+    """
+    if model_parallel_of(context).sequence is None:
+        return
+    mixing = (nn.MultiheadAttention, nn.RNNBase, PatchEmbedding)
+    for name, module in model.named_modules():
+        if isinstance(module, mixing):
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) mixes tokens, but parallel.sequence gives each of "
+                f"{context.size('sequence')} ranks a part of them: use colossus.layers.Attention, and what works on "
+                f"each token by itself"
+            )
 
 
 def _store_parameters(
@@ -198,56 +213,19 @@ def _store_parameters(
     strategy: Strategy,
     pipeline: PipelineRuntime,
     loaders: Loaders | None,
-) -> tuple[ParameterStore, ModelParts]:
-    """The parameters as they are stored, which the strategy may cut, and which stage has which."""
+) -> ParameterStore:
+    """The parameters as they are stored, which the strategy may cut."""
     parts = ModelParts(
         context,
         module,
-        parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, module)),
+        pipeline.parameters_by_stage(module),
         pipeline.tied_parameters(module),
         config.comm.bucket_mb,
         partial(_syncs_after, config, loaders is not None and loaders.validation is not None),
     )
     store = ParameterStore(module, context, model_parallel_of(context).weights, lambda: pipeline.chain(module))
     strategy.setup(store, parts)
-    return store, parts
-
-
-def _make_optimizer(
-    config: Config,
-    context: ParallelContext,
-    factory: OptimizerFactory | None,
-    strategy: Strategy,
-    *,
-    with_tables: bool,
-) -> tuple[torch.optim.Optimizer, Config]:
-    """The optimizer of what this rank trains, and the config with what a factory has chosen."""
-    tables = {id(table.param) for table in strategy.tables or ()} if with_tables else None
-    optimizer, config = build_optimizer(config, factory, strategy.trained, context, tables)
-    strategy.optimizer_made(optimizer)
-    return optimizer, config
-
-
-def _make_step(
-    config: Config,
-    context: ParallelContext,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    store: ParameterStore,
-    strategy: Strategy,
-    parts: ModelParts,
-    loaders: Loaders | None,
-) -> tuple[Run, StepReduction, OptimizerStep]:
-    """What follows once gradients are summed, and the parts that have a state."""
-    train = config.train
-    norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
-    groups = GroupNorms(norm, optimizer, context.group(strategy.summed_axes)) if train.grad_norm_by_group else None
-    scales = context.precision.scales_loss
-    scaler = LossScaler(train.loss_scale, context, train.global_batch_size) if scales else None
-    reduction = StepReduction(context, norm, strategy, train.clip_grad_norm, groups)
-    watch = GradientWatch(train, context, strategy, norm, full_model_order(module), scaler)
-    run = Run(config, context, module, optimizer, store, strategy, watch, scaler, loaders)
-    return run, reduction, OptimizerStep(config, optimizer, strategy, reduction, watch, scaler)
+    return store
 
 
 def _syncs_after(config: Config, has_validation: bool, completed: int) -> bool:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import (
@@ -103,12 +105,26 @@ class Inputs:
             yield self.split(repeat_batch(part, times), most), times
 
     def local(self, microbatch: Any) -> Any:
-        """The shard of a microbatch that this rank's model takes; see `local_batch`."""
-        return local_batch(microbatch, self._context, self._dtype, pad=self._pad)
+        """The samples and tokens of a microbatch that this rank's model takes, in the precision of the run.
+
+        All samples, or in modes that split the batch the rank's shard of them; under sequence parallelism the rank's
+        tokens. Tensors of floating point are cast: data of float32 would not multiply with weights of float64. Tensors
+        of the host go to the rank's device, which nobody waits for.
+
+        Raises:
+            ValueError: when samples or tokens do not divide.
+        """
+        samples = self.local_samples(microbatch)
+        return samples if self._sequence is None else _local_tokens(samples, self._sequence, self._pad)
 
     def local_samples(self, microbatch: Any) -> Any:
-        """The samples of that shard with all their tokens."""
-        return local_samples(microbatch, self._context, self._dtype)
+        """The samples of `local` with all their tokens."""
+        axes, device = batch_axes(self._context), self._context.device
+        if axes:
+            microbatch = shard_of_batch(microbatch, self._context.index(axes), self._context.size(axes))
+        if device.type != "cpu":  # of a loop of one's own
+            microbatch = map_batch(lambda x: send_to(device, x) if x.device.type == "cpu" else x, microbatch)
+        return map_batch(lambda x: x.to(self._dtype) if x.is_floating_point() else x, microbatch)
 
     def mark_tokens(self, given: Any, microbatch: Any) -> Any:
         """What the model of this rank is given of a microbatch: what holds a part of the tokens is a `ShardedTensor`.
@@ -128,35 +144,6 @@ def batch_axes(context: ParallelContext) -> tuple[str, ...]:
     return tuple(
         axis for axis in model_parallel_of(context).regions.whole.batch if axis not in context.grid.axes("data")
     )
-
-
-def local_batch(batch: Any, context: ParallelContext, dtype: torch.dtype, *, pad: bool = False) -> Any:
-    """The samples and tokens of a data rank's batch that this rank's model takes, in the precision of the run.
-
-    All samples, or in modes that split the batch the rank's shard of them; under sequence parallelism the rank's
-    tokens. Tensors of floating point are cast: data of float32 would not multiply with weights of float64. Tensors of
-    the host go to the rank's device, which nobody waits for.
-
-    Args:
-        pad: sequences that do not divide are padded.
-
-    Raises:
-        ValueError: when samples or tokens do not divide.
-    """
-    batch = local_samples(batch, context, dtype)
-    sequence = model_parallel_of(context).sequence
-    return batch if sequence is None else _local_tokens(batch, sequence, pad)
-
-
-def local_samples(batch: Any, context: ParallelContext, dtype: torch.dtype) -> Any:
-    """The samples of `local_batch`, with all tokens where these are split; on the device of the rank."""
-    axes = batch_axes(context)
-    if axes:
-        batch = shard_of_batch(batch, context.index(axes), context.size(axes))
-    device = context.device
-    if device.type != "cpu":  # of a loop of one's own
-        batch = map_batch(lambda x: send_to(device, x) if x.device.type == "cpu" else x, batch)
-    return map_batch(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
 
 
 def model_input(batch: Any) -> Any:
@@ -181,6 +168,43 @@ def sequence_length(batch: Any) -> int:
             "no tensor of it has two dims or more"
         )
     return int(found[0].shape[1])
+
+
+@contextmanager
+def refuse_writes(value: Any, model: nn.Module) -> Iterator[None]:
+    """Around the first forward of a pipeline's first stage: an error if it writes to a tensor that it is called with.
+
+    The last stage calls the loss with the batch as it was, where one process would call it with what the model has
+    written. Without a pipeline both see the same memory, as in plain torch.
+
+    Args:
+        value: what the stage is called with: a nest of tensors.
+        model: whose modules are named.
+
+    Raises:
+        ValueError: with the path of the tensor, and the module.
+    """
+    watched = [(path, x, x._version) for path, x in tensors(value) if not x.is_inference()]
+    writers: list[nn.Module] = []
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        if not writers and any(x._version != version for _, x, version in watched):
+            writers.append(module)
+
+    hook = register_module_forward_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()
+    for path, x, version in watched:
+        if x._version != version:
+            names = {id(module): name for name, module in model.named_modules()}
+            who = [f"{names.get(id(module), '')} ({type(module).__name__})".lstrip() for module in writers]
+            raise ValueError(
+                f"{who[0] if who else 'the model'} writes to its input in place (inputs{path}, {list(x.shape)}): under "
+                f"a pipeline the loss, which is computed on the last stage, would read the batch as it was. Write to a "
+                f"copy: x = x - mean instead of x -= mean, or x = x.clone() first"
+            )
 
 
 def _holds_tokens(x: Tensor, num_tokens: int) -> bool:

@@ -1,27 +1,32 @@
-"""Gradients that are not finite: what becomes of the step, and which rank and which parameter they came from."""
+"""Gradients that are not finite: the step is skipped or raised on all ranks alike, and fp16's loss scale follows."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from colossus.comm.objects import all_gather_object
-from colossus.config.training import Train
-from colossus.context.grid import RankGrid
-from colossus.context.groups import AxisGroup
+from colossus.config.training import LossScale, Train
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
-from colossus.engine.loss_scale import SMALLEST_SCALE, LossScaler
+from colossus.engine.inputs import model_input
 from colossus.gradients.buckets import LocalSum
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.host_transfer import LateValue
-from colossus.gradients.values import values_of
 from colossus.layout.parameter import spec_of
+from colossus.nest import tensors
+
+log = logging.getLogger("colossus.engine")
+
+GROWTH, BACKOFF = 2.0, 0.5
+#: a gradient of the mean loss that overflows at this scale is above 1e9, the 30th halving of torch's first scale
+SMALLEST_SCALE = 2.0**-14
 
 
 class NonFiniteGradients(FloatingPointError):
@@ -31,164 +36,44 @@ class NonFiniteGradients(FloatingPointError):
 
     Attributes:
         step: number of the step, from 1.
-        report: where they came from.
-        culprit: on which rank.
+        culprit: the rank where they came from; None where only a sum over ranks was not finite.
+        parameter: the one that backward came to first: the last in the model's order.
     """
 
-    def __init__(self, message: str, step: int, report: NonFiniteReport) -> None:
+    def __init__(self, message: str, step: int, culprit: int | None, parameter: str | None) -> None:
         super().__init__(message)
-        self.step, self.report, self.culprit = step, report, report.rank
+        self.step, self.culprit, self.parameter = step, culprit, parameter
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.step, self.report)
+        return type(self), (str(self), self.step, self.culprit, self.parameter)
 
 
 @dataclass(frozen=True)
-class NonFiniteReport:
-    """What all ranks found out together.
-
-    Attributes:
-        step: number of the step, from 1.
-        rank: where it began: of the ranks whose own loss is not finite the first, or the rank that has the parameter.
-        parameter: of the parameters whose gradient was not finite on that rank before any sum, the one that backward
-            came to first: the last in the model's order. None when none was found.
-        value: of its gradient: ``nan``, ``inf``, or ``too large`` for a norm of finite numbers that overflows.
-        num_others: how many more parameters have such a gradient after the sums, on all ranks.
-        loss: of ``rank``, if that is not finite.
-        is_of_sum: whether no rank's own gradient was so, only their sum.
-    """
-
-    step: int
-    rank: int
-    where: str
-    parameter: str | None
-    value: str
-    num_others: int
-    loss: float | None
-    is_of_sum: bool = False
-
-    def __str__(self) -> str:
-        rank = f"rank {self.rank} ({self.where})" if self.where else f"rank {self.rank}"
-        more = f"{self.num_others} more parameter{'s' if self.num_others > 1 else ''}" if self.num_others else ""
-        told = f"step {self.step}: "
-        if self.loss is not None:
-            told += f"the loss of {rank} is {self.loss}"
-            if self.parameter is None:
-                return told
-            return f"{told}; gradients that are not finite: {self.parameter}{f' and {more}' if more else ''}"
-        if self.parameter is None:
-            return f"{told}the gradient norm of the global batch is not finite, but no gradient was found that is not"
-        if self.is_of_sum:
-            return (
-                f"{told}the sum over ranks of the gradient of {self.parameter} is {self.value}, though no rank's own is"
-            )
-        is_value = "so large that its norm overflows" if self.value == "too large" else self.value
-        return f"{told}the gradient of {self.parameter} on {rank} is {is_value}{f' (also of {more})' if more else ''}"
-
-
-@dataclass(frozen=True)
-class Evidence:
+class _Evidence:
     """What a rank keeps of a step until it is known whether its gradients are finite: scalars on the device.
 
     Attributes:
         step: from 1.
         loss_sum: of this rank.
         local_sums: of `Strategy.local_sums`.
-        norms: of ``norm``, after all sums; None where this rank has no gradients.
+        norms: of each parameter's gradient after all sums; None where this rank has none.
         loss_scale: of the mean loss in this step; None where it is not scaled.
-        grads_are_there: whether the gradients themselves are still those of the step.
     """
 
     step: int
     loss_sum: Tensor
-    local_sums: Sequence[LocalSum]
-    norm: GradientNorm
+    local_sums: list[LocalSum]
     norms: Tensor | None
     loss_scale: Tensor | None
-    grads_are_there: bool
-
-
-@dataclass(frozen=True)
-class _Finding:
-    """Of one rank.
-
-    Attributes:
-        own: parameters of which its own gradient may not be finite: those of the pieces whose sum is not, and those
-            that no collective sums.
-        after: parameter -> what its gradient is after all sums, where it is not finite.
-    """
-
-    loss: float
-    own: frozenset[str]
-    after: Mapping[str, str]
-
-
-def make_report(evidence: Evidence, order: Mapping[str, int], grid: RankGrid, group: AxisGroup) -> NonFiniteReport:
-    """Exchange what each rank has found. Collective over the ranks that summed the step's numbers.
-
-    Args:
-        order: number of each parameter in the whole model.
-        group: those ranks.
-    """
-    found = all_gather_object(_finding(evidence), group)
-    after: dict[str, str] = {}
-    for one in found:
-        after |= one.after
-    by_rank = dict(zip(group.ranks, found, strict=True))
-    with_loss = [rank for rank in sorted(by_rank) if not math.isfinite(by_rank[rank].loss)]
-
-    def last_of(rank: int) -> str | None:
-        names = by_rank[rank].own & after.keys()
-        return max(names, key=lambda name: order.get(name, -1), default=None)
-
-    culprits: list[tuple[int, int]] = []
-    if with_loss:
-        rank = with_loss[0]
-        # the ranks that hold its stages and shards have the gradients; what came first there is the same for all
-        parameter = last_of(rank) or max(after, key=lambda name: order.get(name, -1), default=None)
-        loss: float | None = by_rank[rank].loss
-    else:
-        culprits = [(order.get(name, -1), -rank) for rank in by_rank if (name := last_of(rank)) is not None]
-        rank = -max(culprits)[1] if culprits else min(by_rank)
-        parameter = last_of(rank) or max(after, key=lambda name: order.get(name, -1), default=None)
-        loss = None
-    others = len(after) - (parameter in after)
-    value = after.get(parameter, "") if parameter is not None else ""
-    is_of_sum = loss is None and parameter is not None and not culprits
-    return NonFiniteReport(evidence.step, rank, grid.where(rank), parameter, value, others, loss, is_of_sum)
-
-
-def _finding(evidence: Evidence) -> _Finding:
-    params = evidence.norm.params
-    norms = evidence.norms.tolist() if evidence.norms is not None else []
-    after: dict[str, str] = {}
-    for param, norm in zip(params, norms, strict=True):
-        if not math.isfinite(norm):
-            is_finite = (
-                evidence.grads_are_there and param.grad is not None and bool(values_of(param.grad).isfinite().all())
-            )
-            after[_name(param)] = "too large" if is_finite else "nan" if math.isnan(norm) else "inf"
-    summed = {name for names, _ in evidence.local_sums for name in names}
-    own = {name for names, own_sum in evidence.local_sums if not own_sum.isfinite() for name in names}
-    own |= after.keys() - summed
-    return _Finding(evidence.loss_sum.item(), frozenset(own), after)
-
-
-def _name(param: Tensor) -> str:
-    spec = spec_of(param)
-    return spec.name or spec.description
-
-
-log = logging.getLogger("colossus.engine")
 
 
 class GradientWatch:
     """Looks at the norm of each step: raises on all ranks, or has the step skipped on all of them.
 
     The norm is summed over all ranks anyway, so all see the same without a collective of their own. Only after a norm
-    that is not finite they exchange what each has found (`make_report`). On an accelerator nothing waits for the norm:
-    the step is skipped there, and the report, and what is raised, come with the step after; after the last step of
-    ``train.steps`` it is waited for. Under an inexact strategy the ranks are those of a replica.
+    that is not finite they exchange what each has found. On an accelerator nothing waits for the norm: the step is
+    skipped there, and the report, and what is raised, come with the step after; after the last step of ``train.steps``
+    it is waited for. Under an inexact strategy the ranks are those of a replica.
 
     Args:
         order: number of each parameter in the whole model.
@@ -212,7 +97,7 @@ class GradientWatch:
         self._group = context.group(strategy.summed_axes)
         self._is_late = context.device.type != "cpu"
         self._late_found = LateValue()
-        self._evidence: Evidence | None = None
+        self._evidence: _Evidence | None = None
         self._num_in_row = 0
         self.num_skipped: int | Tensor = 0
 
@@ -234,12 +119,12 @@ class GradientWatch:
             if math.isfinite(norm.item()):
                 self._num_in_row = 0
                 return None
-            self._settle(self._gather_evidence(step, loss_sum, is_late=False))
+            self._settle(self._gather_evidence(step, loss_sum))
             self.num_skipped += 1
             return torch.ones((), dtype=torch.bool)
         found = norm.isfinite().logical_not()
         self.num_skipped = self.num_skipped + found
-        last, self._evidence = self._evidence, self._gather_evidence(step, loss_sum, is_late=True)
+        last, self._evidence = self._evidence, self._gather_evidence(step, loss_sum)
         late = self._late_found.push(found.float())
         if late:
             assert last is not None
@@ -258,48 +143,157 @@ class GradientWatch:
         """Take back what `state_dict` gave; what it does not have is 0."""
         self.num_skipped, self._num_in_row = state.get("num_skipped", 0), state.get("num_skipped_in_row", 0)
 
-    def _gather_evidence(self, step: int, loss_sum: Tensor, *, is_late: bool) -> Evidence:
+    def _gather_evidence(self, step: int, loss_sum: Tensor) -> _Evidence:
         scale = None if self._scaler is None else self._scaler.scale.clone()
-        sums = self._strategy.local_sums()
-        return Evidence(step, loss_sum, sums, self._norm, self._norm.norms, scale, grads_are_there=not is_late)
+        return _Evidence(step, loss_sum, self._strategy.local_sums(), self._norm.norms, scale)
 
-    def _settle(self, evidence: Evidence) -> None:
-        """All ranks know that the gradients of a step were not finite: tell where, and raise unless it is skipped."""
-        report = make_report(evidence, self._order, self._grid, self._group)
-        if evidence.loss_scale is not None:
-            self._settle_overflow(report, evidence.loss_scale.item())
+    def _settle(self, evidence: _Evidence) -> None:
+        """All ranks know that the gradients of a step were not finite: say where, and raise unless it is skipped."""
+        step, most, scale = evidence.step, self._train.max_skips, evidence.loss_scale
+        culprit, parameter, origin = self._find_origin(evidence)
+        words = f"step {step}: {origin}"
+        if scale is not None and scale.item() > SMALLEST_SCALE:
+            self._warn(f"{words}: float16 overflowed at a loss scale of {scale.item():g}; the step is skipped")
             return
-        if self._train.on_nonfinite == "raise":
-            raise NonFiniteGradients(
-                f"{report}. The step changed nothing. train.on_nonfinite = 'skip' leaves such a step out and goes on, "
-                f"at most train.max_skips times in a row; torch.autograd.set_detect_anomaly(True) names the operation",
-                report.step,
-                report,
-            )
         self._num_in_row += 1
-        most = self._train.max_skips
-        if self._num_in_row > most:
-            raise NonFiniteGradients(
-                f"{report}. It is step {self._num_in_row} of that kind in a row, and train.max_skips = {most}: what "
-                f"the parameters have become gives no finite gradient. Start again from before these steps with a "
-                f"smaller learning rate, or with train.clip_grad_norm; set train.max_skips higher if the data is why",
-                report.step,
-                report,
+        if scale is not None:
+            remedy = (
+                f", although the loss is scaled by {scale.item():g} only: some value is not finite by itself, or "
+                f"overflows in the forward pass. train.precision = 'bf16' has the range of float32"
             )
-        self._tell(f"{report}: the step is skipped ({self._num_in_row} in a row, train.max_skips = {most})")
-
-    def _settle_overflow(self, report: NonFiniteReport, scale: float) -> None:
-        if scale <= SMALLEST_SCALE:
-            raise NonFiniteGradients(
-                f"{report}, although the loss is scaled by {scale:g} only: no overflow of float16, which a smaller "
-                f"scale would mend. Some value is not finite by itself, or overflows in the forward pass: "
-                f"train.precision = 'bf16' has the range of float32; torch.autograd.set_detect_anomaly(True) names the "
-                f"operation",
-                report.step,
-                report,
+        elif self._train.on_nonfinite == "raise":
+            remedy = (
+                ". The step changed nothing. train.on_nonfinite = 'skip' leaves such a step out and goes on, at most "
+                "train.max_skips times in a row"
             )
-        self._tell(f"{report}: float16 overflowed at a loss scale of {scale:g}; the step is skipped")
+        elif self._num_in_row > most:
+            remedy = (
+                f". It is step {self._num_in_row} of that kind in a row, and train.max_skips = {most}: start again "
+                f"from before these steps with a smaller learning rate, or with train.clip_grad_norm"
+            )
+        else:
+            self._warn(f"{words}: the step is skipped ({self._num_in_row} in a row, train.max_skips = {most})")
+            return
+        anomaly = "; torch.autograd.set_detect_anomaly(True) names the operation"
+        raise NonFiniteGradients(words + remedy + anomaly, step, culprit, parameter)
 
-    def _tell(self, message: str) -> None:
+    def _find_origin(self, evidence: _Evidence) -> tuple[int | None, str | None, str]:
+        """The rank where it began, the parameter, and both in words. Collective over the ranks that sum a step.
+
+        That is the first rank whose loss is not finite; else the one whose own gradient, before any sum, was not finite
+        of the parameter that backward came to first.
+        """
+        norms = [] if evidence.norms is None else evidence.norms.tolist()
+        pairs = zip(self._norm.params, norms, strict=True)
+        summed = {_name(param): norm for param, norm in pairs if not math.isfinite(norm)}
+        sent = {name for names, _ in evidence.local_sums for name in names}
+        own = {name for names, total in evidence.local_sums if not total.isfinite() for name in names}
+        found = all_gather_object((evidence.loss_sum.item(), own | (summed.keys() - sent), summed), self._group)
+        of_any = {name: norm for _, _, summed in found for name, norm in summed.items()}
+        order = {name: (self._order.get(name, -1), name) for name in of_any}
+        parameter = max(of_any, key=order.__getitem__, default=None)
+        culprit: int | None = None
+        first: str | None = None
+        for rank, (loss, suspects, _) in sorted(zip(self._group.ranks, found, strict=True)):
+            if not math.isfinite(loss):
+                return rank, parameter, f"the loss of {self._place(rank)} is {loss}"
+            last = max(suspects & of_any.keys(), key=order.__getitem__, default=None)
+            if last is not None and (first is None or order[last] > order[first]):
+                culprit, first = rank, last
+        if culprit is not None and first is not None:
+            return culprit, first, f"the gradient norm of {first} on {self._place(culprit)} is {of_any[first]}"
+        if parameter is not None:
+            return None, parameter, f"the gradient norm of {parameter} is {of_any[parameter]} after the sum over ranks"
+        return None, None, "the gradient norm of the global batch is not finite"
+
+    def _place(self, rank: int) -> str:
+        where = self._grid.where(rank)
+        return f"rank {rank} ({where})" if where else f"rank {rank}"
+
+    def _warn(self, message: str) -> None:
         if self._group.index == 0:
             log.warning(message)
+
+
+def _name(param: Tensor) -> str:
+    spec = spec_of(param)
+    return spec.name or spec.description
+
+
+class LossScaler:
+    """The scale of the loss as `torch.amp.GradScaler` has it: doubled after a number of steps without an overflow,
+    halved by each, whose step is skipped (Micikevicius et al., 1710.03740, section 3.2).
+
+    It is the scale of the gradient of the *mean* loss, as there. The engine backpropagates sums, which are larger by
+    the number of tokens; so a loss is multiplied by the scale over n, a power of two near that number: a division by it
+    is exact. n is what the loss function counted in the first step, the same under every plan; for the first step
+    itself it is taken from the shapes of the batch, and agreed on by all ranks.
+
+    Args:
+        options: None: the defaults.
+        batch_size: samples of the global batch.
+
+    Attributes:
+        scale: float32 scalar on the device.
+        factor: what the losses of the step that runs are multiplied by, float32 scalar; None before the first.
+    """
+
+    def __init__(self, options: LossScale | None, context: ParallelContext, batch_size: int) -> None:
+        options = options or LossScale()
+        self._context, self._batch_size, self._growth_interval = context, batch_size, options.growth_interval
+        self.scale = torch.full((), options.init, dtype=torch.float32, device=context.device)
+        #: steps without an overflow since the scale last changed
+        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=context.device)
+        #: a power of two, float32 scalar on the device
+        self._num_tokens: Tensor | None = None
+        self._is_first = False
+        self.factor: Tensor | None = None
+
+    def begin_step(self, batch: Any) -> Tensor:
+        """The `factor` of the step of this batch of a data rank. Collective before the first step."""
+        if self._num_tokens is None:
+            world = self._context.group(self._context.grid.names)
+            largest = max(all_gather_object(self._batch_size * tokens_per_sample(batch), world))
+            self._num_tokens = torch.full_like(self.scale, 1 << (largest.bit_length() - 1))
+            self._is_first = True
+        self.factor = self.scale / self._num_tokens
+        return self.factor
+
+    def update(self, found_inf: Tensor | None, count: Tensor) -> None:
+        """After a step; waits for nothing.
+
+        Args:
+            found_inf: whether a gradient was not finite, bool scalar; None: all were.
+            count: samples or tokens whose losses were summed in the global batch.
+        """
+        if self._is_first:
+            self._is_first = False
+            assert self._num_tokens is not None
+            mantissa, _ = torch.frexp(count)  # between 1/2 and 1, so that what follows is exact
+            below = (count / mantissa / 2).float()
+            self._num_tokens = torch.where(count.isfinite() & (count >= 1), below, self._num_tokens)
+        found = torch.zeros((), device=self.scale.device) if found_inf is None else found_inf.float()
+        torch._amp_update_scale_(self.scale, self._growth_tracker, found, GROWTH, BACKOFF, self._growth_interval)
+
+    def state_dict(self) -> dict[str, float]:
+        """Waits for the device."""
+        state = {"scale": self.scale.item(), "growth_tracker": int(self._growth_tracker.item())}
+        return state if self._num_tokens is None else {**state, "num_tokens": int(self._num_tokens.item())}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take back what `state_dict` gave, under any plan."""
+        self.scale.fill_(state["scale"])
+        self._growth_tracker.fill_(state["growth_tracker"])
+        self._num_tokens = torch.full_like(self.scale, state["num_tokens"]) if "num_tokens" in state else None
+        self._is_first = False
+
+
+def tokens_per_sample(batch: Any) -> int:
+    """Tokens of a sample as the shapes have it: dim 1 of [batch, tokens] integers and of [batch, tokens, features].
+
+    1 for anything else: a sample is the unit then.
+    """
+    _, x = next(tensors(model_input(batch)), (None, None))
+    if x is not None and (x.dim() == 3 or (x.dim() == 2 and not (x.is_floating_point() or x.is_complex()))):
+        return max(1, int(x.shape[1]))
+    return 1

@@ -1,14 +1,44 @@
-"""torch's optimizers, fused unless the config says otherwise. Options by name, so that a misspelt one is found."""
+"""Optimizers: torch's by name, fused unless the config says otherwise; a user's own, and what is checked of it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+
+from colossus.comm.objects import all_gather_object
+from colossus.config import Config
+from colossus.config.schema import Optimizer as OptimizerSection
+from colossus.context.parallel_context import ParallelContext
+from colossus.layout.parameter import spec_of
+from colossus.registry import OPTIMIZERS
+from colossus.sparse.row_update import table_problem
+from colossus.sparse.table_group import group_tables, tell_of_weight_decay
+from colossus.state.optimizer import why_not_saved
+
+#: (full name, parameter) of what a rank updates, as ``model.named_parameters()`` would give it
+NamedParameters = list[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
+
+_NEEDED = ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
+#: the types of a config that are torch's
+_TORCHS = ("AdamW", "Adam", "Adagrad", "SGD")
+#: in the place of the optimizer of a rank that has nothing to update
+_EMPTY: Any = object()
+#: names that a message lists
+_MOST = 5
+
+
+def torch_optimizer(name: str, params: Iterable[nn.Parameter], **options: Any) -> Any:
+    """One of torch's that a config names: fused unless the options say otherwise."""
+    params, kind = list(params), OPTIMIZERS.get(name)
+    if name != "Adagrad" and not options.get("foreach") and not any(param.is_complex() for param in params):
+        options.setdefault("fused", True)  # torch's fused kernels know no complex numbers
+    return _without_dynamo(kind)(params, **options)
 
 
 @cache
@@ -27,115 +57,169 @@ def _without_dynamo(optimizer: type[torch.optim.Optimizer]) -> type[Any]:
     return type(optimizer.__name__, (optimizer,), {"__module__": optimizer.__module__, **methods})
 
 
-def keep_lr_scales(groups: Iterable[dict[str, Any]], base_lr: float) -> None:
-    """Keep the lr that each parameter group was made with as its share of ``optimizer.lr``, its ``lr_scale``.
+def require_factory(factory: Any, config: Config) -> None:
+    """That ``optimizer=`` of `colossus.initialize` is a function, and the only word about the optimizer.
 
-    The schedule sets ``lr``; a group's own is the peak that it reaches.
+    Raises:
+        ValueError: when it is an optimizer that exists already, or the config has an ``optimizer`` section, too.
     """
-    for group in groups:
-        if "lr" in group:
-            group.setdefault("lr_scale", float(group["lr"]) / base_lr)
+    if not callable(factory):
+        raise ValueError(
+            f"optimizer= is a {type(factory).__name__}; pass a function of the list of (name, parameter) pairs that "
+            f"this rank updates, which returns a torch.optim.Optimizer: optimizer=lambda named: "
+            f"torch.optim.AdamW(named, lr=1e-3)"
+        )
+    if "optimizer" in config.model_fields_set:
+        raise ValueError(
+            "the config has a section `optimizer`, and optimizer= was passed to colossus.initialize: leave one of them "
+            "out. The learning rate of your own optimizer is the one it is made with; lr_schedule multiplies it"
+        )
 
 
-def _takes_fused(params: Iterable[nn.Parameter]) -> bool:
-    """torch's fused kernels know no complex numbers."""
-    return not any(param.is_complex() for param in params)
+def build_optimizer(
+    config: Config,
+    factory: OptimizerFactory | None,
+    params: Sequence[nn.Parameter],
+    context: ParallelContext,
+    tables: Container[int] | None = None,
+) -> tuple[torch.optim.Optimizer, Config]:
+    """The optimizer of this rank, and the config with the learning rate that the schedule starts from.
+
+    ``factory`` is called with (name, parameter) pairs; without one, the config's ``type`` with its options and with
+    ``params=``, the parameters, or where it takes ``named_parameters``, with the pairs under that name. Ranks that
+    train the same stage must make the same groups. A rank without parameters, or of whose parameters the function takes
+    none, has an optimizer that updates nothing. Collective.
+
+    Args:
+        params: what this rank updates, as it is stored.
+        tables: ids of those of them that have sparse gradients; None: no rank has one.
+
+    Raises:
+        ValueError: on all ranks, when what the user's function returns is no optimizer of these parameters.
+    """
+    named = [(spec_of(param).name, param) for param in params]
+    made = _make(factory, config, named)
+    problem = None if made is _EMPTY else _problem(made, dict(named), config)
+    #: how many parameters each group has, and its learning rate
+    groups: list[tuple[int, float | None]] = []
+    if made is not _EMPTY and problem is None:
+        groups = [(len(group["params"]), _rate(group)) for group in made.param_groups]
+        if factory is None:
+            _group_tables(made, config, context, tables)
+        if tables:
+            problem = table_problem(made, {id(param): name for name, param in named if id(param) in tables})
+    source = "optimizer.type" if factory is None else "optimizer="
+    by_rank = all_gather_object((problem, groups), context.group(context.grid.names))
+    first_of_stage: dict[int, int] = {}
+    for rank, (of_rank, others) in enumerate(by_rank):
+        if of_rank is not None:
+            raise ValueError(f"{source}: {of_rank}" + (f" (rank {rank})" if context.world_size > 1 else ""))
+        first = first_of_stage.setdefault(context.grid.coordinates(rank)["pipeline"], rank)
+        if by_rank[first][1] != others:
+            raise ValueError(
+                f"{source}: the optimizers of ranks {first} and {rank}, which train the same stage, differ: "
+                f"(parameters, learning rate) of their groups are {by_rank[first][1]} and {others}"
+            )
+    rates = next(([rate for _, rate in groups] for _, groups in by_rank if groups), None)
+    if rates is None:
+        raise ValueError(f"{source}: the optimizer has no parameter on any rank, so nothing would be trained")
+    if made is _EMPTY:
+        made = _updates_nothing(rates)
+        if factory is None:
+            _group_tables(made, config, context, tables)
+    if factory is not None:
+        peak = next((rate for rate in rates if rate), None)
+        lr: dict[str, Any] = {} if peak is None else {"lr": peak}
+        section = OptimizerSection(type=factory, **lr)
+        config = config.model_copy(update={"optimizer": section})
+    return made, config
 
 
-def _make(kind: Any, params: Iterable[nn.Parameter], fused: bool, **options: Any) -> torch.optim.Optimizer:
-    params = list(params)
-    made: torch.optim.Optimizer = _without_dynamo(kind)(params, fused=fused and _takes_fused(params), **options)
-    return made
+def _make(factory: OptimizerFactory | None, config: Config, named: NamedParameters) -> Any:
+    """What the user's function, or the config's, returns; ``_EMPTY`` on a rank where it has nothing to update."""
+    if not named:
+        return _EMPTY
+    try:
+        if factory is not None:
+            return factory(list(named))
+        options = config.optimizer.spec()
+        kind = options.pop("type")
+        params = [param for _, param in named]
+        if isinstance(kind, str) and kind in _TORCHS:
+            return torch_optimizer(kind, params, **options)
+        kind = kind if callable(kind) else OPTIMIZERS.get(kind)
+        return kind(named_parameters=named, **options) if _takes_names(kind) else kind(params=params, **options)
+    except ValueError as error:
+        if "empty parameter list" in str(error):  # torch's, where the function picks none of this stage
+            return _EMPTY
+        raise
 
 
-def adamw(
-    params: Iterable[nn.Parameter],
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    amsgrad: bool = False,
-    maximize: bool = False,
-    fused: bool = True,
-) -> torch.optim.Optimizer:
-    """``torch.optim.AdamW``."""
-    return _make(
-        torch.optim.AdamW,
-        params,
-        fused,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        amsgrad=amsgrad,
-        maximize=maximize,
-    )
+def _takes_names(kind: Callable[..., Any]) -> bool:
+    try:
+        return "named_parameters" in inspect.signature(kind).parameters
+    except (TypeError, ValueError):
+        return False
 
 
-def adam(
-    params: Iterable[nn.Parameter],
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    maximize: bool = False,
-    fused: bool = True,
-) -> torch.optim.Optimizer:
-    """``torch.optim.Adam``."""
-    return _make(
-        torch.optim.Adam,
-        params,
-        fused,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        amsgrad=amsgrad,
-        maximize=maximize,
-    )
+def _problem(made: Any, named: dict[str, nn.Parameter], config: Config) -> str | None:
+    """What is wrong with an optimizer of these parameters, in words."""
+    kind, names = type(made).__name__, {id(param): name for name, param in named.items()}
+    if not isinstance(made, torch.optim.Optimizer) and not all(hasattr(made, name) for name in _NEEDED):
+        return f"the function returned a {kind}; it must return a torch.optim.Optimizer over what it is given"
+    if _needs_closure(made):
+        return (
+            f"{kind}.step needs a closure that computes the loss again, but the engine has computed the gradients of a "
+            f"step by then: take an optimizer whose step takes nothing"
+        )
+    held = [param for group in made.param_groups for param in group["params"]]
+    strangers = [f"one of shape {tuple(param.shape)}" for param in held if id(param) not in names]
+    if strangers:
+        return (
+            f"it holds {len(strangers)} parameter(s) that were not given to it: {_listed(strangers)}. Make it of the "
+            f"parameters in the pairs that the function is called with: they are what this rank stores and trains, "
+            f"those of the model need not be"
+        )
+    if isinstance(made, (torch.optim.Adafactor, torch.optim.Muon)):
+        split = [names[id(param)] for param in held if spec_of(param).layout.shard_axes]
+        if split:
+            return (
+                f"{kind} computes with whole matrices, but this rank holds a shard of {_listed(split)}: the update "
+                f"would depend on the plan. Take one that works element by element (AdamW, SGD), or give this one the "
+                f"parameters that are whole"
+            )
+    if config.checkpoint.every and (reason := why_not_saved(made)):
+        return f"{reason}; or set checkpoint.every = 0"
+    return None
 
 
-def adagrad(
-    params: Iterable[nn.Parameter],
-    lr: float,
-    lr_decay: float = 0.0,
-    weight_decay: float = 0.0,
-    initial_accumulator_value: float = 0.0,
-    eps: float = 1e-10,
-    maximize: bool = False,
-) -> torch.optim.Optimizer:
-    """``torch.optim.Adagrad``."""
-    return _without_dynamo(torch.optim.Adagrad)(
-        list(params),
-        lr=lr,
-        lr_decay=lr_decay,
-        weight_decay=weight_decay,
-        initial_accumulator_value=initial_accumulator_value,
-        eps=eps,
-        maximize=maximize,
-    )
+def _rate(group: dict[str, Any]) -> float | None:
+    return float(group["lr"]) if "lr" in group else None
 
 
-def sgd(
-    params: Iterable[nn.Parameter],
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    maximize: bool = False,
-    fused: bool = True,
-) -> torch.optim.Optimizer:
-    """``torch.optim.SGD``."""
-    return _make(
-        torch.optim.SGD,
-        params,
-        fused,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-    )
+def _needs_closure(made: Any) -> bool:
+    try:
+        first = next(iter(inspect.signature(made.step).parameters.values()), None)
+    except (TypeError, ValueError):
+        return False
+    named = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    return named and first is not None and first.default is first.empty
+
+
+def _group_tables(made: Any, config: Config, context: ParallelContext, tables: Container[int] | None) -> None:
+    if tables is not None:
+        group_tables(made, config, lambda param: id(param) in tables)
+        if context.is_logging_rank:
+            tell_of_weight_decay(config, made)
+
+
+def _updates_nothing(rates: Sequence[float | None]) -> torch.optim.Optimizer:
+    """With as many groups as the optimizers of other stages; torch's insist on a parameter."""
+    groups: list[dict[str, Any]] = [{"params": [], "lr": rate or 0.0} for rate in rates]
+    groups[0]["params"] = [nn.Parameter(torch.zeros(0))]
+    return torch.optim.SGD(groups, lr=0.0, fused=False, foreach=False)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(names[:_MOST]) + more

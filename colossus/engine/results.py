@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -55,9 +55,6 @@ class StepResult:
     Args:
         numbers: of `StepReduction.finish_step`.
         stops: requests to stop of all ranks, summed (`results.addend`).
-        require_zero: raises unless the total of the batches' marks is 0; called when the numbers are read. None where
-            the numbers have no such total.
-        groups: names of the parameter groups whose norms the numbers end with.
         skipped: whether the step changed nothing.
         num_skipped: steps that did not, so far.
         loss_scale: of the mean loss in this step.
@@ -70,9 +67,7 @@ class StepResult:
         lr: float,
         numbers: Tensor,
         stops: float = 0.0,
-        require_zero: Callable[[float], None] | None = None,
         *,
-        groups: Sequence[str] = (),
         skipped: Tensor | bool = False,
         num_skipped: Tensor | int = 0,
         loss_scale: Tensor | None = None,
@@ -81,14 +76,10 @@ class StepResult:
     ) -> None:
         self.step, self.lr, self.replica = step, lr, replica
         self.stop_requested, self.stop_signal = stops > 0, signal_of(stops)
-        self._device_numbers = numbers
-        self._require_zero, self._groups = require_zero, groups
-        singles = {
-            "skipped": skipped, "num_skipped": num_skipped, "loss_scale": loss_scale, "replica_tokens": own_tokens
-        }  # fmt: skip
-        self._singles = {name: one for name, one in singles.items() if one is not None}
+        self._numbers = numbers
+        more = {"skipped": skipped, "num_skipped": num_skipped, "loss_scale": loss_scale, "own_tokens": own_tokens}
+        self._more: dict[str, Tensor | int] = {name: value for name, value in more.items() if value is not None}
         self._reading: HostRead | None = None
-        self._read: list[float] | None = None
 
     def send_to_host(self) -> bool:
         """Let all numbers travel to the host, behind what the device has been told so far. Waits for nothing.
@@ -97,53 +88,40 @@ class StepResult:
             Whether they are on their way, and best read when the next step is over; on the CPU they are there.
         """
         if self._reading is None:
-            on_device = [one.double() for one in self._singles.values() if isinstance(one, Tensor)]
-            numbers = self._device_numbers
-            if on_device:
-                numbers = torch.cat((numbers, torch.stack([one.to(numbers.device) for one in on_device])))
-            self._reading = HostRead(numbers)
-        return self._device_numbers.device.type != "cpu"
+            first = self._numbers[0]
+            more = [
+                value.to(first) if isinstance(value, Tensor) else torch.full_like(first, value)
+                for value in self._more.values()
+            ]
+            self._reading = HostRead(torch.cat((self._numbers, torch.stack(more))))
+        return self._numbers.device.type != "cpu"
 
     @property
     def is_there(self) -> bool:
         """Whether nobody waits who reads the numbers."""
-        return self._read is not None or (self._reading is not None and self._reading.is_there)
+        return self._reading is not None and self._reading.is_there
 
     def wait(self) -> None:
         """Until the numbers are there, `send_to_host` or not."""
-        self._all_numbers()
+        self._read()
 
-    def _all_numbers(self) -> list[float]:
-        if self._read is None:
-            self.send_to_host()
-            assert self._reading is not None
-            self._read = self._reading.wait().tolist()
-        return self._read
+    def _read(self) -> list[float]:
+        self.send_to_host()
+        assert self._reading is not None
+        return self._reading.wait().tolist()
 
-    @property
-    def _numbers(self) -> list[float]:
-        """Of `StepReduction.finish_step`."""
-        read = self._all_numbers()[: len(self._device_numbers)]
-        if self._require_zero is not None and len(read) > 4:
-            self._require_zero(read[4])
-        return read
-
-    def _single(self, name: str) -> float | None:
-        one = self._singles.get(name)
-        if not isinstance(one, Tensor):
-            return one
-        names = [name for name, one in self._singles.items() if isinstance(one, Tensor)]
-        return self._all_numbers()[len(self._device_numbers) + names.index(name)]
+    def _one_of_more(self, name: str) -> float | None:
+        return self._read()[len(self._numbers) + list(self._more).index(name)] if name in self._more else None
 
     @property
     def tokens(self) -> int:
         """Valid tokens of the global batch."""
-        return round(self._numbers[1])
+        return round(self._read()[1])
 
     @property
     def replica_tokens(self) -> int | None:
         """Those of this rank's replica, under an inexact strategy; None where nobody counts them alone."""
-        tokens = self._single("replica_tokens")
+        tokens = self._one_of_more("own_tokens")
         return None if tokens is None else round(tokens)
 
     def of_all_replicas(self, add: Callable[[Tensor], Tensor]) -> StepResult:
@@ -153,42 +131,34 @@ class StepResult:
             add: `Strategy.sum_over_replicas`.
         """
         result = copy.copy(self)
-        result.replica, result._device_numbers = None, add(self._device_numbers)
-        result._reading = result._read = None
+        result.replica, result._numbers, result._reading = None, add(self._numbers), None
         return result
 
     @property
     def loss(self) -> float:
         """Mean loss per valid token of the global batch, before the step."""
-        loss_sum, tokens = self._numbers[:2]
+        loss_sum, tokens = self._read()[:2]
         return loss_sum / tokens if tokens else float("nan")
 
     @property
     def grad_norm(self) -> float:
         """Global gradient norm before clipping, each element counted once."""
-        return self._numbers[2]
-
-    @property
-    def grad_norms(self) -> dict[str, float]:
-        """The same of each parameter group of the optimizer, by its name or number: of ``train.grad_norm_by_group``."""
-        numbers = self._numbers
-        norms = numbers[len(numbers) - len(self._groups) :]
-        return dict(zip(self._groups, norms, strict=True))
+        return self._read()[2]
 
     @property
     def skipped(self) -> bool:
         """Whether gradients were not finite, and the step changed neither parameters nor the optimizer's state."""
-        return bool(self._single("skipped"))
+        return bool(self._one_of_more("skipped"))
 
     @property
     def num_skipped(self) -> int:
         """Steps skipped so far, this one included."""
-        return int(self._single("num_skipped") or 0)
+        return int(self._one_of_more("num_skipped") or 0)
 
     @property
     def loss_scale(self) -> float | None:
         """What the mean loss was scaled by in this step; None unless ``train.precision`` is fp16."""
-        return self._single("loss_scale")
+        return self._one_of_more("loss_scale")
 
     def __repr__(self) -> str:
         numbers = f"loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g}, tokens={self.tokens}"

@@ -1,4 +1,4 @@
-"""The stages of a model on this rank as the executor calls them: model, loss, random state, and gradient reduction."""
+"""The stages of a model on this rank: which there are, by a pipeline's schedule; and how the executor runs them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,137 @@ from typing import Any, cast
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from colossus.comm.links import Links
+from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.engine_queries import BackwardKind
-from colossus.data_parallel.strategy import Strategy
+from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.engine.eval_metrics import EvalMetrics
 from colossus.engine.forward_rng import ForwardRng
-from colossus.engine.input_writes import refuse_writes
-from colossus.engine.inputs import Inputs, model_input
-from colossus.engine.loss_function import LossFunction, checked_sum
+from colossus.engine.inputs import Inputs, model_input, refuse_writes
+from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum, metrics_of
 from colossus.layers.deferred_wgrad import DeferredWgrad
+from colossus.layers.model_parallel import ModelParallel
+from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks
 from colossus.layout.split_parameter import as_shards
-from colossus.schedule.actions import Action
-from colossus.schedule.runtime.executor import WgradTasks
+from colossus.schedule.actions import Action, placement
+from colossus.schedule.build import make_schedule
+from colossus.schedule.partition.partition import Partition, keep_stages_of, make_partition
+from colossus.schedule.runtime.executor import Executor, Stages, WgradTasks, forward_only
 from colossus.schedule.runtime.observer import StepObserver
 from colossus.schedule.runtime.stage_scope import MUST_NAME_ALL, MetaTensorGuard
+from colossus.schedule.runtime.transport import Transport
 from colossus.sharded_tensor.regions import without_sequence
 from colossus.sharded_tensor.tensor import ShardedTensor
+
+
+class PipelineRuntime:
+    """What a rank knows of the pipeline of its run; without one, that is a schedule of one stage on one rank.
+
+    Attributes:
+        actions: of this rank in a step.
+        rank_of: stage -> index along the pipeline axis.
+        rank: this rank's index along the pipeline axis.
+        partition: of the model, from `split` on; None when there is one stage.
+    """
+
+    def __init__(self, config: Config, context: ParallelContext) -> None:
+        schedule = config.schedule
+        size = context.size("pipeline")
+        self._context, self._split = context, config.parallel.pipeline.split
+        actions = make_schedule(schedule.type, size, schedule.microbatches, **schedule.options)
+        self.rank_of: Mapping[int, int] = placement(actions)
+        self.rank = context.index("pipeline")
+        self.actions: Sequence[Action] = actions[self.rank]
+        self.partition: Partition | None = None
+        self._forward_actions: dict[int, list[Action]] = {}
+        self._links: Links | None = None
+
+    @property
+    def last_stage(self) -> int:
+        """Number of the last stage of the model."""
+        return max(self.rank_of)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards are split into those of inputs and those of weights."""
+        return any(action.kind == "backward_weight" for action in self.actions)
+
+    def split(self, model: nn.Module) -> None:
+        """Delete the stages of other ranks from a model on the meta device.
+
+        Raises:
+            ValueError: see `make_partition`.
+        """
+        if self.last_stage:
+            self.partition = make_partition(model, self.rank_of, self._split)
+            keep_stages_of(model, self.partition, self.rank)
+
+    def stage_forwards(self, model: nn.Module) -> dict[int, Callable[[Any], Any]]:
+        """Stage -> what runs it, for the stages of this rank."""
+        if self.partition is None:
+            return {0: model}
+        return {stage: self.partition.forward_of(stage) for stage in self.partition.stages_on(self.rank)}
+
+    def parameters_on(self, stage: int, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters that a stage of this rank uses."""
+        if self.partition is None:
+            return list(model.parameters())
+        held = dict(model.named_parameters())
+        return [held[name] for name in self.partition.parameters_on(stage)]
+
+    def parameters_by_stage(self, model: nn.Module) -> dict[int, list[nn.Parameter]]:
+        """Stage -> the parameters whose gradients are complete with it, in the order of a rank's reductions.
+
+        Parameters that several stages of the rank share come with the last of these.
+        """
+        order = [action.stage for action in self.actions if action.kind == "reduce"]
+        found: dict[int, list[nn.Parameter]] = {}
+        taken: set[int] = set()
+        for stage in reversed(order):
+            found[stage] = [param for param in self.parameters_on(stage, model) if id(param) not in taken]
+            taken |= {id(param) for param in found[stage]}
+        return {stage: found[stage] for stage in order}
+
+    def chain(self, model: nn.Module) -> list[NamedBlock] | None:
+        """The blocks of this rank where the model is a chain of blocks."""
+        if self.partition is not None:
+            return [block for stage in self.partition.stages_on(self.rank) for block in self.partition.blocks_of(stage)]
+        return pipeline_blocks(model) if is_chain(model) else None
+
+    def tied_parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+        """Parameters of this rank that other pipeline ranks hold, too, each with all ranks that do."""
+        if self.partition is None:
+            return []
+        held = dict(model.named_parameters())
+        ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.names if name in held}
+        return [(held[name], ranks) for name, ranks in ranks_of.items() if len(ranks) > 1]
+
+    def make_executor(
+        self, stages: Stages, parallel: ModelParallel, observers: Sequence[StepObserver] = ()
+    ) -> Executor:
+        """The executor of this rank's actions. All ranks of the pipeline must call."""
+        transport = None
+        if self._context.size("pipeline") > 1:
+            group = self._context.group("pipeline")
+            pairs = [
+                (self.rank_of[stage], self.rank_of[stage + step])
+                for step in (1, -1)
+                for stage in self.rank_of
+                if stage + step in self.rank_of and self.rank_of[stage] != self.rank_of[stage + step]
+            ]
+            self._links = Links(group, pairs, self._context.device)
+            transport = Transport(self._links, self.rank_of)
+        return Executor(stages, self.rank_of, transport, parallel, observers)
+
+    def forward_actions(self, microbatches: int) -> list[Action]:
+        """The actions of this rank in an evaluation of at most as many microbatches as a step has."""
+        if microbatches not in self._forward_actions:
+            self._forward_actions[microbatches] = forward_only(self.actions, microbatches)
+        return self._forward_actions[microbatches]
+
+    def close(self) -> None:
+        if self._links is not None:
+            self._links.close()
 
 
 class ModelStages:
@@ -33,17 +147,13 @@ class ModelStages:
 
     Args:
         model: of this rank.
-        forwards: stage -> what runs it, for the stages of this rank.
-        last_stage: number of the last stage of the model.
+        pipeline: schedule and partition.
         inputs: from a microbatch of a data rank to this rank's shard of it.
         loss_fn: (output of the last stage, local batch) -> (loss sum, count).
-        metrics: what evaluations sum beside the loss.
-        parameters_by_stage: the parameters whose gradients are complete with each stage of this rank.
-        splits_backward: whether the schedule splits backwards.
-        is_partitioned: whether the model is cut into stages.
-        observers: called around forwards; the list may change between steps.
 
     Attributes:
+        observers: called around forwards; the list may change between steps.
+        metrics: what evaluations sum beside the loss.
         step: of the random streams; None in an evaluation.
     """
 
@@ -51,33 +161,27 @@ class ModelStages:
         self,
         context: ParallelContext,
         model: nn.Module,
-        forwards: Mapping[int, Callable[[Any], Any]],
-        last_stage: int,
-        *,
-        inputs: Inputs,
-        loss_fn: LossFunction,
-        metrics: EvalMetrics,
+        pipeline: PipelineRuntime,
         store: ParameterStore,
         strategy: Strategy,
-        parameters_by_stage: Mapping[int, Sequence[nn.Parameter]],
-        splits_backward: bool,
-        is_partitioned: bool,
-        observers: Sequence[StepObserver] = (),
+        inputs: Inputs,
+        loss_fn: LossFunction,
     ) -> None:
-        self._context, self._forwards, self._last_stage = context, forwards, last_stage
-        self._inputs, self.loss_fn, self.metrics = inputs, loss_fn, metrics
+        self._context, self._model, self._last_stage = context, model, pipeline.last_stage
+        self._forwards = pipeline.stage_forwards(model)
+        self._inputs, self.loss_fn = inputs, loss_fn
+        self.metrics = EvalMetrics(metrics_of(model), context.device)
         self._store, self._strategy, self._weights = store, strategy, store.weights
-        self._parameters, self._is_partitioned = parameters_by_stage, is_partitioned
+        self._parameters, self._is_partitioned = strategy.parts.parameters_by_stage, pipeline.partition is not None
         self._rng, self._autocast = ForwardRng(context), context.precision.autocast(context.device)
-        self._model = model
-        self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
+        self._ids = {stage: {id(param) for param in params} for stage, params in self._parameters.items()}
         #: stages that have not run yet: the guard is slow, and what a stage uses does not change
-        self._to_guard = set(forwards) if is_partitioned else set()
+        self._to_guard = set(self._forwards) if self._is_partitioned else set()
         self._wgrad_mode: AbstractContextManager[Any] = (
-            DeferredWgrad(store.weights) if splits_backward else nullcontext()
+            DeferredWgrad(store.weights) if pipeline.splits_backward else nullcontext()
         )
         self.step: int | None = None
-        self._observers = observers
+        self.observers: list[StepObserver] = []
 
     def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
         if self.step is not None:
@@ -87,10 +191,10 @@ class ModelStages:
             watch: AbstractContextManager[None] = nullcontext()
             if stage == 0:
                 value = model_input(own)
-                if self._is_partitioned:
-                    watch = refuse_writes(value, self._model, names_writer=stage in self._to_guard)
+                if stage in self._to_guard:
+                    watch = refuse_writes(value, self._model)
                 value = self._inputs.mark_tokens(value, batch)
-            for observer in self._observers:
+            for observer in self.observers:
                 samples = self._inputs.local_samples(batch) if observer.needs_samples else None
                 observer.before_forward(stage, microbatch, samples)
             self._store.begin_action()
@@ -100,7 +204,7 @@ class ModelStages:
                 try:
                     with watch:
                         out = self._forwards[stage](value)
-                    for observer in self._observers:
+                    for observer in self.observers:
                         observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
                         outputs = tree_map_only(ShardedTensor, without_sequence, out)
@@ -152,19 +256,3 @@ class ModelStages:
         with as_shards():
             self._weights.flush(self._ids[stage])
             self._strategy.reduce(stage)
-
-
-def parameters_by_stage(
-    actions: Sequence[Action], parameters_on: Callable[[int], Sequence[nn.Parameter]]
-) -> dict[int, list[nn.Parameter]]:
-    """Stage -> the parameters whose gradients are complete with it, in the order of a rank's reductions.
-
-    Parameters that several stages of the rank share come with the last of these.
-    """
-    order = [action.stage for action in actions if action.kind == "reduce"]
-    taken: set[int] = set()
-    found: dict[int, list[nn.Parameter]] = {}
-    for stage in reversed(order):
-        found[stage] = [param for param in parameters_on(stage) if id(param) not in taken]
-        taken |= {id(param) for param in found[stage]}
-    return {stage: found[stage] for stage in order}

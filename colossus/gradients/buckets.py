@@ -1,15 +1,18 @@
-"""Flat buffers: gradients that are reduced by one collective."""
+"""Flat buckets of gradients, each summed by one collective as soon as backward has filled it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from colossus.comm.collectives import Pending
+from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.comm.staged import Staged
-from colossus.gradients.bucket_sum import BucketSum
+from colossus.context.parallel_context import ParallelContext
+from colossus.gradients.axes import agree_on_axes
+from colossus.gradients.bucket_sum import BucketSum, SumFactory
 from colossus.layout.parameter import spec_of
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
@@ -83,16 +86,6 @@ class Bucket:
             param.grad = self.views[index]
         self._present.add(index)
 
-    def reset(self) -> None:
-        """Drop the gradients taken in a step that failed."""
-        self._present.clear()
-
-    def wait_and_drop(self) -> None:
-        """Wait for the reduction that a step that failed has left: until then it writes to the buffer."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-
     def start(self) -> None:
         """Start the sum; a parameter without a gradient on this rank counts as zero and unused."""
         self.flags.fill_(1.0)
@@ -127,3 +120,138 @@ class Bucket:
         if self._own_sum is None:
             return []
         return [(tuple(spec_of(param).name for param in self.params), self._own_sum)]
+
+
+class StageBuckets:
+    """The buckets of the parameters of one pipeline stage, made when the axes of their gradients are known.
+
+    Args:
+        params: in the order of the model.
+        bucket_bytes: size of a bucket; a larger parameter has one for itself.
+        axes_of: the axes over which the gradient of a parameter is summed, once they are decided.
+        sum_of: how a bucket is summed over its axes.
+        on_gradient: called with each parameter when its gradient has been accumulated.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        context: ParallelContext,
+        bucket_bytes: int,
+        axes_of: Callable[[nn.Parameter], tuple[str, ...]],
+        sum_of: SumFactory,
+        on_gradient: Callable[[nn.Parameter], None],
+    ) -> None:
+        self._params, self._context = list(params), context
+        self._bucket_bytes, self._axes_of, self._sum_of = bucket_bytes, axes_of, sum_of
+        self._on_gradient = on_gradient
+        self._buckets: list[Bucket] | None = None
+        #: id of a parameter -> index of its bucket
+        self._bucket_of: dict[int, int] = {}
+        #: trainable parameters whose axes are decided by their first use, not used so far
+        self._undecided = [param for param in params if param.requires_grad and not spec_of(param).is_decided]
+        #: index of the bucket that starts next
+        self._next = 0
+
+    def prepare(self) -> None:
+        """Before the stage's last backward of a step: make the buckets of parameters used for the first time."""
+        before = len(self._undecided)
+        self._undecided = agree_on_axes(self._undecided, self._context)
+        if self._buckets is None or len(self._undecided) < before:
+            self._add_buckets()
+        self._next = 0
+
+    def take(self, param: nn.Parameter) -> None:
+        """Copy a complete gradient into its bucket, and start the buckets that are full, in order."""
+        index = self._bucket_of.get(id(param))
+        if index is None:  # a parameter of another stage
+            return
+        assert self._buckets is not None
+        if index < self._next:
+            raise gradient_in_parts(param)
+        self._buckets[index].take(param)
+        while self._next < len(self._buckets) and self._buckets[self._next].is_full:
+            self._start(self._next)
+            self._next += 1
+
+    def start_rest(self) -> None:
+        """Start the buckets that are not full, too."""
+        assert self._buckets is not None
+        for index, bucket in enumerate(self._buckets[self._next :], self._next):
+            # a parameter that the last microbatch did not use may have a gradient of earlier ones
+            for param in bucket.params:
+                if param.grad is not None and not bucket.holds(param):
+                    bucket.take(param)
+            self._start(index)
+
+    def _start(self, index: int) -> None:
+        """Start a bucket, and what follows for the one before."""
+        assert self._buckets is not None
+        self._buckets[index].start()
+        if index:
+            self._buckets[index - 1].advance()
+
+    def finish(self) -> None:
+        """Wait for the sums."""
+        for bucket in self._buckets or ():
+            bucket.finish()
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of what this rank put into the reductions of the last step."""
+        return [one for bucket in self._buckets or () for one in bucket.local_sums()]
+
+    def _add_buckets(self) -> None:
+        """Make buckets for the parameters that have none and whose axes are known, in the order of backward."""
+        undecided = {id(param) for param in self._undecided}
+        params = [
+            param
+            for param in reversed(self._params)
+            if param.requires_grad and id(param) not in undecided and id(param) not in self._bucket_of
+        ]
+        self._buckets = (self._buckets or []) + self._make_buckets(params)
+        self._bucket_of = {id(param): index for index, bucket in enumerate(self._buckets) for param in bucket.params}
+
+    def _make_buckets(self, params: list[nn.Parameter]) -> list[Bucket]:
+        """Of parameters by axes and dtype of their gradients; those without axes need no reduction."""
+        groups: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
+        for param in params:
+            if axes := self._axes_of(param):
+                groups.setdefault((axes, gradient_dtype(param)), []).append(param)
+        buckets = []
+        for (axes, gradient), group in groups.items():
+            dtype = self._context.precision.reduce_dtype(gradient)
+            limit = self._bucket_bytes
+            if group[0].device.type == "cpu":  # a bucket and its flags have to fit a slot of shared memory
+                limit = min(limit, SLOT_BYTES - 4096 * dtype.itemsize)
+            for chunk in _chunks(group, limit // dtype.itemsize):
+                buckets.append(Bucket(chunk, self._sum_of(chunk, axes, dtype), dtype))
+                for param in chunk:
+                    param.register_post_accumulate_grad_hook(self._on_gradient)
+        # sorted by when backward fills them
+        order = {id(param): index for index, param in enumerate(params)}
+        buckets.sort(key=lambda bucket: max(order[id(param)] for param in bucket.params))
+        return buckets
+
+
+def gradient_in_parts(param: nn.Parameter) -> ValueError:
+    """A gradient was added to after it had been given to a collective."""
+    name = spec_of(param).name or f"a parameter of shape {tuple(param.shape)}"
+    return ValueError(
+        f"the gradient of {name} came in several parts, and the sum over ranks had begun after the "
+        f"first: a module that is used several times under torch.utils.checkpoint with use_reentrant=True does "
+        f"that; use_reentrant=False, or colossus.layers.recompute, does not"
+    )
+
+
+def _chunks(params: list[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
+    """Consecutive parameters of at most ``limit`` elements together, at least one."""
+    chunk: list[nn.Parameter] = []
+    size = 0
+    for param in params:
+        if chunk and size + param.numel() > limit:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(param)
+        size += param.numel()
+    if chunk:
+        yield chunk

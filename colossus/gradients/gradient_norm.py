@@ -10,8 +10,16 @@ from torch import Tensor, nn
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
 from colossus.gradients.host_transfer import send_to
-from colossus.gradients.values import values_of
 from colossus.layout.parameter import spec_of
+
+
+def values_of(gradient: Tensor) -> Tensor:
+    """All numbers of a gradient that are not 0 for certain, as a tensor that shares its memory.
+
+    Args:
+        gradient: dense, or coalesced COO, as tables have it.
+    """
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 class GradientNorm:

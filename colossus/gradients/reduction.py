@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.axes import gradient_sum_axes
 from colossus.gradients.bucket_sum import BucketSum, FlatSum, SumFactory
-from colossus.gradients.buckets import LocalSum, first_of_each
-from colossus.gradients.parts import ModelParts
-from colossus.gradients.stage_buckets import StageBuckets
-from colossus.gradients.tied import TiedGradients
+from colossus.gradients.buckets import Bucket, LocalSum, StageBuckets, first_of_each
 from colossus.layout.split_parameter import as_shards
+from colossus.tensor_parallel.dtypes import gradient_dtype
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The model of a rank as a data-parallel strategy sees it.
+
+    Attributes:
+        model: this rank's part of it.
+        parameters_by_stage: stage of this rank -> the parameters whose gradients are complete with it, in the order in
+            which stages are reduced: the same on all ranks that share them.
+        tied: the parameters that other pipeline ranks hold, too, each with all that do; the first of these counts it
+            in the gradient norm.
+        bucket_mb: how many MB of gradients one collective takes.
+        syncs_after: whether all replicas wait for each other after so many completed steps: because of an evaluation
+            or a checkpoint that is due, or since they are the last.
+    """
+
+    context: ParallelContext
+    model: nn.Module
+    parameters_by_stage: Mapping[int, Sequence[nn.Parameter]]
+    tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]]
+    bucket_mb: float
+    syncs_after: Callable[[int], bool] = lambda completed: False
+
+    @property
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """Tied parameters that another pipeline rank counts in the gradient norm."""
+        here = self.context.index("pipeline")
+        return [param for param, ranks in self.tied if ranks[0] != here]
 
 
 class GradientReduction:
@@ -79,17 +108,6 @@ class GradientReduction:
         self._num_started = 0
         self._tied.sum()
 
-    def abandon(self) -> None:
-        """Forget a step that failed, without a collective."""
-        self._armed, self._num_started = None, 0
-        for buckets in self._buckets.values():
-            buckets.reset()
-
-    def close(self) -> None:
-        """Between steps: look at no more gradients. Another object sums them from now on."""
-        for buckets in self._buckets.values():
-            buckets.close()
-
     def local_sums(self) -> list[LocalSum]:
         """Of each piece of gradients that this rank put into the collectives of the last step.
 
@@ -103,3 +121,34 @@ class GradientReduction:
         if self._armed is not None and self._armed == self._order[self._num_started]:
             with as_shards():
                 self._buckets[self._armed].take(param)
+
+
+class TiedGradients:
+    """Sums the gradients of tied parameters over the pipeline ranks that hold them, after the sum over data ranks.
+
+    Args:
+        tied: the tied parameters of this rank, each with the pipeline ranks that hold it; in the same order on all.
+    """
+
+    def __init__(self, tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], context: ParallelContext) -> None:
+        by_ranks: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+        for param, ranks in tied:
+            if param.requires_grad:
+                by_ranks.setdefault((ranks, gradient_dtype(param)), []).append(param)
+        self._buckets = [
+            Bucket(params, FlatSum(context.subgroup("pipeline", sorted(ranks))), context.precision.reduce_dtype(dtype))
+            for (ranks, dtype), params in by_ranks.items()
+        ]
+
+    def sum(self) -> None:
+        """Collective over the ranks that share parameters, once their own gradients are complete."""
+        for bucket in self._buckets:
+            for param in bucket.params:
+                if param.grad is not None:
+                    bucket.take(param)
+            bucket.start()
+            bucket.finish()
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of what this rank put into the last sum: of gradients that are summed over data ranks already."""
+        return [one for bucket in self._buckets for one in bucket.local_sums()]

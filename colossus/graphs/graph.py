@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from colossus.graphs.family import GraphFamily
-from colossus.graphs.lead import largest_lead
-from colossus.graphs.peers import Phases, phases_of
+from colossus.graphs.graph_family import GraphFamily
 from colossus.graphs.spec import make_family
+
+#: (the step from which it holds, to how many others a replica sends), by step, the first from step 0
+Phases = tuple[tuple[int, int], ...]
+#: digits after the point by which graphs are compared: processors may differ in the last bits of a weight
+_DIGITS = 9
+_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,6 @@ class Phase:
     def period(self) -> int:
         return len(self.steps)
 
-    def matrix_at(self, step: int) -> np.ndarray:
-        """Of a step from the beginning of the phase."""
-        return self.steps[step % self.period].matrix
-
     @property
     def matrices(self) -> list[np.ndarray]:
         return [step.matrix for step in self.steps]
@@ -92,22 +94,35 @@ class Graph:
         """That of a step."""
         return self.phases[bisect_right(self._starts, step) - 1]
 
-    def largest_lead(self, overlap: int = 0) -> int:
-        """By how many completed steps one replica can be ahead of another; what one says after step t in all its
-        messages from then on, all know when they complete step t + lead. See `lead.largest_lead`."""
-        if self.replicas == 1:
-            return 0
-        longest = max(phase.period for phase in self.phases)
-        largest = 0
-        for number, phase in enumerate(self.phases):
-            alone = largest_lead(phase.matrix_at, self.replicas, range(phase.period), overlap, phase.period)
-            largest = max(largest, alone)
-            if number + 1 < len(self.phases):  # what begins in this phase and ends in the next
-                end = self.phases[number + 1].start
-                crossing = range(max(phase.start, end - alone - overlap - 1), end)
-                across = largest_lead(lambda step: self.at(step).matrix, self.replicas, crossing, overlap, longest)
-                largest = max(largest, across)
-        return largest
+    def heard_after(self, source: int, step: int, overlap: int = 0) -> int:
+        """The step after which all replicas know what ``source`` says in its messages from ``step`` on.
+
+        Everybody passes it on in all messages after it was heard. What is sent in step t is taken in after step
+        t + ``overlap``. Who mixes synchronously cannot be beyond it: it has waited for these messages.
+
+        Raises:
+            ValueError: some replica never hears of it.
+        """
+        #: of each replica the first step whose messages say it
+        says = np.full(self.replicas, _NEVER)
+        says[source] = step
+        quiet, patience = 0, 2 * max(phase.period for phase in self.phases) + overlap
+        while (never := says == _NEVER).any():
+            hears = never & (self.at(step).matrix[:, says <= step] != 0).any(1)
+            says[hears] = step + overlap + 1
+            step, quiet = step + 1, 0 if hears.any() else quiet + 1
+            if quiet > patience:
+                raise ValueError("some replica never hears of another: the graph is not connected")
+        return int(says.max()) - 1
+
+    def digest(self) -> bytes:
+        """What tells graphs apart."""
+        found = hashlib.sha256()
+        for phase in self.phases:
+            found.update(repr((phase.start, phase.peers, phase.period)).encode())
+            for matrix in phase.matrices:
+                found.update((np.round(matrix, _DIGITS) + 0.0).tobytes())  # + 0.0: there is no -0
+        return found.digest()
 
     def _phase(self, start: int, peers: int) -> Phase:
         if self.replicas == 1:
@@ -133,3 +148,37 @@ def make_graph(spec: Any, replicas: int, peers: int | Phases = 1) -> Graph:
         ValueError: for one that there is not, in words.
     """
     return Graph(make_family(spec), replicas, peers)
+
+
+def parse_peers(value: Any) -> int | Phases:
+    """What a config may say: ``2``, or by the step from which it holds ``{0: 1, 200: 2}`` or ``[(0, 1), (200, 2)]``.
+
+    Raises:
+        ValueError: for anything else, in words.
+    """
+    if _is_count(value) and value >= 1:
+        return int(value)
+    pairs: list[Any] = []
+    if isinstance(value, Mapping):  # keys that were written as JSON are strings
+        pairs = [(int(key) if isinstance(key, str) and key.isdecimal() else key, count) for key, count in value.items()]
+    elif isinstance(value, (list, tuple)) and all(isinstance(item, (list, tuple)) for item in value):
+        pairs = [tuple(item) for item in value]
+    if not pairs or not all(len(pair) == 2 and all(map(_is_count, pair)) and pair[1] >= 1 for pair in pairs):
+        raise ValueError(
+            f"must be a number of at least 1, or such numbers by the step they begin at: {{0: 1, 200: 2}}, got "
+            f"{value!r}"
+        )
+    pairs.sort()
+    steps = [step for step, _ in pairs]
+    if steps[0] != 0 or len(set(steps)) < len(steps):
+        raise ValueError(f"{value!r}: the first number is from step 0 on, and each step is named once")
+    return tuple((int(step), int(count)) for step, count in pairs)
+
+
+def phases_of(peers: int | Phases) -> Phases:
+    """A number is one phase."""
+    return ((0, peers),) if isinstance(peers, int) else peers
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from colossus.graphs.family import GraphFamily, Sends
+from colossus.graphs.graph_family import GraphFamily, Sends
 
 
 def is_matrices(value: Any) -> bool:
@@ -23,22 +23,10 @@ def _is_row_or_matrix(value: Any) -> bool:
     return isinstance(value, (list, tuple, np.ndarray))
 
 
-class _Own(GraphFamily):
-    """Base: matrices become edges."""
+class OwnMatrices(GraphFamily):
+    """One matrix, or one for each step in turn. Column j is what j gives to each: x becomes ``matrix @ x``."""
 
     takes_peers = False
-
-    def matrix(self, replicas: int, step: int, peers: int) -> np.ndarray:
-        """float64 [replicas, replicas]."""
-        raise NotImplementedError
-
-    def sends(self, replicas: int, step: int, peers: int) -> Sends:
-        matrix = self.matrix(replicas, step, peers)
-        return [(int(source), int(to), float(matrix[to, source])) for to, source in np.argwhere(matrix != 0)]
-
-
-class OwnMatrices(_Own):
-    """One matrix, or one for each step in turn. Column j is what j gives to each: x becomes ``matrix @ x``."""
 
     def __init__(self, matrices: Any) -> None:
         try:
@@ -58,11 +46,11 @@ class OwnMatrices(_Own):
     def period(self, replicas: int, peers: int) -> int:
         return len(self._matrices)
 
-    def matrix(self, replicas: int, step: int, peers: int) -> np.ndarray:
-        return np.asarray(self._matrices[step % len(self._matrices)])
+    def sends(self, replicas: int, step: int, peers: int) -> Sends:
+        return _edges(self._matrices[step % len(self._matrices)])
 
 
-class OwnFunction(_Own):
+class OwnFunction(GraphFamily):
     """A pure function (replicas, step, **options) -> a matrix, or {(source, to): weight}.
 
     The matrix is [to][source]: column j is what j gives to each, with what it keeps. A parameter ``peers`` is given the
@@ -72,6 +60,7 @@ class OwnFunction(_Own):
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self._function, self._options = function, dict(options)
+        self._name = str(getattr(function, "__name__", function))
         try:
             parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
         except (TypeError, ValueError):
@@ -85,13 +74,9 @@ class OwnFunction(_Own):
         self._period = declared
         self._checked: set[tuple[int, int]] = set()
 
-    @property
-    def _name(self) -> str:
-        return str(getattr(self._function, "__name__", self._function))
-
     def problems(self, replicas: int) -> list[str]:
         try:
-            self.matrix(replicas, 0, 1)
+            self._matrix(replicas, 0, 1)
         except ValueError as error:
             return [str(error)]
         return []
@@ -101,7 +86,7 @@ class OwnFunction(_Own):
         if (replicas, peers) not in self._checked:
             for step in range(self._period):
                 again = step + self._period
-                first, second = (self.matrix(replicas, number, peers) for number in (step, again))
+                first, second = (self._matrix(replicas, number, peers) for number in (step, again))
                 if not np.array_equal(first, second, equal_nan=True):
                     raise ValueError(
                         f"{self._name}: its matrices of steps {step} and {again} differ, where its period is "
@@ -111,44 +96,42 @@ class OwnFunction(_Own):
             self._checked.add((replicas, peers))
         return self._period
 
-    def matrix(self, replicas: int, step: int, peers: int) -> np.ndarray:
-        more = {"peers": peers} if self.takes_peers else {}
+    def sends(self, replicas: int, step: int, peers: int) -> Sends:
+        return _edges(self._matrix(replicas, step, peers))
+
+    def _matrix(self, replicas: int, step: int, peers: int) -> np.ndarray:
+        """float64 [replicas, replicas]."""
         where = f"{self._name}(replicas={replicas}, step={step})"
         try:
-            value = self._function(replicas, step, **more, **self._options)
+            value = self._function(replicas, step, **({"peers": peers} if self.takes_peers else {}), **self._options)
         except Exception as error:
             raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
-        if isinstance(value, Mapping):
-            return self._from_edges(value, replicas, where)
         try:
-            matrix = _real(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{where} is to return {replicas} rows of {replicas} numbers, or {{(source, to): weight}}, but "
-                f"returned {type(value).__name__} ({error})"
-            ) from None
+            matrix = _from_edges(value, replicas) if isinstance(value, Mapping) else _real(value)
+        except (TypeError, ValueError, IndexError) as error:
+            matrix, why = np.empty(0), f"{type(value).__name__} ({error})"
+        else:
+            why = f"an array of shape {matrix.shape}"
         if matrix.shape != (replicas, replicas):
             raise ValueError(
-                f"{where} is to return {replicas} rows of {replicas} numbers, but returned an array of shape "
-                f"{matrix.shape}"
+                f"{where} is to return {replicas} rows of {replicas} numbers, or {{(source, to): weight}} with "
+                f"replicas from 0 to {replicas - 1}, but returned {why}"
             )
         return matrix
 
-    @staticmethod
-    def _from_edges(edges: Mapping[Any, Any], replicas: int, where: str) -> np.ndarray:
-        matrix = np.zeros((replicas, replicas))
-        for edge, weight in edges.items():
-            try:
-                source, to = map(operator.index, edge)
-                within = 0 <= source < replicas and 0 <= to < replicas
-                matrix[to, source] = _real(weight) if within else np.nan
-            except (TypeError, ValueError, IndexError):
-                within = False
-            if not within:
-                raise ValueError(
-                    f"{where}: {edge!r}: {weight!r} is not (source, to): weight with replicas from 0 to {replicas - 1}"
-                )
-        return matrix
+
+def _edges(matrix: np.ndarray) -> Sends:
+    return [(int(source), int(to), float(matrix[to, source])) for to, source in np.argwhere(matrix != 0)]
+
+
+def _from_edges(edges: Mapping[Any, Any], replicas: int) -> np.ndarray:
+    matrix = np.zeros((replicas, replicas))
+    for edge, weight in edges.items():
+        source, to = map(operator.index, edge)
+        if not (0 <= source < replicas and 0 <= to < replicas):
+            raise ValueError(f"{edge!r}: {weight!r}")
+        matrix[to, source] = _real(weight)
+    return matrix
 
 
 def _real(value: Any) -> np.ndarray:
@@ -159,6 +142,5 @@ def _real(value: Any) -> np.ndarray:
     """
     array = np.array(value)
     if array.dtype.kind not in "biufO":
-        kind = {"c": "complex numbers", "U": "text", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
-        raise ValueError(f"{kind} in the place of real numbers")
+        raise ValueError(f"{array.dtype} in the place of real numbers")
     return array.astype(np.float64)

@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from colossus.checkpoint.companions import read_companions
+from colossus.checkpoint.assets import read_assets
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.state_dict import WholeTensor
@@ -47,7 +47,7 @@ def to_hf(
         for name in manifest.names("model")
         for entry in (reader.entry(f"model/{name}"),)
     }
-    beside = read_companions(reader.folder, manifest.config)
+    beside = read_assets(reader.folder, manifest.config)
     plan = plan_folder(kind, options, known, dtype, max_shard_bytes, beside)
 
     def parts() -> Iterator[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from colossus.checkpoint.companions import TOKEN_IDS
+from colossus.checkpoint.assets import TOKEN_IDS
 from colossus.checkpoint.errors import CheckpointError
 from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 
@@ -185,9 +185,9 @@ class Family(ABC):
             if getattr(options, name, values[0]) not in values
         ]
 
-    def beside(self, options: Any, companions: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``config.json`` says that is none of the model's, of the sections of `Companions.config`."""
-        return dict(companions.get(TOKEN_IDS, {}))
+    def beside(self, options: Any, assets: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``config.json`` says that is none of the model's, of the sections of `Assets.config`."""
+        return dict(assets.get(TOKEN_IDS, {}))
 
     def aliases(self, options: Any) -> dict[str, str]:
         """Names of ours -> the name under which a tied parameter is."""

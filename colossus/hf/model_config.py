@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from colossus.checkpoint.companions import LABELS, TOKEN_IDS
+from colossus.checkpoint.assets import LABELS, TOKEN_IDS
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.config.errors import explain

@@ -12,28 +12,28 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from colossus.checkpoint.companions import (
-    COMPANIONS,
+from colossus.checkpoint.assets import (
+    ASSET_FILES,
     GENERATION,
     TOKEN_IDS,
-    Companions,
-    read_companions,
-    write_companions,
+    Assets,
+    read_assets,
+    write_assets,
 )
 from colossus.checkpoint.durable import naming, new_folder, require_new, write_flushed
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.exported import exported
 from colossus.checkpoint.folder import locate
 from colossus.checkpoint.manifest import MANIFEST, read_manifest
+from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.state_dict import WholeTensor, stream_state_dict, whole_tensors
 from colossus.checkpoint.tensor_file import make_header, write_file
-from colossus.checkpoint.together import on_all_ranks
 from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, split_into_shards
 from colossus.context.parallel_context import ParallelContext
 from colossus.hf.family import Family, Row, family_of
 from colossus.hf.folder import listed
 from colossus.hf.model_config import CONFIG, INDEX, SINGLE, beside_of, read_json
 from colossus.registry import MODEL_OPTIONS
+from colossus.state.replicas import exported
 
 
 class Trained(Protocol):
@@ -53,13 +53,13 @@ class FolderPlan:
         config: what ``config.json`` says.
         shards: file name -> the tensors in it, in their order.
         dtypes: of each tensor by its name.
-        companions: what goes with the weights.
+        assets: what goes with the weights.
     """
 
     config: Mapping[str, Any]
     shards: Mapping[str, Sequence[Row]]
     dtypes: Mapping[str, torch.dtype]
-    companions: Companions
+    assets: Assets
 
     @property
     def part_names(self) -> list[str]:
@@ -123,14 +123,14 @@ def _save(
     kind = next((name for name in MODEL_OPTIONS.names() if MODEL_OPTIONS.get(name) is type(options)), None)
     is_writer = context.is_logging_rank
 
-    def beside() -> Companions:
+    def beside() -> Assets:
         if companions_of is not None:
-            return _companions_in(Path(companions_of).expanduser())
-        given: Companions | None = getattr(getattr(engine, "checkpoints", None), "companions", None)
-        return given or Companions()
+            return _assets_in(Path(companions_of).expanduser())
+        given: Assets | None = getattr(getattr(engine, "checkpoints", None), "assets", None)
+        return given or Assets()
 
-    companions = on_all_ranks(world, lambda: beside() if is_writer else Companions(), tells_ranks=False)
-    plan = plan_folder(kind or type(engine.model).__name__, options, known, dtype, max_shard_bytes, companions)
+    assets = on_all_ranks(world, lambda: beside() if is_writer else Assets(), tells_ranks=False)
+    plan = plan_folder(kind or type(engine.model).__name__, options, known, dtype, max_shard_bytes, assets)
     on_all_ranks(world, lambda: require_new(target) if is_writer else None, tells_ranks=False)
     parts = stream_state_dict(engine.model, context, aliases=False, order=plan.part_names)
 
@@ -145,7 +145,7 @@ def _save(
     on_all_ranks(world, write, tells_ranks=False)
 
 
-def _companions_in(folder: Path) -> Companions:
+def _assets_in(folder: Path) -> Assets:
     """Of a model folder of Hugging Face, which needs no weights; of a checkpoint, a folder of them or a run folder.
 
     Raises:
@@ -155,13 +155,13 @@ def _companions_in(folder: Path) -> Companions:
         raise CheckpointError(f"companions_of = {str(folder)!r}: there is no such folder")
     if not (folder / MANIFEST).exists():
         config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-        if "model_type" in config or any((folder / name).is_file() for name in COMPANIONS):
-            return read_companions(folder, beside_of(config))
+        if "model_type" in config or any((folder / name).is_file() for name in ASSET_FILES):
+            return read_assets(folder, beside_of(config))
     try:
         found = locate(folder)
     except CheckpointError as error:
         raise CheckpointError(f"companions_of = {str(folder)!r}: {error}") from None
-    return read_companions(found, read_manifest(found).config)
+    return read_assets(found, read_manifest(found).config)
 
 
 def plan_folder(
@@ -170,7 +170,7 @@ def plan_folder(
     known: Mapping[str, WholeTensor],
     dtype: torch.dtype | None,
     max_shard_bytes: int,
-    companions: Companions,
+    assets: Assets,
 ) -> FolderPlan:
     """What is written of a model of ours.
 
@@ -198,11 +198,11 @@ def plan_folder(
         "model_type": family.model_type,
         "architectures": [family.architecture],
         **family.to_config(options),
-        **family.beside(options, companions.config),
+        **family.beside(options, assets.config),
         "dtype": of_weights,
         "torch_dtype": of_weights,  # its name before transformers 5
     }
-    return FolderPlan(config, dict(zip(files, shards, strict=True)), dtypes, companions)
+    return FolderPlan(config, dict(zip(files, shards, strict=True)), dtypes, assets)
 
 
 def _require_same_names(family: Family, options: Any, tensors: Sequence[Row], known: Mapping[str, WholeTensor]) -> None:
@@ -247,9 +247,9 @@ def write_folder(
             total = sum(plan.num_bytes(each) for tensors in plan.shards.values() for each in tensors)
             _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(folder / CONFIG, plan.config)
-        write_companions(plan.companions.files, folder)
-        token_ids = plan.companions.config.get(TOKEN_IDS)
-        if token_ids and GENERATION not in plan.companions.files:
+        write_assets(plan.assets.files, folder)
+        token_ids = plan.assets.config.get(TOKEN_IDS)
+        if token_ids and GENERATION not in plan.assets.files:
             _write_json(folder / GENERATION, {"_from_model_config": True, **token_ids})
 
 

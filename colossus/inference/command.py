@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colossus import machine
 from colossus.checkpoint.describe import printable
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.config import Config, ConfigError, model_options
@@ -34,8 +33,7 @@ from colossus.inference.config import (
 from colossus.inference.text import Texts, special_ids, tokenizer_of
 from colossus.launch.command import worker_variables
 from colossus.launch.data_check import check_data, is_ours
-from colossus.launch.device_check import check_devices
-from colossus.launch.model_check import check_model
+from colossus.launch.preflight import check_devices, check_model
 
 if TYPE_CHECKING:
     from colossus.data.loader import Loaders
@@ -132,27 +130,22 @@ def generate(
             importlib.import_module("torch").set_num_threads(1)  # ranks that are forked hang after work on more threads
             check_model(config)
         _say(f"{_title(source)}: {describe(config)}")
-        _warn(config, max(map(len, ids)) + max_tokens)
-        options = {"prompts": ids, "max_tokens": max_tokens, "sampling": how}
-        if of_text is not None:
-            options |= {"stop": of_text.stop, "num_ids": of_text.num_ids}
-        else:
-            options["stop"] = special_ids(source.folder, source.token_ids, "eos_token_id")
+        stop = of_text.stop if of_text is not None else special_ids(source.folder, source.token_ids, "eos_token_id")
+        options = {"prompts": ids, "max_tokens": max_tokens, "sampling": how, "stop": stop}
+        options["num_ids"] = of_text.num_ids if of_text is not None else None
         with _decoding(source, config, **options) as step:
             with contextlib.suppress(AttributeError, ValueError):
                 sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-            said = Texts(texts, ids, of_text, sys.stdout, is_json=json)
+            said = Texts(texts, ids, of_text, None if json else sys.stdout)
             try:
                 while None in said.ended:
                     said.add(*step())
             except BrokenPipeError:
                 raise
             except BaseException:  # Ctrl-C, or a failure: what there is is not lost
-                said.stop()
+                _conclude(said, json, source, config, how)
                 raise
-            finally:
-                about = {"checkpoint": str(source.folder), "step": source.manifest.step}
-                _conclude(said, {**about, "plan": describe(config), "seed": how.seed} if json else None)
+            _conclude(said, json, source, config, how)
 
     return _exit_code("generate", work)
 
@@ -168,15 +161,6 @@ def _standard_input() -> str:
     if sys.stdin.isatty():
         _say("the prompt is read from here; Ctrl-D ends it (or give --prompt TEXT)")
     return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
-
-
-def _warn(config: Config, longest: int) -> None:
-    length = getattr(model_options(config), "seq_len", None)
-    if length is not None and num_positions(config) is None and longest > length:
-        _say(
-            f"warning: up to {longest} tokens, but the model was trained on sequences of {length} (model.seq_len): "
-            f"text beyond them may be poor"
-        )
 
 
 @contextmanager
@@ -205,12 +189,15 @@ def _step(decoding: Decoding) -> tuple[list[int | None], list[str | None]]:
     return decoding.step(), decoding.ended
 
 
-def _conclude(texts: Texts, about: dict[str, Any] | None) -> None:
-    """Print what texts have become: as JSON together with ``about``, and why some have ended, and the speeds."""
+def _conclude(texts: Texts, as_json: bool, source: Source, config: Config, how: Sampling) -> None:
+    """Print what is left of texts, or all of them as JSON, and why some have ended, and the speeds."""
+    texts.finish()
     speeds = texts.speeds()
-    if about is not None:
+    if as_json:
+        about = {"checkpoint": str(source.folder), "step": source.manifest.step, "plan": describe(config)}
         rates = {f"{key}_tokens_per_second": speed for key, speed in speeds.items()}
-        print(json_module.dumps({**about, **rates, "results": texts.as_data()}, indent=2))
+        results = {"seed": how.seed, **rates, "results": texts.as_data()}
+        print(json_module.dumps({**about, **results}, indent=2))
     for row, ended in enumerate(texts.ended):
         if ended == "positions":
             made, prompt = len(texts.tokens[row]), len(texts.prompt_tokens[row])
@@ -260,15 +247,17 @@ def evaluate(
         check_devices(config, world_size(config.parallel))
         check_model(config)
         loaders = check_data(config)
-        _require_data(loaders, split)
+        if loaders is not None and loaders.validation is None:
+            raise ConfigError(
+                f"there is no {split} data: {loaders.validation_missing}; --split train evaluates the training data, "
+                f"data.validation=dict(path=...) or data.type=... other data"
+            )
         # torch is imported here
         from colossus.inference import ranks
 
         _say(f"{_title(source)}: {describe(config)}")
         if loaders is not None:
             _say(f"{split} data: {loaders.description.partition('; validation: ')[2]}")
-        if (count := world_size(config.parallel)) > (cores := machine.usable_cores()):
-            _say(f"{count} processes on {cores} cores: --nproc 1, or another plan, is faster where the model fits")
         began = time.perf_counter()
         numbers = _numbers(ranks.evaluate(config, source.folder), config, loaders)
         numbers["seconds"] = time.perf_counter() - began
@@ -280,18 +269,8 @@ def evaluate(
         for key, value in numbers.items():
             shown = f"{value:,}" if isinstance(value, int) else f"{value:.1f}" if key == "seconds" else f"{value:.6g}"
             print(f"{key.replace('_', ' '):<14} {shown}")
-        if "perplexity" not in numbers and hasattr(model_options(config), "vocab_size"):
-            _say("no perplexity: the loss has label smoothing or a z-loss; model.label_smoothing=0 model.z_loss=0")
 
     return _exit_code("evaluate", work)
-
-
-def _require_data(loaders: Loaders | None, split: str) -> None:
-    if loaders is not None and loaders.validation is None:
-        raise ConfigError(
-            f"there is no {split} data: {loaders.validation_missing}; --split train evaluates the training data, "
-            f"data.validation=dict(path=...) or data.type=... other data"
-        )
 
 
 def _numbers(summary: EvalSummary, config: Config, loaders: Loaders | None) -> dict[str, Any]:

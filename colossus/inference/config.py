@@ -16,7 +16,6 @@ from colossus.config.components import is_text
 from colossus.config.loading import read_file, validate, with_tokenizer
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import check_names
-from colossus.config.schema import READING_OPTIONS
 from colossus.config.section import Named
 from colossus.config.sizes import describe_sizes, world_size
 from colossus.config.training import LOW, PrecisionSection
@@ -83,15 +82,16 @@ class Sampling:
         problems = []
         if self.seed < 0:
             problems.append(f"seed = {self.seed}: it must be 0 or more")
-        if not self.greedy and not (self.temperature > 0 and math.isfinite(self.temperature)):
-            problems.append(
-                f"temperature = {self.temperature}: it divides the logits, so it must be above 0 and finite; for the "
-                f"likeliest token take greedy"
-            )
-        if not self.greedy and self.top_k is not None and self.top_k < 1:
-            problems.append(f"top_k = {self.top_k}: it keeps so many tokens, at least 1; leave it out for all of them")
-        if not self.greedy and not 0 < self.top_p <= 1:
-            problems.append(f"top_p = {self.top_p}: it is a probability to keep, above 0 and at most 1 (1 keeps all)")
+        if not self.greedy:
+            if not (self.temperature > 0 and math.isfinite(self.temperature)):
+                problems.append(
+                    f"temperature = {self.temperature}: it divides the logits, so it must be above 0 and finite; for "
+                    f"the likeliest token take greedy"
+                )
+            if self.top_k is not None and self.top_k < 1:
+                problems.append(f"top_k = {self.top_k}: at least 1; leave it out for all tokens")
+            if not 0 < self.top_p <= 1:
+                problems.append(f"top_p = {self.top_p}: above 0 and at most 1 (1 keeps all)")
         if problems:
             raise ConfigError(problems)
 
@@ -310,22 +310,20 @@ def _recorded(
     return found
 
 
-def _without_tokenizer(data: Any, kind: Any = None) -> Any:
+def _without_tokenizer(data: Any) -> Any:
     """Data without the tokenizer files by which it reads text: those that the run was given may be gone."""
     if not isinstance(data, Mapping):
         return data
-    kind = data.get("type", kind)
-    has_file = is_text(kind) and data.get("tokenizer") != BYTES
-    kept = {key: value for key, value in data.items() if not (has_file and key == "tokenizer")}
-    return {**kept, "validation": _without_tokenizer(kept["validation"], kind)} if "validation" in kept else kept
+    kept = {key: value for key, value in data.items() if key != "tokenizer" or value == BYTES}
+    return {**kept, "validation": _without_tokenizer(kept["validation"])} if "validation" in kept else kept
 
 
 def _imported_names(section: Any) -> Iterator[str]:
-    """What would be imported for a section: its type, functions that it reads with, those of its validation."""
+    """What would be imported for a section: its type, its collate_fn, those of its validation."""
     if isinstance(section, str):
         yield section
     elif isinstance(section, Mapping):
-        yield from (section[key] for key in ("type", *READING_OPTIONS) if isinstance(section.get(key), str))
+        yield from (section[key] for key in ("type", "collate_fn") if isinstance(section.get(key), str))
         yield from _imported_names(section.get("validation"))
 
 

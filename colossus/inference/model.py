@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.sources import open_weights
-from colossus.checkpoint.together import on_all_ranks
 from colossus.comm import collectives, shared_memory
 from colossus.config import Config, model_options
 from colossus.construct.build_model import build
+from colossus.context.device import pick_device
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.device import pick_device
 from colossus.engine.inputs import batch_axes
-from colossus.engine.pipeline import PipelineRuntime
+from colossus.engine.stages import PipelineRuntime
 from colossus.error_place import add_place
 from colossus.inference.config import Source, generation_config
 from colossus.layers import to_whole
@@ -30,8 +30,7 @@ from colossus.layers.pipeline_block import run_blocks
 from colossus.models.transformer import Transformer
 from colossus.registry import MODELS
 from colossus.schedule.runtime.stage_scope import MetaTensorGuard
-from colossus.state.boxes import parameter_boxes
-from colossus.state.weights import known_weights, load_matched, require_same_model
+from colossus.state.parameters import known_weights, load_matched, parameter_boxes, require_same_model
 
 
 class TextModel:

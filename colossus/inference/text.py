@@ -84,7 +84,7 @@ class FileTokenizer:
         self._start = special_ids(file.parent, token_ids or {}, "bos_token_id")[:1]
 
     def encode(self, text: str) -> list[int]:
-        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        text = _printable(text)
         return self._tokenizer.encode(text, add_special_tokens=self._adds_special).ids or list(self._start)
 
     def stream(self, prompt: Sequence[int] = ()) -> _FileStream:
@@ -147,8 +147,7 @@ def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
     if name == BYTES:
         return ByteTokenizer()
     file = Path(name).expanduser() if given is not None else source.folder / name
-    if file.is_dir():
-        file = file / TOKENIZER_FILE
+    file = file / TOKENIZER_FILE if file.is_dir() else file
     if not file.is_file():
         where = "--tokenizer" if given is not None else f"{source.folder}: its tokenizer"
         raise ConfigError(f"{where} {name}: there is no file {file}; it is 'bytes', or the path of a {TOKENIZER_FILE}")
@@ -172,13 +171,12 @@ def special_ids(folder: Path, token_ids: Mapping[str, Any], key: str) -> tuple[i
 
 
 class Texts:
-    """The prompts and what follows them, printed as it comes.
-
-    One prompt: the prompt, then its text as its tokens come. Several: each under a heading, in their order, when it is
-    whole. As JSON: nothing before the end. Without a tokenizer tokens are numbers with commas.
+    """The prompts and what follows them, printed: the text of one prompt as its tokens come, of several under headings
+    at the end. Without a tokenizer tokens are numbers with commas.
 
     Args:
         prompts: as text; None where they were given as tokens.
+        out: where to print; None prints nothing.
     """
 
     def __init__(
@@ -186,20 +184,19 @@ class Texts:
         prompts: Sequence[str] | None,
         tokens: Sequence[Sequence[int]],
         tokenizer: Tokenizer | None,
-        out: TextIO,
-        *,
-        is_json: bool,
+        out: TextIO | None,
     ) -> None:
-        self._prompts, self._out, self._is_json, self._next = prompts, out, is_json, 0
+        self._prompts = None if prompts is None else [_printable(prompt) for prompt in prompts]
+        self._shown = self._prompts or [",".join(map(str, each)) for each in tokens]
+        self._out, self._is_streamed = out, len(tokens) == 1
         self.prompt_tokens, self._streams = tokens, [tokenizer.stream(each) if tokenizer else None for each in tokens]
         self.tokens: list[list[int]] = [[] for _ in tokens]
         self.texts = ["" for _ in tokens]
         self.ended: list[str | None] = [None] * len(tokens)
         #: when, and tokens made by then: at the beginning, after the first step, after the last one
         self._marks = [(time.perf_counter(), 0)]
-        self._is_streamed = not is_json and len(tokens) == 1
         if self._is_streamed:
-            self._write(self._prompt(0))
+            self._write(self._shown[0])
 
     def add(self, tokens: Sequence[int | None], ended: Sequence[str | None]) -> None:
         """What a step gave."""
@@ -208,9 +205,19 @@ class Texts:
                 self.tokens[row].append(token)
                 stream = self._streams[row]
                 self._add_text(row, f",{token}" if stream is None else stream.push(token))
-            if ended[row] is not None and self.ended[row] is None:
-                self._end(row, ended[row])
+        self.ended = list(ended)
         self._marks[2:] = [(time.perf_counter(), sum(map(len, self.tokens)))]
+
+    def finish(self) -> None:
+        """Nothing more comes: what is there is printed."""
+        count = len(self.tokens)
+        for row, stream in enumerate(self._streams):
+            self.ended[row] = self.ended[row] or "stopped"
+            self._add_text(row, "" if stream is None else stream.finish())
+            text = self._shown[row] + self.texts[row]
+            end = "" if text.endswith("\n") else "\n"
+            heading = f"{'' if row == 0 else chr(10)}--- prompt {row + 1} of {count} ---\n"
+            self._write(end if self._is_streamed else heading + text + end)
 
     def speeds(self) -> dict[str, float | None]:
         """Tokens per second of all prompts together: of the first step (prefill), made after it (decode)."""
@@ -221,17 +228,11 @@ class Texts:
             "decode": (later[1][1] - later[0][1]) / (later[1][0] - later[0][0]) if len(later) > 1 else None,
         }
 
-    def stop(self) -> None:
-        """Nothing more comes: what is there is printed."""
-        for row, ended in enumerate(self.ended):
-            if ended is None:
-                self._end(row, "stopped")
-
     def as_data(self) -> list[dict[str, Any]]:
         """One entry for each prompt."""
         return [
             {
-                "prompt": self._prompt(row) if self._prompts is not None else None,
+                "prompt": self._prompts[row] if self._prompts is not None else None,
                 "prompt_tokens": list(self.prompt_tokens[row]),
                 "text": self.texts[row] if self._streams[row] is not None else None,
                 "tokens": self.tokens[row],
@@ -240,32 +241,19 @@ class Texts:
             for row in range(len(self.tokens))
         ]
 
-    def _prompt(self, row: int) -> str:
-        if self._prompts is None:
-            return ",".join(map(str, self.prompt_tokens[row]))
-        return self._prompts[row].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
     def _add_text(self, row: int, text: str) -> None:
         self.texts[row] += text
         if self._is_streamed:
             self._write(text)
 
-    def _end(self, row: int, reason: str | None) -> None:
-        stream = self._streams[row]
-        self._add_text(row, stream.finish() if stream is not None else "")
-        self.ended[row] = reason
-        if self._is_streamed:
-            self._write("" if (self._prompt(row) + self.texts[row]).endswith("\n") else "\n")
-        while not self._is_json and not self._is_streamed and self._next < len(self.ended) and self.ended[self._next]:
-            row, count, self._next = self._next, len(self.ended), self._next + 1
-            text = self._prompt(row) + self.texts[row]
-            heading = f"{'' if row == 0 else chr(10)}--- prompt {row + 1} of {count} ---\n"
-            self._write(f"{heading}{text}{'' if text.endswith(chr(10)) else chr(10)}")
-
     def _write(self, text: str) -> None:
-        if text := harmless(text) if self._out.isatty() else text:
+        if self._out is not None and (text := harmless(text) if self._out.isatty() else text):
             self._out.write(text)
             self._out.flush()
+
+
+def _printable(prompt: str) -> str:
+    return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def harmless(text: str) -> str:

@@ -1,41 +1,63 @@
 """One agent per node, on torch.distributed.elastic: starts this node's workers and waits for their end.
 
-Elastic does the rendezvous, the environment of each rank and the monitoring. Ours are: which ranks exited by themselves
-before the others got the stop signal, a short time from that signal to SIGKILL, and silence, since ``causes`` prints
-one block in place of elastic's log and traceback.
+Elastic does the rendezvous and starts the ranks in their environment. Ours are: which ranks exited by themselves
+before the others got the stop signal, a short time from that signal to SIGKILL, and silence, since `report` prints one
+block in place of elastic's log and traceback.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from colossus.config import ConfigError
-from colossus.launch import elastic, failure, finished
-from colossus.launch.causes import RankExit
-from colossus.launch.ending import are_finished, ignore_stop_signals
-from colossus.launch.lingering import Lingering
-from colossus.launch.node_launch import NodeLaunch
-from colossus.launch.nodes import NodeEnd, Nodes
-from colossus.launch.origin import Taken
-from colossus.launch.outcome import Outcome
-from colossus.launch.rank_processes import RankProcesses
-from colossus.launch.rendezvous import awaiting, meet, own_address, use_interface_of
+from colossus.launch import failure, rank_files
+from colossus.launch.nodes import Nodes, announce_waiting, meet
+from colossus.launch.outcome import NodeEnd, Outcome
+from colossus.launch.processes import RankProcesses, ignore_stop_signals
+from colossus.launch.rank_files import RankFiles
+from colossus.launch.resume import RunStart
 from colossus.launch.servers import Servers
 from colossus.launch.stop import STOP_SIGNALS
 
 RECORD_SECONDS = 0.5
 """From the first failed rank to the stop signal: the culprit is often still writing its record when a victim ends."""
+
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class NodeLaunch:
+    """What the launcher of one node is to run.
+
+    Attributes:
+        begin: makes the run folder, and says from which checkpoint the run goes on. Called on the first node.
+        local_ranks: of each node.
+        endpoint: ``host:port`` where the nodes meet; needed when there are several.
+        servers: parameter servers of the run.
+        server_timeout_seconds: of silence after which a server gives up a worker.
+    """
+
+    config_path: str
+    overrides: Sequence[str]
+    begin: Callable[[], RunStart]
+    local_ranks: int
+    nodes: int = 1
+    endpoint: str | None = None
+    servers: int = 0
+    server_timeout_seconds: float = 60.0
 
 
 def run_workers(launch: NodeLaunch) -> Outcome:
@@ -45,8 +67,21 @@ def run_workers(launch: NodeLaunch) -> Outcome:
         RuntimeError: when the nodes do not meet (elastic's RendezvousError).
         ConfigError: on all nodes, when the run folder cannot be used.
     """
-    elastic.silence()
-    notice = awaiting(launch.endpoint, launch.nodes) if launch.endpoint is not None else None
+    # torch's loggers set their own levels, so only cutting them off above works
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    outcome = Outcome()
+    with _signals_raise():
+        try:
+            _run(launch, outcome)
+        except SignalException as stop:
+            outcome.signum = int(stop.sigval)
+    return outcome
+
+
+def _run(launch: NodeLaunch, outcome: Outcome) -> None:
+    notice = announce_waiting(launch.endpoint, launch.nodes) if launch.endpoint is not None else None
     # port 0: the kernel picks a free one
     handler, holds_store = meet(launch.endpoint or "127.0.0.1:0", launch.nodes)
     spec = WorkerSpec(
@@ -56,179 +91,174 @@ def run_workers(launch: NodeLaunch) -> Outcome:
         args=(),
         rdzv_handler=handler,
         max_restarts=0,
-        monitor_interval=0.1,
     )
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
-        signum.name for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
-    )
-    with finished.expected() as marks:
-        agent = _Agent(spec, launch, marks, notice.cancel if notice is not None else lambda: None)
+    with rank_files.made() as files:
+        agent = _Agent(spec, launch, outcome, files, notice.cancel if notice is not None else lambda: None)
         try:
             agent.run()
         except SignalException as stop:
-            agent.outcome.signum = int(stop.sigval)
+            outcome.signum = int(stop.sigval)
         finally:
             agent.conclude()
             handler.shutdown()
-            agent.leave(holds_store)
-            agent.close_servers()
-    return agent.outcome
+            agent.close(holds_store)
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """A stop signal raises elastic's exception, before its own handlers are there, too; afterwards all is as before."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise SignalException(f"the launcher got signal {signum}", signal.Signals(signum))
+
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    heard = [signum for signum, handler in before.items() if handler is not signal.SIG_IGN]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(signum.name for signum in heard)
+    for signum in heard:
+        signal.signal(signum, stop)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+class _Terminal(LogsSpecs):
+    """Standard output and error of the workers go where ours go; no files, and no threads that read them."""
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        ours = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=ours, stderrs=ours, error_files=dict.fromkeys(envs, os.devnull))
 
 
 class _Agent(LocalElasticAgent):
     """
     Args:
-        marks: the folder in which ranks leave marks (`finished`).
         met: called when all nodes are there.
     """
 
-    def __init__(self, spec: WorkerSpec, launch: NodeLaunch, marks: Path, met: Callable[[], None]) -> None:
-        super().__init__(spec, elastic.Terminal())
-        self._launch, self._marks, self._met = launch, marks, met
-        self.outcome = Outcome()
-        self._processes = RankProcesses({}, self.outcome.exits, marks)
-        self._lingering = Lingering(marks)
+    def __init__(
+        self, spec: WorkerSpec, launch: NodeLaunch, outcome: Outcome, files: RankFiles, met: Callable[[], None]
+    ) -> None:
+        super().__init__(spec, _Terminal())
+        self._launch, self._outcome, self._files, self._met = launch, outcome, files, met
+        self._processes = RankProcesses({}, outcome, files)
         self._nodes: Nodes | None = None
         self._servers = Servers()
-        self._taken: Taken | None = None  # its locks must live as long as the ranks
+        self._started: RunStart | None = None
 
     # -- the start ----------------------------------------------------------------------------------------
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._met()
-        self.outcome.folder, resume = self._agree_on_folder(worker_group)
+        launch, outcome = self._launch, self._outcome
+        outcome.folder, resume = self._agree_on_folder(worker_group)
         resumed = ["--resume", resume] if resume is not None else []
         # elastic wants to expand "${local_rank}" in arguments; a "$" of the user's stays as it is
-        launch = self._launch
-        arguments = ["--run-dir", str(self.outcome.folder), *resumed, launch.config_path, *launch.overrides]
+        arguments = ["--run-dir", str(outcome.folder), *resumed, launch.config_path, *launch.overrides]
         worker_group.spec.args = ("-m", "colossus.launch.worker", *(text.replace("$", "$$") for text in arguments))
         if launch.servers:
-            self._servers.start(
-                launch.servers, self.outcome.folder, launch.server_timeout_seconds, worker_group.store, self._nodes
-            )
-            self.outcome.endpoints = self._servers.endpoints
-        self._servers.tell_workers()
-        ids = super()._start_workers(worker_group)
-        self._servers.forget()
+            self._servers.start(launch.servers, outcome.folder, launch.server_timeout_seconds, self._nodes)
+            outcome.endpoints = self._servers.endpoints
+        with self._servers.visible_to_workers():
+            ids = super()._start_workers(worker_group)
         context: Any = self._pcontext
         handlers = context.subprocess_handlers
         processes = {worker.global_rank: handlers[worker.local_rank].proc for worker in worker_group.workers}
-        self._processes = RankProcesses(processes, self.outcome.exits, self._marks)
-        # Elastic's own close gives every rank 30 s and signals whole process groups: a data loader's processes
-        # would die of the signal before their rank has finished its step.
-        elastic_close = context.close
-
-        def close(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
-            if death_sig is None:  # a rank has failed by itself: others may be about to, and to say why
-                self._processes.await_ends(RECORD_SECONDS)
-            self._end_all(death_sig or signal.SIGTERM)
-            elastic_close(death_sig, 1)  # no process is left to signal; it frees its resources
-
-        context.close = close
+        self._processes = RankProcesses(processes, outcome, self._files)
         if self._nodes is not None:
             self._nodes.watch()
         return ids
 
     def _agree_on_folder(self, worker_group: WorkerGroup) -> tuple[Path, str | None]:
         """The run folder, and what the ranks resume from."""
-        store = worker_group.store
-        if worker_group.group_world_size == 1 or store is None:
-            taken = self._taken = self._launch.begin()
-            return taken.folder, taken.resume
+        store, num_nodes = worker_group.store, worker_group.group_world_size
+        if num_nodes == 1 or store is None:
+            self._started = self._launch.begin()
+            return self._started.folder, self._started.resume
         ranks = [worker.global_rank for worker in worker_group.workers]
-        guess = own_address(self._launch.endpoint or "")
-        self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, ranks, guess)
-        use_interface_of(self._nodes.address)
-        if worker_group.group_rank == 0:
-            store.set("colossus/begin", json.dumps(self._begun()))
-        folder, resume, problems = json.loads(store.get("colossus/begin"))
+        nodes = self._nodes = Nodes(store, worker_group.group_rank, num_nodes, ranks, self._launch.endpoint or "")
+        nodes.use_interface()
+        folder, resume, problems = nodes.from_first("begin", self._begin)
         if problems:
             raise ConfigError(problems)
         return Path(folder), resume
 
-    def _begun(self) -> tuple[str, str | None, Sequence[str]]:
+    def _begin(self) -> tuple[str, str | None, Sequence[str]]:
         """(run folder, what is resumed, what is wrong), for the other nodes."""
         try:
-            taken = self._taken = self._launch.begin()
+            self._started = self._launch.begin()
         except ConfigError as error:
             return "", None, error.problems
-        return str(taken.folder.resolve()), taken.resume, []
+        return str(self._started.folder.resolve()), self._started.resume, []
 
     # -- the run ------------------------------------------------------------------------------------------
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Elastic's loop without restarts and without nodes that come and go; other nodes' ends are heard of."""
-        group = self._worker_group
+        """In place of elastic's loop, which restarts workers and lets nodes come and go, and whose end gives ranks 30 s
+        and signals whole process groups: a data loader's processes would die before their rank has finished its step.
+        """
+        group, outcome = self._worker_group, self._outcome
         self._initialize_workers(group)
-        while True:
-            time.sleep(group.spec.monitor_interval)
-            server_failed = self._server_has_failed()
-            result = self._monitor_workers(group) if not server_failed else RunResult(WorkerState.FAILED)
-            group.state = result.state
-            if result.state is WorkerState.SUCCEEDED:
-                return result
-            if result.state is WorkerState.HEALTHY and (self._nodes is None or not self._nodes.has_trouble()):
-                continue
-            self._processes.await_ends(RECORD_SECONDS)  # they may be about to end by themselves, and to say why
-            self._stop_workers(group)
-            group.state = WorkerState.FAILED
-            return RunResult(WorkerState.FAILED)
+        try:
+            while not self._is_over():
+                time.sleep(_LOOK_SECONDS)
+            if self._processes.running():  # they may be about to end by themselves, and to say why
+                self._processes.await_ends(RECORD_SECONDS)
+        except SignalException as stop:
+            ignore_stop_signals()
+            outcome.signum = int(stop.sigval)
+        self._processes.end_all(outcome.signum or signal.SIGTERM, self._can_save)
+        is_good = all(ended.is_good for ended in outcome.exits.values())
+        group.state = WorkerState.SUCCEEDED if is_good else WorkerState.FAILED
+        return RunResult(group.state, return_values=dict.fromkeys(outcome.exits))
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._lingering.look(self._processes.ranks)
-        return super()._monitor_workers(worker_group)
+    def _is_over(self) -> bool:
+        """Whether all ranks here have ended, or those that run are to be ended."""
+        self._processes.note_exits()
+        self._processes.warn_of_stragglers()
+        if not self._processes.running() or not all(ended.is_good for ended in self._outcome.exits.values()):
+            return True
+        return self._server_has_failed() or (self._nodes is not None and self._nodes.has_trouble())
 
     def _server_has_failed(self) -> bool:
-        """A server of this node has ended before its time; all nodes hear of it."""
-        failure = self._servers.failure()
-        if failure is not None and self.outcome.server is None:
-            self.outcome.server = failure
-            if self._nodes is not None:
-                self._nodes.tell_server_failure(failure)
-        return failure is not None
+        """A server of this node has ended before its time."""
+        self._outcome.server = self._outcome.server or self._servers.failure()
+        return self._outcome.server is not None
 
-    def _read_records(self) -> list[failure.FailureRecord]:
-        return failure.read_all(self.outcome.folder) if self.outcome.folder is not None else []
+    def _can_save(self) -> bool:
+        return not self._server_has_failed() and (self._nodes is None or not self._nodes.has_failure())
 
     # -- the end ------------------------------------------------------------------------------------------
 
-    def _end_all(self, signum: int) -> None:
-        """End the ranks that still run, and record how each ended."""
-        has_failed = self._server_has_failed() or (self._nodes is not None and self._nodes.has_failure())
-
-        def look(exits: Mapping[int, RankExit]) -> bool:
-            return not self._server_has_failed() and are_finished(exits)
-
-        def when_hurried() -> None:
-            self.outcome.is_hurried = True
-
-        self._processes.end_all(signum, has_failed=has_failed, when_hurried=when_hurried, look=look)
-
     def conclude(self) -> None:
         """Tell the other nodes how the ranks here ended, and hear how theirs did."""
-        nodes, outcome = self._nodes, self.outcome
+        nodes, outcome = self._nodes, self._outcome
         if nodes is None:
             return
         try:
-            nodes.conclude(self._end_of(nodes), self._server_has_failed)
+            nodes.conclude(self._end_of(nodes))
         except SignalException as stop:
             outcome.signum = int(stop.sigval)
             ignore_stop_signals()
-            nodes.conclude(self._end_of(nodes), self._server_has_failed)
-        outcome.server = outcome.server or nodes.server_failure
+            nodes.conclude(self._end_of(nodes))
         outcome.gone, outcome.others = nodes.gone(), list(nodes.ends.values())
 
     def _end_of(self, nodes: Nodes) -> NodeEnd:
-        exits = self.outcome.exits
-        records = [record for record in self._read_records() if record.rank in exits]
-        return NodeEnd(nodes.node, nodes.host, exits, self.outcome.signum, records)
+        outcome = self._outcome
+        records = failure.read_all(outcome.folder) if outcome.folder is not None else []
+        mine = [record for record in records if record.rank in outcome.exits]
+        return NodeEnd(nodes.node, outcome.exits, outcome.signum, mine, outcome.server)
 
-    def close_servers(self) -> None:
-        """After the last worker of all nodes."""
-        ignore_stop_signals()
-        self._servers.close()
-
-    def leave(self, holds_store: bool) -> None:
-        """The last use of the store: the node that holds it leaves last."""
+    def close(self, holds_store: bool) -> None:
+        """After the last worker of all nodes: the node that holds the store leaves last."""
         if self._nodes is not None:
             self._nodes.close(holds_store)
+        ignore_stop_signals()
+        self._servers.close()
+        for lock in self._started.locks if self._started is not None else ():
+            lock.close()

@@ -6,36 +6,30 @@ No torch until the config is known to be right.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from colossus import machine
-from colossus.config import Config, ConfigError, load_config
-from colossus.context.grid import RankGrid, build_grid
-from colossus.launch import slurm
+from colossus.arithmetic import factors
+from colossus.checkpoint.sources import describe_weights
+from colossus.config import Config, ConfigError, load_config, model_options
+from colossus.config.sizes import describe_zero
+from colossus.context.grid import PUBLIC_NAMES, build_grid
+from colossus.launch import run_folder, slurm
 from colossus.launch.data_check import check_data, check_given
-from colossus.launch.device_check import check_devices
-from colossus.launch.dry_run import describe
-from colossus.launch.model_check import check_model
-from colossus.launch.node_launch import NodeLaunch
-from colossus.launch.origin import Taken, choose
+from colossus.launch.preflight import ModelInfo, check_devices, check_model, describe_device
 from colossus.launch.report import DONE, FAILED, USAGE, report
-from colossus.launch.server_plan import num_servers
-from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
-from colossus.launch.stopped import stopped_line
-from colossus.launch.told import warnings_once
+from colossus.launch.resume import Origin, choose
+from colossus.launch.servers import describe_servers, num_servers
+from colossus.launch.stop import LAUNCHER_PID
 from colossus.launch.worker import run_worker
 
 #: no machine has cores for more; what asks for them is a slip of the keyboard
 _MOST_LOCAL_RANKS = 4096
-_EXAMPLES = {"model": "model = dict(type='GPT', ...) or a class of yours", "data": "data = dict(type='PythonStdlib')"}
 
 
-@warnings_once()
 def run(
     config_path: str,
     overrides: list[str],
@@ -54,7 +48,7 @@ def run(
         run_dir: the run folder, by default ``runs/<name>-<time>``.
         nnodes: nodes, on each of which this command is given.
         rdzv_endpoint: ``host:port`` of one of the nodes, where they meet.
-        resume: go on with the latest checkpoint, in its run folder (`origin.choose`).
+        resume: go on with the latest checkpoint, in its run folder (`resume.choose`).
         dry_run: print what would be started and start nothing.
 
     Returns:
@@ -72,11 +66,12 @@ def run(
         grid = build_grid(config.parallel)
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
 
-        def begin() -> Taken:
-            return choose(config, config_path, overrides, run_dir=run_dir, resume=resume).take()
+        def where() -> Origin:
+            return choose(config, overrides, run_dir=run_dir, resume=resume)
 
+        origin = None
         if nnodes == 1 or dry_run:  # else the first node looks, whichever that will be
-            origin = choose(config, config_path, overrides, run_dir=run_dir, resume=resume)
+            origin = where()
             origin.check()
         check_devices(config, local_ranks, nnodes)
         model = check_model(config)
@@ -84,13 +79,34 @@ def run(
         if dry_run:
             print(describe(config, model, origin, local_ranks, nnodes))
             return DONE
-        taken = begin() if nnodes == 1 else None
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
-    with taken.locks if taken is not None else nullcontext():
-        first = begin if taken is None else lambda: taken
-        return _launch(config, config_path, overrides, grid, local_ranks, first, nnodes, rdzv_endpoint)
+    _prepare_environment(local_ranks, nnodes)
+    try:
+        # torch's elastic is imported here: everything above answers without it
+        from colossus.launch.agent import NodeLaunch, run_workers
+
+        outcome = run_workers(
+            NodeLaunch(
+                config_path,
+                overrides,
+                begin=origin.take if origin is not None else lambda: where().take(),
+                local_ranks=local_ranks,
+                nodes=nnodes,
+                endpoint=rdzv_endpoint,
+                servers=num_servers(config, nnodes),
+                server_timeout_seconds=config.comm.timeout_seconds,
+            )
+        )
+    except ConfigError as error:  # the run folder, of the first node
+        print(f"colossus: {error}", file=sys.stderr)
+        return USAGE
+    except (OSError, RuntimeError) as error:
+        at = f" at {rdzv_endpoint}" if rdzv_endpoint else ""
+        print(f"colossus: the processes could not be started{at}: {error}", file=sys.stderr)
+        return FAILED
+    return report(outcome, config, grid)
 
 
 def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
@@ -162,7 +178,7 @@ def _join(
         check_devices(config, local_ranks, -(-world_size // local_ranks), environ=os.environ)
         if dry_run:
             if joined["RANK"] == "0":
-                origin = choose(config, config_path, overrides, run_dir=run_dir, resume=resume)
+                origin = choose(config, overrides, run_dir=run_dir, resume=resume)
                 origin.check()
                 print(describe(config, check_model(config), origin, world_size, 1))
             return DONE
@@ -174,47 +190,6 @@ def _join(
     os.environ.update(joined)
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
     return run_worker(config_path, overrides, run_dir=run_dir, resume=resume)
-
-
-def _launch(
-    config: Config,
-    config_path: str,
-    overrides: list[str],
-    grid: RankGrid,
-    local_ranks: int,
-    begin: Callable[[], Taken],
-    nnodes: int,
-    endpoint: str | None,
-) -> int:
-    _prepare_environment(local_ranks, nnodes)
-    with _stop_raises():
-        try:
-            # torch is imported here: everything above answers without it
-            from colossus.launch.agent import run_workers
-
-            outcome = run_workers(
-                NodeLaunch(
-                    config_path,
-                    overrides,
-                    begin,
-                    local_ranks,
-                    nodes=nnodes,
-                    endpoint=endpoint,
-                    servers=num_servers(config, nnodes),
-                    server_timeout_seconds=config.comm.timeout_seconds,
-                )
-            )
-        except _Stopped as stop:
-            print(stopped_line(None, config, stop.signum))
-            return exit_code(stop.signum)
-        except ConfigError as error:  # several nodes: the folder of the first
-            print(f"colossus: {error}", file=sys.stderr)
-            return USAGE
-        except (OSError, RuntimeError) as error:
-            where = f" at {endpoint}" if endpoint else ""
-            print(f"colossus: the processes could not be started{where}: {error}", file=sys.stderr)
-            return FAILED
-    return report(outcome, config, grid)
 
 
 def _prepare_environment(local_ranks: int, nnodes: int) -> None:
@@ -229,27 +204,55 @@ def _prepare_environment(local_ranks: int, nnodes: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
-class _Stopped(BaseException):
-    """A stop signal came before elastic had taken them over."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
+# -- --dry-run --------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _stop_raises() -> Iterator[None]:
-    """From here to the start of the workers a stop signal raises; afterwards the handlers are as before."""
+def describe(config: Config, model: ModelInfo | None, origin: Origin | None, local_ranks: int, nnodes: int) -> str:
+    """What is known before a process is started: plan, processes, device, model and batch as aligned lines."""
+    parallel, train = config.parallel, config.train
+    grid = build_grid(parallel)
+    sizes = {name: grid.size(name) for name in parallel.rank_order if name in PUBLIC_NAMES}
+    modes = [
+        f"{name} mode {section.mode}"
+        for name, section in (("tensor", parallel.tensor), ("sequence", parallel.sequence))
+        if section.size > 1
+    ]
+    modes += filter(None, [describe_zero(parallel)])
+    mode = f" ({', '.join(modes)})" if modes else ""
+    where = f" on each of {nnodes} nodes" if nnodes > 1 else ""
+    threads = f"{machine.threads_per_rank(local_ranks)} thread(s) each, {machine.usable_cores()} cores here"
+    rows = {
+        "plan": f"{factors(sizes)} = {grid.world_size} processes{mode}",
+        "processes": f"{local_ranks}{where}, {threads}",
+        **({"servers": describe_servers(servers, nnodes)} if (servers := num_servers(config, nnodes)) else {}),
+        "device": describe_device(config, local_ranks),
+        "parameters": _parameters(model),
+        "batch": _batch(config),
+        "steps": f"{train.steps}, {train.precision.name}, seed {train.seed}",
+        **({"recomputed": str(train.activation_checkpoint)} if train.activation_checkpoint.type != "none" else {}),
+    }
+    if origin is not None:
+        rows["run folder"] = str(origin.folder or run_folder.default_folder(config.name or "run"))
+        if origin.is_own or origin.checkpoint is not None:
+            rows["resumes"] = origin.describe()
+        if (weights := origin.find_weights()) is not None:
+            rows["weights"] = describe_weights(weights)
+    lines = [f"{key:<11} {value}" for key, value in rows.items()]
+    number = list(rows).index("parameters") + 1
+    cut = [line.removeprefix("stage ") for line in (model.stages if model is not None else ())]
+    stages = [f"{'stages' if not number else '':<11} {line}" for number, line in enumerate(cut)]
+    return "\n".join(["nothing was started (--dry-run)", *lines[:number], *stages, *lines[number:]])
 
-    def stop(signum: int, frame: object) -> None:
-        raise _Stopped(signum)
 
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    for signum, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(signum, stop)
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+def _parameters(model: ModelInfo | None) -> str:
+    if model is None:
+        return "not known before the model is built"
+    held = "" if model.num_local_parameters is None else f", {model.num_local_parameters:,} on rank 0"
+    return f"{model.num_parameters:,} in the model{held}"
+
+
+def _batch(config: Config) -> str:
+    batch, data, microbatches = config.train.global_batch_size, config.parallel.data or 1, config.schedule.microbatches
+    each = batch // data // microbatches
+    samples = getattr(model_options(config), "samples", "sequences")
+    return f"{batch} {samples} per step: {data} data rank(s) x {microbatches} microbatch(es) x {each}"

@@ -57,7 +57,7 @@ def check_data(config: Config) -> Loaders | None:
 def _check_samples(dataset: Any, options: Any) -> None:
     """Of a dataset whose samples are read by number; a stream is not touched."""
     from colossus.data.batch import to_tensors
-    from colossus.data.windows import TokenWindows
+    from colossus.data.tokens import TokenWindows
     from colossus.engine.inputs import model_input
     from colossus.nest import tensors
     from colossus.random import GLOBAL_RNG

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +21,7 @@ Kind = Literal["error", "config", "communication", "stuck"]
 FOLDER = "failures"
 #: followed by the rank: names of the flight recorder's files below `FOLDER`, as torch makes them
 RECORDING = "flight_recorder_rank_"
-#: when this process began, in seconds since the epoch
-STARTED = time.time()
+_REPORTED = "reported"
 
 _MACHINERY = tuple(
     str(Path(__file__).parents[1] / room) + os.sep for room in ("cli", "doctor", "launch", "monitor", "verify")
@@ -55,7 +54,6 @@ _COMMUNICATION_ERRORS = (
     "Watchdog caught collective operation timeout",
     "Some NCCL operations have failed or timed out",
 )
-_TIMEOUT_ERRORS = ("timeout", "timed out")
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class FailureRecord:
         kind: ``error`` is this rank's own; ``config`` a mistake in the config found late; ``communication`` a
             collective that failed because of another rank; ``stuck`` was ended by force, with the stack it had.
         step: the step that was running, counted from 1; None before training.
-        coordinates: axis name -> coordinate of the rank.
         collectives: the rank's last collectives, oldest first.
         progress: the same for comparison with those of other ranks (`colossus.comm.log.progress`).
         advice: what to do about it, where that is known.
@@ -83,7 +80,6 @@ class FailureRecord:
     traceback: str
     step: int | None = None
     host: str = field(default_factory=socket.gethostname)
-    coordinates: Mapping[str, int] = field(default_factory=dict)
     collectives: Sequence[str] = ()
     progress: Sequence[Sequence[Any]] = ()
     culprit: int | None = None
@@ -94,7 +90,7 @@ class FailureRecord:
 
     @property
     def is_timeout(self) -> bool:
-        return any(word in self.message.lower() for word in _TIMEOUT_ERRORS)
+        return any(word in self.message.lower() for word in ("timeout", "timed out"))
 
 
 def kind_of(error: BaseException) -> Kind:
@@ -146,16 +142,16 @@ def of_stuck_rank(thread_id: int, seconds: float, rank: int, **details: Any) -> 
     return FailureRecord(rank, "stuck", "Stuck", message, _stack_of(thread_id), **details)
 
 
+def of_lost_collective(thread_id: int, message: str, rank: int, **details: Any) -> FailureRecord:
+    """The record of a rank that waits in a collective which will not end, with its thread's stack."""
+    return FailureRecord(rank, "communication", "DistBackendError", message, _stack_of(thread_id), **details)
+
+
 def _stack_of(thread_id: int) -> str:
     frames = list(traceback.extract_stack(sys._current_frames().get(thread_id)))
     while any(_is_ours(frame.filename) for frame in frames):
         frames.pop(0)
     return "".join(traceback.format_list(frames))
-
-
-def of_lost_collective(thread_id: int, message: str, rank: int, **details: Any) -> FailureRecord:
-    """The record of a rank that waits in a collective which will not end, with its thread's stack."""
-    return FailureRecord(rank, "communication", "DistBackendError", message, _stack_of(thread_id), **details)
 
 
 def write(folder: Path, record: FailureRecord) -> Path:
@@ -177,13 +173,16 @@ def read_all(folder: Path) -> list[FailureRecord]:
     return sorted(records, key=lambda record: record.rank)
 
 
+def recording_of(folder: Path, rank: int) -> Path:
+    """Where what torch's flight recorder has of a rank lies."""
+    return folder / FOLDER / f"{RECORDING}{rank}"
+
+
 def clear(folder: Path) -> None:
     """Remove the records of an earlier attempt in the same folder."""
-    for path in (folder / FOLDER).glob("rank*.json"):
-        path.unlink(missing_ok=True)
-    for path in (folder / FOLDER).glob(f"{RECORDING}*"):
-        path.unlink(missing_ok=True)
-    (folder / FOLDER / "reported").unlink(missing_ok=True)
+    for pattern in ("rank*.json", f"{RECORDING}*", _REPORTED):
+        for path in (folder / FOLDER).glob(pattern):
+            path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not there, or something of the user's is in it
         (folder / FOLDER).rmdir()
 
@@ -192,12 +191,10 @@ def is_first_to_report(folder: Path | None) -> bool:
     """Whether no other rank of this run has printed its failure yet (ranks that share the folder agree)."""
     if folder is None:
         return True
-    reported = folder / FOLDER / "reported"
+    reported = folder / FOLDER / _REPORTED
     try:
         reported.parent.mkdir(parents=True, exist_ok=True)
-        if reported.exists() and reported.stat().st_mtime < STARTED:  # an earlier attempt in this folder left it
-            reported.unlink(missing_ok=True)
-        os.close(os.open(reported, os.O_CREAT | os.O_EXCL))
+        reported.open("x").close()
     except FileExistsError:
         return False
     except OSError:

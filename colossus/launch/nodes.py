@@ -1,25 +1,31 @@
-"""What the launchers of several nodes tell each other through their rendezvous' store: that they live, how they end.
+"""Several nodes: where their launchers meet, and what they tell each other through the rendezvous' store.
 
-A node that ends for any reason but success ends the others within seconds, and each of them can say why. No torch.
+A node that ends for any reason but success ends the others within seconds, and each of them can say why.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from threading import Timer
 from typing import Any
+from urllib.parse import urlsplit
+
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from colossus import machine
-from colossus.launch.causes import RankExit
-from colossus.launch.failure import FailureRecord
-from colossus.launch.server_failure import ServerFailure
+from colossus.launch.outcome import NodeEnd
 from colossus.launch.stop import GRACE_SECONDS
+
+MEET_SECONDS = 15.0
+"""How long the others may take to come before the user hears that they are waited for."""
 
 BEAT_SECONDS = 0.5
 """Between two signs of life, and between two looks at those of the others."""
@@ -36,44 +42,55 @@ END_SECONDS = GRACE_SECONDS + 8.0
 FAREWELL_SECONDS = 2.0
 """How long the node that holds the store stays for the others to read how it ended."""
 
-LINGER_SECONDS = 60.0
-"""How long another node may go on when the ranks here are through, before the user hears of it."""
 
-_SERVER_FAILURE = "colossus/server_failure"
+# -- where they meet ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class NodeEnd:
-    """How the ranks of one node ended.
+def announce_waiting(endpoint: str, nodes: int) -> Timer:
+    """Says that nodes are waited for, unless it is cancelled in time."""
 
-    Attributes:
-        exits: global rank -> how its process ended.
-        signum: the signal its launcher received, None when there was none.
-        records: of its ranks that failed.
-    """
+    def say() -> None:
+        print(f"colossus: waiting at {endpoint} until all {nodes} nodes are there", file=sys.stderr, flush=True)
 
-    node: int
-    host: str
-    exits: dict[int, RankExit] = field(default_factory=dict)
-    signum: int | None = None
-    records: Sequence[FailureRecord] = ()
+    timer = Timer(MEET_SECONDS, say)
+    timer.daemon = True
+    timer.start()
+    return timer
 
-    @property
-    def is_good(self) -> bool:
-        """Whether there were ranks, and all came to the end of their program."""
-        if self.signum is not None or not self.exits:
-            return False
-        return all(ended.code == 0 and not ended.is_early for ended in self.exits.values())
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+def meet(endpoint: str, nodes: int) -> tuple[RendezvousHandler, bool]:
+    """The rendezvous, and whether this process holds its store: the first that can listen there does."""
+    for holds_store in (True, False) if _is_here(endpoint) else (False,):
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=endpoint,
+            run_id="colossus",
+            min_nodes=nodes,
+            max_nodes=nodes,
+            local_addr="127.0.0.1" if nodes == 1 else None,
+            is_host=holds_store,
+        )
+        try:
+            return get_rendezvous_handler(parameters), holds_store
+        except RendezvousConnectionError:
+            if not holds_store:
+                raise
+    raise AssertionError("a rendezvous is made or it raises")
 
-    @classmethod
-    def from_json(cls, text: str) -> NodeEnd:
-        read = json.loads(text)
-        read["exits"] = {int(rank): RankExit(**ended) for rank, ended in read["exits"].items()}
-        read["records"] = [FailureRecord(**record) for record in read["records"]]
-        return cls(**read)
+
+def _is_here(endpoint: str) -> bool:
+    """Whether the endpoint's host is this machine: then one can listen at its address."""
+    try:
+        host = urlsplit(f"//{endpoint}").hostname
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+# -- what they tell each other --------------------------------------------------------------------------------
 
 
 class Nodes:
@@ -83,29 +100,49 @@ class Nodes:
         store: of the rendezvous; one of the nodes holds it.
         node: number of this one.
         ranks: of this one.
-        address: at which this one guesses that the others reach it.
+        endpoint: where the nodes have met.
 
     Attributes:
-        ends: of the nodes that have told theirs, by number.
+        ends: of the other nodes that have told theirs, by number.
         address: at which the others reach this one.
-        server_failure: of a parameter server, on whichever node it was.
     """
 
-    def __init__(self, store: Any, node: int, num_nodes: int, ranks: Sequence[int], address: str) -> None:
+    def __init__(self, store: Any, node: int, num_nodes: int, ranks: Sequence[int], endpoint: str) -> None:
         self._store, self.node, self.num_nodes = store, node, num_nodes
-        self.host = socket.gethostname()
         self.ends: dict[int, NodeEnd] = {}
-        self.server_failure: ServerFailure | None = None
         self._others = [other for other in range(num_nodes) if other != node]
         self._has_store, self._silence = True, SILENCE_SECONDS
         self._beats: dict[int, bytes] = {}
         self._heard = dict.fromkeys(self._others, time.monotonic())
         self._closing = threading.Event()
-        store.set(f"colossus/node/{node}", json.dumps({"host": self.host, "ranks": list(ranks), "address": address}))
-        told = store.multi_get([f"colossus/node/{other}" for other in range(num_nodes)])
-        self._introductions: list[dict[str, Any]] = [json.loads(text) for text in told]
-        self.address = machine.address_among(address, [known["address"] for known in self._introductions])
+        # from here this machine reaches the endpoint: the loopback, where the endpoint is here and its name means that
+        guess = machine.address_towards(urlsplit(f"//{endpoint}").hostname or "") or "127.0.0.1"
+        self._introductions = self.exchange(
+            "node", {"host": socket.gethostname(), "ranks": list(ranks), "address": guess}
+        )
+        self.address = machine.address_among(guess, [each["address"] for each in self._introductions])
         self._thread = threading.Thread(target=self._watch, name="colossus-nodes", daemon=True)
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """The value of each node, by number. All nodes at once."""
+        self._store.set(f"colossus/{what}/{self.node}", json.dumps(value))
+        keys = [f"colossus/{what}/{node}" for node in range(self.num_nodes)]
+        return [json.loads(text) for text in self._store.multi_get(keys)]
+
+    def from_first(self, what: str, make: Callable[[], Any]) -> Any:
+        """The value that the first node makes; ``make`` is called there alone."""
+        if self.node == 0:
+            self._store.set(f"colossus/{what}", json.dumps(make()))
+        return json.loads(self._store.get(f"colossus/{what}"))
+
+    def use_interface(self) -> None:
+        """Have gloo, on the ranks to be started, use the interface of `address`, unless the user has chosen one.
+
+        By itself it takes the address that the machine's own name has, which may be one that the others cannot reach.
+        """
+        interface = machine.interface_of(self.address)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def watch(self) -> None:
         """Begin to give signs of life, and to look for those of the others."""
@@ -115,62 +152,34 @@ class Nodes:
 
     def has_trouble(self) -> bool:
         """Whether another node has failed, was stopped or is gone: the ranks here are to end, too."""
-        if self.server_failure is not None:
-            return True
         return any(not end.is_good for end in tuple(self.ends.values())) or bool(self.gone())
 
     def has_failure(self) -> bool:
         """The same, but for a stop by a signal, of which the ranks here know from theirs."""
-        if self.server_failure is not None:
-            return True
         return any(not end.is_good and end.signum is None for end in tuple(self.ends.values())) or bool(self.gone())
 
     def gone(self) -> list[str]:
         """The nodes that give no sign of life and have not said how they ended, in words."""
-        return [self._described(other) for other in self._others if self._is_gone(other)]
-
-    def _is_gone(self, other: int) -> bool:
-        return other not in self.ends and self._is_silent(other)
+        return [self._described(other) for other in self._others if other not in self.ends and self._is_silent(other)]
 
     def _is_silent(self, other: int) -> bool:
         return not self._has_store or time.monotonic() - self._heard[other] > self._silence
 
-    def tell_server_failure(self, failure: ServerFailure) -> None:
-        """A server of this node has failed: all nodes are to end. The first that is told of counts."""
-        try:
-            told = self._store.compare_set(_SERVER_FAILURE, "", failure.to_json())
-            self.server_failure = ServerFailure.from_json(told)
-        except RuntimeError:
-            self._has_store, self.server_failure = False, failure
-
-    def conclude(self, end: NodeEnd, look: Callable[[], object] = lambda: None) -> None:
+    def conclude(self, end: NodeEnd) -> None:
         """Tell the others how this node ended, and wait for theirs: after a good end as long as they live.
-
-        Args:
-            look: called again and again meanwhile.
 
         Raises:
             BaseException: what a signal handler raises meanwhile. It may be called again then.
         """
         self.watch()
         self._tell(end)
-        since, trouble_since, has_spoken = time.monotonic(), math.inf, False
+        trouble_since = math.inf
         self._silence = SILENCE_AFTER_END_SECONDS
-        while left := [other for other in self._others if other not in self.ends and not self._is_silent(other)]:
-            look()
-            now = time.monotonic()
+        while any(other not in self.ends and not self._is_silent(other) for other in self._others):
             if not end.is_good or self.has_trouble():
-                trouble_since = min(trouble_since, now)
-            if now - trouble_since > END_SECONDS:
+                trouble_since = min(trouble_since, time.monotonic())
+            if time.monotonic() - trouble_since > END_SECONDS:
                 break
-            if now - since > LINGER_SECONDS and not has_spoken:
-                has_spoken = True
-                print(
-                    f"colossus: the ranks here are through, but {LINGER_SECONDS:g} s later there is still work on "
-                    f"{'; '.join(map(self._described, left))}; Ctrl-C ends the run",
-                    file=sys.stderr,
-                    flush=True,
-                )
             time.sleep(0.02)
 
     def close(self, holds_store: bool) -> None:
@@ -197,7 +206,7 @@ class Nodes:
 
     def _watch(self) -> None:
         """Give a sign of life and take those of the others, until the store is gone."""
-        number, num_ends = 0, 0
+        number = num_ends = 0
         alive = [f"colossus/alive/{other}" for other in self._others]
         try:
             while not self._closing.is_set():
@@ -207,21 +216,15 @@ class Nodes:
                     for other, beat in zip(self._others, self._store.multi_get(alive), strict=True):
                         if self._beats.get(other) != beat:
                             self._beats[other], self._heard[other] = beat, time.monotonic()
-                if self.server_failure is None and self._store.check([_SERVER_FAILURE]):
-                    self.server_failure = ServerFailure.from_json(self._store.get(_SERVER_FAILURE))
-                told = self._store.add("colossus/ends", 0)
-                if told != num_ends:
-                    num_ends = told
-                    self._read_ends()
+                if (number_now := self._store.add("colossus/ends", 0)) != num_ends:
+                    num_ends = number_now
+                    for other in self._others:
+                        key = f"colossus/end/{other}"
+                        if self._store.check([key]):
+                            self.ends[other] = NodeEnd.from_json(self._store.get(key).decode())
                 self._closing.wait(BEAT_SECONDS)
         except RuntimeError:  # its launcher has gone, and it with it
             self._has_store = False
-
-    def _read_ends(self) -> None:
-        for other in self._others:
-            key = f"colossus/end/{other}"
-            if self._store.check([key]):
-                self.ends[other] = NodeEnd.from_json(self._store.get(key).decode())
 
     def _described(self, other: int) -> str:
         known = self._introductions[other]

@@ -6,40 +6,101 @@ import contextlib
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config
-from colossus.launch import causes, failure, finished, nccl_watch, recordings
+from colossus.context.grid import RankGrid
+from colossus.launch import failure, rank_files, report
+from colossus.launch.causes import rank_causes
 from colossus.launch.out_of_memory import advise, is_out_of_memory
-from colossus.launch.rank_run import RankRun
-from colossus.launch.stop import exit_code
+from colossus.launch.stop import StopSignals, exit_code
+
+LOOK_SECONDS = 0.5
+"""Between two looks at NCCL's watchdogs."""
+
+_OWN_WORDS_SECONDS = 2.0
+"""A main thread that has heard of NCCL's error itself may say so: it knows more."""
+
+_NCCL_ERRORS = {
+    "TIMEOUT": "did not end within comm.timeout_seconds = {timeout:g}",
+    "COMM_ERROR": "failed: the network, or a rank that has ended (NCCL_DEBUG=WARN says more)",
+    "REMOTE_ERROR": "failed on another rank",
+}
 
 
-def watch_nccl(run: RankRun, config: Config) -> None:
-    """Have a collective that hangs end in a failure record (`nccl_watch`). Main thread only."""
-    thread = threading.get_ident()
+@dataclass
+class RankRun:
+    """What a rank knows of its run so far, for its failure record.
 
-    def give_up(message: str) -> None:
-        record = failure.of_lost_collective(thread, message, run.rank, **run.details())
-        _write(run, record)
-        with contextlib.suppress(Exception):  # whatever is wrong with the metrics, this is the end
-            if run.flush_metrics is not None:
-                run.flush_metrics()
+    Attributes:
+        given: the run folder that was asked for.
+        folder: the same when it is known to be this run's; until then nothing is written into it.
+        locks: files whose locks must live as long as this object.
+        is_held: the first rank has locked the run folder.
+        flush_metrics: writes those that wait to be written, as far as their numbers are there.
+        has_failed: the main thread is writing down how.
+    """
+
+    rank: int
+    stop: StopSignals
+    given: Path | None
+    has_launcher: bool
+    folder: Path | None = None
+    config: Config | None = None
+    grid: RankGrid | None = None
+    step: int | None = None
+    resume: str | None = None
+    locks: tuple[TextIO, ...] = ()
+    is_held: bool = False
+    flush_metrics: Callable[[], None] = lambda: None
+    has_failed: bool = False
+
+    def details(self) -> dict[str, Any]:
+        """The fields of a failure record that do not come from the error."""
+        log = sys.modules.get("colossus.comm.log")  # not loaded: then there was no collective either
+        return {
+            "step": self.step,
+            "collectives": log.recent() if log is not None else [],
+            "progress": log.progress() if log is not None else [],
+            "after_signal": self.stop.received,
+        }
+
+
+def fail(run: RankRun, error: BaseException) -> int:
+    """Write this rank's record, print what no launcher of ours will print, and return the exit code."""
+    run.has_failed = True
+    messages = failure.messages_of(error)
+    is_memory = run.config is not None and is_out_of_memory(messages)
+    advice = advise(run.config, " ".join(messages), run.step) if run.config is not None and is_memory else ""
+    record = failure.of_exception(error, run.rank, **run.details(), advice=advice)
+    _write(run, record)
+    if record.kind == "communication":
         _write_recording(run, with_stacks=True)
-        if not run.has_launcher:
-            print(causes.one_line(record, run.folder), file=sys.stderr)
-        flush()
-        os._exit(1)
-
-    nccl_watch.watch(
-        give_up, lambda: run.has_failed or run.stop.received is not None, timeout_seconds=config.comm.timeout_seconds
-    )
-
-
-def say_where_to_record(folder: Path) -> None:
-    """torch records by itself when the watchdog of another rank asks for it."""
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / failure.FOLDER / failure.RECORDING))
+    if run.stop.is_orphaned():  # nobody else will say so
+        rank_files.of_this_rank().remove()
+        _print(f"colossus: rank {run.rank}: the launcher is gone; {str(error).partition(chr(10))[0]}")
+    is_speaker = not run.has_launcher and run.rank == 0
+    if run.stop.received is not None:
+        if not isinstance(error, CheckpointError):
+            return exit_code(run.stop.received)
+        if is_speaker:
+            _print(f"colossus: {error}")
+        return report.FAILED
+    if record.kind == "config":
+        if is_speaker:
+            _print(f"colossus: {record.message}")
+        return report.USAGE
+    if not run.has_launcher:
+        if record.kind == "error" and run.grid is not None and failure.is_first_to_report(run.folder):
+            _print(report.block(rank_causes([record], {}), run.grid, run.folder, others=False))
+        else:
+            _print(report.one_line(record, run.folder))
+    return report.FAILED
 
 
 def write_hard_end(run: RankRun, thread: int) -> None:
@@ -51,63 +112,75 @@ def write_hard_end(run: RankRun, thread: int) -> None:
     else:
         record = failure.of_stuck_rank(thread, run.stop.grace_seconds, run.rank, **run.details())
     _write(run, record)
-    if run.folder is not None and not recordings.path_of(run.folder, run.rank).exists():  # else torch has, with more
+    if run.folder is not None and not failure.recording_of(run.folder, run.rank).exists():  # else torch has, with more
         _write_recording(run, with_stacks=False)
 
 
+def watch_nccl(run: RankRun, config: Config) -> None:
+    """Have a collective that NCCL gives up end in a failure record. Main thread only.
+
+    After a time-out NCCL's watchdog waits a minute and then ends the process by SIGABRT, while the main thread waits
+    for the device and hears of nothing. A thread asks the watchdogs, writes down what the rank was doing, and ends the
+    process.
+    """
+    main, timeout = threading.get_ident(), config.comm.timeout_seconds
+    threading.Thread(target=_watch_nccl, args=(run, main, timeout), name="colossus-nccl-watch", daemon=True).start()
+
+
+def _watch_nccl(run: RankRun, main: int, timeout: float) -> None:
+    from colossus.comm import flight_recorder
+
+    while True:
+        time.sleep(LOOK_SECONDS)
+        found = None
+        with contextlib.suppress(RuntimeError, ValueError, KeyError):  # a group is being made or destroyed
+            found = flight_recorder.failed_group()
+        if found is None:
+            continue
+        group, error = found
+        if error != "TIMEOUT":
+            time.sleep(_OWN_WORDS_SECONDS)
+        if run.has_failed or run.stop.received is not None:  # this process is about to end already
+            continue
+        record = failure.of_lost_collective(main, _nccl_message(group, error, timeout), run.rank, **run.details())
+        _write(run, record)
+        with contextlib.suppress(Exception):  # whatever is wrong with the metrics, this is the end
+            run.flush_metrics()
+        _write_recording(run, with_stacks=True)
+        if not run.has_launcher:
+            _print(report.one_line(record, run.folder))
+        flush()
+        os._exit(report.FAILED)
+
+
+def _nccl_message(group: str, error: str, timeout: float) -> str:
+    """``timeout: a collective over data did not end within ..``; groups are described as
+    ``colossus/1/dataxtensor/0_1_2_3`` or ``mesh_data``."""
+    axes = group.split("/")[2] if group.startswith("colossus/") else group.removeprefix("mesh_")
+    cause = _NCCL_ERRORS.get(error, f"failed ({error})").format(timeout=timeout)
+    return f"{'timeout' if error == 'TIMEOUT' else 'NCCL'}: a collective over {axes} {cause}"
+
+
 def _write_recording(run: RankRun, *, with_stacks: bool) -> None:
-    """What torch has recorded of this rank's collectives, for comparison with the other ranks'."""
+    """What torch has recorded of this rank's collectives."""
     recorder = sys.modules.get("colossus.comm.flight_recorder")
     if run.folder is None or recorder is None or not recorder.is_recording():
         return
     with contextlib.suppress(OSError, RuntimeError):
-        recorder.write(recordings.path_of(run.folder, run.rank), with_stacks=with_stacks)
-
-
-def fail(run: RankRun, error: BaseException) -> int:
-    """Write this rank's record, print what no launcher of ours will print, and return the exit code."""
-    run.has_failed = True
-    record = failure.of_exception(error, run.rank, **run.details(), advice=_advice(run, error))
-    _write(run, record)
-    if record.kind == "communication":
-        _write_recording(run, with_stacks=True)
-    if run.stop.is_orphaned():  # nobody else will say so
-        finished.abandon()
-        print(f"colossus: rank {run.rank}: the launcher is gone; {str(error).partition(chr(10))[0]}", file=sys.stderr)
-    if run.stop.received is not None:
-        if not isinstance(error, CheckpointError):
-            return exit_code(run.stop.received)
-        if not run.has_launcher and run.rank == 0:
-            print(f"colossus: {error}", file=sys.stderr)
-        return 1
-    if record.kind == "config":
-        if not run.has_launcher and run.rank == 0:
-            print(f"colossus: {record.message}", file=sys.stderr)
-        return 2
-    if not run.has_launcher:
-        if record.kind == "error" and run.grid is not None and failure.is_first_to_report(run.folder):
-            found = causes.rank_causes([record], {})
-            print(causes.block(found, run.grid, run.folder, others=False), file=sys.stderr)
-        else:
-            print(causes.one_line(record, run.folder), file=sys.stderr)
-    return 1
-
-
-def _advice(run: RankRun, error: BaseException) -> str:
-    messages = failure.messages_of(error)
-    if run.config is None or not is_out_of_memory(messages):
-        return ""
-    return advise(run.config, " ".join(messages), run.step)
+        recorder.write(failure.recording_of(run.folder, run.rank), with_stacks=with_stacks)
 
 
 def _write(run: RankRun, record: failure.FailureRecord) -> None:
-    if run.stop.is_orphaned() and run.held is None:
+    if run.folder is None or (run.stop.is_orphaned() and not run.is_held):
         return  # the folder may be that of the next attempt already
-    if run.folder is not None:
-        try:
-            failure.write(run.folder, record)
-        except OSError as error:
-            print(f"rank {run.rank}: no failure record ({error}):\n{record.traceback}", file=sys.stderr)
+    try:
+        failure.write(run.folder, record)
+    except OSError as error:
+        _print(f"rank {run.rank}: no failure record ({error}):\n{record.traceback}")
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def flush() -> None:

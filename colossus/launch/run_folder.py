@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import platform
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+import colossus
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.locks import try_lock
 from colossus.config import Config, ConfigError, as_dict
 from colossus.launch import failure
-from colossus.launch.server_failure import LOGS
-from colossus.launch.versions import versions
 
-METRICS = "metrics.jsonl"
-CONFIG = "config.json"
-#: what a run leaves in its folder beside its checkpoints
-_WRITTEN = (METRICS, CONFIG, "versions.json", failure.FOLDER, LOGS)
-_TENSORBOARD = "tensorboard"
+METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.json", "versions.json"
 #: locked while a run uses the folder: by its launcher, and by its first rank, which may outlive it
 LOCK, RANK_LOCK = "run.lock", "rank.lock"
 RANKS_ARE_LEFT = "the ranks of a launcher that was killed are still there; try again when they have ended"
@@ -75,23 +70,18 @@ def _candidates(name: str, root: Path) -> Iterator[Path]:
 
 
 def check_unused(folder: Path) -> None:
-    """Refuse a folder that another run has written metrics to.
+    """Refuse a folder that another run has written metrics to, or whose ``config.json`` is not of a run.
 
     Raises:
         ConfigError: naming the folder and what to do.
     """
     check_usable(folder)
-    _check_foreign(folder)
     if has_metrics(folder):
         raise ConfigError(
             f"--run-dir {folder}: holds the metrics of another run already ({folder / METRICS}); "
             f"give another folder, or move that file away; --resume goes on with that run"
         )
-
-
-def _check_foreign(folder: Path) -> None:
-    """Refuse a folder in which no run has been and whose ``config.json`` a run would write over."""
-    if (folder / CONFIG).exists() and not (folder / LOCK).exists() and not has_metrics(folder):
+    if (folder / CONFIG).exists() and not (folder / LOCK).exists():
         raise ConfigError(
             f"--run-dir {folder}: has a {CONFIG} that this run would replace; give another folder, or move it away"
         )
@@ -131,9 +121,8 @@ def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
         ConfigError: when it belongs to another run, cannot be made or cannot be written to.
     """
     check_usable(folder)
-    if not is_own:
-        _check_foreign(folder)
-    is_new = not (folder / LOCK).exists()
+    if not is_own and not (folder / LOCK).exists():  # once it is locked it has one
+        check_unused(folder)
     lock = take(folder, None if is_own else "--run-dir")
     try:
         rank = hold(folder)
@@ -144,24 +133,9 @@ def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
             check_unused(folder)
         failure.clear(folder)
     except BaseException:
-        if is_new:
-            (folder / LOCK).unlink(missing_ok=True)
         lock.close()
         raise
     return lock
-
-
-@contextlib.contextmanager
-def removed_if_refused(folder: Path) -> Iterator[None]:
-    """Remove the folder that a refused launch has made and locked, if nothing else is in it."""
-    try:
-        yield
-    except ConfigError:
-        with contextlib.suppress(OSError):
-            for name in (RANK_LOCK, LOCK):
-                (folder / name).unlink(missing_ok=True)
-            folder.rmdir()
-        raise
 
 
 def take(folder: Path, option: str | None) -> TextIO:
@@ -180,22 +154,19 @@ def take(folder: Path, option: str | None) -> TextIO:
         raise ConfigError(f"{named}: cannot be made: {error.strerror or error}") from None
     try:
         lock = (folder / LOCK).open("a+")
-    except OSError as error:
-        raise ConfigError(f"{named}: cannot be written to: {error.strerror or error}") from None
-    if try_lock(lock, of_process=False) == "others":
-        lock.seek(0)
-        holder = lock.read().strip() or "a process"
-        lock.close()
-        if option is None:
-            raise ConfigError(f"the run to be resumed, {folder}, is still running ({holder}); wait for its end")
-        raise ConfigError(f"{named}: another run is using it now ({holder}); give another folder, or wait for its end")
-    try:
+        if try_lock(lock, of_process=False) == "others":
+            lock.seek(0)
+            holder = lock.read().strip() or "a process"
+            lock.close()
+            if option is None:
+                raise ConfigError(f"the run to be resumed, {folder}, is still running ({holder}); wait for its end")
+            raise ConfigError(
+                f"{named}: another run is using it now ({holder}); give another folder, or wait for its end"
+            )
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {platform.node()}\n")
         lock.flush()
     except OSError as error:
-        with contextlib.suppress(OSError):
-            lock.close()
         raise ConfigError(f"{named}: cannot be written to: {error.strerror or error}") from None
     return lock
 
@@ -216,35 +187,17 @@ def hold(folder: Path) -> TextIO | None:
     return file
 
 
-def was_left(folder: Path) -> bool:
-    """Whether a run of ours has used this folder and not come to the end of its steps."""
-    if not (folder / LOCK).exists():
-        return False
-    row = last_metrics(folder)
-    if row is None:
-        return True
-    try:
-        steps = int(json.loads((folder / CONFIG).read_text())["train"]["steps"])
-        return int(row["step"]) < steps
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def put_aside(folder: Path) -> None:
-    """Move what an attempt has written that left no checkpoint into ``lost-1``, ``lost-2``, ..: it is begun anew."""
-    names = [*_WRITTEN]
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        names += [_TENSORBOARD] if "TensorBoard" in (folder / CONFIG).read_text() else []
-    written = [folder / name for name in names if (folder / name).exists()]
-    if not written:
+def put_aside_metrics(folder: Path) -> None:
+    """Rename the metrics of an attempt that left no checkpoint, ``metrics.lost-1.jsonl``: the run is begun anew."""
+    if not has_metrics(folder):
         return
-    aside = next(path for number in itertools.count(1) if not (path := folder / f"lost-{number}").exists())
-    aside.mkdir()
-    for path in written:
-        path.rename(aside / path.name)
+    aside = next(
+        path for number in itertools.count(1) if not (path := folder / f"metrics.lost-{number}.jsonl").exists()
+    )
+    (folder / METRICS).rename(aside)
     print(
-        f"colossus: {folder}: an attempt was ended before its first checkpoint; what it has written is in {aside} now, "
-        f"and the run begins anew",
+        f"colossus: {folder}: an attempt was ended before its first checkpoint; its metrics are in {aside} now, and "
+        f"the run begins anew",
         file=sys.stderr,
     )
 
@@ -258,8 +211,40 @@ def write_start(folder: Path, config: Config, data: str | None = None, step: int
     """
     folder.mkdir(parents=True, exist_ok=True)
     since = f".{name_of(step)}" if step and (folder / CONFIG).exists() else ""
-    _write_json(folder / f"config{since}.json", as_dict(config))
-    _write_json(folder / f"versions{since}.json", versions(data))
+    for name, value in ((CONFIG, as_dict(config)), (VERSIONS, versions(data))):
+        path = folder / name
+        path.with_stem(f"{path.stem}{since}").write_text(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def versions(data: str | None = None) -> dict[str, Any]:
+    """What ran: versions, platform, the git commit of the working folder, and how the data describes itself."""
+    import torch
+
+    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    return {
+        "colossus": colossus.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "command": sys.argv,
+        "git": git_state(),
+        **cuda,
+        **({"data": data} if data is not None else {}),
+    }
+
+
+def git_state(folder: Path | None = None) -> dict[str, Any] | None:
+    """Commit of the working folder and whether it has changes; None outside a repository or without git."""
+    found = []
+    for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=5, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        found.append(done.stdout.strip())
+    return {"commit": found[0], "changed": bool(found[1])}
 
 
 def last_metrics(folder: Path) -> dict[str, Any] | None:
@@ -275,7 +260,3 @@ def last_metrics(folder: Path) -> dict[str, Any] | None:
             continue
         return row if isinstance(row, dict) else None
     return None
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, default=str) + "\n")

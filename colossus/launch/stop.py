@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from colossus.launch.rank_files import RankFiles, of_this_rank
+
 GRACE_SECONDS = 4.0
 """How long a rank may take from a signal to the end of its current step. All ranks are gone within 5 s.
 
@@ -50,27 +52,16 @@ class StopSignals:
     with each `progress`, unless the launcher has said that there is nothing left to save.
 
     Args:
-        grace_seconds: time between the signal and the hard end, by default `GRACE_SECONDS`.
         parent: pid of the launcher; when this process outlives it, that counts as SIGTERM.
-        when_orphaned: called then, from another thread.
-        when_waiting: called from another thread, twice a second, while a stop may take its time.
-        is_hurried: whether nothing is left to be saved, so that `GRACE_SECONDS` from then on must do.
+        files: through which launcher and rank speak.
     """
 
-    def __init__(
-        self,
-        grace_seconds: float | None = None,
-        parent: int | None = None,
-        when_orphaned: Callable[[], None] = lambda: None,
-        when_waiting: Callable[[], None] = lambda: None,
-        is_hurried: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, rank: int = 0, parent: int | None = None, files: RankFiles | None = None) -> None:
         self.received: int | None = None
-        self.grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
+        self.grace_seconds = GRACE_SECONDS
         self._renews = False
         self._last_progress = -math.inf
-        self._parent, self._when_orphaned = parent, when_orphaned
-        self._when_waiting, self._is_hurried = when_waiting, is_hurried
+        self._rank, self._parent, self._files = rank, parent, files or of_this_rank()
         self._hurried_at: float | None = None
         self._request_stop: Callable[[int], None] | None = None
         self._final_calls: list[Callable[[], None]] = []
@@ -120,7 +111,7 @@ class StopSignals:
             signals = [number for number in os.read(self._read, 64) if number in STOP_SIGNALS] if readable else []
             if not signals and self.received is None and self.is_orphaned():
                 signals = [signal.SIGTERM]
-                self._when_orphaned()
+                self._files.remove()
             if signals and self.received is None:
                 self.received = int(signals[0])
                 since = time.monotonic()
@@ -131,7 +122,7 @@ class StopSignals:
             if time.monotonic() >= self._deadline(since):
                 self._end()
             if self._renews:
-                self._when_waiting()
+                self._files.beat(self._rank)
 
     def _deadline(self, since: float) -> float:
         """When this process is ended that was told to stop at ``since``."""
@@ -139,15 +130,11 @@ class StopSignals:
             return since
         if not self._renews:
             return since + self.grace_seconds
-        hurried = self._hurried_since()
-        if hurried is not None:
-            return max(since, hurried) + GRACE_SECONDS
-        return max(since, self._last_progress) + self.grace_seconds
-
-    def _hurried_since(self) -> float | None:
-        if self._hurried_at is None and self._is_hurried():
+        if self._hurried_at is None and self._files.is_hurried():
             self._hurried_at = time.monotonic()
-        return self._hurried_at
+        if self._hurried_at is not None:
+            return max(since, self._hurried_at) + GRACE_SECONDS
+        return max(since, self._last_progress) + self.grace_seconds
 
     def _end(self) -> None:
         assert self.received is not None

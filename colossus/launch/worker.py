@@ -7,6 +7,7 @@ itself runs ``run_worker`` in their process.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
@@ -18,18 +19,15 @@ from typing import Any
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config, ConfigError, Named, load_config
 from colossus.context.grid import build_grid
-from colossus.launch import finished, run_folder
-from colossus.launch.device_check import is_on_cuda, ranks_may_share
-from colossus.launch.origin import Origin, choose
-from colossus.launch.rank_failure import fail, flush, say_where_to_record, watch_nccl, write_hard_end
-from colossus.launch.rank_run import RankRun
+from colossus.launch import failure, rank_files, run_folder
+from colossus.launch.preflight import is_on_cuda, ranks_may_share
+from colossus.launch.rank_failure import RankRun, fail, flush, watch_nccl, write_hard_end
+from colossus.launch.report import stopped_line
+from colossus.launch.resume import Origin, choose
 from colossus.launch.stop import LAUNCHER_PID, StopSignals, exit_code
-from colossus.launch.stopped import stopped_line
-from colossus.launch.told import warnings_once
 from colossus.registry import HOOKS
 
 
-@warnings_once()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m colossus.launch.worker")
     parser.add_argument("config")
@@ -57,32 +55,27 @@ def run_worker(
         The exit code when the run went well (0) or was stopped (130, 143). A failure does not return: the process
         ends with 1 (2 for a config error) at once, since destructors of broken process groups can hang.
     """
-    launcher = os.environ.get(LAUNCHER_PID)
-    stop = StopSignals(
-        parent=int(launcher) if launcher else None,
-        when_orphaned=finished.abandon,
-        when_waiting=finished.beat,
-        is_hurried=finished.is_hurried,
-    )
+    launcher, rank, files = os.environ.get(LAUNCHER_PID), int(os.environ["RANK"]), rank_files.of_this_rank()
+    stop = StopSignals(rank, int(launcher) if launcher else None, files)
     stop.install()
     run = RankRun(
-        int(os.environ["RANK"]),
+        rank,
         stop,
         Path(run_dir) if run_dir is not None else None,
         has_launcher=launcher is not None,
         folder=Path(run_dir) if launcher is not None and run_dir is not None else None,
         resume=resume if isinstance(resume, str) else None,
     )
-    finished.keep_stack(run.rank)
+    faulthandler.enable()  # a rank that dies of SIGSEGV, SIGABRT, .. says where
     thread = threading.get_ident()
     stop.before_hard_end(lambda: write_hard_end(run, thread))
     try:
         config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
         run.config, run.grid = config, build_grid(config.parallel)
-        code = _train(run, config, lambda: choose(config, config_path, overrides, run_dir=run_dir, resume=bool(resume)))
-        finished.mark(run.rank, code)
+        code = _train(run, config, lambda: choose(config, overrides, run_dir=run_dir, resume=bool(resume)))
+        files.finish(rank, code)
         if stop.is_orphaned():
-            finished.abandon()
+            files.remove()
     except BaseException as error:
         code = fail(run, error)
         flush()
@@ -101,17 +94,18 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
 
     if is_on_cuda(config) and not ranks_may_share(config):
         watch_nccl(run, config)
-    engine = run.engine = make_engine(config)
+    engine = make_engine(config)
     if not run.has_launcher:
         _agree_on_folder(run, engine, origin)
         _hold(run)
     folder = run.folder
     assert folder is not None
-    say_where_to_record(folder)
+    # torch records by itself when the watchdog of another rank asks for it
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / failure.FOLDER / failure.RECORDING))
     engine.run.folder, engine.checkpoints.resume_from = folder, run.resume
     metrics, display = Metrics(folder / run_folder.METRICS), make_display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
-    run.hooks = [_beginning(run, config), metrics, display, *user_hooks]
+    hooks = [_beginning(run, config), metrics, display, *user_hooks]
 
     run.flush_metrics = metrics.flush
     run.stop.before_hard_end(metrics.flush)
@@ -119,7 +113,7 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     engine.checkpoints.on_progress = engine.strategy.on_progress = run.stop.progress
 
     try:
-        summary = fit(engine, run.hooks)
+        summary = fit(engine, hooks)
     except CheckpointError as error:
         if run.step is None:  # of what was to be loaded
             raise ConfigError(str(error)) from error
@@ -141,12 +135,14 @@ def _hold(run: RankRun) -> None:
     """
     if run.rank != 0 or run.folder is None:
         return
-    run.held = run_folder.hold(run.folder)
+    lock = run_folder.hold(run.folder)
+    run.is_held = lock is not None
     if run.stop.is_orphaned():
-        finished.abandon()
+        rank_files.of_this_rank().remove()
         os._exit(exit_code(signal.SIGTERM))
-    if run.held is None:
+    if lock is None:
         raise ConfigError(f"run folder {run.folder}: {run_folder.RANKS_ARE_LEFT}")
+    run.locks += (lock,)
 
 
 def _beginning(run: RankRun, config: Config) -> Any:
@@ -187,12 +183,13 @@ def _agree_on_folder(run: RankRun, engine: Any, origin: Callable[[], Origin]) ->
     folder, resume, problems = run.given, None, None
     if engine.context.rank == 0:
         try:
-            run.taken = origin().take()
+            taken = origin().take()
         except ConfigError as error:
             problems = error.problems
         else:
+            run.locks += taken.locks
             # what was given each rank finds from where it is
-            folder, resume = run.given or run.taken.folder.resolve(), run.taken.resume
+            folder, resume = run.given or taken.folder.resolve(), taken.resume
     world = engine.context.group(engine.context.grid.names)
     folder, resume, problems = broadcast_object((folder, resume, problems), world, 0)
     if problems is not None:

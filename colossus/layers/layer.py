@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.construct import allocate
-from colossus.construct.named_module import NamedModule
+from colossus.construct.build_model import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import located_error
 from colossus.layers.model_parallel import model_parallel_of

@@ -139,7 +139,7 @@ class Display(Hook):
         self.show_end()
         self.close()
         if self.shown and self.result is not None and self.result.step >= self.total:
-            self._write(self.summary(self.result, engine.strategy.choices_in_short()))
+            self._write(self.summary(self.result))
 
     def on_exception(self, engine: Engine, error: BaseException) -> None:
         self.close()
@@ -187,13 +187,13 @@ class Display(Hook):
         """``validation loss 1.2345, accuracy 0.9812``"""
         return "validation " + between.join(f"{name} {number:.4f}" for name, number in self.validation.items())
 
-    def summary(self, result: StepResult, choices: str) -> str:
+    def summary(self, result: StepResult) -> str:
         """The line that ends a complete run."""
         some = f" ({result.step - self.first} of them since it was resumed)" if self.first else ""
         done = f"done: {result.step} steps{some} in {clock(time.monotonic() - self._began)}, loss {result.loss:.4f}"
         validated = self.validated(", ") if self.validation else ""
         skipped = f"{result.num_skipped} skipped" if result.num_skipped else ""
-        return ", ".join(filter(None, [done, validated, skipped, choices])) + f"; run folder {self.folder}"
+        return ", ".join(filter(None, [done, validated, skipped])) + f"; run folder {self.folder}"
 
 
 class PlainDisplay(Display):

@@ -102,7 +102,6 @@ class Metrics(Hook):
     validation_loss, validation_<name>          where an evaluation followed, also of each of ``eval_metrics``
     replica                                     the loss, norm and tokens of the row are of this replica alone
     consensus_distance                          where the average of replicas was made
-    grad_norms                                  with ``train.grad_norm_by_group``: parameter group -> norm
     skipped, loss_scale                         steps skipped so far, where steps can be; under fp16
     comm                                        with ``comm.accounting``: axis -> calls and bytes that this rank sent
     checkpoint_stall_seconds                    that training has waited for checkpoints since the row before
@@ -212,7 +211,6 @@ class Metrics(Hook):
         has_scale = result.loss_scale is not None
         row |= {"mfu": mfu} if mfu is not None else {}
         row |= {"replica": result.replica} if result.replica is not None else {}
-        row |= {"grad_norms": result.grad_norms} if self._train.grad_norm_by_group else {}
         row |= {"loss_scale": result.loss_scale} if has_scale else {}
         row |= {"skipped": result.num_skipped} if has_scale or self._train.on_nonfinite == "skip" else {}
         if self._file is not None:

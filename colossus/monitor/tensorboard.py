@@ -49,8 +49,6 @@ class TensorBoard(Hook):
             self._writer.add_scalar(f"train/{name}", number, result.step)
         if result.loss_scale is not None:
             self._writer.add_scalar("train/loss_scale", result.loss_scale, result.step)
-        for name, norm in result.grad_norms.items():
-            self._writer.add_scalar(f"{whose}/grad_norm/{name}", norm, result.step)
 
     def on_eval_end(self, engine: Any, summary: Any) -> None:
         if self._writer is not None:

@@ -119,11 +119,6 @@ class Table:
         self.param.grad = None if total is None else total.as_sparse(self.param.shape[0])
         self.way.end()
 
-    def abandon(self) -> None:
-        """Forget a step that failed, without a collective."""
-        self._parts, self._sum = [], None
-        self.way.end()
-
 
 class _Rows(torch.autograd.Function):
     """param [stored rows, dim], distinct ids [n] -> rows [n, dim]; their gradient goes to the table, not to param."""

@@ -167,11 +167,6 @@ class Tables:
         for table in self:
             table.finish_sum()
 
-    def abandon(self) -> None:
-        """Forget a step or an evaluation that failed, without a collective."""
-        for table in self:
-            table.abandon()
-
     def serve(self) -> None:
         """Give other ranks the rows that they look up until all have come here. Collective."""
         for exchange in self._exchanges.values():

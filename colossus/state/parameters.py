@@ -1,83 +1,244 @@
-"""What a rank adds to a checkpoint of parameters, and of what optimizer and strategy keep for them."""
+"""Parameters and buffers in a checkpoint: what this rank has of them, which of it it writes, and how they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from colossus.checkpoint.snapshot import RankState
-from colossus.data_parallel.replica_average import ReplicaAverage
-from colossus.state.boxes import ParameterBox, parameter_boxes
-from colossus.state.per_parameter import held_of_state
-from colossus.state.replicas import AVERAGE, has_own_parameters, has_own_state, replica_prefix
-from colossus.state.run import Run
-
-
-def boxes_of(run: Run, *, replicas_differ: bool = False) -> list[ParameterBox]:
-    """Of the model of an run. Each is written once, or once by each replica."""
-    elsewhere = [run.store.stored(param) for param in run.strategy.parts.counted_elsewhere]
-    return parameter_boxes(run.model, run.context, elsewhere, replicas_differ=replicas_differ)
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.matching import ModelTensor, Shape, WeightMatch, match_exactly
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.tensor_box import Entry, TensorBox, choose_writers, entries_of
+from colossus.checkpoint.tensor_file import host_bytes
+from colossus.comm.objects import all_gather_object
+from colossus.context.parallel_context import ParallelContext
+from colossus.layout.layout import Box
+from colossus.layout.parameter import LogicalParameter
 
 
-def per_parameter(run: Run) -> dict[str, Mapping[Any, Mapping[str, Any]]]:
-    """What is kept for each parameter, by section."""
-    return {
-        "optimizer": run.strategy.optimizer_state(run.optimizer),
-        "strategy": run.strategy.parameter_state(),
-    }
+@dataclass(frozen=True)
+class ParameterBox:
+    """A logical parameter and the rank's box of it: one of several where the rank holds it in ranges of rows.
 
-
-def add_parameters(state: RankState, run: Run) -> list[ParameterBox]:
-    """Add them; returns the boxes of all parameters. Collective over data, where replicas have parameters of their own.
-
-    Then each replica writes its own, and the ranks along data share out the average. Memory: of that, what this rank
-    writes.
-
-    Raises:
-        CheckpointError: for state that a checkpoint cannot hold.
+    Attributes:
+        name: full logical name, the first of a tied one.
+        aliases: its other names on this rank.
+        logical: where it lives.
+        box: (start, stop) of every dim of the full shape; may be empty.
+        writes: whether this rank writes it, and what else has its shape (its momentum).
+        writes_scalars: whether it writes what is the same on all ranks (the number of its updates).
     """
-    strategy, context = run.strategy, run.context
-    differ, own_state = has_own_parameters(strategy, context), has_own_state(strategy, context)
-    boxes, own = boxes_of(run), replica_prefix(context.index("data"))
-    own_boxes = boxes_of(run, replicas_differ=True) if differ or own_state else boxes
-    if differ:
-        _add_own(state, run, boxes, own_boxes, own)
-    else:
-        state.tensors += [box.held(f"model/{box.name}") for box in boxes]
-    for section, held in per_parameter(run).items():
-        is_own = differ if section == "optimizer" else own_state
-        where, by = (f"{own}{section}", own_boxes) if is_own else (section, boxes)
-        state.tensors += held_of_state(where, held, by, state.values)
+
+    name: str
+    aliases: tuple[str, ...]
+    logical: LogicalParameter
+    box: Box
+    writes: bool
+    writes_scalars: bool
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.logical.parameter
+
+    @property
+    def is_split(self) -> bool:
+        return bool(self.logical.layout.shard_axes)
+
+    def tensor_box(self, key: str, buffer: Tensor | None = None) -> TensorBox:
+        """Of the parameter, or of a buffer of the shape of the torch parameter that holds it."""
+        local = self.logical.local(buffer)
+        return TensorBox.of_chunk(key, self.logical.shape, self.box, local, writes=self.writes)
+
+    @property
+    def shape_by_row(self) -> tuple[int, ...]:
+        """Full shape of what has a number for each row of dim 0: [rows, 1, ..]."""
+        return (*self.logical.shape[:1], *(1 for _ in self.logical.shape[1:]))
+
+    def tensor_box_by_row(self, key: str, buffer: Tensor) -> TensorBox:
+        """Of a buffer [rows of the torch parameter that holds it, 1, ..]; ranks with other columns have the same."""
+        rows, *columns = self.box
+        box = (rows, *((0, 1) for _ in columns))
+        is_first = all(start == 0 for start, _ in columns)
+        local = self.logical.local(buffer)
+        return TensorBox.of_chunk(key, self.shape_by_row, box, local, writes=self.writes and is_first)
+
+
+def parameter_boxes(
+    model: nn.Module, context: ParallelContext, counted_elsewhere: Iterable[nn.Parameter], *, replicas_differ: bool
+) -> list[ParameterBox]:
+    """The boxes of all parameters as the rank stores them, in the order of the model. No communication.
+
+    Args:
+        counted_elsewhere: tied parameters, as stored, that an earlier pipeline stage holds and writes.
+        replicas_differ: each data rank has parameters of its own, and writes all of them.
+    """
+    sizes, at = context.grid.sizes, context.coordinates
+    apart = ("pipeline", *(context.grid.axes("data") if replicas_differ else ()))
+    elsewhere = {id(param) for param in counted_elsewhere}
+    named = [
+        (name, tuple(entry.names)[1:], entry.held)
+        for name, entry in entries_of(model).items()
+        if isinstance(entry.held, LogicalParameter)
+    ]
+    # the largest first, so that the small ones even out what ranks have
+    by_size = sorted(named, key=lambda each: -math.prod(each[2].shape))
+    held = [(logical.layout, logical.shape, logical.parameter.element_size()) for _, _, logical in by_size]
+    writers = choose_writers(held, sizes, at, apart)
+    writes = {name: is_writer for (name, _, _), is_writer in zip(by_size, writers, strict=True)}
+    is_first = all(index == 0 for axis, index in at.items() if axis not in apart)
+    boxes = []
+    for name, aliases, logical in named:
+        is_here = id(logical.parameter) not in elsewhere
+        whole = logical.layout.box(logical.shape, sizes, at)
+        for number, (part, box) in enumerate(_ranges(logical, whole)):
+            writes_scalars = is_first and is_here and number == 0
+            boxes.append(ParameterBox(name, aliases, part, box, writes[name] and is_here, writes_scalars))
     return boxes
 
 
-def _add_own(state: RankState, run: Run, boxes: list[ParameterBox], own_boxes: list[ParameterBox], own: str) -> None:
-    """The parameters of this replica, and this rank's part of the average."""
-    strategy = run.strategy
-    evaluates_average, is_first = strategy.evaluates == "average", run.context.index("data") == 0
-    trained = {id(param) for param in strategy.trained}
-    means = _written_means(run, {id(box.parameter) for box in boxes if box.writes})
-    for box, of_replica in zip(boxes, own_boxes, strict=True):
-        key = f"model/{box.name}"
-        if id(box.parameter) not in trained:
-            state.tensors.append(box.held(key))
-            continue
-        state.tensors.append(of_replica.held(own + key))
-        if box.writes:
-            state.tensors.append(box.held(key if evaluates_average else AVERAGE + key, means[id(box.parameter)]))
-        if not evaluates_average and is_first:
-            state.tensors.append(of_replica.held(key))
+def _ranges(logical: LogicalParameter, box: Box) -> Iterator[tuple[LogicalParameter, Box]]:
+    """What a rank holds of a parameter, whose layout says ``box``: maybe several ranges of its rows."""
+    if logical.intervals is None:
+        yield logical, box
+        return
+    at = 0
+    for start, stop in logical.intervals or [(0, 0)]:
+        yield replace(logical, rows=(at, at + stop - start)), ((start, stop), *box[1:])
+        at += stop - start
 
 
-def _written_means(run: Run, written: set[int]) -> dict[int, Tensor]:
-    """The average of those parameters that this rank writes, by id."""
-    strategy = run.strategy
-    average = ReplicaAverage(strategy.parts, strategy.trained)
-    means: dict[int, Tensor] = {}
-    for number, mean in average.parameters(strategy.average_addend()):
-        param = strategy.trained[number]
-        if id(param) in written:
-            means[id(param)] = mean.to(param.dtype, copy=True)
-    return means
+# -- buffers ----------------------------------------------------------------------------------------------
+
+
+def buffers_of(model: nn.Module) -> dict[str, Entry]:
+    """The persistent buffers of this rank, by first name."""
+    return {name: entry for name, entry in entries_of(model).items() if isinstance(entry.held, Tensor)}
+
+
+def buffer_checksums(buffers: Mapping[str, Entry]) -> dict[str, int]:
+    """Of what this rank holds, by first name."""
+    return {name: zlib.crc32(host_bytes(entry.held)) for name, entry in buffers.items()}  # type: ignore[arg-type]
+
+
+def buffer_boxes(
+    buffers: Mapping[str, Entry],
+    rank: int,
+    checksums: Sequence[Mapping[str, int]],
+    means: Mapping[int, Tensor],
+) -> Iterator[TensorBox]:
+    """The buffers as the first rank has them, or their mean over replicas; beside them those of ranks that have others
+    (BatchNorm's statistics of a rank's own samples).
+
+    Args:
+        checksums: of all ranks.
+        means: over replicas, by id of the buffer.
+    """
+    for name, entry in buffers.items():
+        buffer, mean = entry.held, means.get(id(entry.held))
+        assert isinstance(buffer, Tensor)
+        first = next(each for each, theirs in enumerate(checksums) if name in theirs)
+        if rank == first:
+            yield TensorBox.whole(f"model/{name}", buffer if mean is None else mean)
+        if mean is not None or checksums[rank][name] != checksums[first][name]:
+            yield TensorBox.whole(_own_key(rank, name), buffer)
+
+
+def _own_key(rank: int, name: str) -> str:
+    return f"ranks/{rank}/buffers/{name}"
+
+
+# -- reading ----------------------------------------------------------------------------------------------
+
+
+def known_weights(model: nn.Module, boxes: Sequence[ParameterBox], context: ParallelContext) -> dict[str, ModelTensor]:
+    """The parameters and buffers of the whole model, by first name. Collective."""
+    mine = {box.name: ModelTensor(tuple(box.logical.shape), (box.name, *box.aliases)) for box in boxes}
+    mine |= {name: ModelTensor(entry.shape, tuple(entry.names)) for name, entry in buffers_of(model).items()}
+    known: dict[str, ModelTensor] = {}
+    for of_rank in all_gather_object(mine, context.group(context.grid.names)):
+        for name, entry in of_rank.items():
+            names = dict.fromkeys((*known.get(name, entry).names, *entry.names))
+            known[name] = ModelTensor(entry.shape, tuple(names))
+    return known
+
+
+def require_same_model(reader: CheckpointReader, known: Mapping[str, ModelTensor]) -> WeightMatch:
+    """That the checkpoint has the parameters and buffers of the model, and no others.
+
+    Raises:
+        CheckpointError: with the names.
+    """
+    match = match_exactly(known, reader.manifest.shapes("model"))
+    if not match.is_complete:
+        raise CheckpointError(f"{reader.folder} is of another model: {match}")
+    return match
+
+
+def load_matched(
+    reader: CheckpointReader,
+    match: WeightMatch,
+    model: nn.Module,
+    boxes: Sequence[ParameterBox],
+    rank: int | None,
+    prefix: str = "",
+) -> None:
+    """Fill this rank's boxes of what is matched. What has more rows here than were saved keeps the values of those;
+    of what has fewer, the first ones are read.
+
+    Args:
+        rank: under the plan that the checkpoint was saved with, whose own buffers are read; else None.
+        prefix: before the keys; one that is not there is read without.
+    """
+    tensors = reader.manifest.tensors
+
+    def read(box: TensorBox, own_key: str = "") -> None:
+        keys = (own_key, prefix + box.key, box.key)
+        box = _saved_rows(box, tensors[prefix + box.key if prefix + box.key in tensors else box.key].shape)
+        reader.read_box(next(key for key in keys if key in tensors), box.box, box.local)
+
+    for box in boxes:
+        if box.name in match.sources:
+            read(box.tensor_box(f"model/{match.sources[box.name]}"))
+    for name, entry in buffers_of(model).items():
+        if name in match.sources:
+            assert isinstance(entry.held, Tensor)
+            source = match.sources[name]
+            read(TensorBox.whole(f"model/{source}", entry.held), "" if rank is None else _own_key(rank, source))
+
+
+def _saved_rows(box: TensorBox, saved: Shape) -> TensorBox:
+    """The part of a rank's box that lies in the rows which were saved, maybe nothing."""
+    if saved == box.shape:
+        return box
+    (start, stop), *others = box.box
+    stop = max(start, min(stop, saved[0]))
+    return TensorBox(box.key, saved, ((start, stop), *others), box.local[: stop - start])
+
+
+#: options that change what a model computes of the same weights
+_OF_FUNCTION = (
+    "num_heads", "num_kv_heads", "head_dim", "mlp", "norm", "norm_eps", "positions", "rotary_base", "rotary_scaling",
+    "pool", "image_size", "patch_size",
+)  # fmt: skip
+
+
+def changed_functions(saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> list[str]:
+    """What makes a model compute something else than the one whose weights it takes, although all shapes fit.
+
+    Args:
+        saved, here: section ``model`` of both configs, with all options.
+
+    Returns:
+        ``mlp = 'gelu_tanh' there, 'gelu' here``, ..
+    """
+    saved, here = saved or {}, here or {}
+    return [
+        f"{key} = {saved[key]!r} there, {here[key]!r} here"
+        for key in _OF_FUNCTION
+        if key in saved and key in here and saved[key] != here[key]
+    ]

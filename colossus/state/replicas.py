@@ -1,27 +1,31 @@
 """Replicas with state of their own (gossip, local steps, error feedback) in a checkpoint.
 
-What all may take is under the plain keys: parameters as strategies evaluate and export them, the average or the first
-replica's. What is a replica's own (parameters, optimizer, what the strategy keeps) is beside them, and each goes on
-with its own where there are as many replicas as then, under the same strategy.
+The average of parameters and buffers is under the plain keys, for all to take. What is a replica's own (parameters,
+optimizer, what the strategy keeps) is beside them, and each goes on with its own where there are as many replicas as
+then, under the same strategy.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from colossus.checkpoint.manifest import Manifest
+from torch import Tensor
+
 from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.tensor_box import TensorBox
 from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.replica_average import ReplicaAverage
 from colossus.data_parallel.strategy import Strategy
+from colossus.state.parameters import ParameterBox, parameter_boxes
+from colossus.state.run import Run
 
 log = logging.getLogger("colossus.engine")
 
-_ROOT = "replicas/"
-#: before the average of the replicas where the plain keys hold the first
-AVERAGE = "average/"
 #: the path of the value that says which strategy had what
 RECORD = "strategy"
 _OF_STRATEGY = re.compile(r"(replicas/\d+/)?strategy/|strategy_values/")
@@ -29,124 +33,151 @@ _OF_STRATEGY = re.compile(r"(replicas/\d+/)?strategy/|strategy_values/")
 
 def replica_prefix(index: int) -> str:
     """Before the keys of what is a replica's own."""
-    return f"{_ROOT}{index}/"
+    return f"replicas/{index}/"
 
 
-def kind_of(strategy: Strategy) -> str:
-    """What the state of a strategy means: the name of its class."""
-    return type(strategy).__qualname__
+def has_own_parameters(run: Run) -> bool:
+    """Whether replicas have parameters and optimizers of their own."""
+    return run.strategy.own_parameters and run.context.size("data") > 1
 
 
-def is_recorded(strategy: Strategy) -> bool:
-    """Whether a checkpoint says of which strategy it is: all others' replicas are equal, and have no state."""
+def has_own_state(run: Run) -> bool:
+    """Whether what the strategy keeps is of each replica."""
+    return _keeps_own(run.strategy) and run.context.size("data") > 1
+
+
+def _keeps_own(strategy: Strategy) -> bool:
     return strategy.state_per_replica or not strategy.exact
 
 
-def record_of(strategy: Strategy, context: ParallelContext) -> dict[str, Any]:
-    """What a checkpoint says of its strategy."""
-    return {
-        "kind": kind_of(strategy),
-        "num_replicas": context.size("data"),
-        "own_parameters": has_own_parameters(strategy, context),
-        "own_state": has_own_state(strategy, context),
-    }
+def replica_record(run: Run) -> dict[str, Any]:
+    """What a checkpoint says of its strategy; nothing of those whose replicas are equal, and have no state."""
+    if not _keeps_own(run.strategy):
+        return {}
+    kind, num_replicas = type(run.strategy).__qualname__, run.context.size("data")
+    owns = {"own_parameters": has_own_parameters(run), "own_state": has_own_state(run)}
+    return {RECORD: {"kind": kind, "num_replicas": num_replicas, **owns}}
 
 
-def has_own_parameters(strategy: Strategy, context: ParallelContext) -> bool:
-    """Whether replicas have parameters and optimizers of their own."""
-    return strategy.own_parameters and context.size("data") > 1
+# -- saving -----------------------------------------------------------------------------------------------
 
 
-def has_own_state(strategy: Strategy, context: ParallelContext) -> bool:
-    """Whether what the strategy keeps is of each replica."""
-    return (strategy.state_per_replica or not strategy.exact) and context.size("data") > 1
+def boxes_of(run: Run, *, replicas_differ: bool = False) -> list[ParameterBox]:
+    """Of the model of a run. Each is written once, or once by each replica."""
+    elsewhere = [run.store.stored(param) for param in run.strategy.parts.counted_elsewhere]
+    return parameter_boxes(run.model, run.context, elsewhere, replicas_differ=replicas_differ)
 
 
-@dataclass(frozen=True)
-class SavedReplicas:
-    """What the replicas of a checkpoint had of their own.
+def model_boxes(run: Run, boxes: list[ParameterBox]) -> Iterator[TensorBox]:
+    """What this rank has of the parameters; where replicas have parameters of their own, the replica's, and this rank's
+    part of the average, which the ranks along data share out. Collective over data there.
 
-    Attributes:
-        kind: of the strategy, None where it is not `is_recorded`: its replicas were equal then.
-        num_replicas: data ranks.
-        own_parameters, own_state: as `record_of` has it.
+    Memory: of the average, what this rank writes.
     """
+    if not has_own_parameters(run):
+        yield from (box.tensor_box(f"model/{box.name}") for box in boxes)
+        return
+    trained, own_prefix = {id(param) for param in run.strategy.trained}, replica_prefix(run.context.index("data"))
+    means = _means(run, {id(box.parameter) for box in boxes if box.writes})
+    for box, own in zip(boxes, boxes_of(run, replicas_differ=True), strict=True):
+        key = f"model/{box.name}"
+        if id(box.parameter) not in trained:
+            yield box.tensor_box(key)
+            continue
+        yield own.tensor_box(own_prefix + key)
+        if box.writes:
+            yield box.tensor_box(key, means[id(box.parameter)])
 
-    kind: str | None
-    num_replicas: int
-    own_parameters: bool
-    own_state: bool
 
-    @classmethod
-    def of(cls, manifest: Manifest) -> SavedReplicas:
-        record = manifest.values.get(RECORD)
-        if record is None:
-            return cls(None, 1, False, False)
-        return cls(record["kind"], record["num_replicas"], record["own_parameters"], record["own_state"])
+def _means(run: Run, wanted: set[int]) -> dict[int, Tensor]:
+    """The average over the replicas of some parameters, by id."""
+    strategy, means = run.strategy, {}
+    average = ReplicaAverage(strategy.parts, strategy.trained)
+    for number, mean in average.parameters(strategy.average_addend()):
+        param = strategy.trained[number]
+        if id(param) in wanted:
+            means[id(param)] = mean.to(param.dtype, copy=True)
+    return means
+
+
+def buffer_means(run: Run) -> dict[int, Tensor]:
+    """Of buffers that differ between replicas, by id, their mean. Collective over data."""
+    if run.strategy.exact or run.context.size("data") == 1:
+        return {}
+    average = ReplicaAverage(run.strategy.parts, run.strategy.trained)
+    return {id(buffer): mean.to(buffer.dtype) for buffer, mean in average.buffers()}
+
+
+def exported(holder: object) -> AbstractContextManager[Any]:
+    """Around what reads the weights of an engine to give them away: inside, all replicas have the same (`Strategy.
+    export`). Of anything else that has a model, nothing changes."""
+    strategy = getattr(holder, "strategy", None)
+    return nullcontext() if strategy is None else strategy.export()
+
+
+# -- loading ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Source:
+class ReplicaSource:
     """Where in a checkpoint a rank finds what it goes on with.
 
     Attributes:
-        model: before the keys of parameters; one that is not there is under its plain key.
+        own: before the keys of what is the replica's own; "" where it takes that of all, or the average.
         optimizers: before the sections of the optimizers whose average it takes.
         strategy: before the strategy's section; None: what the strategy keeps begins anew.
-        own: before what is the replica's own beside them; "" where it is that of all, or of the first.
         is_average: whether parameters that differed between replicas have become one.
     """
 
-    model: str = ""
+    own: str = ""
     optimizers: tuple[str, ...] = ("",)
     strategy: str | None = ""
-    own: str = ""
     is_average: bool = False
 
     @property
-    def sections(self) -> list[str]:
-        """In which state of parameters is."""
-        of_strategy = [] if self.strategy is None else [f"{self.strategy}strategy"]
-        return [*(f"{each}optimizer" for each in self.optimizers), *of_strategy]
+    def strategy_sections(self) -> list[str]:
+        return [] if self.strategy is None else [f"{self.strategy}strategy"]
+
+    @property
+    def optimizer_sections(self) -> list[str]:
+        return [f"{each}optimizer" for each in self.optimizers]
 
 
-def source_of(reader: CheckpointReader, strategy: Strategy, context: ParallelContext) -> Source:
-    """Where this rank finds its state; one rank tells what does not go on as it was."""
-    manifest, num, index = reader.manifest, context.size("data"), context.index("data")
-    saved = SavedReplicas.of(manifest)
-    own, now = replica_prefix(index), f"now there {'is' if num == 1 else 'are'} {num}"
+def replica_source(reader: CheckpointReader, values: Mapping[str, Any], run: Run) -> ReplicaSource:
+    """Where this rank finds its state; one rank logs what does not go on as it was.
+
+    Args:
+        values: of the checkpoint, decoded.
+    """
+    saved = values.get(RECORD, {"kind": None, "num_replicas": 1, "own_parameters": False, "own_state": False})
+    kind, then, now = type(run.strategy).__qualname__, saved["num_replicas"], run.context.size("data")
+    is_same_kind, own = saved["kind"] == kind, replica_prefix(run.context.index("data"))
+    in_words = f"now there {'is' if now == 1 else 'are'} {now}"
     of_strategy: str | None = ""
-    if saved.kind not in (None, kind_of(strategy)):
-        of_strategy, why = None, f"it is of {saved.kind}, this run has {kind_of(strategy)}"
-    elif saved.own_state or has_own_state(strategy, context):
-        fits = saved.own_state and has_own_state(strategy, context) and saved.num_replicas == num
-        of_strategy, why = own if fits else None, f"it is of {saved.num_replicas} replicas, {now}"
-    if of_strategy is None and _has_strategy_state(manifest):
-        _tell(context, f"what the strategy of the checkpoint has kept is not taken: {why}")
-    if not saved.own_parameters:
-        return Source(strategy=of_strategy)
-    is_same_kind = saved.kind == kind_of(strategy)
-    if strategy.own_parameters and saved.num_replicas == num and is_same_kind:
-        return Source(own, (own,), of_strategy, own)
-    if not strategy.own_parameters:
-        now = f"{kind_of(strategy)} has none"
+    if saved["kind"] is not None and not is_same_kind:
+        of_strategy, why = None, f"it is of {saved['kind']}, this run has {kind}"
+    elif saved["own_state"] or has_own_state(run):
+        fits = saved["own_state"] and has_own_state(run) and then == now
+        of_strategy, why = own if fits else None, f"it is of {then} replicas, {in_words}"
+    paths = [*reader.manifest.tensors, *(path for path, value in values.items() if value not in (None, {}))]
+    if of_strategy is None and any(_OF_STRATEGY.match(path) for path in paths):
+        _warn(run.context, f"what the strategy of the checkpoint has kept is not taken: {why}")
+    if not saved["own_parameters"]:
+        return ReplicaSource(strategy=of_strategy)
+    if run.strategy.own_parameters and then == now and is_same_kind:
+        return ReplicaSource(own, (own,), of_strategy)
+    if not run.strategy.own_parameters:
+        in_words = f"{kind} has none"
     elif not is_same_kind:  # it may never make them equal, and does not know of mass in flight
-        now = f"of {saved.kind}, and this run has {kind_of(strategy)}"
-    _tell(
-        context,
-        f"the checkpoint has {saved.num_replicas} replicas with parameters of their own, {now}: all go on from the "
-        f"average, the optimizer with the average of theirs",
+        in_words = f"of {saved['kind']}, and this run has {kind}"
+    _warn(
+        run.context,
+        f"the checkpoint has {then} replicas with parameters of their own, {in_words}: all go on from the average, the "
+        f"optimizer with the average of theirs",
     )
-    model = AVERAGE if any(key.startswith(AVERAGE) for key in manifest.tensors) else ""
-    prefixes = tuple(map(replica_prefix, range(saved.num_replicas)))
-    return Source(model, prefixes, of_strategy, is_average=True)
+    return ReplicaSource("", tuple(map(replica_prefix, range(then))), of_strategy, is_average=True)
 
 
-def _has_strategy_state(manifest: Manifest) -> bool:
-    paths = [*manifest.tensors, *(path for path, value in manifest.values.items() if value not in (None, {}))]
-    return any(_OF_STRATEGY.match(path) for path in paths)
-
-
-def _tell(context: ParallelContext, message: str) -> None:
+def _warn(context: ParallelContext, message: str) -> None:
     if context.is_logging_rank:
         log.warning(message)

@@ -1,4 +1,4 @@
-"""``colossus verify``: launch twice, compare, report. No torch until the config is known to be right."""
+"""``colossus verify``: launch twice, compare, report. No torch in this process."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.plans import describe_plan
 from colossus.config.sizes import world_size
+from colossus.config.training import PRECISIONS, PrecisionSection
 from colossus.context.grid import build_grid
 from colossus.launch import command
-from colossus.launch.device_check import check_devices
 from colossus.launch.inside import environment_kept, output_to
-from colossus.launch.model_check import check_model
-from colossus.verify import configs
+from colossus.launch.preflight import check_devices, check_model
+from colossus.verify import report
 
 AGREE, FAILED, USAGE, DIFFERENT = 0, 1, 2, 3
 
@@ -25,9 +27,9 @@ AGREE, FAILED, USAGE, DIFFERENT = 0, 1, 2, 3
 def run(config_path: str, overrides: list[str], *, nproc: int | None = None, steps: int, tolerance: float) -> int:
     """Train the config's model for a few steps in one process and under its plan, and compare.
 
-    The model's parameters, their gradients at every step and the outputs of its modules are compared, see `checks`.
-    The steps are taken by the optimizer of the config, with its learning rates; see `ComparableWeights` for the
-    weights that rounding alone would move. Model, gradients and optimizer state must fit into one process in float64.
+    The model's parameters, their gradients at every step and the outputs of its modules are compared. The steps are
+    taken by the optimizer of the config, with its learning rates. Model, gradients and optimizer state must fit into
+    one process in float64.
 
     Args:
         nproc: processes of the plan; by default the product of its sizes.
@@ -48,16 +50,21 @@ def run(config_path: str, overrides: list[str], *, nproc: int | None = None, ste
     folder, keep = Path(tempfile.mkdtemp(prefix="colossus-verify-")), False
     try:
         for is_reference in (True, False):
-            file = configs.write(folder, config_path, overrides, nproc, steps, is_reference=is_reference)
+            file = write_config(
+                folder, config_path, overrides, nproc, steps, tolerance=None if is_reference else tolerance
+            )
             code = _launch(config, file, is_reference)
             if code:
                 keep = code == FAILED  # what was printed names the failure records
                 return code
-        return _compare(config, folder, steps, tolerance)
+        grid = build_grid(config.parallel)
+        verdict = report.read(folder, grid.world_size, steps, tolerance)
+        print(report.render(verdict, config, grid, steps, tolerance))
+        return DIFFERENT if verdict.differing else AGREE
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-        for path in folder.glob("*/*.pt"):
+        for path in folder.glob("*.pt"):
             path.unlink(missing_ok=True)
 
 
@@ -67,24 +74,6 @@ def _check_config(config: Config) -> None:
             raise ConfigError(f"{key}: verify runs what the file says, and it has none: give it {what}", config.source)
     check_devices(config, world_size(config.parallel))
     check_model(config)
-
-
-def _compare(config: Config, folder: Path, steps: int, tolerance: float) -> int:
-    # torch is imported here
-    from colossus.verify.checks import NotComparable, compare
-    from colossus.verify.records import Records
-    from colossus.verify.report import render
-
-    grid = build_grid(config.parallel)
-    plan = Records(folder / configs.NAMES[False], grid.world_size)
-    reference = Records(folder / configs.NAMES[True], 1)
-    try:
-        verdict = compare(plan, reference, steps, tolerance)
-    except NotComparable as error:
-        print(f"colossus: nothing can be compared: {error}", file=sys.stderr)
-        return FAILED
-    print(render(verdict, config, plan, reference, grid, steps, tolerance))
-    return AGREE if verdict.check is None else DIFFERENT
 
 
 def _launch(config: Config, file: Path, is_reference: bool) -> int:
@@ -104,3 +93,54 @@ def _launch(config: Config, file: Path, is_reference: bool) -> int:
         run_name = "the run in one process" if is_reference else "the run under the plan"
         print(f"colossus: {run_name} failed, so nothing was compared; its ranks' output: {output}", file=sys.stderr)
     return code
+
+
+# -- the configs of both runs -----------------------------------------------------------------------------
+
+
+def write_config(
+    folder: Path, path: str, overrides: Sequence[str], nproc: int | None, steps: int, *, tolerance: float | None
+) -> Path:
+    """Write a config file that loads the user's and changes what `sections` changes. Returns its path.
+
+    Args:
+        folder: of the comparison.
+        tolerance: of the comparison; None for the run in one process.
+    """
+    file = folder / f"{'reference' if tolerance is None else 'plan'}.py"
+    arguments = (str(Path(path).resolve()), list(overrides), nproc, steps, str(folder), tolerance)
+    file.write_text(
+        f"from colossus.verify.command import sections as _sections\n\n"
+        f"globals().update(_sections({', '.join(map(repr, arguments))}))\n"
+    )
+    return file
+
+
+def sections(
+    path: str, overrides: list[str], nproc: int | None, steps: int, folder: str, tolerance: float | None
+) -> dict[str, Any]:
+    """The sections of the user's config for one of the two runs.
+
+    Both are in float64, evaluate nothing, and have a hook of ours in place of the user's. The learning rates are those
+    of the user's schedule.
+
+    Raises:
+        ConfigError: as ``load_config``.
+    """
+    config = load_config(path, overrides, nproc)
+    out: dict[str, Any] = {key: getattr(config, key) for key in Config.model_fields}
+    train = {"precision": PrecisionSection(**PRECISIONS["fp64"]), "steps": steps, "eval_every": 0, "log_every": steps}
+    if tolerance is None:
+        out["parallel"], out["schedule"] = {"data": 1}, {}
+    else:  # what is not a number is compared, too
+        train |= {"on_nonfinite": "skip", "max_skips": steps}
+    out["train"] = config.train.model_copy(update=train)
+    out["hooks"] = [{"type": make_hook, "folder": folder, "tolerance": tolerance}]
+    return out
+
+
+def make_hook(folder: str, tolerance: float | None) -> Any:
+    # imported late: a config is checked without torch
+    from colossus.verify.hooks import Comparison, Reference
+
+    return Reference(folder) if tolerance is None else Comparison(folder, tolerance)

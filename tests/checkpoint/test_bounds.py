@@ -18,7 +18,7 @@ from colossus import layers
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.manifest import read_manifest
 from colossus.layout.layout import Box
-from colossus.state.parameters import boxes_of
+from colossus.state.replicas import boxes_of
 
 WIDTH = 1024
 NUM_LAYERS = 6
@@ -84,9 +84,9 @@ def saves(rank: int, parallel: dict[str, Any], folder: Path) -> dict[str, int]:
     engine = engine_of(parallel, folder)
     checkpoints = engine.checkpoints
     told = dict(held=state_bytes(engine), synchronous=peak_over(lambda: checkpoints.save(background=False).wait()))
-    engine.completed_steps += 1
+    engine.run.completed_steps += 1
     told["background"] = peak_over(lambda: checkpoints.save(background=True).wait())
-    told["copy"] = checkpoints._saves.writer._staging.num_bytes
+    told["copy"] = checkpoints._writer._staging.num_bytes
     engine.close()
     return told
 

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from colossus.checkpoint import tensor_file
-from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.manifest import MANIFEST
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.shares import WriterShares
 from colossus.checkpoint.snapshot import RankState
+from colossus.checkpoint.tensor_box import TensorBox, choose_writers
 from colossus.checkpoint.tensor_file import dtype_name, make_header, write_file
 from colossus.checkpoint.writer import About, merge
 from colossus.context.grid import RankGrid
@@ -81,16 +80,17 @@ def states(grid: RankGrid, drawn: list[Any], which: int) -> list[RankState]:
     out = []
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
-        shares, state = WriterShares(grid.sizes, at), RankState()
-        for number, (shape, dtype, held, layout) in enumerate(drawn):
+        state = RankState()
+        mine = [each for each in enumerate(drawn) if stage_of(each[1][2], grid) in (None, at["pipeline"])]
+        writers = choose_writers(
+            [(layout[which], shape, dtype.itemsize) for _, (shape, dtype, _, layout) in mine], grid.sizes, at
+        )
+        for (number, (shape, dtype, held, layout)), is_writer in zip(mine, writers, strict=True):
             stage = stage_of(held, grid)
-            if stage is not None and at["pipeline"] != stage:
-                continue
             is_here = stage is not None or at["pipeline"] == 0
             box = layout[which].box(shape, grid.sizes, at)
             local = whole_tensor(number, shape, dtype)[tuple(slice(*span) for span in box)]
-            takes = shares.takes(layout[which], shape, dtype.itemsize) and is_here
-            state.tensors.append(HeldTensor(f"model/{number}", shape, box, local, takes))
+            state.tensors.append(TensorBox(f"model/{number}", shape, box, local, is_writer and is_here))
         out.append(state)
     return out
 
@@ -162,16 +162,14 @@ def test_replicas_share_the_work(sizes: Mapping[str, int]) -> None:
     given_to = []
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
-        shares = WriterShares(grid.sizes, at)
-        boxes = [(layout.box(shape, grid.sizes, at), shares.takes(layout, shape, 4)) for shape in shapes]
+        writers = choose_writers([(layout, shape, 4) for shape in shapes], grid.sizes, at)
+        boxes = zip([layout.box(shape, grid.sizes, at) for shape in shapes], writers, strict=True)
         given_to.append(sum(math.prod(stop - start for start, stop in box) for box, takes in boxes if takes))
     assert max(given_to) <= 1.1 * sum(given_to) / len(given_to)
 
 
 def test_a_tensor_that_no_rank_shards_is_written_by_one_of_all() -> None:
     grid = RankGrid({"pipeline": 1, "data": 3, "tensor": 2})
-    takes = [
-        [WriterShares(grid.sizes, grid.coordinates(rank)).takes(Layout.whole(0), (), 4)]
-        for rank in range(grid.world_size)
-    ]
-    assert sum(itertools.chain.from_iterable(takes)) == 1
+    scalar = [(Layout.whole(0), (), 4)]
+    writers = [choose_writers(scalar, grid.sizes, grid.coordinates(rank)) for rank in range(grid.world_size)]
+    assert sum(itertools.chain.from_iterable(writers)) == 1

@@ -23,7 +23,7 @@ def _save(context: ParallelContext, root: Path) -> None:
     writer = CheckpointWriter(root, context)
     for step in (1, 2):
         save(writer, step, rank=context.rank, world=2)
-    writer.close()
+    writer.finish()
 
 
 @pytest.fixture(scope="module")

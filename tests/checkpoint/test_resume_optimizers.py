@@ -26,15 +26,6 @@ def test_another_optimizer_is_refused_on_all_ranks(tmp_path: Path) -> None:
         assert not told
 
 
-def test_an_optimizer_that_kept_nothing_may_become_another(tmp_path: Path) -> None:
-    path = saved(tmp_path, optimizer=dict(type="SGD"))
-    ((step, _, refused),) = load(
-        path, settings(tmp_path / "other"), lambda engine: engine.train_step(next(engine.loader)).step
-    )
-    assert not refused
-    assert step == 3
-
-
 def groups(engine: Any) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups]
 
@@ -56,8 +47,7 @@ def test_options_that_the_config_changes_are_the_configs(tmp_path: Path) -> None
         assert lr == 5e-3
         assert (group["weight_decay"], tuple(group["betas"])) == (0.3, (0.8, 0.95))
     (first,) = ranks[0][1]
-    assert "lr was 0.01 and is 0.005" in first
-    assert "weight_decay was 0.01 and is 0.3" in first
+    assert "lr of group 0 was 0.01 and is 0.005, weight_decay of group 0 was 0.01 and is 0.3" in first
     assert not ranks[1][1]
 
 
@@ -91,7 +81,7 @@ def test_other_groups_keep_the_state_of_each_parameter(tmp_path: Path) -> None:
     ((steps, told, refused),) = load(path, settings(tmp_path / "other"), look, optimizer=in_two_groups)
     assert not refused
     assert steps == [2.0] * 6
-    assert told == ["the optimizer has 2 parameter groups, the checkpoint's had 1: their options are those of this run"]
+    assert told == ["the optimizer is made otherwise than in the checkpoint: 2 parameter groups, where there were 1"]
 
 
 class Factors(torch.optim.SGD):
@@ -135,13 +125,6 @@ def test_state_of_another_shape_needs_whole_parameters(tmp_path: Path) -> None:
         assert "optimizer/up.weight/rows has shape (4,)" in message
 
 
-def test_amsgrad_cannot_be_turned_on_on_the_way(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    config = settings(tmp_path / "other", dict(data=2), optimizer=dict(amsgrad=True))
-    for _, _, refused in load(path, config, world=2):
-        assert "without amsgrad, this run has amsgrad=True" in refused
-
-
 class Keeps(torch.optim.SGD):
     """Keeps something beside what SGD keeps."""
 
@@ -162,7 +145,7 @@ def keeps(keep: Callable[[Tensor], dict[Any, Any]]) -> Callable[[Any], torch.opt
 UNSAVED: list[tuple[Callable[[Tensor], dict[Any, Any]], str]] = [
     (lambda param: {0: 1.0}, "state is kept under 0; a checkpoint needs names"),
     (lambda param: {"a/b": 1.0}, "state is kept under 'a/b'"),
-    (lambda param: {"history": [torch.zeros_like(param)]}, "in a nest, kept for a parameter of which this rank holds"),
+    (lambda param: {"history": [torch.zeros_like(param)]}, "State of a split parameter must be kept by name"),
     (lambda param: {"made by": object()}, "a builtins.object cannot be saved"),
 ]
 
@@ -175,18 +158,6 @@ def test_state_that_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> N
     for messages in run_ranks(2, fail_to_save, settings(tmp_path, dict(tensor=2)), with_context=False):
         for message, (_, said) in zip(messages, UNSAVED, strict=True):
             assert said in message
-
-
-def test_nests_of_tensors_are_saved_for_whole_parameters(tmp_path: Path) -> None:
-    optimizer = keeps(lambda param: {"history": [param.detach().clone(), {"at": (1, None)}]})
-    path = saved(tmp_path, given=dict(optimizer=optimizer))
-
-    def look(engine: Any) -> Any:
-        return engine.optimizer.state[engine.model.up.weight]["history"], engine.model.up.weight.detach()
-
-    (((history, weight), _, _),) = load(path, settings(tmp_path / "other"), look, optimizer=optimizer)
-    assert torch.equal(history[0], weight)
-    assert history[1] == {"at": (1, None)}
 
 
 # -- dtypes ---------------------------------------------------------------------------------------------------
@@ -208,7 +179,6 @@ def dtypes(engine: Any) -> tuple[set[torch.dtype], set[torch.dtype], float]:
     [
         ("fp32", "fp64", torch.float64, torch.float64, 1e-5),
         (dict(params="bf16", optimizer="bf16"), "fp32", torch.float32, torch.float32, 0.1),
-        pytest.param("fp64", "fp32", torch.float32, torch.float32, 1e-5, marks=pytest.mark.long),
         pytest.param("bf16", "fp32", torch.float32, torch.float32, 0.1, marks=pytest.mark.long),
     ],
 )

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from helpers.ranks import run_ranks
-from helpers.resumed import WIDTH, Listener, Vectors, engine_of, load, own_batches, saved, settings
-from helpers.strategies import LocalSteps
+from helpers.resumed import WIDTH, Vectors, engine_of, load, own_batches, saved, settings
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from colossus.checkpoint.folder import name_of
-from colossus.checkpoint.manifest import read_manifest
 from colossus.engine.fit import fit
 from colossus.engine.hooks import Hook
 
@@ -73,7 +70,6 @@ def test_a_global_order_is_the_same_for_any_number_of_data_ranks(tmp_path: Path)
 def draws_and_saves(rank: int, config: dict[str, Any]) -> float:
     engine = engine_of(config)
     torch.rand(5)
-    engine.context.rng.named("mine").seed()
     engine.checkpoints.save(background=False).wait()
     number = torch.rand(()).item()
     engine.close()
@@ -81,7 +77,7 @@ def draws_and_saves(rank: int, config: dict[str, Any]) -> float:
 
 
 def test_generators_under_another_plan(tmp_path: Path) -> None:
-    """As many data ranks: they go on; another number: seeded anew, not from the beginning of the run."""
+    """Under the same one they go on; else they are seeded anew, the same on the ranks of a model."""
     numbers = run_ranks(2, draws_and_saves, settings(tmp_path, dict(data=2)), with_context=False)
     assert numbers[0] != numbers[1]
 
@@ -89,25 +85,16 @@ def test_generators_under_another_plan(tmp_path: Path) -> None:
         return torch.rand(()).item()
 
     path = tmp_path / name_of(0)
-    same = load(path, settings(tmp_path / "same", dict(data=2, tensor=2)), look, world=4)
-    assert [seen for seen, _, _ in same] == [numbers[0], numbers[0], numbers[1], numbers[1]]
-    order = ("tensor", "pipeline", "sequence", "data")
-    turned = load(path, settings(tmp_path / "turned", dict(data=2, tensor=2, rank_order=order)), look, world=4)
-    assert [seen for seen, _, _ in turned] == [numbers[0], numbers[1], numbers[0], numbers[1]]
-    ((seen, _, _),) = load(path, settings(tmp_path / "fewer"), look)
-    ((begun, _),) = run_ranks(1, first_draw, settings(tmp_path / "begun"), with_context=False)
-    assert seen not in (*numbers, begun)
-
-
-def first_draw(rank: int, config: dict[str, Any]) -> tuple[float, None]:
-    engine = engine_of(config)
-    number = torch.rand(()).item()
-    engine.close()
-    return number, None
+    same = load(path, settings(tmp_path / "same", dict(data=2)), look, world=2)
+    assert [seen for seen, _, _ in same] == numbers
+    other = load(path, settings(tmp_path / "other", dict(data=2, tensor=2)), look, world=4)
+    first, again, second, _ = seen = [seen for seen, _, _ in other]
+    assert (first, second) == (again, seen[3])
+    assert len({*numbers, first, second}) == 4
 
 
 class OwnOfEachRank(Hook):
-    """Keeps what belongs to its rank alone, of its shards, say."""
+    """Would keep what belongs to its rank alone."""
 
     def __init__(self, own: int = -1) -> None:
         self.own = own
@@ -120,57 +107,22 @@ class OwnOfEachRank(Hook):
         assert state["shards"].tolist() == [self.own] * 2
 
 
-def saves_hook(rank: int, config: dict[str, Any]) -> None:
+def hook_goes_on(rank: int, config: dict[str, Any]) -> int:
     engine = engine_of(config)
-    engine.checkpoints.hooks = [OwnOfEachRank(), OwnOfEachRank(7 + rank)]
-    engine.checkpoints.save().wait()
-    engine.close()
-
-
-def loads_hook(rank: int, path: Path, config: dict[str, Any]) -> tuple[int, list[str]]:
-    listener = Listener()
-    logging.getLogger("colossus").addHandler(listener)
-    engine = engine_of(config)
-    hooks = [OwnOfEachRank(99), OwnOfEachRank()]
-    engine.checkpoints.hooks = hooks
+    engine.checkpoints.hooks = [OwnOfEachRank(7 + rank)]
+    path = engine.checkpoints.save().wait().path
+    hook = OwnOfEachRank()
+    engine.checkpoints.hooks = [hook]
     engine.checkpoints.load(path)
     engine.close()
-    assert hooks[0].own == -1
-    return hooks[1].own, listener.told
+    return hook.own
 
 
-def test_what_hooks_keep_on_each_rank(tmp_path: Path) -> None:
-    run_ranks(2, saves_hook, settings(tmp_path, dict(tensor=2)), with_context=False)
-    path = tmp_path / name_of(0)
-    assert "ranks/1/hooks/OwnOfEachRank" not in read_manifest(path).values, "those that are the same are there once"
-    config = settings(tmp_path / "same", dict(tensor=2))
-    assert run_ranks(2, loads_hook, path, config, with_context=False) == [(7, []), (8, [])]
-    ranks = run_ranks(2, loads_hook, path, settings(tmp_path / "other", dict(data=2)), with_context=False)
-    assert [own for own, _ in ranks] == [7, 7]
-    assert [len(told) for _, told in ranks] == [1, 0]
-    assert "what the hook OwnOfEachRank~2 kept differed between ranks" in ranks[0][1][0]
+def test_what_hooks_keep_is_that_of_rank_0(tmp_path: Path) -> None:
+    assert run_ranks(2, hook_goes_on, settings(tmp_path, dict(tensor=2)), with_context=False) == [7, 7]
 
 
 # -- the rest -------------------------------------------------------------------------------------------------
-
-
-def test_replicas_with_parameters_of_their_own(tmp_path: Path) -> None:
-    """Each goes on with its own; where there are others than then, all are the average."""
-    parallel = dict(data=2, strategy=dict(type=LocalSteps, every=10))
-    path = saved(tmp_path, world=2, parallel=parallel)
-
-    def weights(engine: Any) -> Tensor:
-        return torch.cat([param.detach().reshape(-1) for param in engine.model.parameters()])
-
-    same = load(path, settings(tmp_path / "same", parallel), weights, world=2)
-    assert not torch.equal(same[0][0], same[1][0])
-    assert not any(told for _, told, _ in same)
-    ((one, told, _),) = load(path, settings(tmp_path / "one"), weights)
-    assert torch.equal(one, (same[0][0] + same[1][0]) / 2)
-    assert told == [
-        "the checkpoint has 2 replicas with parameters of their own, AllReduce has none: all go on from the average, "
-        "the optimizer with the average of theirs"
-    ]
 
 
 def stops_later(rank: int, folder: Path, steps: int, resume: bool) -> tuple[int, str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import zlib
 from pathlib import Path
@@ -111,26 +110,3 @@ def test_manifests_that_name_a_tokenizer_which_is_no_file_of_theirs(text: Path, 
         rewritten(found, tokenizer=wrong)
         with pytest.raises(DamagedCheckpoint, match=r"the tokenizer .* is no file of it"):
             read_manifest(found)
-
-
-class OfTheHub(list[dict[str, list[int]]]):
-    tokenizer = "gpt2"
-
-
-def _warnings(rank: int) -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("colossus.data").addHandler(handler)
-    samples = OfTheHub([dict(inputs=[1] * 8, labels=[2] * 8)] * 4)
-    config = dict(parallel=dict(data=2), model=MODEL, train=dict(global_batch_size=2), device="cpu")
-    colossus.initialize(config, data=samples).close()
-    return told
-
-
-def test_a_dataset_whose_tokenizer_is_none_that_can_be_kept_is_told_of_once() -> None:
-    (one,), none = run_ranks(2, _warnings, with_context=False)
-    assert none == []
-    assert one.startswith(
-        "checkpoints of this run will hold no tokenizer: the attribute of OfTheHub: tokenizer = 'gpt2'"
-    )

@@ -26,7 +26,6 @@ data = dict(type="PythonStdlib")
 """
 
 
-#: put before a program so that it runs as in a fresh process, with names for packages that do not exist yet
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)

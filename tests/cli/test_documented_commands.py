@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         engine = colossus.initialize(
             here / file, overrides=["parallel.data=1", "parallel.tensor=1", f"checkpoint.dir={checkpoints}"]
         )
-        engine.completed_steps = 500
+        engine.run.completed_steps = 500
         engine.checkpoints.save(background=False).wait()
         engine.close()
     sys.path[:] = path

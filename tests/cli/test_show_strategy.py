@@ -98,7 +98,7 @@ def test_every_strategy_says_what_it_does(config: str, capsys: pytest.CaptureFix
     assert "strategy    all_reduce" in printed
     assert "embedding.weight: dense: hybrid: owners" in printed
     assert main(["show", config, "--strategy", "parallel.strategy=sgp"]) == 2
-    assert "'embedding.weight' has sparse=True, but SGP knows dense gradients only" in capsys.readouterr().err
+    assert "'embedding.weight' has sparse=True, but SGP takes dense gradients only" in capsys.readouterr().err
     model = "model = dict(type='GPT', num_layers=1, hidden_size=8, num_heads=2, vocab_size=16, seq_len=4)\n"
     Path(config).write_text(f"parallel = dict(data=4)\ntrain = dict(global_batch_size=8)\n{model}")
     for override, name in (("parallel.strategy=diloco", "diloco"), ("parallel.zero=2", "zero = 2")):

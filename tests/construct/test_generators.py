@@ -98,12 +98,3 @@ def test_stages_draw_what_one_process_draws(is_outside: bool) -> None:
                 assert torch.equal(value, plain[name]), (parallel, name)
             seen |= weights.keys()
     assert seen == plain.keys()
-
-
-def test_a_generator_of_the_callers_goes_on_as_in_plain_torch() -> None:
-    of_build, of_plain = (torch.Generator().manual_seed(11) for _ in range(2))
-    for _ in range(2):
-        built, plain = build(lambda: Chain(of_build)), Chain(of_plain)
-        for name, param in plain.named_parameters():
-            assert torch.equal(built.get_parameter(name), param), name
-        assert torch.equal(of_build.get_state(), of_plain.get_state())

@@ -47,7 +47,7 @@ def of_library(path: Path, texts: list[bytes]) -> list[int]:
 def test_ids_are_those_of_the_library_file_by_file(
     tmp_path: Path, texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colossus.data.tokenizer._AT_ONCE", 300)  # bytes, of which there are more
+    monkeypatch.setattr("colossus.data.tokenizer._AT_ONCE", 5)
     tokenizer = make_tokenizer(tmp_path / "model")
     for given in (tokenizer, tokenizer.parent, str(tokenizer)):
         train, held = (TextFolder(texts, 8, split=split, tokenizer=given, validation_fraction=0.3)
@@ -65,47 +65,23 @@ def test_ids_are_those_of_the_library_file_by_file(
     assert pickle.loads(pickle.dumps(train)).tokens.tolist() == train.tokens.tolist()
 
 
-def test_the_tail_of_one_file_is_held_out_before_it_is_encoded(tmp_path: Path, texts: Path) -> None:
-    for path in sorted(texts.iterdir())[1:]:
-        path.unlink()
-    (only,) = texts.iterdir()
-    only.write_bytes(TEXT.encode() * 30)
-    tokenizer = make_tokenizer(tmp_path)
-    train, held = (TextFolder(texts, 8, split=split, tokenizer=tokenizer) for split in ("train", "validation"))
-    whole = only.read_bytes()
-    cut = len(whole) - round(len(whole) * 0.05)
-    assert train.info["held_out"] == "tail"
-    assert train.tokens.tolist() == of_library(tokenizer, [whole[:cut]])
-    assert held.tokens.tolist() == of_library(tokenizer, [whole[cut:]])
-
-
-def test_a_tail_of_several_files_is_cut_in_one_of_them_and_at_a_character(tmp_path: Path) -> None:
+def test_a_tail_of_several_files_is_cut_in_one_of_them(tmp_path: Path) -> None:
     folder = tmp_path / "few"
     folder.mkdir()
-    cuts = set()
     tokenizer = make_tokenizer(tmp_path)
-    for extra in range(4):
-        parts = [TEXT * 2, "x" * extra + "\U0001f9ff" * 100, TEXT]
-        contents = [part.encode() for part in parts]
-        for name, content in zip(("0", "5", "6"), contents, strict=True):  # none of which is held out by its name
-            (folder / f"{name}.txt").write_bytes(content)
-        both = [TextFolder(folder, 8, split=split, tokenizer=tokenizer, validation_fraction=0.6)
+    contents = [TEXT.encode() * 2, TEXT.encode() * 5, TEXT.encode()]
+    for name, content in zip(("0", "5", "6"), contents, strict=True):  # none of which is held out by its name
+        (folder / f"{name}.txt").write_bytes(content)
+    train, held = (TextFolder(folder, 8, split=split, tokenizer=tokenizer, validation_fraction=0.6)
+                   for split in ("train", "validation"))  # fmt: skip
+    assert train.info["held_out"] == "tail"
+    length = sum(map(len, contents))
+    at = length - round(length * 0.6) - len(contents[0])
+    assert train.tokens.tolist() == of_library(tokenizer, [contents[0], contents[1][:at]])
+    assert held.tokens.tolist() == of_library(tokenizer, [contents[1][at:], contents[2]])
+    as_bytes = [TextFolder(folder, 8, split=split, validation_fraction=0.6).tokens.tobytes()
                 for split in ("train", "validation")]  # fmt: skip
-        train, held = both
-        assert train.info["held_out"] == "tail"
-        length = sum(map(len, contents))
-        at = length - round(length * 0.6) - len(contents[0])
-        cuts.add((at - extra) % 4)
-        start = at - (at - extra) % 4  # of the character
-        first, last = contents[1][:start], contents[1][start:]
-        assert train.tokens.tolist() == of_library(tokenizer, [contents[0], first])
-        assert held.tokens.tolist() == of_library(tokenizer, [last, contents[2]])
-        assert train.info["bytes"] + held.info["bytes"] == length
-        as_bytes = [TextFolder(folder, 8, split=split, validation_fraction=0.6).tokens.tobytes()
-                    for split in ("train", "validation")]  # fmt: skip
-        assert b"".join(as_bytes) == b"".join(contents)
-        assert len(as_bytes[1]) == round(length * 0.6)
-    assert len(cuts) > 1
+    assert b"".join(as_bytes) == b"".join(contents)
 
 
 def test_no_text_is_cut_or_padded_as_the_file_says(tmp_path: Path, texts: Path) -> None:
@@ -135,10 +111,7 @@ def test_ids_are_made_once(tmp_path: Path, texts: Path, cache: Path, monkeypatch
     (kept,) = cache.iterdir()
     whole = kept.read_bytes()
     zeros = whole[:60] + bytes(60) + whole[120:]
-    flipped = whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]  # another id
-    for number, damaged in enumerate(
-        (b"", flipped, whole[:20], zeros, whole[:-10], whole + b"12", whole.replace(b"<u2", b"<f2"))
-    ):
+    for number, damaged in enumerate((b"", whole[:20], zeros, whole[:-10], whole.replace(b"<u2", b"<f2"))):
         kept.write_bytes(damaged)
         assert TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist() == first, number
         assert kept.read_bytes() == whole
@@ -193,14 +166,6 @@ def test_datasets_of_users_may_say_theirs(tmp_path: Path) -> None:
         data.tokenizer = given
         loaders = build_loaders(data, seed=0, global_batch_size=2, data_rank=0, data_size=1)
         assert (None if loaders.tokenizer is None else loaders.tokenizer.name) == name
-        missing = loaders.tokenizer_missing
-        assert (missing or "").startswith("the attribute of Mine: tokenizer = 'gpt2': No such file") == (
-            given == "gpt2"
-        )
-        assert (missing is None) == (given != "gpt2")
-    data.tokenizer = tmp_path / "gone" / "tokenizer.json"
-    with pytest.raises(ValueError, match="No such file"):
-        build_loaders(data, seed=0, global_batch_size=2, data_rank=0, data_size=1)
 
 
 def test_validation_data_of_other_tokens_is_refused(tmp_path: Path, texts: Path) -> None:

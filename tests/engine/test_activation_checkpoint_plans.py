@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers.modes import BATCH, MODES, TOKENS, own, with_options
 from helpers.ranks import grid, run_ranks
-from helpers.training import SIZES, batch_of, config_of
+from helpers.training import batch_of, config_of
 from torch import Tensor, nn
 
 import colossus
@@ -224,47 +224,6 @@ def test_every_plan_trains_the_same(names: list[str]) -> None:
         assert not found, "\n".join(found)
 
 
-class Plain(nn.Module):
-    """A user's own blocks of torch's modules, each taking a nest."""
-
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.2)
-            self.up, self.down = nn.Linear(width, 5), nn.Linear(5, width, bias=False)
-
-        def forward(self, state: dict[str, Tensor], *, gain: Tensor) -> dict[str, Tensor]:
-            x = state["x"]
-            return {"x": x + gain * self.drop(self.down(F.gelu(self.up(self.norm(x))))), "ids": state["ids"]}
-
-    class Body(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(width))
-            self.blocks = nn.ModuleList([Plain.Block(width) for _ in range(3)])
-
-        def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-            for block in self.blocks:
-                state = block(state, gain=self.gain)
-            return state
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(SIZES["vocab_size"], 8)
-        self.body = self.Body(8)
-        self.head = nn.Linear(8, SIZES["vocab_size"])
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body({"x": self.embedding(ids), "ids": ids})["x"])
-        return out
-
-
-def plain_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    labels = batch["labels"]
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
-
-
 PLANS.update(
     {
         f"stored by row, {scope}": (
@@ -275,20 +234,6 @@ PLANS.update(
         for scope in ("matmul", "microbatch", "step")
     }
 )
-
-
-@pytest.mark.long
-def test_plain_modules_under_plans() -> None:
-    """Dropout of torch's own generators; tokens that are split; weights that are gathered by block, also where blocks
-    are computed again together."""
-    names = ["data", "ring", *(name for name in PLANS if name.startswith("stored"))]
-    kinds = [
-        *KINDS[:3],
-        dict(type="full", modules=["*.up", "body.blocks.1", "head"]),
-        dict(type="full", modules=["body"]),
-    ]
-    for found in run_ranks(2, differences, names, kinds, Plain, plain_loss, with_context=False):
-        assert not found, "\n".join(found)
 
 
 class Heads(nn.Module):

@@ -14,10 +14,8 @@ import colossus
 from colossus import layers
 from colossus.config import ConfigError
 from colossus.context.grid import RankGrid
-from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.consistency import BatchCheck, fingerprint, hash_of
-from colossus.engine.results import StepResult
+from colossus.engine.consistency import BatchCheck, fingerprint
 
 WIDTH = 4
 
@@ -71,27 +69,20 @@ def _step(rank: int, parallel: dict[str, Any], factory: Any, seeds: list[int], g
         return "no error"
 
 
-@pytest.mark.rest("parallel2-Pair-seeds2-(ranks 0, 1; ranks 2, 3)")
 @pytest.mark.parametrize(
-    ("parallel", "factory", "seeds", "named"),
+    ("parallel", "factory", "seeds"),
     [
-        (dict(tensor=2), Pair, [0, 1], "(ranks 0, 1)"),
-        (dict(tensor=2), Net, [0, 1], "(ranks 0, 1)"),  # no weight is split: there was no call over tensor ranks
-        (dict(data=2, tensor=2), Pair, [0, 1, 2, 3], "(ranks 0, 1; ranks 2, 3)"),
-        (dict(data=2, tensor=2), Net, [0, 1, 1, 0], "(ranks 0, 1; ranks 2, 3)"),  # what errors that cancel look like
-        (dict(data=2, tensor=2), Pair, [0, 0, 1, 0], "(ranks 2, 3)"),
-        (dict(tensor=dict(mode="2d", size=4)), Pair, [0, 0, 0, 1], "(ranks 0, 1, 2, 3)"),
+        (dict(tensor=2), Net, [0, 1]),  # no weight is split: there was no call over tensor ranks
+        (dict(data=2, tensor=2), Pair, [0, 0, 1, 0]),
+        (dict(data=2, tensor=2), Net, [0, 1, 1, 0]),  # what errors that cancel look like
+        (dict(tensor=dict(mode="2d", size=4)), Pair, [0, 0, 0, 1]),
     ],
 )
-def test_ranks_that_share_a_batch_must_get_the_same(
-    parallel: dict[str, Any], factory: Any, seeds: list[int], named: str
-) -> None:
+def test_ranks_that_share_a_batch_must_get_the_same(parallel: dict[str, Any], factory: Any, seeds: list[int]) -> None:
     """A `DistributedSampler` over the world trains on in silence otherwise: loss and norm agree on all ranks."""
-    errors = run_ranks(len(seeds), _step, parallel, factory, seeds, 1, with_context=False)
-    assert len(set(errors)) == 1
-    assert "share a batch" in errors[0]
-    assert named in errors[0]
-    assert "engine.context.index('data')" in errors[0]
+    (error,) = set(run_ranks(len(seeds), _step, parallel, factory, seeds, 1, with_context=False))
+    assert "ranks that share a batch were given different ones: under this plan every" in error
+    assert "engine.context.index('data')" in error
 
 
 @pytest.mark.parametrize(("parallel", "seeds"), [(dict(data=2, tensor=2), [5, 5, 6, 6]), (dict(data=4), [0, 1, 2, 3])])
@@ -101,7 +92,7 @@ def test_data_ranks_have_batches_of_their_own(parallel: dict[str, Any], seeds: l
 
 def _check_of(plan: RankGrid, rank: int) -> BatchCheck:
     context = ParallelContext(plan, rank, connect=False)
-    return BatchCheck(context, AxisGroup((), (rank,), 0, None))
+    return BatchCheck(context)
 
 
 def test_marks_are_exact_in_any_order() -> None:
@@ -115,20 +106,6 @@ def test_marks_are_exact_in_any_order() -> None:
     assert marks.abs().sum() < 2**53
     marks[1023] = _check_of(plan, 1023).mark(None, fingerprint(numbers(14)))
     assert marks.sum() != 0
-
-
-def test_numbers_that_are_read_late_are_checked_then() -> None:
-    """On an accelerator a step does not wait for its numbers."""
-    check = _check_of(grid(tensor=2), 0)
-    read = torch.tensor([4.0, 2.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    assert StepResult(1, 0.1, read, require_zero=check.require_zero).loss == 2.0
-    read[4] = -77
-    result = StepResult(1, 0.1, read, require_zero=check.require_zero)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="share a batch were given different ones: under this plan every 2 ranks"):
-            _ = result.loss
-    check.is_silent = True  # verify compares batches itself
-    assert StepResult(1, 0.1, read, require_zero=check.require_zero).loss == 2.0
 
 
 def test_a_mark_looks_into_the_middle_of_samples() -> None:
@@ -181,15 +158,14 @@ def test_ranks_with_different_configs_are_refused() -> None:
     assert "steps" not in errors[0]
 
 
-def test_ranks_with_different_code_are_refused() -> None:
+def test_ranks_with_different_versions_are_refused() -> None:
     def run(rank: int) -> str:
         if rank == 2:
             colossus.__version__ = "0.0.1"
-        return _start(rank, [settings(dict(data=3), train=dict(global_batch_size=9))] * 3, [Net, Net, nn.Identity])
+        return _start(rank, [settings(dict(data=3), train=dict(global_batch_size=9))] * 3, [Net] * 3)
 
     (error,) = set(run_ranks(3, run, with_context=False))
     assert f"version of colossus: '{colossus.__version__}' on ranks 0, 1; '0.0.1' on rank 2" in error
-    assert "source file of the model" in error
 
 
 def test_a_run_can_start_after_one_that_was_refused() -> None:
@@ -253,8 +229,7 @@ def test_a_model_made_outside_must_be_the_same_on_all_ranks(parallel: dict[str, 
     """Unseeded it is another one on each: loss and norm agree, and every rank trains its own."""
     (error,) = set(run_ranks(2, _start_with, parallel, _outside, with_context=False))
     assert "blocks.0.weight, blocks.0.bias" in error
-    assert "and 1 more existed before the model was built" in error
-    assert "on rank 1 than on rank 0" in error
+    assert "and 1 more would start with other values on rank 1 than on rank 0" in error
     (fine,) = set(run_ranks(2, _start_with, parallel, lambda rank: _outside(5), with_context=False))
     assert fine == "no error"
 
@@ -262,7 +237,7 @@ def test_a_model_made_outside_must_be_the_same_on_all_ranks(parallel: dict[str, 
 def test_one_value_that_differs_is_found_by_name() -> None:
     body = run_ranks(3, _start_with, dict(data=1, tensor=3), lambda rank: _outside(5, rank == 2), with_context=False)
     (error,) = set(body)
-    assert error.startswith("blocks.2.bias existed before the model was built, with other values on rank 2 than")
+    assert error.startswith("blocks.2.bias would start with other values on rank 2 than on rank 0")
 
 
 @pytest.mark.parametrize("parallel", [dict(data=2), dict(pipeline=1, tensor=2)])
@@ -272,14 +247,3 @@ def test_a_constructor_must_give_all_ranks_the_same(parallel: dict[str, Any]) ->
     assert error.startswith("linear.weight would start with other values on rank 1 than on rank 0")
     (fine,) = set(run_ranks(2, _start_with, parallel, lambda rank: lambda: Unseeded(3), with_context=False))
     assert fine == "no error"
-
-
-def test_one_value_of_a_large_tensor_changes_its_hash() -> None:
-    values = torch.randn(70_001)
-    for index in (0, 12_345, 70_000):
-        other = values.clone()
-        other[index] += 1e-4
-        assert hash_of(other) != hash_of(values)
-    assert hash_of(values.flip(0)) != hash_of(values)
-    assert hash_of(values[1:]) == hash_of(values[1:].clone())
-    assert hash_of(values.view(1, -1)) != hash_of(values)

@@ -153,30 +153,3 @@ def test_plans_train_as_one_process_does_under_autocast(around: bool) -> None:
             for key, want in gradients.items():
                 if not key.endswith("key.bias"):  # its true gradient is zero
                     assert (mine[2][key] - want).norm() <= want.norm() / 64, (name, key)
-
-
-@pytest.mark.parametrize("mode", ["2d", "3d"])
-def test_norms_of_split_features_compute_in_float32(mode: str) -> None:
-    x = torch.randn(BATCH, 2, HIDDEN, generator=torch.Generator().manual_seed(0)) + 30.0  # a mean that bfloat16 blurs
-
-    def body(context: ParallelContext) -> list[tuple[torch.dtype, float]]:
-        found = []
-        kinds = [
-            (layers.LayerNorm, nn.LayerNorm, 1.0),
-            (layers.RMSNorm, nn.RMSNorm, 1.0),
-            (layers.RMSNorm, nn.RMSNorm, 1e-3),
-        ]
-        for norm, plain, scale in kinds:
-            model: Any = colossus.build(lambda norm=norm: norm(HIDDEN), context)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                narrow = own(context, x * scale).bfloat16()
-                out = layers.to_whole(model(layers.to_residual(narrow, model.parallel)))
-                want = plain(HIDDEN)(narrow)
-            assert out.dtype == want.dtype
-            found.append((out.dtype, ((out - want).norm() / want.norm()).item()))
-        return found
-
-    for found in MODES[mode].run(body):
-        for dtype, gap in found:
-            assert dtype == torch.bfloat16
-            assert gap < 2**-8, found

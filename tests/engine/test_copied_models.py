@@ -1,9 +1,8 @@
-"""A model, and that of an engine, copied by `copy.deepcopy`, `pickle` and `torch.save`."""
+"""A model, and that of an engine, copied by `copy.deepcopy` and `pickle`."""
 
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -44,18 +43,9 @@ class Net(nn.Module):
         ]
 
 
-def _saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
-
-
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "save": _saved,
 }
 
 
@@ -119,20 +109,3 @@ LONG: list[dict[str, Any]] = [dict(tensor=dict(mode="2d", size=4)), dict(sequenc
 def test_a_copy_is_the_same_model_of_its_own(parallel: dict[str, Any]) -> None:
     sizes = [part["size"] if isinstance(part, dict) else part for part in parallel.values()]
     run_ranks(sizes[0] if sizes else 1, _copied, parallel, with_context=False)
-
-
-def test_a_pickled_shard_belongs_to_its_rank_and_plan() -> None:
-    data = run_ranks(2, _copied, dict(tensor=2), with_context=False)
-    said = r"a shard of a model of rank 1 of 2 \(.*tensor 2\), .*full_state_dict gives is whole"
-
-    def body(rank: int) -> None:
-        engine = _engine(dict(tensor=2))
-        assert isinstance(pickle.loads(data[rank]), Net)
-        if rank == 0:
-            with pytest.raises(ValueError, match=said):
-                pickle.loads(data[1])
-        engine.close()
-
-    run_ranks(2, body, with_context=False)
-    with pytest.raises(ValueError, match=said):
-        pickle.loads(data[1])

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import colossus
-from colossus.engine.eval_metrics import metrics_of
 from colossus.engine.fit import fit
 from colossus.engine.hooks import Hook
 from colossus.monitor.metrics import Metrics
@@ -151,22 +150,12 @@ def test_a_users_own_model_has_some() -> None:
     ("metrics", "words"),
     [
         ([len], "Own.eval_metrics is a list; it must be a dict of name -> function"),
-        ({"accuracy": 0.5}, "must be a dict of name -> function"),
+        ({"bits per byte": len}, "Own.eval_metrics has the name 'bits per byte', which is taken"),
         ({"accuracy": lambda outputs, batch: outputs}, r"the metric 'accuracy' returned one tensor of shape \(12, 3\)"),
         ({"accuracy": lambda outputs, batch: (outputs, 1)}, r"the metric 'accuracy' returned a sum of shape \(12, 3\)"),
     ],
-    ids=["list", "number", "one tensor", "no scalar"],
+    ids=["list", "taken", "one tensor", "no scalar"],
 )
 def test_wrong_metrics_are_told_in_words(metrics: Any, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         run_ranks(1, _of_own, metrics, with_context=False)
-
-
-@pytest.mark.parametrize("name", ["loss", "perplexity", "bits per byte", "bits_per_byte", "tokens", "seconds"])
-def test_a_name_that_an_evaluation_has_itself_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"Own.eval_metrics has the name '{name}', which is taken"):
-        metrics_of(Own({"accuracy": len, name: len}))
-
-
-def test_a_model_without_any() -> None:
-    assert metrics_of(nn.Linear(2, 2)) == {}

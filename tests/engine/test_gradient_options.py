@@ -1,11 +1,10 @@
-"""Clipping by value, norms by parameter group, and what is written of them."""
+"""Clipping by norm and by value, and what is written of skipped steps."""
 
 from __future__ import annotations
 
 import copy
 import io
 import json
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,44 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.faulty_gradients import Faulty
-from helpers.ranks import run_ranks
-from helpers.strategies import LocalSteps
-from helpers.training import BATCH, batch_of, config_of, is_key_bias, shared_run
+from helpers.training import batch_of, config_of, is_key_bias, shared_run
 from torch import Tensor, nn
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.context.parallel_context import current_context
-from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.group_norms import GroupNorms
-from colossus.layout.parameter import spec_of
 from colossus.monitor.display import PlainDisplay
 from colossus.monitor.metrics import Metrics
 
 STEPS, NORM, VALUE = 3, 0.5, 0.004
 EMBEDDINGS = ("embedding", "positions")
-
-
-def grouped(params: Iterable[nn.Parameter], lr: float, *, named: bool) -> torch.optim.Optimizer:
-    """Matrices, vectors and embeddings; with names, without the groups that a stage has no parameter of."""
-    kinds: dict[str, list[nn.Parameter]] = {"embeddings": [], "matrices": [], "vectors": []}
-    for param in params:
-        name = param._colossus_spec.name  # type: ignore[attr-defined]
-        kind = "embeddings" if name.startswith(EMBEDDINGS) else "matrices" if param.dim() > 1 else "vectors"
-        kinds[kind].append(param)
-    if named:
-        groups: list[dict[str, Any]] = [{"params": held, "name": kind} for kind, held in kinds.items() if held]
-    else:
-        groups = [{"params": held} for held in kinds.values()]
-    return torch.optim.SGD(groups, lr=lr)
-
-
-def by_name(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    return grouped(params, lr, named=True)
-
-
-def by_number(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    return grouped(params, lr, named=False)
 
 
 def settings(parallel: dict[str, Any], kind: str = "1f1b", optimizer: Any = "SGD", **train: Any) -> dict[str, Any]:
@@ -78,27 +49,22 @@ plans = pytest.mark.parametrize("plan", [*PLANS.values()], ids=[*PLANS])
 
 
 @cache
-def plain_run() -> tuple[dict[str, Tensor], list[dict[str, float]], int]:
-    """Plain torch in one process: weights at the end, norms of the groups in each step, elements that were clipped."""
+def plain_run() -> tuple[dict[str, Tensor], int]:
+    """Plain torch in one process: weights at the end, and how many elements were clipped."""
     engine = colossus.initialize(settings({}))
     model = copy.deepcopy(engine.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    norms, num_clipped = [], 0
+    num_clipped = 0
     for step in range(STEPS):
         batch = batch_of(step)
         optimizer.zero_grad()
         logits, labels = model(batch["inputs"]).flatten(0, 1), batch["labels"].flatten()
         F.cross_entropy(logits, labels, ignore_index=-100).backward()
-        squares = {"embeddings": 0.0, "matrices": 0.0, "vectors": 0.0}
-        for name, param in model.named_parameters():
-            kind = "embeddings" if name.startswith(EMBEDDINGS) else "matrices" if param.dim() > 1 else "vectors"
-            squares[kind] += param.grad.square().sum().item()  # type: ignore[union-attr]
-        norms.append({kind: square**0.5 for kind, square in squares.items()})
         nn.utils.clip_grad_norm_(model.parameters(), NORM)
         num_clipped += sum(int((param.grad.abs() > VALUE).sum()) for param in model.parameters())  # type: ignore[union-attr]
         nn.utils.clip_grad_value_(model.parameters(), VALUE)
         optimizer.step()
-    return full_state_dict(model, engine.context), norms, num_clipped
+    return full_state_dict(model, engine.context), num_clipped
 
 
 @pytest.mark.rest("1f1b", "2d", "zero")
@@ -106,97 +72,15 @@ def plain_run() -> tuple[dict[str, Tensor], list[dict[str, float]], int]:
 def test_clipping_by_norm_then_by_value(plan: tuple[int, dict[str, Any], str]) -> None:
     world, parallel, kind = plan
     trace = shared_run(world, settings(parallel, kind, clip_grad_value=VALUE), STEPS)[0]
-    weights, _, num_clipped = plain_run()
+    weights, num_clipped = plain_run()
     assert num_clipped > 1000
     for name, value in weights.items():
         if not is_key_bias(name):
             torch.testing.assert_close(trace.end[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def _norms_of_groups(rank: int, config: dict[str, Any]) -> list[dict[str, float]]:
-    engine = colossus.initialize(config)
-    index, count = engine.context.index("data"), engine.context.size("data")
-    part = BATCH // count
-    found = []
-    for step in range(STEPS):
-        batch = {key: value[index * part :][:part] for key, value in batch_of(step).items()}
-        result = engine.train_step(batch)
-        found.append(result.grad_norms)
-        assert sum(norm**2 for norm in result.grad_norms.values()) == pytest.approx(result.grad_norm**2, rel=1e-12)
-    engine.close()
-    return found
-
-
-@pytest.mark.rest("1f1b, by_name", "data, by_name", "zero, by_name", "1f1b, by_number")
-@pytest.mark.parametrize(
-    ("plan", "optimizer"),
-    [
-        pytest.param(
-            plan,
-            optimizer,
-            id=f"{name}, {optimizer.__name__}",
-            marks=[pytest.mark.long] if optimizer is by_number and name != "1f1b" else [],
-        )
-        for name, plan in PLANS.items()
-        for optimizer in (by_name, by_number)
-    ],
-)
-def test_norms_of_parameter_groups(plan: tuple[int, dict[str, Any], str], optimizer: Any) -> None:
-    """Before clipping. A stage may lack a group, or have it without parameters."""
-    world, parallel, kind = plan
-    config = settings(parallel, kind, optimizer, grad_norm_by_group=True, clip_grad_value=VALUE)
-    traces = run_ranks(world, _norms_of_groups, config, with_context=False)
-    _, wanted, _ = plain_run()
-    if optimizer is by_number:
-        wanted = [{str(number): norm for number, norm in enumerate(norms.values())} for norms in wanted]
-    for found in traces:
-        assert [norms.keys() for norms in found] == [norms.keys() for norms in wanted]
-        for norms, expected in zip(found, wanted, strict=True):
-            assert norms == pytest.approx(expected, rel=1e-9)
-
-
-def test_a_parameter_that_the_optimizer_lacks_is_in_no_group() -> None:
-    """And an optimizer of a rank that has nothing to update has no group; one that is added later is one."""
-    context = current_context()
-    params = [nn.Parameter(torch.full((2,), float(number))) for number in (1, 2, 3)]
-    for number, param in enumerate(params):
-        param.grad = param.detach().clone()
-        spec_of(param).name = f"p{number}"
-    norm, group = GradientNorm(params, context), context.group("data")
-    squares = norm.local_squares(context.device)
-    assert squares.tolist() == pytest.approx([2.0, 8.0, 18.0])
-    nothing = GroupNorms(norm, torch.optim.SGD([nn.Parameter(torch.zeros(0))], lr=0.1), group)
-    assert (nothing.names, nothing.sum_squares(squares).tolist()) == ((), [])
-    optimizer = torch.optim.SGD([{"params": [params[2]], "name": "last"}], lr=0.1)
-    groups = GroupNorms(norm, optimizer, group)
-    assert groups.sum_squares(squares).tolist() == pytest.approx([18.0])
-    optimizer.add_param_group({"params": [params[0]]})
-    assert groups.sum_squares(squares).tolist() == pytest.approx([18.0, 2.0])
-    assert groups.names == ("last", "1")
-
-
-def _norms_of_replicas(rank: int) -> list[tuple[float, dict[str, float]]]:
-    config = settings(dict(data=2, strategy=dict(type=LocalSteps, every=2)), grad_norm_by_group=True)
-    engine = colossus.initialize(config)
-    part = BATCH // 2
-    found = []
-    for step in range(STEPS):
-        result = engine.train_step({key: value[rank * part :][:part] for key, value in batch_of(step).items()})
-        found.append((result.grad_norm, result.grad_norms))
-    engine.close()
-    return found
-
-
-def test_an_inexact_strategy_has_means_over_replicas() -> None:
-    """Of one group: those of the norms themselves."""
-    first, second = run_ranks(2, _norms_of_replicas, with_context=False)
-    assert first == second
-    for norm, norms in first:
-        assert norms == {"0": pytest.approx(norm, rel=1e-12)}
-
-
 def test_rows_and_lines(tmp_path: Path) -> None:
-    faulty = Faulty(settings({}, on_nonfinite="skip", grad_norm_by_group=True))
+    faulty = Faulty(settings({}, on_nonfinite="skip"))
     engine = faulty.engine
     path, stream = tmp_path / "metrics.jsonl", io.StringIO()
     hooks = [Metrics(path), PlainDisplay(tmp_path, stream)]
@@ -212,22 +96,8 @@ def test_rows_and_lines(tmp_path: Path) -> None:
         hook.on_train_end(engine)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["skipped"] for row in rows] == [0, 1, 1]
-    assert rows[0]["grad_norms"] == {"0": pytest.approx(rows[0]["grad_norm"], rel=1e-12)}
     assert rows[1]["grad_norm"] != rows[1]["grad_norm"]  # NaN
     assert "loss_scale" not in rows[0]
     lines = stream.getvalue().splitlines()
     assert ["skipped 1" in line for line in lines[1:3]] == [False, True]
     assert ", 1 skipped; run folder" in lines[3]
-
-
-def test_rows_of_fp16(tmp_path: Path) -> None:
-    config = settings({}, precision="fp16", loss_scale=dict(init=64.0, growth_interval=2))
-    engine = colossus.initialize(config)
-    metrics = Metrics(tmp_path / "metrics.jsonl")
-    metrics.on_train_start(engine)
-    for step in range(STEPS):
-        metrics.on_step_end(engine, engine.train_step(batch_of(step)))
-    metrics.on_train_end(engine)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["loss_scale"], row["skipped"]) for row in rows] == [(64.0, 0), (64.0, 0), (128.0, 0)]
-    assert "grad_norms" not in rows[0]

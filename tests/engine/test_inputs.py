@@ -74,23 +74,3 @@ def _lengths_seen(rank: int, parallel: dict[str, Any]) -> list[int | None]:
 
 def test_layers_know_the_length_for_one_step_and_no_longer() -> None:
     assert run_ranks(2, _lengths_seen, PADDED, with_context=False) == [[5, None, 6, None, 3, None]] * 2
-
-
-def _lengths_on_stages(rank: int) -> list[tuple[int, int]]:
-    settings = config_of(dict(pipeline=2, **PADDED), 1, "fp64", model=SIZES)
-    engine = colossus.initialize(settings)
-    lengths = []
-
-    class Watch(StepObserver):
-        def before_forward(self, stage: int, microbatch: int, samples: Any) -> None:
-            lengths.append((stage, model_parallel_of(engine.context).batch_info.num_tokens or 0))
-
-    engine.observers.append(Watch())
-    engine.train_step(batch_of(0, SIZES))
-    engine.close()
-    return lengths
-
-
-def test_every_stage_knows_the_length() -> None:
-    ranks = run_ranks(4, _lengths_on_stages, with_context=False)
-    assert sorted({seen for rank in ranks for seen in rank}) == [(0, 6), (1, 6)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ import torch
 from helpers.faulty_gradients import Faulty, Messages, Place
 from helpers.long import but
 from helpers.ranks import run_ranks
-from helpers.strategies import Delayed, LocalSteps
+from helpers.strategies import LocalSteps
 from helpers.training import config_of
 from torch import Tensor, nn
 
 import colossus
-from colossus.data_parallel.skipped_update import _skipped_where, skipping_on_device
+from colossus.data_parallel.update import _skipped_where, skipping_on_device
 from colossus.engine.nonfinite import NonFiniteGradients
-from colossus.engine.optimizers import adamw, sgd
+from colossus.engine.optimizers import torch_optimizer
 
 STEPS, BAD = 4, 1
 
@@ -82,17 +83,13 @@ CASES: dict[str, tuple[int, dict[str, Any], str, list[Place], str, dict[str, Any
     ),
     "zb-h1": (
         *(4, dict(data=2, pipeline=2), "zb-h1", [(1, "blocks.0.attention.out.weight"), (1, "positions.weight")]),
-        "blocks.0.attention.out.weight on rank 1 (pipeline 0, data 1) is nan (also of 1 more parameter)",
+        "blocks.0.attention.out.weight on rank 1 (pipeline 0, data 1) is nan",
         {},
     ),
     # the head's part of the embedding's gradient: rank 3 has it, and ranks 0, 1 and 2 get it by the sums
     "tied": (
         *(4, dict(data=2, pipeline=2), "1f1b", [(3, TIED)]),
         *(f"{TIED} on rank 3 (pipeline 1, data 1) is nan", {}),
-    ),
-    "tied alone": (
-        *(2, dict(pipeline=2), "1f1b", [(1, TIED)]),
-        *(f"{TIED} on rank 1 (pipeline 1) is nan", {}),
     ),
     "1d": (
         *(4, dict(data=2, tensor=dict(size=2)), "1f1b", [(2, "blocks.0.mlp.up.weight")]),
@@ -103,11 +100,6 @@ CASES: dict[str, tuple[int, dict[str, Any], str, list[Place], str, dict[str, Any
         *(2, dict(tensor=dict(size=2)), "1f1b", [(1, "blocks.0.mlp_norm.weight")]),
         *("blocks.0.mlp_norm.weight on rank 1 (tensor 1) is nan", {}),
     ),
-    # one key head on two ranks, which sum the gradients of their queries
-    "key head": (
-        *(2, dict(tensor=dict(size=2)), "1f1b", [(1, "blocks.0.attention.qkv.key.weight")]),
-        *("blocks.0.attention.qkv.key.weight on rank 1 (tensor 1) is nan", dict(num_kv_heads=1)),
-    ),
     "zero": (
         *(2, dict(data=2, zero=3), "1f1b", [(1, "blocks.0.mlp.up.weight")]),
         *("blocks.0.mlp.up.weight on rank 1 (data 1) is nan", {}),
@@ -116,16 +108,16 @@ CASES: dict[str, tuple[int, dict[str, Any], str, list[Place], str, dict[str, Any
 }
 
 
-@pytest.mark.rest("key head", "1d", "zero")
-@pytest.mark.parametrize("name", but(("1f1b", "zb-h1", "tied alone"), CASES))
+@pytest.mark.rest("1d", "zero")
+@pytest.mark.parametrize("name", but(("1f1b", "zb-h1"), CASES))
 def test_all_ranks_skip_together(name: str) -> None:
     world, parallel, kind, places, told, model = CASES[name]
     found = run_ranks(world, _skip_and_raise, parallel, kind, places, model, with_context=False)
     (line,) = found[0][0]
-    assert line == f"step 2: the gradient of {told}: the step is skipped (1 in a row, train.max_skips = 10)"
+    assert line == f"step 2: the gradient norm of {told}: the step is skipped (1 in a row, train.max_skips = 10)"
     assert not any(lines for lines, _ in found[1:])
     (words,) = {words for _, words in found}
-    assert words.startswith(f"step 2: the gradient of {told}. The step changed nothing. train.on_nonfinite = 'skip'")
+    assert words.startswith(f"step 2: the gradient norm of {told}. The step changed nothing. train.on_nonfinite")
 
 
 # -- the loss -------------------------------------------------------------------------------------------------
@@ -139,17 +131,14 @@ def _bad_loss(rank: int, parallel: dict[str, Any], culprit: int) -> str:
         faulty.engine.loss_fn = lambda out, batch: (loss_fn(out, batch)[0] * float("inf"), loss_fn(out, batch)[1])
     with pytest.raises(NonFiniteGradients) as raised:
         faulty.step(1)
-    assert raised.value.report.loss == float("inf")
+    assert raised.value.culprit == culprit
     faulty.engine.close()
     return str(raised.value)
 
 
 def test_a_loss_that_is_not_finite_is_named() -> None:
     (words,) = set(run_ranks(4, _bad_loss, dict(data=2, pipeline=2), 3, with_context=False))
-    told = (
-        "step 2: the loss of rank 3 (pipeline 1, data 1) is inf; gradients that are not finite: norm.bias and 27 more"
-    )
-    assert words.startswith(told)
+    assert words.startswith("step 2: the loss of rank 3 (pipeline 1, data 1) is inf. The step changed nothing")
 
 
 class RootOfZero(nn.Module):
@@ -169,8 +158,7 @@ def test_the_parameter_that_backward_came_to_first_is_named() -> None:
     engine = colossus.initialize(config, model=RootOfZero, loss_fn=lambda y, batch: (y.square().sum(), len(y)))
     with pytest.raises(NonFiniteGradients) as raised:
         engine.train_step(torch.randn(2, 3))
-    report = raised.value.report
-    assert (report.parameter, report.value, report.num_others) == ("early.bias", "nan", 1)
+    assert (raised.value.parameter, raised.value.culprit) == ("early.bias", 0)
 
 
 class Sides(nn.Module):
@@ -205,7 +193,7 @@ def _of_stages(rank: int) -> Any:
 
 def test_a_gradient_that_is_not_finite_in_the_sum_only_is_named() -> None:
     others, first = run_ranks(2, _of_stages, with_context=False)[::-1]
-    told = "step 1: the sum over ranks of the gradient of large.weight is inf, though no rank's own is: float16 "
+    told = "step 1: the gradient norm of large.weight is inf after the sum over ranks: float16 "
     for lines, skipped in first:
         assert [line[: len(told)] for line in lines] == [told]
         assert skipped == [True, False]  # at half the scale it is 40000
@@ -227,13 +215,6 @@ def test_too_many_in_a_row() -> None:
         f"({number} in a row, train.max_skips = 2)" for number in (1, 2, 1, 2)
     ]
     faulty.engine.close()
-
-
-def test_finite_gradients_whose_norm_overflows_are_told_apart() -> None:
-    config = settings({}, on_nonfinite="raise", precision="fp32")
-    faulty = Faulty(config, value=3e30)
-    with pytest.raises(NonFiniteGradients, match=r"of norm\.bias on rank 0 is so large that its norm overflows"):
-        faulty.step(0, [(0, "norm.bias")])
 
 
 # -- other strategies -----------------------------------------------------------------------------------------
@@ -266,15 +247,6 @@ def test_a_replica_skips_alone_under_an_inexact_strategy() -> None:
     assert "norm.bias on rank 1 (data 1)" in line
 
 
-def test_a_strategy_that_keeps_gradients_keeps_no_bad_ones() -> None:
-    """`Delayed` updates with those of the step before: those of a skipped step are never used."""
-    faulty = Faulty(settings(dict(strategy=dict(type=Delayed))))
-    for step in range(STEPS):
-        faulty.step(step, [(0, "norm.bias")] if step == BAD else ())
-    assert all(param.isfinite().all() for param in faulty.engine.model.parameters())
-    assert faulty.engine.optimizer.state[next(faulty.engine.model.parameters())]["step"] == STEPS - 2
-
-
 # -- on an accelerator ----------------------------------------------------------------------------------------
 
 
@@ -304,7 +276,7 @@ def test_where_nothing_waits_the_report_is_one_step_late() -> None:
         results += [faulty.step(2), faulty.step(3, bad)]  # the last of train.steps is waited for
     assert [result.skipped for result in results] == [False, True, False, True]
     assert [result.num_skipped for result in results] == [0, 1, 1, 2]
-    told = "the gradient of blocks.0.mlp.up.bias on rank 0 is nan: the step is skipped (1 in a row"
+    told = "the gradient norm of blocks.0.mlp.up.bias on rank 0 is nan: the step is skipped (1 in a row"
     assert [line[: 8 + len(told)] for line in messages.lines] == [f"step 2: {told}", f"step 4: {told}"]
 
     faulty = Faulty(settings({}, on_nonfinite="raise"))
@@ -313,12 +285,14 @@ def test_where_nothing_waits_the_report_is_one_step_late() -> None:
     before = faulty.state()
     faulty.step(1, bad)
     _same(faulty.state(), before)
-    with pytest.raises(NonFiniteGradients, match=r"^step 2: the gradient of blocks\.0\.mlp\.up\.bias on rank 0"):
+    with pytest.raises(NonFiniteGradients, match=r"^step 2: the gradient norm of blocks\.0\.mlp\.up\.bias on rank 0"):
         faulty.step(2)
     _same(faulty.state(), before)
 
 
-@pytest.mark.parametrize("make", [adamw, lambda params, lr: sgd(params, lr, momentum=0.9)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "make", [partial(torch_optimizer, "AdamW"), partial(torch_optimizer, "SGD", momentum=0.9)], ids=["adamw", "sgd"]
+)
 def test_a_fused_optimizer_leaves_a_step_out_by_itself(make: Callable[..., torch.optim.Optimizer]) -> None:
     """As it does on an accelerator: torch's fused kernels on the CPU take the same attributes."""
     param = nn.Parameter(torch.arange(5.0))
@@ -338,11 +312,12 @@ def test_what_is_waited_for() -> None:
     """The meta device stands for an accelerator."""
     found, param = torch.ones((), device="meta"), nn.Parameter(torch.ones(2, device="meta"))
     param.grad = torch.ones_like(param)
-    optimizer = sgd([param], lr=0.1, momentum=0.9)
+    optimizer = torch_optimizer("SGD", [param], lr=0.1, momentum=0.9)
     assert skipping_on_device(optimizer, torch.ones(())) is None
     assert skipping_on_device(optimizer, found) is None  # torch would leave the momentum without a value
     optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
     assert skipping_on_device(optimizer, found) is not None
-    assert skipping_on_device(sgd([param], lr=0.1), found) is not None
-    assert skipping_on_device(sgd([param], lr=0.1, fused=False), found) is None
-    assert skipping_on_device(sgd([nn.Parameter(torch.ones(2))], lr=0.1), found) is None  # offloaded to the host
+    assert skipping_on_device(torch_optimizer("SGD", [param], lr=0.1), found) is not None
+    assert skipping_on_device(torch_optimizer("SGD", [param], lr=0.1, fused=False), found) is None
+    offloaded = torch_optimizer("SGD", [nn.Parameter(torch.ones(2))], lr=0.1)
+    assert skipping_on_device(offloaded, found) is None

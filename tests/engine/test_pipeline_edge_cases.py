@@ -10,12 +10,10 @@ import torch
 import torch.nn.functional as F
 from helpers.ranks import RankError, run_ranks
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.comm import links
 from colossus.layers import PipelineBlock
 
 WIDTH, SAMPLES = 6, 12
@@ -141,55 +139,6 @@ def test_what_a_block_uses_without_naming_it(what: str, expected: str) -> None:
         run_ranks(2, train, lambda: Needy(what), dict(pipeline=2), dict(microbatches=1), with_context=False, timeout=30)
 
 
-def _shuffled(rank: int) -> list[float]:
-    """A user's own loop over a DataLoader that shuffles by torch's generator, with plain dropout in the model."""
-    settings = dict(parallel=dict(pipeline=2), train=dict(global_batch_size=4, precision="fp64"), device="cpu")
-    model = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Dropout(0.5), nn.Linear(WIDTH, 1))  # noqa: E731
-    engine = colossus.initialize(settings, model=model, loss_fn=lambda y, batch: (y.sum() - batch[1].sum(), 1))
-    data = [(torch.randn(WIDTH, dtype=torch.float64), float(number)) for number in range(8)]
-    seen: list[float] = []
-    for _ in range(3):
-        for batch in torch.utils.data.DataLoader(data, batch_size=4, shuffle=True):
-            engine.train_step(batch)
-            seen += batch[1].tolist()
-    engine.close()
-    return seen
-
-
-def test_ranks_of_a_pipeline_shuffle_alike_whatever_their_stages_draw() -> None:
-    first, second = run_ranks(2, _shuffled, with_context=False)
-    assert first == second
-
-
-def _other_batches(rank: int) -> None:
-    settings = dict(parallel=dict(pipeline=2), train=dict(global_batch_size=SAMPLES, precision="fp64"), device="cpu")
-    engine = colossus.initialize(settings, model=twice(lambda: nn.Linear(WIDTH, WIDTH)), loss_fn=squares)
-    engine.train_step(batch_of(0))
-    engine.train_step(batch_of(1 + rank))
-
-
-def test_stages_with_other_batches_are_told() -> None:
-    with pytest.raises(RankError, match="All ranks of a model must be given the same batch at every step"):
-        run_ranks(2, _other_batches, with_context=False, timeout=30)
-
-
-class Turned(nn.Module):
-    """Its output lies in memory as its transpose does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear.weight @ x.t()).t()
-
-
-def test_our_dropout_is_the_same_under_any_cut() -> None:
-    assert_same(
-        lambda: nn.Sequential(Turned(), layers.Dropout(0.4), Turned(), nn.Linear(WIDTH, 3)), 2, dict(pipeline=2), "1f1b"
-    )
-
-
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -223,107 +172,6 @@ def test_stages_of_one_rank_do_not_share_memory() -> None:
             2, train, model, dict(pipeline=2), dict(type=kind, microbatches=3), with_context=False
         ):
             assert numbers == pytest.approx(wanted[0], rel=1e-10)
-
-
-def test_buffers_keep_the_order_of_the_model() -> None:
-    def model() -> nn.Module:
-        return nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(WIDTH, WIDTH), Counted())))
-
-    assert_same(model, 2, dict(pipeline=2), "interleaved")
-
-
-class Counted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("first", torch.zeros(2))
-        self.register_buffer("second", torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second.sum()
-
-
-def _small_rings(rank: int, kind: str, options: dict[str, Any], world: int) -> None:
-    links._BUFFER_BYTES = 64 << 10
-    settings = dict(
-        parallel=dict(pipeline=world),
-        schedule=dict(type=kind, microbatches=6, **options),
-        train=dict(global_batch_size=SAMPLES, precision="fp64"),
-        device="cpu",
-    )
-    width = 2000  # 2 samples a microbatch: 32 KB
-    model = lambda: nn.Sequential(nn.Linear(WIDTH, width), *(nn.LayerNorm(width) for _ in range(11)))  # noqa: E731
-    engine = colossus.initialize(settings, model=model, loss_fn=squares)
-    for step in range(2):
-        engine.train_step(batch_of(step))
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    ("world", "kind", "options"), [(2, "zb-v", {}), (3, "zb-v", {}), (4, "interleaved", dict(chunks=3))]
-)
-def test_messages_that_fill_the_rings_do_not_hang(world: int, kind: str, options: dict[str, Any]) -> None:
-    run_ranks(world, _small_rings, kind, options, world, with_context=False, timeout=60)
-
-
-def _failed_evaluation(rank: int) -> str:
-    class Fails(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.training and rank == 0:
-                raise ArithmeticError("no")
-            return super().forward(x)
-
-    settings = dict(parallel=dict(pipeline=2), train=dict(global_batch_size=SAMPLES, precision="fp64"), device="cpu")
-    model = lambda: nn.Sequential(Fails(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))  # noqa: E731
-    engine = colossus.initialize(settings, model=model, loss_fn=squares)
-    engine.train_step(batch_of(0))
-    if rank == 0:
-        with pytest.raises(ArithmeticError):
-            engine.eval_step(batch_of(1))
-        with pytest.raises(RuntimeError, match="an earlier step or evaluation failed") as caught:
-            engine.train_step(batch_of(1))
-        message = str(caught.value)
-    else:
-        message = ""
-    engine.close()
-    with pytest.raises(RuntimeError, match="this engine is closed"):
-        engine.train_step(batch_of(1))
-    return message
-
-
-def test_no_step_after_an_evaluation_that_failed() -> None:
-    assert "evaluation failed" in run_ranks(2, _failed_evaluation, with_context=False, timeout=30)[0]
-
-
-def _frozen_norm(rank: int) -> bool:
-    settings = dict(train=dict(global_batch_size=SAMPLES, precision="fp64"), device="cpu")
-    model = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))  # noqa: E731
-    engine = colossus.initialize(settings, model=model, loss_fn=squares)
-    engine.model.train()
-    (norm,) = (module for module in engine.model.modules() if isinstance(module, _BatchNorm))
-    norm.eval()
-    engine.eval_step(batch_of(0))
-    return norm.training or not engine.model.training
-
-
-def test_evaluation_leaves_every_module_in_its_mode() -> None:
-    assert run_ranks(1, _frozen_norm, with_context=False) == [False]
-
-
-class Odd(nn.Module):
-    """A product with a vector, and one under torch.func: neither is a linear to put off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vector = nn.Parameter(torch.ones(WIDTH))
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.linear(x, self.vector).unsqueeze(-1) + torch.func.vmap(self.linear)(x)
-
-
-@pytest.mark.parametrize("kind", ["zb-h1", "zb-v"])
-def test_linears_that_are_not_put_off(kind: str) -> None:
-    assert_same(lambda: nn.Sequential(*(Odd() for _ in range(4))), 2, dict(pipeline=2), kind)
 
 
 def test_hooks_of_a_model_that_is_never_called_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -105,8 +104,6 @@ def train(
     rank: int,
     plan: dict[str, Any],
     schedule: dict[str, Any],
-    factory: Callable[[], nn.Module] = Chain,
-    shapes: list[tuple[int, int]] = SHAPES,
     **comm: Any,
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     settings = dict(
@@ -117,16 +114,11 @@ def train(
         comm=comm,
         device="cpu",
     )
-    engine = colossus.initialize(settings, model=factory, loss_fn=loss)
+    engine = colossus.initialize(settings, model=Chain, loss_fn=loss)
     start = full_state_dict(engine.model, engine.context)
-    index, count = engine.context.index("data"), engine.context.size("data")
     numbers = []
-    for step, (samples, tokens) in enumerate(shapes):
-        size = samples // count
-        batch = batch_of(step, samples, tokens)
-        own = slice(index * size, (index + 1) * size)
-        batch = {"inputs": {k: v[own] for k, v in batch["inputs"].items()}, "labels": batch["labels"][own]}
-        result = engine.train_step(batch)
+    for step, shape in enumerate(SHAPES):
+        result = engine.train_step(batch_of(step, *shape))
         numbers.append((result.loss, result.grad_norm))
     gradients = full_state_dict(engine.model, engine.context, gradients=True)
     end = full_state_dict(engine.model, engine.context)
@@ -153,25 +145,20 @@ def in_plain_torch(start: dict[str, Tensor]) -> tuple[list[tuple[float, float]],
 
 
 PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "1f1b 2": (2, dict(pipeline=2), dict(type="1f1b", microbatches=3), {}),
     "1f1b 4": (4, dict(pipeline=4), dict(type="1f1b", microbatches=3), {}),
-    "gpipe c10d": (2, dict(pipeline=2), dict(type="gpipe", microbatches=3), dict(shared_memory=False)),
-    "1f1b c10d": (4, dict(pipeline=4), dict(type="1f1b", microbatches=3), dict(shared_memory=False)),
     "interleaved": (2, dict(pipeline=2), dict(type="interleaved", microbatches=3, chunks=4), {}),
     "zb-h1": (4, dict(pipeline=4), dict(type="zb-h1", microbatches=3), {}),
     "zb-v": (2, dict(pipeline=2), dict(type="zb-v", microbatches=3), {}),
     "zb-v c10d": (4, dict(pipeline=4), dict(type="zb-v", microbatches=3), dict(shared_memory=False)),
-    "data": (4, dict(pipeline=2, data=2), dict(type="zb-h1", microbatches=1), {}),
 }
 
 
-@pytest.mark.rest("1f1b c10d", "1f1b 2", "interleaved", "zb-v", "data")
+@pytest.mark.rest("interleaved", "zb-v")
 @pytest.mark.parametrize("name", but(("1f1b 4", "zb-v c10d"), PLANS))
 def test_nests_ties_and_changing_shapes_are_plain_torch(name: str) -> None:
     world, plan, schedule, comm = PLANS[name]
-    shapes = SHAPES if "data" not in plan else [shape for shape in SHAPES if shape[0] % 2 == 0]
-    results = run_ranks(world, partial(train, shapes=shapes, **comm), plan, schedule, with_context=False)
-    numbers, gradients, weights = in_plain_torch(results[0][1]) if shapes == SHAPES else _plain_of(shapes, results)
+    results = run_ranks(world, partial(train, **comm), plan, schedule, with_context=False)
+    numbers, gradients, weights = in_plain_torch(results[0][1])
     for mine, _, mine_gradients, mine_weights in results:
         for (value, norm), (other, other_norm) in zip(mine, numbers, strict=True):
             assert abs(value - other) < 1e-10 * abs(other)
@@ -181,14 +168,6 @@ def test_nests_ties_and_changing_shapes_are_plain_torch(name: str) -> None:
             torch.testing.assert_close(mine_gradients[key], wanted, rtol=1e-8, atol=1e-11, msg=f"gradient of {key}")
         for key, wanted in weights.items():
             torch.testing.assert_close(mine_weights[key], wanted, rtol=1e-8, atol=1e-10, msg=key)
-
-
-def _plain_of(shapes: list[tuple[int, int]], results: list[Any]) -> Any:
-    """One process of ours where shapes are left out: that it is plain torch, the other cases say."""
-    numbers, _, gradients, weights = run_ranks(
-        1, partial(train, shapes=shapes), {}, dict(microbatches=1), with_context=False
-    )[0]
-    return numbers, gradients, weights
 
 
 # -- any Sequential ---------------------------------------------------------------------------------------------
@@ -331,35 +310,6 @@ def test_what_a_stage_must_not_return(how: str) -> None:
     with pytest.raises(RankError, match=WRONG[how]) as caught:
         run_ranks(2, _train_odd, how, with_context=False, timeout=30)
     assert "Connection closed by peer" in str(caught.value)
-
-
-def _catch_and_go_on(rank: int) -> str:
-    engine = _odd("raises", timeout_seconds=2.0)
-    for step in range(2):
-        try:
-            engine.train_step(batch_of(step, 6, 5))
-        except (ArithmeticError, RuntimeError):
-            break
-    try:
-        engine.train_step(batch_of(2, 6, 5))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_no_step_after_one_that_failed() -> None:
-    for message in run_ranks(2, _catch_and_go_on, with_context=False, timeout=30):
-        assert "an earlier step or evaluation failed on this rank" in message
-
-
-def _wrong_microbatches(rank: int) -> None:
-    engine = _odd("right")
-    engine.train_step(batch_of(0, 4, 5))
-
-
-def test_a_batch_that_does_not_divide() -> None:
-    with pytest.raises(RankError, match="a batch of 4 samples per data rank does not divide into 3 microbatches"):
-        run_ranks(2, _wrong_microbatches, with_context=False, timeout=30)
 
 
 def _other_batches(rank: int) -> None:

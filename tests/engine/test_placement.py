@@ -19,7 +19,7 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.sparse import balance
 from colossus.sparse.balance import imbalance
-from colossus.sparse.placement import PARTS_PER_OWNER, Placement, bins_for, bins_of
+from colossus.sparse.placement import PARTS_PER_OWNER, Placement, bins_for
 
 ROWS, DIM, CLASSES, SAMPLES = 41, 4, 5, 12
 
@@ -45,14 +45,6 @@ def test_every_row_has_one_owner_and_one_place(data: st.DataObject, num_rows: in
         assert sum(placement.loads(counts, owners)) == pytest.approx(sum(counts))
 
 
-@given(num_rows=st.integers(1, 500), num_bins=st.integers(1, 60))
-def test_a_row_is_in_the_bin_that_counts_it(num_rows: int, num_bins: int) -> None:
-    num_bins = min(num_bins, num_rows)
-    rows, edges = np.arange(num_rows), bins_of(num_rows, num_bins)
-    bins = ((rows + 1) * num_bins - 1) // num_rows
-    assert ((edges[bins] <= rows) & (rows < edges[bins + 1])).all()
-
-
 def zipf(num_rows: int, num_ids: int, seed: int) -> np.ndarray[Any, Any]:
     chances = 1 / np.arange(1, num_rows + 1)
     return np.random.default_rng(seed).choice(num_rows, num_ids, p=chances / chances.sum())
@@ -73,14 +65,6 @@ def test_a_hot_row_is_no_bottleneck(owners: int) -> None:
     assert before > 0.65 * owners  # the first owner has most of what is touched
     assert after < 1.04
     assert imbalance([balanced.rows(owner) for owner in range(owners)]) < 1.04
-
-
-def test_rows_of_one_hot_row() -> None:
-    counts = np.zeros(100)
-    counts[17] = 1000.0
-    placement = Placement.balanced(counts, 100, 4, 16)
-    hot = placement.owners_of(np.array([17]))[0]
-    assert placement.rows(hot) <= 25 + 100 / 16
 
 
 # -- rows that move ------------------------------------------------------------------------------------------

@@ -8,20 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.modes import BATCH, MODES, own
 from helpers.ranks import run_ranks
 from helpers.training import Trace, batch_of, config_of, is_key_bias, relative, run_plan, shared_run
 from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
+from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.comm.collectives import Pending, Ready
 from colossus.context.groups import AxisGroup
-from colossus.context.parallel_context import ParallelContext
-from colossus.layers.lookup import look_up
-from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import spec_of
 
 STEPS = 3
@@ -238,8 +234,6 @@ class Regression(nn.Module):
         return self.out(self.groups(self.norm(self.linear(self.batch_norm(x))))).float() * self.scale + self.table
 
 
-#: whose parameters stay wide
-WIDE = ("batch_norm", "norm", "groups", "scale")
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) + 100.0
 Y = torch.tensor([[1001.3], [70001.0], [0.1], [-3.0]])
 
@@ -296,96 +290,6 @@ def test_what_is_not_trained_is_not_rounded_to_narrow_parameters(precision: str)
     assert torch.equal(end["table"], torch.tensor([1001.3]))
 
 
-def _of_strategies(rank: int) -> Any:
-    plans: list[dict[str, Any]] = [dict(data=2), *(dict(data=2, zero=stage) for stage in (1, 2, 3))]
-    return [_not_rounded(rank, dict(params="bf16"), plan)[1:] for plan in plans]
-
-
-def test_norms_keep_wide_parameters_under_every_strategy() -> None:
-    """Start, dtypes and update are the same under all of them."""
-    for ((start, reference, _), *others), alone in zip(
-        run_ranks(2, _of_strategies, with_context=False), [_not_rounded(0, dict(params="bf16"), {})[1]] * 2, strict=True
-    ):
-        for first, end, dtypes in ((start, reference, None), *others):
-            for name, value in alone.items():
-                assert torch.equal(first[name], value), name
-                if not name.startswith("batch_norm.running"):
-                    torch.testing.assert_close(end[name], reference[name], rtol=1e-6, atol=1e-7)
-            for name, found in (dtypes or {}).items():
-                if name.partition(".")[0] in WIDE:
-                    assert found == {torch.float32}, name
-                else:
-                    assert torch.bfloat16 in found, name
-        assert not torch.equal(reference["batch_norm.bias"], alone["batch_norm.bias"])  # it was updated
-
-
-def _norm_between(rank: int, parallel: dict[str, Any]) -> float:
-    """A norm of our own, on float32 between a pair whose products are not under autocast."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = layers.Linear(8, 8, split="column"), layers.Linear(8, 8, split="row")
-            self.norm = layers.LayerNorm(8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(self.norm(self.up(x).float()))
-
-    config = dict(parallel=parallel, train=dict(global_batch_size=4, precision=dict(params="bf16")), device="cpu")
-    engine = colossus.initialize(config, model=Net, loss_fn=lambda out, batch: (out.float().square().sum(), len(out)))
-    result = engine.train_step(torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
-    engine.close()
-    return result.loss
-
-
-def test_a_norm_of_a_wide_input_runs_alone_as_it_does_split() -> None:
-    (alone,), split = (run_ranks(world, _norm_between, dict(tensor=world), with_context=False) for world in (1, 2))
-    assert all(relative(loss, alone) < 2**-8 for loss in split)  # of 32 numbers, each rounded to that
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-
-    def body(context: ParallelContext) -> Tensor:
-        """All of it in bfloat16, as a model may be built."""
-        norm: Any = colossus.build(lambda: layers.LayerNorm(8), context, dtype=torch.bfloat16)
-        assert norm.weight.dtype == torch.bfloat16
-        return norm(x)
-
-    (out,) = run_ranks(1, body)
-    assert torch.equal(out, F.layer_norm(x, (8,)))
-
-
-# -- casts that an outer block keeps ----------------------------------------------------------------------------
-
-
-def test_an_autocast_block_around_steps_sees_the_new_weights() -> None:
-    config = settings("bf16", {}, {})
-    del config["model"]
-    engine = colossus.initialize(config, model=Plain)
-    batch = batch_of(0)
-    autocast = engine.context.precision.autocast(engine.device)
-
-    def fresh() -> Tensor:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            return engine.model(batch["inputs"])
-
-    def stays_in_the_cache() -> Tensor:
-        out: Tensor = engine.model(batch["inputs"])  # with a graph: only then does torch keep casts
-        return out.detach()
-
-    start = {name: value.clone() for name, value in full_state_dict(engine.model, engine.context).items()}
-    with autocast:
-        before = stays_in_the_cache()
-        engine.train_step(batch)
-        after = stays_in_the_cache()
-        load_full_state_dict(engine.model, start, engine.context)
-        loaded = stays_in_the_cache()
-        torch.clear_autocast_cache()
-        assert torch.equal(loaded, fresh())
-    engine.train_step(batch)
-    assert not torch.equal(after, before)
-    assert torch.equal(after, fresh())
-    assert torch.equal(loaded, before)
-
-
 # -- what travels ---------------------------------------------------------------------------------------------
 
 Counted = dict[tuple[str, str, torch.dtype], float]
@@ -429,22 +333,6 @@ def test_weights_travel_in_half_the_bytes(mode: dict[str, Any], gathers: list[st
         assert bytes_of(reduced, "reduce_scatter", axis) == bytes_of(wide, "reduce_scatter", axis) / 2
 
 
-def test_activations_travel_in_half_the_bytes() -> None:
-    cases = {
-        "pipeline": (2, dict(pipeline=2), "send", "pipeline"),
-        "sequence": (2, dict(sequence=dict(size=2, mode="ulysses")), "all_to_all", "sequence"),
-        "1d": (2, dict(tensor=2), "all_reduce", "tensor"),
-    }
-    for world, parallel, operation, axis in cases.values():
-        wide, narrow = (
-            run_ranks(world, _count, settings(precision, parallel, {}), with_context=False)[0]
-            for precision in ("fp32", "bf16")
-        )
-        sent = bytes_of(wide, operation, axis, torch.float32)
-        assert bytes_of(narrow, operation, axis, torch.bfloat16) == sent / 2 > 0
-        assert bytes_of(narrow, operation, axis, torch.float32) == 0
-
-
 def test_gradients_are_summed_in_what_is_asked_for() -> None:
     sizes = []
     for reduce in ("fp32", "bf16"):
@@ -458,50 +346,3 @@ def test_gradients_are_summed_in_what_is_asked_for() -> None:
     (alone,) = shared_run(1, settings("bf16", {}, {}), STEPS)
     for trace in run_plan(2, settings(dict(compute="bf16", reduce="bf16"), dict(data=2), {}), STEPS):
         assert outside(trace, alone, "bf16") == []
-
-
-def test_a_frequent_word_of_a_narrow_table_has_its_whole_gradient() -> None:
-    ids = torch.tensor([3] * 4000 + [1, 2])
-    table = nn.Parameter(torch.randn(5, 2, generator=torch.Generator().manual_seed(0)).bfloat16())
-    F.embedding(ids, table).sum().backward()
-    assert table.grad is not None
-    assert table.grad[3, 0] < 1000  # torch's own: 1 is lost beside 256
-    table.grad, table.grad_dtype = None, torch.float32
-    look_up(ids, table, padding_idx=1).sum().backward()
-    assert table.grad.tolist() == [[0.0] * 2, [0.0] * 2, [1.0] * 2, [4000.0] * 2, [0.0] * 2]
-
-
-# -- what stays wide ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["1d_sequence", "2d", "3d"])
-def test_norms_and_losses_of_low_precision_compute_in_float32(mode: str) -> None:
-    """Without autocast, too: of bfloat16 logits the loss is that of float32, and a norm is rounded once."""
-    batch, width, vocabulary = BATCH, 24, 64
-    generator = torch.Generator().manual_seed(0)
-    x = (torch.randn(batch, 4, width, generator=generator) + 30.0).bfloat16()
-    logits = (4 * torch.randn(batch, 4, vocabulary, generator=generator)).bfloat16()
-    labels = torch.randint(0, vocabulary, (batch, 4), generator=generator)
-    wanted = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none").view(batch, 4)
-
-    def body(context: ParallelContext) -> list[str]:
-        found = []
-        for ours, plain in ((layers.LayerNorm, nn.LayerNorm), (layers.RMSNorm, nn.RMSNorm)):
-            model: Any = colossus.build(lambda ours=ours: ours(width), context)
-            out = layers.to_whole(model(layers.to_residual(own(context, x), model.parallel)))
-            want = plain(width).double()(own(context, x).double())
-            gap = (out.double() - want).norm() / want.norm()
-            if out.dtype != torch.bfloat16 or not gap < 2**-8:
-                found.append(f"{plain.__name__}: {out.dtype}, {gap:.3g}")
-        parallel = model_parallel_of(context)
-        split = layers.to_residual(own(context, logits), parallel)
-        loss, _ = layers.cross_entropy(split, own(context, labels))
-        total, axes = loss.detach().double(), parallel.regions.whole.batch
-        if axes:
-            torch.distributed.all_reduce(total, group=context.group(axes).process_group)
-        if loss.dtype != torch.float32 or not relative(total.item(), wanted.sum().item()) < 1e-5:
-            found.append(f"loss: {loss.dtype}, {total.item()} for {wanted.sum().item()}")
-        return found
-
-    for found in MODES[mode].run(body):
-        assert found == []

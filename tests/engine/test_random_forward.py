@@ -47,7 +47,7 @@ def settings(parallel: dict[str, Any], microbatches: int = 1) -> dict[str, Any]:
 
 def _train(rank: int, parallel: dict[str, Any], start: int = 0) -> tuple[list[Any], Tensor]:
     engine = colossus.initialize(settings(parallel, 2), model=Drawing, loss_fn=squares)
-    engine.completed_steps = start
+    engine.run.completed_steps = start
     for step in range(STEPS):
         if rank == 0:  # a rank's own business: a name for a file, a generated sample
             random.random(), np.random.rand(), torch.rand(3)

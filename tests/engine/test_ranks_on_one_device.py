@@ -14,7 +14,7 @@ import torch
 from helpers import on_host
 from helpers.fake_cuda import batch_on_device, run_fake_ranks
 from helpers.long import long
-from helpers.ranks import grid, run_ranks
+from helpers.ranks import run_ranks
 from helpers.training import BATCH, batch_of, config_of, train
 from torch import Tensor
 from torch import distributed as dist
@@ -26,10 +26,9 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import links
 from colossus.config import ConfigError, load_config
 from colossus.context import groups
-from colossus.context.parallel_context import ParallelContext
+from colossus.context.device import pick_device
 from colossus.context.world import choose_backend
-from colossus.engine.initialize import pick_device
-from colossus.launch.device_check import check_device
+from colossus.launch.preflight import check_device
 
 PLANS: dict[str, dict[str, Any]] = {
     "data 2, tensor 2": dict(data=2, tensor=2),
@@ -171,15 +170,3 @@ def test_nccl_without_a_cuda_device_is_refused_before_a_process_starts(monkeypat
     assert choose_backend("gloo", "cuda") == choose_backend("auto", "cpu") == "gloo"
     with pytest.raises(ValueError, match=r"ranks compute on cpu"):
         choose_backend("nccl", "cpu")
-
-
-def joined_by_another(rank: int) -> str:
-    with pytest.raises(
-        ValueError, match=r"comm.backend = 'nccl', but the process group that exists already is of gloo"
-    ):
-        ParallelContext(grid(data=2), rank, device="cuda", backend="nccl")
-    return "refused"
-
-
-def test_a_process_group_of_another_backend_is_refused() -> None:
-    assert run_ranks(2, joined_by_another, with_context=False) == ["refused"] * 2

@@ -152,17 +152,6 @@ def test_a_layer_outside_of_an_engine() -> None:
             assert re.search(rf"at \S*{FILE}:{LINES[mark]}: ", words), words
 
 
-def test_what_does_not_divide_names_the_layer() -> None:
-    def body(context: ParallelContext) -> str:
-        model: Any = colossus.build(
-            lambda: nn.Sequential(nn.Identity(), layers.Linear(6, 8)), context, dtype=torch.float64
-        )
-        return told(lambda: model(torch.ones(8, 5, 6, dtype=torch.float64)))  # at: odd
-
-    for words in run_ranks(2, body, sequence_sharded=True):
-        assert words == "nothing" or re.search(rf"in 1 \(Linear\), at \S*{FILE}:{LINES['odd']}", words), words
-
-
 def test_ranks_that_run_different_modules_say_which() -> None:
     def body(context: ParallelContext) -> None:
         model: Any = colossus.build(Net, context, dtype=torch.float64)
@@ -176,15 +165,3 @@ def test_ranks_that_run_different_modules_say_which() -> None:
     for rank in range(2):
         expected = rf"\(in blocks\.{rank}\.down \(Linear\), at \S*{FILE}:{LINES['program']}: "
         assert re.search(expected, words), words
-
-
-def test_a_second_derivative_through_our_layers_is_refused_where_it_is_asked_for() -> None:
-    def body(context: ParallelContext) -> str:
-        model: Any = colossus.build(lambda: Pair("").double(), context)
-        x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
-        # the gradient of a sum is a constant: torch's once_differentiable would leave out a term in silence
-        energy = model(x).sum()
-        return told(lambda: torch.autograd.grad(energy, x, create_graph=True))  # at: twice
-
-    for words in run_ranks(2, body):
-        assert re.search(rf"differentiated again[\s\S]*at \S*{FILE}:{LINES['twice']}: ", words), words

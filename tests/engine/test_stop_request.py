@@ -20,16 +20,3 @@ def test_the_signal_of_one_rank_is_known_to_all(signum: signal.Signals, ranks: i
     mixed = torch.tensor([addend(True, signum), *[addend(True, None)] * (ranks - 1)], dtype=dtype)
     for requests in (one, every, mixed):
         assert signal_of(requests.sum().item()) == signum
-
-
-def test_a_request_without_a_signal_names_none() -> None:
-    assert addend(False, None) == 0.0 == addend(False, signal.SIGTERM)
-    assert signal_of(0.0) is None
-    assert addend(True, None) > 0
-    assert signal_of(4097 * addend(True, None)) is None
-    assert signal_of(addend(True, signal.SIGWINCH)) is None
-
-
-def test_of_two_signals_one_is_told_on_all_ranks() -> None:
-    total = 3 * addend(True, signal.SIGINT) + 2 * addend(True, signal.SIGTERM)
-    assert signal_of(total) == signal.SIGTERM

@@ -144,7 +144,7 @@ TABLE: dict[str, Bad] = {
     "no samples": bad("_Samples has no samples", text=samples("count=0")),
     "no samples to validate": bad("_Samples has no samples", text=samples("validation=_Samples(0)")),
     "batch of a loader": bad(
-        "knows nothing of the 2 data ranks",
+        "gives batches of 4 samples, but train.global_batch_size = 8 over 2 data ranks",
         "DistributedSampler",
         text="data = dict(type=lambda: DataLoader(_Samples(), batch_size=4))",
         overrides="parallel.data=2",
@@ -237,12 +237,12 @@ TABLE: dict[str, Bad] = {
     "schedule": bad("no schedule named '1f2b'", overrides="schedule.type=1f2b"),
     "strategy": bad("no data-parallel strategy named 'gossipp'", overrides="parallel.strategy=gossipp"),
     # tables
-    "tables under gossip": words_bad("table 'embedding.weight' has sparse=True, but SGP knows", "strategy=sgp"),
+    "tables under gossip": words_bad("table 'embedding.weight' has sparse=True, but SGP takes dense", "strategy=sgp"),
     "tables and compression": words_bad(
-        "parallel.strategy.compress = 'bf16' is of dense gradients",
+        "AllReduce takes dense gradients only, as does compress",
         "strategy.type=all_reduce parallel.strategy.compress=bf16",
     ),
-    "tables under ZeRO": words_bad("parallel.zero cuts every parameter over data itself", "zero=3"),
+    "tables under ZeRO": words_bad("but Zero takes dense gradients only", "zero=3"),
     "owners and ZeRO": words_bad("a row of a table has one owner", "strategy=hybrid parallel.zero=3"),
     "fewer rows than ranks": words_bad(
         "'embedding.weight' has 3 rows, fewer than the 4 ranks",

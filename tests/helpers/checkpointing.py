@@ -8,10 +8,10 @@ import torch
 from helpers.ranks import grid
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.manifest import About
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.snapshot import RankState
+from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.writer import CheckpointWriter
 from colossus.context.parallel_context import ParallelContext
 
@@ -25,8 +25,8 @@ def state_of(step: int, rank: int = 0, world: int = 1) -> RankState:
     box = ((rank * rows, (rank + 1) * rows), (0, COLUMNS))
     return RankState(
         [
-            HeldTensor("model/matrix", (ROWS, COLUMNS), box, torch.full((rows, COLUMNS), float(step))),
-            HeldTensor.whole("model/vector", torch.full((5,), float(step)), writes=rank == world - 1),
+            TensorBox("model/matrix", (ROWS, COLUMNS), box, torch.full((rows, COLUMNS), float(step))),
+            TensorBox.whole("model/vector", torch.full((5,), float(step)), writes=rank == world - 1),
         ],
         {f"ranks/{rank}/step": step},
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm.objects import all_gather_object
-from colossus.graphs.family import GraphFamily, Sends
+from colossus.graphs.graph_family import GraphFamily, Sends
 
 WIDTH, CLASSES, SAMPLES = 5, 3, 4
 SGD: dict[str, Any] = dict(type="SGD", lr=0.3, momentum=0.9, weight_decay=0.03)
@@ -106,7 +106,6 @@ def simulate(
     overlap: int = 0,
     clip: float | None = None,
     combines_first: bool = False,
-    mixes_state: bool = False,
     skips: tuple[int, int] | None = None,
 ) -> Simulated:
     """Dense matrices over the replicas' vectors; gradients and updates of each by plain torch.
@@ -122,14 +121,11 @@ def simulate(
     made.optimizers = [getattr(torch.optim, optimizer["type"])(of, **options) for of in params]
     x, w = np.stack([_flat(of) for of in params]), np.ones(replicas)
     z, all_x = x.copy(), x.sum(0)
-    sent: list[tuple[np.ndarray, np.ndarray, list[dict[Any, np.ndarray]]]] = []
+    sent: list[tuple[np.ndarray, np.ndarray]] = []
     for step in range(steps):
         update, losses, norms = [], [], []
-        states = [_state(each, of) for each, of in zip(made.optimizers, params, strict=True)]
         if combines_first:
-            sent.append((x.copy(), w.copy(), states))
-            if mixes_state:
-                _mix_states(matrix_of, step, overlap, sent, made.optimizers, params)
+            sent.append((x.copy(), w.copy()))
             x, w = _mixed(matrix_of, step, overlap, sent, x, w)
         for index, of in enumerate(params):
             total, count = loss_of(made.models[index], step, index)
@@ -145,10 +141,7 @@ def simulate(
             norms.append(norm.item())
         x = x + np.stack(update)
         if not combines_first:
-            states = [_state(each, of) for each, of in zip(made.optimizers, params, strict=True)]
-            sent.append((x.copy(), w.copy(), states))
-            if mixes_state:
-                _mix_states(matrix_of, step, overlap, sent, made.optimizers, params)
+            sent.append((x.copy(), w.copy()))
             x, w = _mixed(matrix_of, step, overlap, sent, x, w)
         z = x / w[:, None]
         for index, of in enumerate(params):
@@ -170,23 +163,6 @@ def _mixed(matrix_of: Any, step: int, overlap: int, sent: Any, x: Any, w: Any) -
         others = matrix - np.diag(np.diag(matrix))
         x, w = x + others @ sent[step - overlap][0], w + others @ sent[step - overlap][1]
     return x, w
-
-
-def _mix_states(matrix_of: Any, step: int, overlap: int, sent: Any, optimizers: Any, params: Any) -> None:
-    """Each replica's state is the mean of what it keeps and takes in, by push-sum weights; who has none stays so."""
-    kept, (_, w, own) = matrix_of(step), sent[step]
-    for index, optimizer in enumerate(optimizers):
-        for key, value in own[index].items():
-            total, mass = kept[index, index] * w[index] * value, kept[index, index] * w[index]
-            if step >= overlap:
-                matrix, (_, old_w, old) = matrix_of(step - overlap), sent[step - overlap]
-                for source in range(len(params)):
-                    if source != index and matrix[index, source] and key in old[source]:
-                        total = total + matrix[index, source] * old_w[source] * old[source][key]
-                        mass += matrix[index, source] * old_w[source]
-            number, name = key
-            with torch.no_grad():
-                optimizer.state[params[index][number]][name].copy_(torch.as_tensor(total / mass))
 
 
 def _state(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> dict[tuple[int, str], np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colossus.data_parallel.servers import connection as server_connection
@@ -9,12 +10,12 @@ from colossus.server.rpc_server import RpcServer
 from colossus.server.store import ShardStore
 
 
-def start(num_servers: int, token: bytes) -> list[Any]:
-    """As `server_connection.start`, in this process."""
-    stores = [ShardStore() for _ in range(num_servers)]
+def start_servers(indices: Sequence[int], token: bytes, settings: Mapping[str, Any]) -> list[Any]:
+    """As those of `colossus.server.process`, in this process."""
+    stores = [ShardStore() for _ in indices]
     return [RpcServer(store.handle, token, index=index, on_gone=store.on_gone) for index, store in enumerate(stores)]
 
 
 def in_threads() -> None:
     """Ranks that are forked from here on have their servers as threads of the first one."""
-    server_connection.start = start
+    server_connection.start_servers = start_servers

@@ -12,7 +12,7 @@ from colossus.data_parallel.all_reduce import AllReduce
 from colossus.data_parallel.options.base import PerReplicaOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 
 
 class LocalSteps(AllReduce):

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 import colossus
 import colossus.hf
 from colossus.checkpoint import CheckpointError, CheckpointReader, read_state_dict
-from colossus.checkpoint.companions import Companions
+from colossus.checkpoint.assets import Assets
 from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
 from colossus.config import ConfigError, load_config
-from colossus.launch.origin import choose
+from colossus.launch.resume import choose
 from colossus.registry import MODEL_OPTIONS
 
 Captured = pytest.CaptureFixture[str]
@@ -201,7 +201,7 @@ def test_what_a_folder_says_of_tokens_stays_with_a_run(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_leaves_nothing_of_the_first() -> None:
-    beside = Companions(
+    beside = Assets(
         {"token_ids": {"eos_token_id": 3}, "labels": {"id2label": {}}}, {**BESIDE, "preprocessor_config.json": b"{}"}
     )
     assert beside.for_tokenizer(None) == beside.for_tokenizer(BESIDE["tokenizer.json"]) == beside
@@ -340,12 +340,12 @@ def test_nothing_goes_on_from_weights_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     assert convert(make_folder(tmp_path / "source", GPT2), "ours", "--to", "colossus") == 0
     config = load_config(_config(type="hf", path="source"))
-    assert choose(config, "config.py", []).find_weights() == Path("source")
+    assert choose(config, []).find_weights() == Path("source")
     resumed = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "ours"})})
     with pytest.raises(
         ConfigError, match=r"checkpoint.resume = 'ours': ours has weights only.*checkpoint.weights=ours"
     ):
-        choose(resumed, "config.py", [])
+        choose(resumed, [])
 
     def load(rank: int) -> str:
         engine = colossus.initialize(_config(type="hf", path="source"))

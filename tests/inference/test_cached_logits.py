@@ -31,20 +31,13 @@ PLANS = {
     "data": ["parallel.data=2"],
     "1d_4": ["parallel.tensor=4"],
     "2d": ["parallel.tensor=dict(mode='2d',size=4)"],
-    "2.5d_depth1": ["parallel.tensor=dict(mode='2.5d',shape=(1,2,2))"],
     "3d_2x1x2": ["parallel.tensor=dict(mode='3d',shape=(2,1,2))"],
     "pipeline_1d": ["parallel.pipeline=2", "parallel.tensor=2"],
-    "data_1d": ["parallel.data=2", "parallel.tensor=2"],
-    "data_pipeline": ["parallel.data=2", "parallel.pipeline=2"],
-    "1d_4_options": ["parallel.tensor=dict(size=4,weights='step')"],
 }
 LONG_PLANS = {
-    "2d_2x4": ["parallel.tensor=dict(mode='2d',shape=(2,4))"],
     "2.5d": ["parallel.tensor=dict(mode='2.5d',size=8,depth=2)"],
     "3d": ["parallel.tensor=dict(mode='3d',size=8)"],
     "pipeline_2d": ["parallel.pipeline=2", "parallel.tensor=dict(mode='2d',size=4)"],
-    "data_2d": ["parallel.data=2", "parallel.tensor=dict(mode='2d',size=4)"],
-    "pipeline_4": ["parallel.pipeline=4"],
     "all": ["parallel.data=2", "parallel.pipeline=2", "parallel.tensor=2"],
 }
 
@@ -128,8 +121,8 @@ def compare(found: list[dict[str, Any]], twin: torch.nn.Module, what: str) -> No
 def check_memory(found: list[dict[str, Any]], name: str, plan: str) -> None:
     """2 x layers x rows x key/value heads of the rank x room x head_dim numbers, and not one more."""
     model, size = MODELS[name], 8
-    ways = {"1d": 2, "1d_4": 4, "1d_4_options": 4, "pipeline_1d": 2, "data_1d": 2}.get(plan)
-    if ways is None and plan not in ("one", "pipeline", "data", "data_pipeline"):
+    ways = {"1d": 2, "1d_4": 4, "pipeline_1d": 2}.get(plan)
+    if ways is None and plan not in ("one", "pipeline", "data"):
         return
     kv = model.get("num_kv_heads", model["num_heads"])
     heads = max(1, kv // (ways or 1))

@@ -159,9 +159,7 @@ def test_other_data_and_other_numbers(
     smoothed = evaluate(capsys, root / "one", "model.label_smoothing=0.1")
     assert "perplexity" not in smoothed
     assert main(["evaluate", str(root / "one"), "model.label_smoothing=0.1"]) == 0
-    out, err = capsys.readouterr()
-    assert [line.split()[0] for line in out.splitlines()] == ["loss", "tokens", "seconds"]
-    assert "no perplexity: the loss has label smoothing" in err
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["loss", "tokens", "seconds"]
 
 
 def test_metrics_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,17 +204,10 @@ def test_a_folder_of_hugging_face(
     assert "bits_per_byte" not in found
     as_bytes = evaluate(capsys, tmp_path / "hf", *given, "data.tokenizer=bytes", f"train.global_batch_size={BATCH}")
     assert as_bytes["tokens"] > found["tokens"]
-    fewer = make_tokenizer(tmp_path / "fewer", 270)
-    by_it = evaluate(capsys, tmp_path / "hf", *given, f"data.tokenizer={fewer}", f"train.global_batch_size={BATCH}")
-    assert found["tokens"] < by_it["tokens"] < as_bytes["tokens"]
-    whole = f"data=dict(type='TextFolder', path={str(text)!r}, tokenizer='bytes')"
-    assert evaluate(capsys, tmp_path / "hf", whole, f"train.global_batch_size={BATCH}")["tokens"] == as_bytes["tokens"]
     elsewhere = [f"data.validation=dict(type='TextFolder', path={str(text)!r})"]  # of the checkpoint's tokens, too
     assert evaluate(capsys, tmp_path / "one", *elsewhere)["loss"] == wanted["loss"]
-    words = refused(capsys, tmp_path / "hf", *given, f"data.tokenizer={make_tokenizer(tmp_path / 'more', 400)}",
-                    "model.vocab_size=290")  # fmt: skip
-    assert "model.vocab_size = 290" in words
-    (tmp_path / "own.py").write_text(f"model = dict(type='hf', path={str(tmp_path / 'hf')!r})\ndata = {whole[5:]}\n")
+    whole = f"dict(type='TextFolder', path={str(text)!r}, tokenizer='bytes')"
+    (tmp_path / "own.py").write_text(f"model = dict(type='hf', path={str(tmp_path / 'hf')!r})\ndata = {whole}\n")
     own = evaluate(capsys, tmp_path / "hf", "--config", str(tmp_path / "own.py"), f"train.global_batch_size={BATCH}")
     assert own["tokens"] == as_bytes["tokens"]  # as the file says
     (tmp_path / "hf" / "tokenizer.json").unlink()
@@ -333,7 +324,6 @@ def test_nothing_that_a_manifest_names_is_imported(
         ("lr_schedule", {"type": "planted:f"}, False),
         ("schedule", {"type": "planted:schedule", "microbatches": 2}, False),
         ("parallel", {"data": 2, "strategy": {"type": "planted:Gossip"}}, False),
-        ("parallel", {"data": 2, "zero": {"stage": 1}, "strategy": {"type": "all_reduce"}}, False),  # as once written
     ):
         body = json.loads((source / MANIFEST).read_bytes())["manifest"]
         body["config"][section] = value

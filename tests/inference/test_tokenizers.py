@@ -42,11 +42,6 @@ def test_a_character_comes_when_it_is_whole(text: str) -> None:
     assert stream.finish() == ""
 
 
-def test_an_id_beyond_the_bytes_is_no_character() -> None:
-    stream = ByteTokenizer().stream()
-    assert [stream.push(0xE2), stream.push(300), stream.push(65)] == ["", "\ufffd\ufffd", "A"]
-
-
 # -- tokenizer.json ---------------------------------------------------------------------------------------
 
 
@@ -149,15 +144,6 @@ def test_a_prompt_begins_as_training_data_did(folder: Path) -> None:
     ours = tokenizer_of(source(folder, "tokenizer.json", saved=True), None)
     assert ours is not None
     assert ours.encode("the") == plain
-
-
-def test_a_prompt_is_not_cut_or_padded_as_the_file_says(folder: Path, tmp_path: Path) -> None:
-    wanted = FileTokenizer(folder / "tokenizer.json").encode("the cat and the dog")
-    limited = trained("byte_level" if "byte_level" in folder.name else "metaspace")
-    limited.enable_truncation(3)
-    limited.enable_padding(length=40)
-    limited.save(str(tmp_path / "tokenizer.json"))
-    assert FileTokenizer(tmp_path / "tokenizer.json").encode("the cat and the dog") == wanted
 
 
 def source(folder: Path, tokenizer: str | None, *, saved: bool = False) -> Source:

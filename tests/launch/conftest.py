@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.launching import FOREIGN
 
-from colossus.launch import command, ending, nodes, stop
+from colossus.launch import agent, command, nodes, processes, stop
 from colossus.launch.stop import GRACE_SECONDS
 
 
@@ -16,7 +16,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> float:
     """Of the forked launchers and their ranks: for runs that are waited for in vain, and must be ended by force."""
     seconds = 1.5
     monkeypatch.setattr(stop, "GRACE_SECONDS", seconds)
-    monkeypatch.setattr(ending, "KILL_SECONDS", seconds + ending.KILL_SECONDS - GRACE_SECONDS)
+    monkeypatch.setattr(processes, "KILL_SECONDS", seconds + processes.KILL_SECONDS - GRACE_SECONDS)
     monkeypatch.setattr(nodes, "END_SECONDS", seconds + nodes.END_SECONDS - GRACE_SECONDS)
     return seconds
 
@@ -31,4 +31,5 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*arguments: object) -> int:
         raise AssertionError("a process would have been started")
 
-    monkeypatch.setattr(command, "_launch", refuse)
+    monkeypatch.setattr(agent, "run_workers", refuse)
+    monkeypatch.setattr(command, "_prepare_environment", lambda *arguments: None)

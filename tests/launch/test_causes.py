@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +15,11 @@ from hypothesis import strategies as st
 import colossus
 from colossus.config import ConfigError
 from colossus.context.grid import RankGrid
-from colossus.launch import causes, failure, finished
-from colossus.launch.causes import RankExit
+from colossus.launch import failure
+from colossus.launch.causes import rank_causes, stop_code
 from colossus.launch.failure import FailureRecord
-from colossus.launch.rank_processes import RankProcesses
+from colossus.launch.outcome import RankExit
+from colossus.launch.report import block
 
 GRID = RankGrid({"pipeline": 1, "data": 2, "sequence": 1, "tensor": 2})
 PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5650"
@@ -39,29 +36,23 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def test_an_own_error_comes_before_earlier_victims() -> None:
-    records = [record(rank, RuntimeError(PEER), time=1.0) for rank in (0, 2, 3)]
-    records.append(record(1, ValueError("boom"), time=2.0))
-    found = causes.rank_causes(records, {rank: RankExit(1) for rank in range(4)})
-    assert [cause.rank for cause in found] == [1, 0, 2, 3]
-
-
-def test_of_two_own_errors_the_earlier_one_comes_first() -> None:
-    records = [record(0, ValueError("late"), time=5.0), record(3, TypeError("early"), time=4.0)]
-    assert causes.rank_causes(records, {})[0].rank == 3
-
-
-def test_of_an_error_that_all_ranks_raise_the_rank_that_it_blames_comes_first() -> None:
+def test_own_errors_come_first_by_time_and_those_that_blame_another_rank_last() -> None:
+    records = [record(rank, RuntimeError(PEER), time=1.0) for rank in (0, 2)]
+    records += [record(1, ValueError("late"), time=5.0), record(3, TypeError("early"), time=4.0)]
+    found = rank_causes(records, {rank: RankExit(1) for rank in range(4)})
+    assert [cause.rank for cause in found] == [3, 1, 0, 2]
     error = FloatingPointError("the gradient on rank 2 is nan")
     error.culprit = 2  # type: ignore[attr-defined]
     records = [record(rank, error, time=float(rank)) for rank in range(4)]
-    assert [cause.rank for cause in causes.rank_causes(records, {})] == [2, 0, 1, 3]
+    assert [cause.rank for cause in rank_causes(records, {})] == [2, 0, 1, 3]
+    stopped = record(0, OSError("a loader's process is gone"), after_signal=15)
+    assert rank_causes([stopped, record(1, ValueError("boom"), time=9e9)], {})[0].rank == 1
 
 
 def test_a_killed_rank_is_named_from_its_exit_code() -> None:
     records = [record(rank, RuntimeError(PEER)) for rank in (0, 1, 3)]
     exits = {0: RankExit(1), 1: RankExit(1), 2: RankExit(-signal.SIGKILL), 3: RankExit(1)}
-    text = causes.block(causes.rank_causes(records, exits), GRID)
+    text = block(rank_causes(records, exits), GRID)
     assert "run failed: rank 2 at step 3" in text
     assert "rank 2 (data 1, tensor 0) was killed by SIGKILL: out of memory" in text
     assert "ranks 0, 1, 3 stopped because rank 2 went away." in text
@@ -73,45 +64,29 @@ def test_a_replica_that_keeps_no_step_with_others_has_its_own_or_none() -> None:
     others = [record(rank, RuntimeError(PEER)) for rank in (0, 1)]
     partner = record(3, RuntimeError(PEER))
     for records, title in ((others, "rank 2 ="), ([*others, partner], "rank 2 at step 3 =")):
-        assert f"run failed: {title}" in causes.block(
-            causes.rank_causes(records, exits), GRID, replicas_keep_step=False
-        )
-        assert "run failed: rank 2 at step 3 =" in causes.block(causes.rank_causes(records, exits), GRID)
+        assert f"run failed: {title}" in block(rank_causes(records, exits), GRID, replicas_keep_step=False)
+        assert "run failed: rank 2 at step 3 =" in block(rank_causes(records, exits), GRID)
 
 
-def test_the_launchers_own_sigkill_is_no_cause_of_its_own() -> None:
-    records = [record(0, ValueError("boom"))]
-    exits = {0: RankExit(1), 1: RankExit(-signal.SIGKILL, after_stop=True), 2: RankExit(143, after_stop=True)}
-    found = causes.rank_causes(records, exits)
-    assert [(cause.rank, cause.kind) for cause in found] == [(0, "error"), (1, "stuck")]
-
-
-def test_a_silent_rank_is_named_when_the_others_only_timed_out() -> None:
-    timeout = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting 1000ms for recv operation")
-    records = [record(rank, timeout) for rank in (0, 1, 3)]
+def test_a_rank_that_the_launcher_had_to_kill_is_named_when_no_other_failed_by_itself() -> None:
     exits = {rank: RankExit(1) for rank in (0, 1, 3)} | {2: RankExit(-signal.SIGKILL, after_stop=True)}
-    text = causes.block(causes.rank_causes(records, exits), GRID)
+    found = rank_causes([record(0, ValueError("boom"))], exits | {3: RankExit(143, after_stop=True)})
+    assert [(cause.rank, cause.kind) for cause in found] == [(0, "error"), (1, "death"), (2, "stuck")]
+    timeout = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting 1000ms for recv operation")
+    text = block(rank_causes([record(rank, timeout) for rank in (0, 1, 3)], exits), GRID)
     assert "rank 2 (data 1, tensor 0) answered no signal and had to be killed" in text
     assert "ranks 0, 1, 3 stopped because rank 2 did not answer." in text
 
 
 def test_only_communication_errors_say_so() -> None:
-    found = causes.rank_causes([record(0, RuntimeError(PEER), time=2.0), record(1, RuntimeError(PEER), time=1.0)], {})
-    text = causes.block(found, GRID)
+    found = rank_causes([record(0, RuntimeError(PEER), time=2.0), record(1, RuntimeError(PEER), time=1.0)], {})
+    text = block(found, GRID)
     assert "rank 1 (host host1; data 0, tensor 1) raised RuntimeError; no rank failed by itself" in text
 
 
 def test_an_exit_without_a_word_is_a_cause() -> None:
-    text = causes.block(causes.rank_causes([], {0: RankExit(143, after_stop=True), 1: RankExit(7)}), GRID)
+    text = block(rank_causes([], {0: RankExit(143, after_stop=True), 1: RankExit(7)}), GRID)
     assert "rank 1 (data 0, tensor 1) ended with exit code 7 without an exception" in text
-
-
-def test_errors_after_a_stop_signal_are_victims() -> None:
-    records = [
-        record(0, OSError("a loader's process is gone"), after_signal=15),
-        record(1, ValueError("boom"), time=9e9),
-    ]
-    assert causes.rank_causes(records, {})[0].rank == 1
 
 
 @given(st.permutations(range(4)), st.lists(st.floats(0, 100), min_size=4, max_size=4))
@@ -119,7 +94,7 @@ def test_the_culprit_does_not_depend_on_order_or_clocks(order: list[int], times:
     culprit = order[0]
     errors = {rank: ValueError("own") if rank == culprit else RuntimeError(PEER) for rank in range(4)}
     records = [record(rank, errors[rank], time=times[rank]) for rank in order]
-    assert causes.rank_causes(records, {})[0].rank == culprit
+    assert rank_causes(records, {})[0].rank == culprit
 
 
 def test_the_block_shows_traceback_collectives_and_the_others(tmp_path: Path) -> None:
@@ -129,7 +104,7 @@ def test_the_block_shows_traceback_collectives_and_the_others(tmp_path: Path) ->
         record(2, ValueError("boom"), time=2.0),
         record(3, TypeError("something else"), time=3.0),
     ]
-    text = causes.block(causes.rank_causes(records, {}), GRID, tmp_path)
+    text = block(rank_causes(records, {}), GRID, tmp_path)
     lines = text.splitlines()
     assert "run failed: rank 1 at step 3" in lines[1]
     assert lines[2] == "rank 1 (host host1; data 0, tensor 1) raised ValueError"
@@ -141,10 +116,7 @@ def test_the_block_shows_traceback_collectives_and_the_others(tmp_path: Path) ->
     assert "rank 3 also failed: TypeError: something else" in lines
     assert "rank 0 stopped because rank 1 went away." in lines
     assert f"run folder: {tmp_path}" in lines
-
-
-def test_many_ranks_are_named_in_ranges() -> None:
-    text = causes.block(causes.rank_causes([record(9, ValueError("x"), step=None)], {}), RankGrid({"data": 64}))
+    text = block(rank_causes([record(9, ValueError("x"), step=None)], {}), RankGrid({"data": 64}))
     assert "run failed: rank 9 before the first step" in text
     assert "ranks 0-8, 10-63 stopped because rank 9 went away." in text
 
@@ -153,7 +125,6 @@ def test_many_ranks_are_named_in_ranges() -> None:
     ("exits", "code"),
     [
         ({0: RankExit(143), 1: RankExit(0)}, 143),
-        ({0: RankExit(130), 1: RankExit(130)}, 130),
         ({0: RankExit(-15), 1: RankExit(143)}, 143),
         ({0: RankExit(0), 1: RankExit(0)}, None),
         ({0: RankExit(143, after_stop=True), 1: RankExit(1)}, None),
@@ -161,15 +132,19 @@ def test_many_ranks_are_named_in_ranges() -> None:
     ],
 )
 def test_a_run_that_was_only_stopped(exits: dict[int, RankExit], code: int | None) -> None:
-    assert causes.was_only_stopped([], exits) == code
+    assert stop_code(rank_causes([], exits), exits) == code
 
 
 def test_the_victims_of_a_stopped_rank_are_no_failure() -> None:
     """It was told before it could tell the others; then they are, too. One that was only ended by us is none."""
-    victims = [record(0, RuntimeError(PEER))]
-    assert causes.was_only_stopped(victims, {0: RankExit(1), 1: RankExit(143)}) == 143
-    assert causes.was_only_stopped(victims, {0: RankExit(1), 1: RankExit(143, after_stop=True)}) is None
-    assert causes.was_only_stopped([record(0, ValueError("own"))], {0: RankExit(1), 1: RankExit(143)}) is None
+    victim, own = record(0, RuntimeError(PEER)), record(0, ValueError("own"))
+    for failed, ended, code in (
+        (victim, RankExit(143), 143),
+        (victim, RankExit(143, after_stop=True), None),
+        (own, RankExit(143), None),
+    ):
+        exits = {0: RankExit(1), 1: ended}
+        assert stop_code(rank_causes([failed], exits), exits) == code
 
 
 def chained(outer: BaseException, inner: BaseException, *, explicit: bool) -> BaseException:
@@ -206,18 +181,13 @@ def test_whose_fault_an_error_is(error: BaseException, kind: str) -> None:
 
 
 def test_records_survive_the_file(tmp_path: Path) -> None:
-    records = [
-        record(rank, raised(ValueError(f"no {rank}")), collectives=["#1"], coordinates=GRID.coordinates(rank))
-        for rank in (2, 0)
-    ]
+    records = [record(rank, raised(ValueError(f"no {rank}")), collectives=["#1"]) for rank in (2, 0)]
     for each in records:
         failure.write(tmp_path, each)
     (tmp_path / "failures" / "rank7.json").write_text("{half")
     read = failure.read_all(tmp_path)
     assert [each.rank for each in read] == [0, 2]
-    assert [(each.message, each.coordinates, each.time) for each in read] == [
-        (each.message, each.coordinates, each.time) for each in reversed(records)
-    ]
+    assert [(each.message, each.time) for each in read] == [(each.message, each.time) for each in reversed(records)]
     failure.clear(tmp_path)
     assert failure.read_all(tmp_path) == []
 
@@ -265,28 +235,3 @@ def test_frames_of_what_surrounds_a_run_are_left_out(room: str, is_left_out: boo
 def test_only_the_first_rank_reports(tmp_path: Path) -> None:
     assert [failure.is_first_to_report(tmp_path) for _ in range(3)] == [True, False, False]
     assert list(itertools.repeat(failure.is_first_to_report(None), 2)) == [True, True]
-
-
-def test_what_an_earlier_attempt_reported_hides_nothing(tmp_path: Path) -> None:
-    """Under torchrun nobody clears a folder that is given again before a rank may fail."""
-    assert failure.is_first_to_report(tmp_path)
-    an_hour_ago = time.time() - 3600
-    os.utime(tmp_path / failure.FOLDER / "reported", (an_hour_ago, an_hour_ago))
-    assert [failure.is_first_to_report(tmp_path) for _ in range(2)] == [True, False]
-
-
-def test_the_stack_of_a_process_that_aborted_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (
-        "import os\nfrom colossus.launch import finished\ndef crash():\n    os.abort()\nfinished.keep_stack(1)\ncrash()"
-    )
-    monkeypatch.delenv("PYTHONFAULTHANDLER", raising=False)
-    with finished.expected() as marks:
-        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-        process.wait()
-        exits: dict[int, RankExit] = {}
-        RankProcesses({1: process}, exits, marks).note_exits()
-    assert exits[1].code == -signal.SIGABRT
-    text = causes.block(causes.rank_causes([], exits), GRID)
-    assert "rank 1 (data 0, tensor 1) was killed by SIGABRT: a native library gave up" in text
-    assert "Fatal Python error: Aborted" in text
-    assert "in crash" in text

@@ -98,18 +98,6 @@ def test_a_death_on_one_host_is_reported_on_both(long_run: Nodes) -> None:
 
 
 @needs_hosts
-@pytest.mark.parametrize("signum", long(signal.SIGTERM, signal.SIGINT))
-def test_a_stop_on_one_host_stops_both(long_run: Nodes, signum: signal.Signals) -> None:
-    launchers, folder = long_run
-    launchers[1].send_signal(signum)
-    ended = [finish(launcher) for launcher in launchers]
-    assert [(code, err) for code, _, err in ended] == [(128 + signum, "")] * 2
-    assert all(f"stopped by {signum.name}" in out for _, out, _ in ended)
-    steps = [row["step"] for row in rows_of(folder)]
-    assert steps == list(range(1, len(steps) + 1))
-
-
-@needs_hosts
 @pytest.mark.long
 @pytest.mark.parametrize("signum", [None, signal.SIGKILL])
 def test_each_host_has_a_parameter_server(two_hosts: list[Host], tmp_path: Path, signum: signal.Signals | None) -> None:

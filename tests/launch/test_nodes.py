@@ -13,7 +13,7 @@ from helpers.forked import ForkedPython
 from helpers.launching import Process, children, finish, has_rows, is_running, rows_of, start_nodes, wait_for
 from helpers.long import long
 
-from colossus.launch import rendezvous, run_folder
+from colossus.launch import nodes, run_folder
 
 Nodes = tuple[list[Process], Path]
 
@@ -131,7 +131,7 @@ def test_a_folder_in_use_is_refused_on_all_nodes(tmp_path: Path) -> None:
 
 
 def test_a_node_that_waits_for_others_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "MEET_SECONDS", 0.2)  # of the forked launcher, too
+    monkeypatch.setattr(nodes, "MEET_SECONDS", 0.2)  # of the forked launcher, too
     launcher = start_nodes(tmp_path, started=1)[0]
     assert isinstance(launcher, ForkedPython)
     wait_for(lambda: b"waiting at" in launcher.outputs[1], launcher.pid)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,12 @@ from typing import Any
 import pytest
 from helpers.launching import TINY
 
-from colossus.checkpoint.claim import Claim
 from colossus.checkpoint.folder import LATEST, name_of
 from colossus.checkpoint.manifest import MANIFEST, Manifest
 from colossus.config import ConfigError, load_config
 from colossus.launch import command, failure, run_folder
-from colossus.launch.origin import Origin, choose
-from colossus.launch.told import warnings_once
+from colossus.launch.resume import Origin, RunStart, choose
 
-JOB = {"SLURM_JOB_ID": "77"}
-REQUEUED = {**JOB, "SLURM_RESTART_COUNT": "1"}
 pytestmark = pytest.mark.usefixtures("no_processes")
 
 
@@ -47,15 +41,19 @@ def run_of(folder: str, *steps: int, rows: int = 5) -> Path:
     return path
 
 
-def chosen(*overrides: str, environ: dict[str, str] | None = None, **options: Any) -> Origin:
-    config = load_config(TINY, overrides)
-    return choose(config, str(TINY), overrides, environ=environ or {}, **options)
+def chosen(*overrides: str, **options: Any) -> Origin:
+    return choose(load_config(TINY, overrides), overrides, **options)
 
 
 def begin(*overrides: str, **options: Any) -> None:
     origin = chosen(*overrides, **options)
     origin.check()
     origin.take()
+
+
+def release(taken: RunStart) -> None:
+    for lock in taken.locks:
+        lock.close()
 
 
 def refused(*overrides: str, **options: Any) -> str:
@@ -82,10 +80,9 @@ def test_the_newest_run_of_this_name_that_has_a_checkpoint_goes_on(capsys: pytes
         origin.check()
         assert origin.folder == Path("runs/tiny-20260102-000000-10")
         assert origin.checkpoint == origin.folder / "checkpoints" / "step-00000009"
-        with origin.take().locks:
-            assert re.fullmatch(
-                rf"the run to be resumed, {origin.folder}, is still running \(process .*", refused(resume=True)
-            )
+        taken = origin.take()
+        assert f"the run to be resumed, {origin.folder}, is still running (process " in refused(resume=True)
+        release(taken)
     assert chosen().folder is None
     assert command.run(str(TINY), [], resume=True, dry_run=True) == 0
     told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
@@ -93,63 +90,48 @@ def test_the_newest_run_of_this_name_that_has_a_checkpoint_goes_on(capsys: pytes
     assert told["resumes"] == ("step 9 of runs/tiny-20260102-000000-10/checkpoints/step-00000009, saved under data 2")
 
 
-def test_a_run_folder_that_is_named_goes_on_or_is_begun_anew() -> None:
+def test_a_run_folder_that_is_named_goes_on_or_is_begun_anew(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no checkpoint in there/checkpoints; " in refused(resume=True, run_dir="there")
     run = run_of("mine", 3, 6)
     taken = chosen(resume=True, run_dir="mine").take()
     assert (taken.folder, taken.resume) == (run, "auto")
-    taken.locks.close()
+    release(taken)
     assert (run / "metrics.jsonl").exists()
     assert "holds the metrics of another run already" in refused(run_dir="mine")
-    # killed before its first checkpoint: what it has left is kept, out of the way
+    # killed before its first checkpoint: its metrics are kept, out of the way
     lost = run_of("killed")
-    (lost / "notes.txt").write_text("of mine")
     for number in (1, 2):
         taken = chosen("checkpoint.resume=auto", run_dir="killed").take()
         assert (taken.folder, taken.resume) == (lost, None)
-        taken.locks.close()
-        assert (lost / f"lost-{number}" / "metrics.jsonl").read_text().count("\n") == 5
-        assert (lost / f"lost-{number}" / "config.json").exists()
+        release(taken)
+        told = capsys.readouterr().err
+        assert (told.count("\n"), f"its metrics are in killed/metrics.lost-{number}.jsonl now" in told) == (1, True)
+        assert (lost / f"metrics.lost-{number}.jsonl").read_text().count("\n") == 5
         assert not (lost / "metrics.jsonl").exists()
         (lost / "metrics.jsonl").write_text('{"step": 1}\n' * 5)
-        (lost / "config.json").write_text('{"train": {"steps": 100}}')
-    assert (lost / "notes.txt").exists()
 
 
-def test_what_no_earlier_attempt_has_written_stays_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    own = run_of("own")
-    for name in ("metrics.csv", "tensorboard", "metrics.md"):
-        (own / name).mkdir()
-    chosen("checkpoint.resume=auto", run_dir="own").take().locks.close()
-    assert sorted(path.name for path in (own / "lost-1").iterdir()) == ["config.json", "metrics.jsonl"]
-    told = capsys.readouterr().err
-    assert (told.count("\n"), told.count("own/lost-1")) == (1, 1)
-    # a run that came to its end, and one that is not ours at all
-    run_of("finished", rows=100)
+def test_a_folder_in_which_no_run_has_been_is_left_alone() -> None:
     other = run_of("other")
     (other / "run.lock").unlink()
-    for folder in ("finished", "other"):
-        before = sorted(Path(folder).iterdir())
-        assert "holds the metrics of another run" in refused("checkpoint.resume=auto", run_dir=folder)
-        assert sorted(Path(folder).iterdir()) == before
-    (other / "metrics.jsonl").unlink()
-    assert "has a config.json that this run would replace" in refused("checkpoint.resume=auto", run_dir="other")
-    with pytest.raises(ConfigError, match=r"has a config\.json"):
-        chosen(run_dir="other").take()
+    for words in ("holds the metrics of another run", "has a config.json that this run would replace"):
+        assert words in refused("checkpoint.resume=auto", run_dir="other")
+        with pytest.raises(ConfigError, match=words):
+            chosen(run_dir="other").take()
+        (other / "metrics.jsonl").unlink(missing_ok=True)
     assert [path.name for path in other.iterdir()] == ["config.json"]
 
 
 def test_a_refused_launch_leaves_nothing() -> None:
     Path("file").write_text("")
-    for overrides in (["checkpoint.every=5", "checkpoint.dir=file"], ["checkpoint.every=5", "checkpoint.dir=held/new"]):
-        if "held" in overrides[1]:
-            saved("held/new", 3)
-        with pytest.raises(ConfigError):
-            chosen(*overrides, run_dir="new").take()
-        with pytest.raises(ConfigError):
-            chosen(*overrides).take()
+    saved("held/new", 3)
+    for folder in ("file", "held/new"):
+        overrides = ["checkpoint.every=5", f"checkpoint.dir={folder}"]
+        for options in ({"run_dir": "new"}, {}):
+            with pytest.raises(ConfigError):
+                chosen(*overrides, **options).take()
         assert not Path("new").exists()
-        assert not list(Path("runs").iterdir())
+        assert not Path("runs").exists()
     failure.write(Path("failed"), failure.FailureRecord(0, "error", "E", "m", "t"))
     run_folder.prepare(Path("failed")).close()
     assert not (Path("failed") / "failures").exists()
@@ -161,38 +143,13 @@ def test_no_folder_is_not_the_working_folder(key: str) -> None:
         chosen(f"checkpoint.{key}=")
 
 
-def test_a_dry_run_looks_at_the_folder_of_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("file").write_text("")
-    for folder in ("file", "file/below"):
-        overrides = ["checkpoint.every=5", f"checkpoint.dir={folder}"]
-        assert command.run(str(TINY), overrides, dry_run=True) == 2
-        assert f"checkpoint.dir {folder}: " in capsys.readouterr().err
-
-
-def test_a_damaged_checkpoint_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
-    run = run_of("mine", 3, 6)
-    (run / "checkpoints" / "step-00000006" / MANIFEST).write_text("{}")
-    root = logging.getLogger()
-    logging.getLogger("colossus.checkpoint").setLevel(logging.WARNING)  # another test may have run the command
-    handlers, root.handlers = root.handlers, []
-    try:
-        with warnings_once():
-            for _ in range(2):
-                chosen(resume=True, run_dir="mine").take().locks.close()
-    finally:
-        root.handlers = handlers
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == 2
-    assert all(line.startswith("colossus: mine/checkpoints/step-00000006") for line in told)
-
-
 def test_a_checkpoint_that_is_named_begins_a_run_of_its_own() -> None:
     run = run_of("first", 3, 6)
     for path in ("first", "first/checkpoints", "first/checkpoints/step-00000006"):
         taken = chosen(f"checkpoint.resume={path}").take()
         assert taken.folder.parent == Path("runs")
         assert taken.resume == os.path.abspath(path)
-        taken.locks.close()
+        release(taken)
     assert "holds the metrics of another run already" in refused(f"checkpoint.resume={run}", run_dir="first")
     assert "checkpoint.resume = 'absent': absent: there is no such folder" in refused("checkpoint.resume=absent")
     assert "give one of them" in refused("checkpoint.resume=first", resume=True)
@@ -233,53 +190,30 @@ def test_checkpoints_of_another_run_are_not_touched() -> None:
     assert not Path("runs").exists()
     elsewhere = saved("elsewhere", 9)
     assert "holds 2 checkpoints of another run" in refused(*ours, f"checkpoint.resume={elsewhere}")
-    chosen("checkpoint.dir=shared").take().locks.close()  # it does not save
+    release(chosen("checkpoint.dir=shared").take())  # it does not save
     # one that goes on from there owns what is there
-    chosen(*ours, "checkpoint.resume=shared/step-00000003").take().locks.close()
+    release(chosen(*ours, "checkpoint.resume=shared/step-00000003").take())
     run_of("used")
     taken = chosen(*ours, resume=True).take()
-    taken.locks.close()
+    release(taken)
     assert taken.resume == "auto"
     assert chosen(*ours, resume=True).folder == taken.folder.resolve()  # it is remembered where that run was
-    run_of("third", 1)
-    elsewhere = "the checkpoints in checkpoint.dir shared are those of the run in "
-    assert elsewhere in refused(*ours, resume=True, run_dir="third")
-    Path("fourth").mkdir()
-    assert elsewhere in refused(*ours, resume=True, run_dir="fourth")
-    (Path("shared") / "run-folder").unlink()
+    run_of("third", 1)  # the metrics of another run
     for overrides in (ours, [*ours, "checkpoint.resume=auto"]):
-        assert "third: holds metrics, and nothing says" in refused(
-            *overrides, resume=overrides is ours, run_dir="third"
-        )
+        told = refused(*overrides, resume=overrides is ours, run_dir="third")
+        assert "holds the metrics of another run already" in told
     assert len((Path("third") / "metrics.jsonl").read_text().splitlines()) == 5
     taken = chosen(*ours, resume=True, run_dir="fourth").take()
-    taken.locks.close()
+    release(taken)
     assert chosen(*ours, resume=True).folder == taken.folder.resolve()
 
 
-def test_a_folder_of_checkpoints_has_one_live_run_and_is_swept_by_the_next() -> None:
+def test_a_folder_of_checkpoints_has_one_live_run() -> None:
     ours = ["checkpoint.dir=shared", "checkpoint.every=5"]
-    for name in ("step-00000003.tmp-abc-1", "step-00000000.deleted-step-00000002-9"):
-        (Path("shared") / name).mkdir(parents=True)
     taken = chosen(*ours).take()
-    assert not list(Path("shared").glob("step-*"))
     assert "checkpoint.dir shared: another run is using it now (process" in refused(*ours)
-    taken.locks.close()
-    child = os.fork()
-    if not child:  # a loop of somebody's own, without a launcher
-        claim = Claim(Path("shared"))
-        Path("claimed").touch()
-        while not Path("over").exists():
-            time.sleep(0.01)
-        os._exit(not claim.is_held)
-    while not Path("claimed").exists():
-        time.sleep(0.01)
-    (Path("shared") / "step-00000003.tmp-abc-1").mkdir()
-    assert "checkpoint.dir shared: another run saves there now" in refused(*ours)
-    assert list(Path("shared").glob("step-*"))  # not ours to sweep
-    Path("over").touch()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    chosen(*ours).take().locks.close()
+    release(taken)
+    release(chosen(*ours).take())
 
 
 @pytest.mark.parametrize(
@@ -294,39 +228,9 @@ def test_a_folder_of_checkpoints_has_one_live_run_and_is_swept_by_the_next() -> 
         ),
     ],
 )
-def test_a_folder_that_cannot_hold_checkpoints_exits_with_2(
-    folder: str, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_hold_checkpoints_is_refused(folder: str, reason: str) -> None:
     Path("file").write_text("")
-    assert command.run(str(TINY), [f"checkpoint.dir={folder}", "checkpoint.every=5"], run_dir="run") == 2
-    assert reason in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("steps", [(), (3,)])
-@pytest.mark.parametrize("run_dir", [None, "mine"])
-@pytest.mark.parametrize("step_id", [None, "0"])
-def test_a_requeued_job_goes_on_in_its_own_folder(
-    steps: tuple[int, ...], run_dir: str | None, step_id: str | None
-) -> None:
-    step = {} if step_id is None else {"SLURM_STEP_ID": step_id}
-    ours = ["train.seed=1", "checkpoint.every=5"]
-    first = chosen(*ours, environ={**JOB, **step}, run_dir=run_dir).take()
-    first.locks.close()
-    # the next launch of the script, which the job did not come to finish either; and somebody else's
-    other = chosen("train.seed=2", environ={**JOB, **step, "SLURM_STEP_ID": "1"}).take()
-    other.locks.close()
-    run_of("runs/tiny-29990101-000000", 9)
-    (first.folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    if steps:
-        saved(first.folder / "checkpoints", *steps)
-    again = chosen(*ours, environ={**REQUEUED, **step}, run_dir=run_dir)
-    again.check()
-    taken = again.take()
-    taken.locks.close()
-    assert taken.folder == first.folder
-    assert taken.resume == ("auto" if steps else None)
-    assert (first.folder / "metrics.jsonl").exists() == bool(steps)
-    assert (first.folder / "lost-1" / "metrics.jsonl").exists() != bool(steps)
+    assert reason in refused(f"checkpoint.dir={folder}", "checkpoint.every=5", run_dir="run")
 
 
 def test_ranks_that_outlive_their_launcher_keep_their_folder() -> None:
@@ -343,44 +247,7 @@ def test_ranks_that_outlive_their_launcher_keep_their_folder() -> None:
     assert "mine: the ranks of a launcher that was killed are still there" in refused(resume=True, run_dir="mine")
     Path("over").touch()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    chosen(resume=True, run_dir="mine").take().locks.close()
-
-
-def test_only_a_requeued_job_finds_its_folder() -> None:
-    first = chosen(environ=JOB, run_dir="mine").take()
-    first.locks.close()
-    (first.folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    for environ in (JOB, {**JOB, "SLURM_RESTART_COUNT": "0"}, {**REQUEUED, "SLURM_JOB_ID": "78"}):
-        assert "holds the metrics of another run" in refused(environ=environ, run_dir="mine")
-    assert "holds the metrics of another run" in refused("train.seed=2", environ=REQUEUED, run_dir="mine")
-    assert chosen(environ={**REQUEUED, "SLURM_JOB_ID": "78"}).folder is None
-    (first.folder / "slurm.json").write_text("{")
-    assert "holds the metrics of another run" in refused(environ=REQUEUED, run_dir="mine")
-
-
-def test_the_number_of_the_job_step_only_chooses_between_several(capsys: pytest.CaptureFixture[str]) -> None:
-    folders = []
-    for step in ("0", "1"):
-        taken = chosen(environ={**JOB, "SLURM_STEP_ID": step}, run_dir=f"runs/tiny-2026010{step}-000000").take()
-        taken.locks.close()
-        folders.append(taken.folder)
-    for step, folder in (("0", folders[0]), ("1", folders[1]), ("5", folders[1])):
-        assert chosen(environ={**REQUEUED, "SLURM_STEP_ID": step}).folder == folder
-    assert capsys.readouterr().err == ""
-    anew = chosen("train.seed=2", environ=REQUEUED)
-    anew.take().locks.close()
-    assert anew.folder is None
-    assert "colossus: SLURM has requeued job 77, but no run folder is that of" in capsys.readouterr().err
-
-
-def test_a_requeued_job_goes_on_with_what_it_had_resumed() -> None:
-    """The first attempt has resumed the run of another job; its folder is now of both."""
-    run = run_of("runs/tiny-20260101-000000", 3)
-    chosen(environ=JOB, resume=True).take().locks.close()
-    run_of("runs/tiny-20260202-000000", 9)
-    for resume in (True, False):
-        origin = chosen(environ=REQUEUED, resume=resume) if resume else chosen(environ=REQUEUED)
-        assert (origin.folder, origin.checkpoint) == (run, run / "checkpoints" / "step-00000003")
+    release(chosen(resume=True, run_dir="mine").take())
 
 
 def test_a_start_in_a_folder_with_a_config_keeps_it(tmp_path: Path) -> None:

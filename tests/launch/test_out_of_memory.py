@@ -10,9 +10,11 @@ import torch
 from helpers.ranks import grid
 
 from colossus.config import load_config
-from colossus.launch import causes, failure, rank_failure
+from colossus.launch import failure, rank_failure
+from colossus.launch.causes import rank_causes
 from colossus.launch.out_of_memory import advise, is_out_of_memory
-from colossus.launch.rank_run import RankRun
+from colossus.launch.rank_failure import RankRun
+from colossus.launch.report import block
 from colossus.launch.stop import StopSignals
 
 CUDA = (
@@ -51,11 +53,11 @@ def test_advice_is_of_this_config() -> None:
     assert lines == [
         "out of memory in step 7; what takes less:",
         "  - other processes hold 12.50 GiB of this device: `nvidia-smi` names them",
-        "  - 14.30 GiB are reserved in pieces that do not fit: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "  - 14.30 GiB are reserved in pieces too small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         "  - train.activation_checkpoint=full: a block's activations are computed again in backward",
-        "  - schedule.microbatches=2 (now 1): fewer samples at a time, the same batch",
+        "  - more schedule.microbatches (now 1): fewer samples at a time, the same batch",
         "  - train.precision=bf16: activations of half the size",
-        "  - parallel.zero.stage=1 (now 0): the optimizer's state is shared out over 4 data ranks",
+        "  - parallel.zero.stage=1 (now 0): more is sharded over 4 data ranks",
         "  - a larger parallel.tensor.size (now 1) or parallel.pipeline.size (now 1)",
     ]
 
@@ -63,18 +65,12 @@ def test_advice_is_of_this_config() -> None:
 def test_nothing_is_advised_that_is_done_already() -> None:
     used = ["train.activation_checkpoint=full", "parallel.zero=3", "schedule.microbatches=6", "train.precision=bf16"]
     text = advise(config_of(*used), CUDA.format(used="60", held="800.00 MiB"), 7)
-    for absent in ("activation_checkpoint=full", "zero.stage", "microbatches", "precision", "expandable_segments"):
+    for absent in ("activation_checkpoint", "zero.stage", "microbatches", "precision", "expandable_segments"):
         assert absent not in text
-    assert "parallel.zero.offload=True" in text
-    assert "train.activation_checkpoint.offload=True" in text
-    assert "schedule.microbatches=9 (now 3)" in advise(
-        config_of("parallel.data=1", "train.global_batch_size=27", "schedule.microbatches=3"), "", 1
-    )
-    before = advise(config_of(), "out of memory", None)
+    before = advise(config_of("parallel.strategy=sgp"), "out of memory", None)
     assert before.startswith("out of memory while the model was made or loaded")
     assert "activations" not in before
-    sgp = advise(config_of("parallel.strategy=sgp"), "out of memory", None)
-    assert "zero" not in sgp
+    assert "zero" not in before
 
 
 def test_the_block_has_the_advice(tmp_path: Path) -> None:
@@ -82,6 +78,6 @@ def test_the_block_has_the_advice(tmp_path: Path) -> None:
     run.config = config_of()
     assert rank_failure.fail(run, torch.OutOfMemoryError(CUDA.format(used="60", held="1 MiB"))) == 1
     records = failure.read_all(tmp_path)
-    text = causes.block(causes.rank_causes(records, {}), grid(data=4), tmp_path)
+    text = block(rank_causes(records, {}), grid(data=4), tmp_path)
     assert "raised OutOfMemoryError" in text
     assert "\nout of memory in step 3; what takes less:\n  - other processes hold 12.50 GiB" in text

@@ -25,7 +25,7 @@ from helpers.launching import (
     wait_for,
 )
 
-from colossus.launch import ending, failure, stop
+from colossus.launch import failure, processes, stop
 
 #: of a row, what depends on the run and not on the machine
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
@@ -44,8 +44,8 @@ def stop_at(process: Process, folder: Path, rows: int, signum: int) -> tuple[int
 
 def test_a_stop_waits_for_a_slow_disk_but_not_for_a_stuck_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "GRACE_SECONDS", 0.5)  # of the forked launcher and ranks, too
-    monkeypatch.setattr(ending, "KILL_SECONDS", 1.0)
-    monkeypatch.setattr(ending, "SAY_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "KILL_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "SAY_SECONDS", 0.5)
     command = [*LAUNCH, "--run-dir", "run", "train.steps=100000", "checkpoint.every=50000"]
     code, out, err = stop_at(start(command, tmp_path, **SLOW, TROUBLE="slow disk"), tmp_path / "run", 1, signal.SIGTERM)
     saved = rows_of(tmp_path / "run")[-1]["step"]
@@ -87,9 +87,11 @@ def test_a_rank_whose_launcher_is_killed_while_it_loads_leaves_the_run_alone(tmp
     process = start([*LAUNCH, *held], tmp_path, TROUBLE="slow load")
     wait_for((tmp_path / "loading").exists, process.pid)
     (rank,) = children(process.pid)
+    os.kill(rank, signal.SIGSTOP)  # else it has ended before the next launch looks
     os.kill(process.pid, signal.SIGKILL)
     code, _, err = launch(tmp_path, *held[3:], "--resume")
     assert (code, "the ranks of a launcher that was killed are still there" in err) == (2, True), err
+    os.kill(rank, signal.SIGCONT)
     wait_for(lambda: not is_running(rank), os.getpid())
     assert (run / "metrics.jsonl").read_bytes() == rows + b'{"step": 6}\n'
     assert not (run / "checkpoints" / "step-00000006").exists()
@@ -171,12 +173,11 @@ def test_a_run_that_was_stopped_again_and_again_has_the_metrics_of_one_that_was_
     assert json.loads((run / "config.step-00000016.json").read_text())["parallel"]["data"] == 1
 
 
-def test_a_job_that_slurm_requeues_goes_on_by_itself(tmp_path: Path) -> None:
+def test_a_job_that_slurm_requeues_goes_on(tmp_path: Path) -> None:
     """srun's tasks are told some time before the job's end; the script then runs again with the same command."""
-    overrides = ["train.steps=12", "checkpoint.every=100", "train.eval_every=0"]
-    tasks = start_slurm_tasks(tmp_path, *overrides, **SLOW)
-    wait_for(lambda: any(tmp_path.glob("runs/*/metrics.jsonl")), *(task.pid for task in tasks))
-    (folder,) = tmp_path.glob("runs/*")
+    folder = tmp_path / "runs" / "mine-77"
+    command = ["--run-dir", str(folder), "checkpoint.resume=auto", "train.steps=12", "checkpoint.every=100"]
+    tasks = start_slurm_tasks(tmp_path, *command, "train.eval_every=0", **SLOW)
     wait_for(lambda: has_rows(tasks[0], folder, 2), *(task.pid for task in tasks))
     for task in tasks:
         task.send_signal(signal.SIGUSR1)
@@ -186,13 +187,12 @@ def test_a_job_that_slurm_requeues_goes_on_by_itself(tmp_path: Path) -> None:
     assert f"stopped by SIGUSR1 after step {saved}" in ended[0][1]
     assert f"the latest checkpoint is {folder}/checkpoints/step-{saved:08d}" in ended[0][1]
 
-    ended = [finish(task) for task in start_slurm_tasks(tmp_path, *overrides, SLURM_RESTART_COUNT="1")]
+    ended = [finish(task) for task in start_slurm_tasks(tmp_path, *command, "train.eval_every=0")]
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert f"at step {saved}, saved under data 2" in ended[0][1]
-    assert list(tmp_path.glob("runs/*")) == [folder]
     assert [row["step"] for row in rows_of(folder)] == list(range(1, 13))
 
-    ended = [finish(task) for task in start_slurm_tasks(tmp_path, *overrides, "--resume", "--run-dir", "nowhere")]
+    ended = [finish(task) for task in start_slurm_tasks(tmp_path, "--resume", "--run-dir", "nowhere")]
     assert [code for code, _, _ in ended] == [2, 2]
     assert "--resume: there is no checkpoint in nowhere/checkpoints" in ended[0][2]
     assert ended[1][2] == ""

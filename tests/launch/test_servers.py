@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from colossus.launch import failure
 from colossus.launch.failure import FailureRecord
-from colossus.launch.server_failure import ServerFailure, silent_server
-from colossus.launch.server_plan import describe_servers, servers_of_nodes
+from colossus.launch.outcome import NodeEnd, ServerFailure
+from colossus.launch.report import server_block, silent_server
+from colossus.launch.servers import describe_servers, servers_of_nodes
 from colossus.server.messages import ServerGone
 
 CONFIG = Path(__file__).parents[1] / "helpers" / "launched" / "served.py"
@@ -98,7 +99,7 @@ def test_a_server_that_hangs_is_named_after_a_while(tmp_path: Path, mode: str) -
     code, _, err = finish(launcher)
     assert code == 1
     assert re.search(rf"server 1 \(host \S+, process {server}\) lives, but gives no sign of it", err)
-    assert "a worker said:" in err
+    assert re.search(r"rank \d said: ", err)
     assert not is_running(server)
 
 
@@ -118,8 +119,8 @@ def test_servers_are_spread_evenly(number: int, nnodes: int) -> None:
     ("number", "nnodes", "words"),
     [
         (1, 1, "1 process beside the workers"),
-        (4, 4, "4 processes beside the workers, one on each of 4 nodes"),
-        (3, 2, "3 processes beside the workers, 2, 1 on the 2 nodes"),
+        (3, 2, "3 processes beside the workers, on 2 of 2 nodes"),
+        (1, 2, "1 process beside the workers, on 1 of 2 nodes"),
     ],
 )
 def test_where_servers_are_in_words(number: int, nnodes: int, words: str) -> None:
@@ -134,27 +135,27 @@ def test_the_server_that_workers_blame_first_is_named() -> None:
     endpoints = [{"host": f"10.0.0.{index}", "process": 70 + index} for index in range(2)]
     found = silent_server([failed(0, 0, at=3.0), failed(1, 1, at=2.0), failed(2, None, at=1.0)], endpoints)
     assert found is not None
-    assert found.name == "server 1 (host 10.0.0.1, process 71)"
-    assert "rank 1: server 1 is gone" in found.block(None)
+    assert "server 1 (host 10.0.0.1, process 71) lives, but" in server_block(found, None)
+    assert "rank 1 said: server 1 is gone" in server_block(found, None)
     assert silent_server([failed(0, None)], endpoints) is None
     assert silent_server([failed(0, 7)], endpoints) is None  # of another run
-    assert ServerFailure.from_json(found.to_json()) == found
+    end = NodeEnd(1, server=found, records=(failed(0, 0),))
+    read = NodeEnd.from_json(end.to_json())
+    assert (read.server, read.records[0].server, read.is_good) == (found, 0, False)
 
 
 @pytest.mark.parametrize(
     ("code", "words"),
     [
         (-9, "was killed by SIGKILL: out of memory is the most likely"),
-        (1, "ended with exit code 1"),
         (0, "ended before the workers had, as if it had been told to"),
-        (143, "ended before the workers had, as if it had been told to"),
         (None, "lives, but gives no sign of it"),
     ],
 )
 def test_how_a_server_ended_in_words(code: int | None, words: str) -> None:
-    block = ServerFailure(2, "a", 5, code, "last words", "logs/server2.log").block(Path("run"))
+    block = server_block(ServerFailure(2, "a", 5, code, "log: logs/server2.log"), Path("run"))
     assert f"server 2 (host a, process 5) {words}" in block
-    assert "last words" in block
+    assert "log: logs/server2.log" in block
     assert "run folder: run" in block
 
 

@@ -63,24 +63,12 @@ CASES: dict[str, Case] = {
 }
 MORE: dict[str, Case] = {
     **{f"{model['type']}, {tensor}": of(tensor, model) for model in (GPT, LLAMA, VIT, WORDS) for tensor in TENSOR},
-    **{
-        f"GPT, {tensor}, {kind}{' on the host' * offload}": of(tensor, GPT, **recomputed(type=kind, offload=offload))
-        for tensor in TENSOR
-        for kind, offload in (("full", False), ("full", True), ("selective", False))
-    },
-    **{
-        f"GPT, {tensor}, gathered once": of(tensor, GPT, parallel=dict(tensor=dict(weights="step", gathered="keep")))
-        for tensor in TENSOR
-    },
     "GPT, full": alone(GPT, **recomputed(type="full")),
     "Llama": alone(LLAMA),
     "WordsLM": alone(WORDS),
-    "ViT, mean": alone({**VIT, "pool": "mean"}),
     "2d of 16 x 16, data 2": (512, dict(data=2, tensor=dict(mode="2d", size=256)), 64, WIDE, {}),
     "2d of 2 x 8, data 32": (512, dict(data=32, tensor=dict(mode="2d", size=16, shape=[2, 8])), 128, WIDE, {}),
     "1d of 16, data 32": (512, dict(data=32, tensor=dict(mode="1d", size=16)), 128, WIDE, {}),
-    "2.5d of 2 x 16 x 16": (512, dict(data=1, tensor=dict(mode="2.5d", size=512, depth=2)), 64, WIDE, {}),
-    "3d of 8 x 8 x 8": (512, dict(data=1, tensor=dict(mode="3d", size=512)), 64, WIDE, {}),
 }
 
 

@@ -9,7 +9,6 @@ import torch
 from helpers.twins import PlainGPT
 
 import colossus
-from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import load_config
 from colossus.context.parallel_context import one_rank
@@ -59,24 +58,11 @@ def test_the_options_have_an_effect() -> None:
     assert len({round(loss, 9) for loss in losses}) == 4
 
 
-def test_attention_alone_takes_them() -> None:
-    attention = layers.Attention(32, 4, rotary=True, rotary_base=500000.0, rotary_scaling=SCALING)
-    assert attention.rotary is not None
-    assert attention.rotary.scaling is not None
-    assert (attention.rotary.base, attention.rotary.scaling.factor) == (500000.0, 8.0)
-
-
 REFUSED = [
     (dict(positions="learned", rotary_base=5e5), "model.rotary_base = 500000.0 says how positions are rotated, but"),
-    (dict(rotary_base=1.0), "rotary_base"),
     (dict(head_dim=7), "model.head_dim = 7 is odd, but rotary positions turn pairs of features; nearest: 6 or 8"),
-    (dict(head_dim=1), "model.head_dim = 1 is odd, .* nearest: 2"),
-    (dict(head_dim=0), "model.head_dim"),
     (dict(hidden_size=30), "model.hidden_size = 30 is not a multiple of model.num_heads = 4; nearest: 28 or 32"),
-    (dict(norm_eps=0.0), "norm_eps"),
-    (dict(rotary_scaling=dict(factor=0.5)), "factor"),
     (dict(rotary_scaling=dict(factor=2.0, low_freq_factor=4.0)), "low_freq_factor = 4.0 is not below high_freq_factor"),
-    (dict(rotary_scaling=dict(factor=2.0, rope_type="yarn")), "rope_type"),
     (dict(rotary_scaling=dict(LINEAR, low_freq_factor=2.0)), "low_freq_factor: rope_type = 'linear' has a factor only"),
 ]
 

@@ -165,14 +165,6 @@ def test_every_plan_follows_one_process_for_twenty_steps(model: str, world: int,
     compare(cases, precision, LONG, **more)
 
 
-@pytest.mark.parametrize("precision", long("fp64", "fp32"))
-@pytest.mark.parametrize("world", [4, 8])
-@pytest.mark.parametrize("model", ["llama", "llama tied"])
-def test_every_sequence_plan_follows_one_process_for_twenty_steps(model: str, world: int, precision: str) -> None:
-    cases = {(model, name): plan for name, plan in SEQUENCES.items() if plan[0] == world}
-    compare(cases, precision, LONG, num_kv_heads=4)
-
-
 @pytest.mark.parametrize("model", list(MODELS))
 def test_one_process_is_plain_torch(model: str) -> None:
     sizes = {key: value for key, value in MODELS[model].items() if key != "type"}

@@ -8,16 +8,12 @@ import pytest
 from helpers.sizes import count_parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from colossus import layers
-from colossus.config import load_config, model_options
+from colossus.config import load_config
 from colossus.construct.build_model import build
 from colossus.context.grid import build_grid
 from colossus.context.parallel_context import ParallelContext, one_rank
-from colossus.layers.block_defaults import default_ffn_size
 from colossus.models.gpt import GPT
-from colossus.models.options import GPTOptions
 from colossus.models.vit import ViT
 from colossus.monitor.mfu import flops_per_token
 
@@ -96,38 +92,3 @@ def test_operations_of_an_image(more: dict[str, Any]) -> None:
     attention = 12 * o.num_layers * o.num_heads * o.head_dim * o.num_tokens**2
     ends = 4 * 8 * (3 * 2 * 3) * 24 + 6 * 24 * 5
     assert flops_per_token(dict(type="ViT", **sizes)) == 6 * weights * o.num_tokens + attention + ends
-
-
-def test_recomputation_and_dropout_cost_no_operations_of_the_model() -> None:
-    plain = flops_per_token(SMALL)
-    for kind in ("full", "selective"):
-        assert flops_per_token({**SMALL, "activation_checkpoint": kind, "dropout": 0.1}) == plain
-    assert flops_per_token(dict(type=nn.Linear, in_features=2, out_features=2)) is None
-
-
-@pytest.mark.parametrize("mlp", ["gelu", "gelu_tanh", "swiglu"])
-def test_the_width_of_an_mlp_has_one_default_and_is_honoured(mlp: str) -> None:
-    """That of the options of a model, of a block and of the layer alone."""
-    alone = {"gelu": layers.MLP, "gelu_tanh": layers.MLP, "swiglu": layers.GatedMLP}[mlp]
-    for given_size, wanted in ((None, 64 if mlp == "swiglu" else 96), (20, 20)):
-        options = GPTOptions(hidden_size=24, mlp=mlp, ffn_hidden_size=given_size)
-        block = layers.TransformerBlock(24, 4, ffn_size=given_size, mlp=mlp)
-        widths = [options.ffn_hidden_size, block.mlp.down.in_features, alone(24, given_size).down.in_features]
-        assert widths == [wanted] * 3
-    assert default_ffn_size("swiglu", 4096) == 10944  # 8/3 x 4096 = 10922.7, up to a multiple of 64
-
-
-def test_default_eps_follows_the_norm() -> None:
-    for norm, eps in (("layernorm", 1e-5), ("rmsnorm", 1e-6)):
-        assert GPTOptions(norm=norm, norm_eps=None).norm_eps == eps
-        assert layers.TransformerBlock(24, 4, norm=norm).mlp_norm.eps == eps
-        assert layers.TransformerBlock(24, 4, norm=norm, norm_eps=0.5).mlp_norm.eps == 0.5
-
-
-def test_heads_are_as_wide_as_the_model_unless_told() -> None:
-    options = [
-        model_options(load_config(dict(model=dict(type="Llama", hidden_size=32, num_heads=4, **more))))
-        for more in (dict(), dict(head_dim=None), dict(head_dim=8))
-    ]
-    assert options[0] == options[1] == options[2]
-    assert options[0].head_dim == 8

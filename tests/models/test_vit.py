@@ -119,21 +119,6 @@ def test_padded_tokens_under_recomputation_and_dropout() -> None:
             assert_same_run(trace, reference, loss=1e-12, norm=1e-12, parameter=1e-10)
 
 
-@pytest.mark.rest("fp16")
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision(precision: str) -> None:
-    plans: dict[str, Any] = {
-        "1d sharded": dict(tensor=dict(size=2, sequence_sharded=True)),
-        "pipeline": dict(pipeline=2),
-        "zero": dict(data=2, zero=3),
-    }
-    configs = {name: config_of(plan, 3, precision, model=TRAINED) for name, plan in plans.items()}
-    alone = run_plan(1, config_of({}, 3, precision, model=TRAINED), 3)[0]
-    for name, traces in run_cases(2, configs, 3).items():
-        assert traces[0].losses == pytest.approx(alone.losses, rel=4e-3), name
-        assert traces[0].norms == pytest.approx(alone.norms, rel=4e-2), name
-
-
 # -- what is refused ------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -163,16 +148,6 @@ def test_what_is_refused_before_launch(parallel: dict[str, Any], more: dict[str,
         load_config(dict(parallel=parallel, model={**TRAINED, **more}))
 
 
-def test_the_nearest_plans_of_a_refused_sequence() -> None:
-    with pytest.raises(ValueError, match=r"parallel.sequence.size=1 parallel.tensor.size=4") as caught:
-        load_config(dict(parallel=dict(sequence=4), model=TRAINED), nproc=4)
-    assert "parallel.sequence.size=2" not in str(caught.value)
-
-
-def test_a_padded_plan_is_none_that_is_refused() -> None:
-    load_config(dict(parallel=dict(tensor=dict(size=4, sequence_sharded=True)), model=TRAINED))
-
-
 @pytest.mark.parametrize(
     ("images", "words"),
     [
@@ -187,15 +162,6 @@ def test_images_that_are_refused(images: Any, words: str) -> None:
     model = colossus.build(lambda: ViT(**SIZES))
     with pytest.raises(ValueError, match=words):
         model(images)
-
-
-def test_batches_that_are_refused() -> None:
-    model: Any = colossus.build(lambda: ViT(**SIZES))
-    logits, labels = torch.zeros(2, 5), torch.tensor([0, 1])
-    assert model.loss(logits, {"inputs": None, "labels": labels})[1] == model.loss(logits, (None, labels))[1] == 2
-    for batch in ((logits,), {"inputs": logits}, (logits, "cat")):
-        with pytest.raises(ValueError, match=r"a batch is \(images, labels\), or dict\(inputs=images, labels=...\)"):
-            model.loss(logits, batch)
 
 
 def _class_token(context: ParallelContext) -> list[str]:

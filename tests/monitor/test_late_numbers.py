@@ -172,7 +172,7 @@ def test_the_live_display_ends_with_the_last_step(tmp_path: Path, monkeypatch: p
 
 # -- on a device ----------------------------------------------------------------------------------------------
 
-TRAIN = dict(log_every=2, grad_norm_by_group=True, on_nonfinite="skip")
+TRAIN = dict(log_every=2, on_nonfinite="skip")
 
 
 class Watch(Hook):
@@ -228,10 +228,10 @@ def test_the_logging_rank_waits_for_its_device_at_logging_steps_only(tmp_path: P
     assert set(found["plain"]) == {2, 4}
     assert all("Event.synchronize" in line and "host_transfer.py" in line for line in found["plain"][2])
     assert len(rows_of(tmp_path / "metrics.jsonl")) == 5
-    # the step itself reads three numbers of the step before: finite, stop, and under fp16 whether there were tokens;
-    # a row one more, which is read once for all hooks; a line has read what it shows in its own step
-    assert found["ages, metrics, tensorboard"] == found["ages, live"] == {1: [], **dict.fromkeys((2, 3, 4), [1] * 4)}
-    assert found["ages, plain"] == {1: [], 2: [1] * 3, 3: [1] * 3, 4: [1] * 4}
+    # the step itself reads two numbers of the step before: finite, stop; a row one more, which is read once for all
+    # hooks; a line has read what it shows in its own step
+    assert found["ages, metrics, tensorboard"] == found["ages, live"] == {1: [], **dict.fromkeys((2, 3, 4), [1] * 3)}
+    assert found["ages, plain"] == {1: [], 2: [1] * 2, 3: [1] * 2, 4: [1] * 3}
 
 
 def reads(rank: int) -> tuple[list[str], list[str], list[Any]]:
@@ -240,7 +240,7 @@ def reads(rank: int) -> tuple[list[str], list[str], list[Any]]:
     def result() -> StepResult:
         numbers, flag = torch.zeros(6, dtype=torch.float64, device="cuda"), torch.zeros((), device="cuda")
         singles: Any = dict(skipped=flag.bool(), num_skipped=flag.int(), loss_scale=flag, own_tokens=numbers[1])
-        return StepResult(1, 0.1, numbers, groups=("a", "b"), **singles)
+        return StepResult(1, 0.1, numbers, **singles)
 
     Waits.begin_step()
     now, later = result(), result()
@@ -249,7 +249,7 @@ def reads(rank: int) -> tuple[list[str], list[str], list[Any]]:
     assert later.send_to_host()
     Waits.begin_step()
     with Waits(allowed=True) as late:
-        _ = later.loss, later.grad_norms, later.skipped, later.num_skipped, later.loss_scale, later.replica_tokens
+        _ = later.loss, later.grad_norm, later.skipped, later.num_skipped, later.loss_scale, later.replica_tokens
     return at_once.found, late.found, values
 
 

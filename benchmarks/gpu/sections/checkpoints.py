@@ -88,7 +88,7 @@ def _saved_and_resumed(rank: int, device: torch.device, plan: dict[str, Any], pr
     save.wait()
     end = _weights(engine)
     if device.type == "cuda":
-        writer: Any = engine.checkpoints._saves.writer
+        writer: Any = engine.checkpoints._writer
         assert writer._staging._memory.is_pinned(), "the copy that is written is not in page-locked memory"
     engine.close()
 

@@ -30,7 +30,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 #: which of the others a replica hears of first is a matter of time: they are run, and have to learn
 BY_ARRIVAL: dict[str, dict[str, Any]] = {
     "sgp overlap 1": dict(type="sgp", overlap=1),
-    "sgp eager": dict(type="sgp", eager=True),
     "ad-psgd": dict(type="ad-psgd"),
 }
 #: gaps of losses, relative: what compression rounds may round the other way

@@ -28,7 +28,6 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "all in bf16": (dict(params="bf16", compute="bf16", reduce="bf16", optimizer="bf16"), {}),
     "clipped by value": ("fp32", dict(train=dict(clip_grad_value=0.1))),
     "skips what is not finite": ("fp32", dict(train=dict(on_nonfinite="skip"))),
-    "norms by group": ("fp32", dict(train=dict(grad_norm_by_group=True))),
     "accumulation": ("bf16", dict(schedule=dict(microbatches=4))),
     "dropout": ("fp32", dict(model=dict(dropout=0.1, attention_dropout=0.1))),
     "recomputation": ("bf16", dict(train=dict(activation_checkpoint="full"))),
@@ -51,7 +50,7 @@ def cases(device: torch.device, budget: float) -> Iterator[Case]:
 
 def _engine(device: torch.device, precision: Any, **more: Any) -> Engine:
     if device.type != "cuda":
-        raise LeftOut("no CUDA device; on fake ones the suite counts waits (tests/engine/test_fake_cuda.py)")
+        raise LeftOut("no CUDA device; on fake ones the suite counts waits (tests/engine/test_device_steps.py)")
     config = config_of({}, 100, precision, device="cuda", **{**more, "model": {**MODEL, **more.get("model", {})}})
     return colossus.initialize(config)
 

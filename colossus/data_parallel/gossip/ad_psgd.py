@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from colossus.comm import collectives
 from colossus.comm.peers import PeerGone, PeerLinks
-from colossus.data_parallel.gossip.arrivals import Arrivals, death_of, require_alive
+from colossus.data_parallel.gossip.gossip import require_same_graph
 from colossus.data_parallel.gossip.pair_answers import ANSWER, REQUEST, PairAnswers
-from colossus.data_parallel.gossip.pair_protocol import ActiveSide
-from colossus.data_parallel.gossip.same_graph import require_same_graph
-from colossus.data_parallel.options.gossip import ADPSGDOptions
+from colossus.data_parallel.options.gossip_options import ADPSGDOptions
 from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
-from colossus.graphs.checks import two_sides
+from colossus.gradients.reduction import ModelParts
 from colossus.graphs.graph import Graph, make_graph
+from colossus.graphs.graph_checks import two_sides
+
+#: kind of the messages that say that a replica has come to a sync point
+_ARRIVED = 0x0100
+_LOOK_EVERY = 0.5
+
+
+class Exchange(NamedTuple):
+    """An average with a passive replica that is under way.
+
+    Attributes:
+        number: of those that this replica has begun, from 0.
+        step: steps that it had completed then.
+    """
+
+    passive: int
+    number: int
+    step: int
 
 
 class ADPSGD(PerReplica):
-    """Pairwise averaging on a bipartite graph, by increments of half a difference; see `pair_protocol`.
+    """Pairwise averaging on a bipartite graph, by increments of half a difference.
 
-    Not reproducible: who averages with whom in which order depends on who is how fast.
+    Replicas are *active* or *passive*. At the boundary of a step an active one sends its x_i to a passive neighbour,
+    which answers at once, in the midst of a step, with d = (x_i - x_j) / 2, and answers the next as if it had d
+    already. The passive one adds what it has promised at its next boundary, the active one subtracts d at the first
+    boundary after the answer has come; gradients may be stale.
+
+    An active replica has one exchange under way, so each is an average of two replicas, one after the other, in the
+    order in which they were answered. With k under way it would give away half of itself k times:
+    x(t + 1) = x(t) - (x(t - k) - x_j) / 2, which diverges for k > 2.
+
+    Not reproducible: who averages with whom in which order depends on who is how fast. A replica is one rank.
 
     Attributes:
-        record: what this replica does, in order, where it is a list (on its first rank): ("step", completed) once its
-            own update is made; ("begin", passive, number), ("apply", passive, number) of an active one; ("answer",
-            active, number), and ("boundary",) where it adds what it has answered, of a passive one.
+        num_exchanges: that this replica has begun.
+        record: what this replica does, in order, where it is a list: ("step", completed) once its own update is made;
+            ("begin", passive, number), ("apply", passive, number) of an active one; ("answer", active, number), and
+            ("boundary",) where it adds what it has answered, of a passive one.
     """
 
     options: ADPSGDOptions
@@ -45,34 +69,35 @@ class ADPSGD(PerReplica):
         super().setup(store, parts)
         data, context = self._data_group, parts.context
         self.vector = ParameterVector(self.trained)
-        self.active: ActiveSide | None = None
+        #: of an active replica: its neighbours, and how often each is picked
+        self._neighbours: list[int] = []
+        self._weights: list[float] = []
+        self._seed, self.num_exchanges = context.rng.seed, 0
+        self._under_way: Exchange | None = None
         self.answers: PairAnswers | None = None
         self.links: PeerLinks | None = None
-        self._followers: PeerLinks | None = None
-        self._replica_group = context.group(context.replica_axes)
-        self._timeout = context.timeout.total_seconds()
         #: of each exchange applied in this step, the steps since it was begun
         self._applied: list[int] = []
-        self._reported = (0.0, 0)
+        self._reported = 0.0, 0
         if data.size == 1:
             return
         graph = make_graph(self.options.graph, data.size, self.options.schedule)
         require_same_graph(graph, context)
-        is_on_cuda = context.device.type == "cuda"
-        self.links = PeerLinks(data, self.vector.nbytes, self._timeout, pinned=is_on_cuda)
+        timeout = context.timeout.total_seconds()
+        self.links = PeerLinks(data, self.vector.nbytes, timeout, pinned=context.device.type == "cuda")
         assert self.stop_agreement is not None
-        self._arrivals = Arrivals(self.links, self.stop_agreement.watch)
-        self.stop_agreement.while_waiting = partial(require_alive, self.links)
+        self.stop_agreement.while_waiting = self.require_alive
+        self._num_meetings = 0
+        self._arrived: set[tuple[int, int]] = set()
+        self._meet()  # all have connections then, by which a death is seen
         weights = _weights(graph)
         sides = two_sides(weights > 0)
         assert sides is not None
         if data.index in sides[0]:
-            neighbours = [(index, weights[index, data.index]) for index in sides[1] if weights[index, data.index]]
-            self.active = ActiveSide(data.index, neighbours, context.rng.seed)
-            return
-        if self._replica_group.size > 1:
-            self._followers = PeerLinks(self._replica_group, 0, self._timeout)
-        self.answers = PairAnswers(self.links, self._followers, self.vector, self._note)
+            self._neighbours = [index for index in sides[1] if weights[index, data.index]]
+            self._weights = [float(weights[index, data.index]) for index in self._neighbours]
+        else:
+            self.answers = PairAnswers(self.links, self.vector, self._note)
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -85,86 +110,100 @@ class ADPSGD(PerReplica):
         if self.links is None:
             return
         self._completed, self._applied = step + 1, []
-        require_alive(self.links)
+        self.require_alive()
         self._note("step", self._completed)
         if self.answers is not None:
-            self._pass_boundary()
-        else:
-            self._exchange()
+            self._applied = [1] * self.answers.pass_boundary()
+        elif self._under_way is None or self.links.has_come(ANSWER):
+            self._apply_answer()
+            self._begin_exchange()
 
-    def _pass_boundary(self) -> None:
-        """Of a passive replica."""
-        assert self.answers is not None
-        if self._is_leader:
-            count, applied = self.answers.pass_boundary()
-            self._told(count)
-        else:
-            _, applied = self.answers.pass_boundary(self._told(0), self._timeout)
-        self._applied += [1] * applied
-
-    def _exchange(self) -> None:
-        """Of an active replica: apply the answer if it has come, and begin another exchange."""
-        assert self.active is not None
+    def _begin_exchange(self) -> None:
+        """With whom is a function of the seed, the replica and the number of the exchange."""
         assert self.links is not None
-        has_come = self.active.under_way is None or self.links.has_come(ANSWER)
-        if not self._told(int(has_come)):
-            return
-        self._apply_answer()
-        exchange = self.active.begin(self._completed)
-        self._note("begin", exchange.passive, exchange.number)
+        draw = random.Random(f"{self._seed}/{self._data_group.index}/{self.num_exchanges}")
+        (passive,) = draw.choices(self._neighbours, self._weights)
+        self._under_way = exchange = Exchange(passive, self.num_exchanges, self._completed)
+        self.num_exchanges += 1
+        self._note("begin", passive, exchange.number)
         data = self.links.buffer(self.vector.nbytes)
         self.vector.pack(data)
-        self.links.send(exchange.passive, REQUEST, exchange.number, data, dtype=self.vector.dtype, owned=True)
+        self.links.send(passive, REQUEST, exchange.number, data, dtype=self.vector.dtype, owned=True)
 
     def _apply_answer(self) -> None:
         """Wait for the answer that is under way, and subtract it."""
-        assert self.active is not None
         assert self.links is not None
-        if self.active.under_way is None:
+        exchange, self._under_way = self._under_way, None
+        if exchange is None:
             return
-        exchange = self.active.complete()
         try:
             message = self.links.receive(exchange.passive, ANSWER, exchange.number)
         except PeerGone as error:
-            raise death_of(exchange.passive, error) from error
+            raise _death_of(exchange.passive, str(error)) from error
         self.vector.add(message.data, alpha=-1.0)
         self.links.release(message.data)
         self._note("apply", exchange.passive, exchange.number)
         self._applied.append(self._completed - exchange.step)
 
-    @property
-    def _is_leader(self) -> bool:
-        return self._replica_group.index == 0
-
-    def _told(self, number: int) -> int:
-        """What the first rank of the replica says, on all of them."""
-        if self._replica_group.size == 1:
-            return number
-        told = torch.tensor([number], device=self.parts.context.device)
-        return int(collectives.broadcast(told, self._replica_group, 0))
-
     def _note(self, *what: Any) -> None:
         if self.record is not None:
             self.record.append(what)
 
-    # -- besides ------------------------------------------------------------------------------------------
+    # -- where all meet -----------------------------------------------------------------------------------
 
     def come_together(self) -> None:
         """Apply what is under way, and wait until all have: then nothing is under way on any replica."""
         super().come_together()
-        if self.active is not None:
-            self._apply_answer()  # which comes without anybody having to meet: threads answer
-        self._arrivals.wait()
+        self._apply_answer()  # which comes without anybody having to meet: threads answer
+        self._meet()
         if self.answers is not None:
-            self._applied += [0] * self.answers.pass_boundary()[1]
+            self._applied += [0] * self.answers.pass_boundary()
             self.answers.shut()
 
+    def _meet(self) -> None:
+        """A barrier without a time limit as long as others go on: a replica may be many steps behind.
+
+        What was sent to a replica before it was told of an arrival is with it then.
+
+        Raises:
+            RuntimeError: one of them has died.
+        """
+        links, number, began = self.links, self._num_meetings, time.monotonic()
+        assert links is not None
+        assert self.stop_agreement is not None
+        self._num_meetings += 1
+        others = [index for index in range(links.group.size) if index != links.group.index]
+        links.send(others, _ARRIVED, number)
+        self.stop_agreement.watch([])
+        while missing := [index for index in others if (index, number) not in self._arrived]:
+            self.require_alive()
+            self.stop_agreement.watch(missing)
+            links.wait(_LOOK_EVERY, lambda: links.has_come(_ARRIVED))
+            self._arrived |= {(message.source, message.number) for message in links.take(_ARRIVED)}
+        self._arrived = {(index, at) for index, at in self._arrived if at > number}
+        links.waited_seconds += time.monotonic() - began
+
+    def require_alive(self) -> None:
+        """Raises a `RuntimeError` if another replica has died."""
+        links = self.links
+        assert links is not None
+        for index in range(links.group.size):
+            if index != links.group.index and (reason := links.lost(index)) is not None:
+                if links.has_left(index):
+                    raise RuntimeError(
+                        f"replica {index} has ended before this one: {links.name(index)} has closed its links. It "
+                        f"failed, or, in a loop of your own, did not come to a sync point that this one waits in or "
+                        f"has before it: all replicas evaluate, save and close as often as each other"
+                    )
+                raise _death_of(index, f"{links.name(index)} has gone: {reason}")
+
+    # -- besides ------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        return {"exchanges": self.active.number} if self.active is not None else {}
+        return {"exchanges": self.num_exchanges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.active is not None:
-            self.active.number = int(state.get("exchanges", 0))
+        self.num_exchanges = int(state.get("exchanges", 0))
 
     def report(self) -> dict[str, float]:
         if self.links is None:
@@ -180,13 +219,16 @@ class ADPSGD(PerReplica):
         }
 
     def close(self) -> None:
-        if self.links is not None:
-            self.part()
+        if self.links is None:
+            return
+        self.part()
         if self.answers is not None:
             self.answers.close()
-        for links in (self._followers, self.links):
-            if links is not None:
-                links.close()
+        self.links.close()
+
+
+def _death_of(replica: int, reason: str) -> RuntimeError:
+    return RuntimeError(f"replica {replica} has died: {reason}. Start the run again from its last checkpoint")
 
 
 def _weights(graph: Graph) -> np.ndarray:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import struct
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,9 +17,8 @@ from colossus.context.parallel_context import current_context
 from colossus.context.world import launched_ranks
 from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.graphs.analysis import consensus
-from colossus.graphs.checks import problems_of
-from colossus.graphs.graph import Graph, make_graph
-from colossus.graphs.peers import parse_peers
+from colossus.graphs.graph import Graph, make_graph, parse_peers
+from colossus.graphs.graph_checks import problems_of
 from colossus.nest import leaves, map_leaves
 
 _KIND = 1
@@ -63,45 +60,26 @@ def average(
         ValueError: on all ranks, for a graph or tensors that do not fit, or that differ between ranks.
         RuntimeError: a rank died, or was silent for too long.
     """
-    group, timeout = _group()
+    context = current_context()
+    if context.world_size > 1:
+        group, timeout = context.group("data"), context.timeout.total_seconds()
+    else:
+        group, timeout = launched_ranks("colossus.average"), _TIMEOUT_SECONDS
     problem, made, steps = None, None, 0
     try:
-        found = list(_checked(tensors))
+        found = _checked(tensors)
         made = _graph_of(graph, peers, group.size)
         steps = _iterations(made, iterations)
-        if not isinstance(push_sum, bool):
-            raise ValueError(f"push_sum = {push_sum!r}: True or False")
-    except ValueError as error:
-        problem, found = str(error), []
-    except Exception as error:  # a function of the user's own, say: the others would wait for this rank
-        problem, found = f"{type(error).__name__}: {error}", []
-    _agree(group, problem, found, made, (steps, push_sum))
+    except Exception as error:  # on one rank only, maybe: the others would wait for it
+        problem, found = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", []
+    _require_alike(group, problem, found, made, f"iterations {steps}, push_sum {push_sum}")
     assert made is not None
-    if group.size == 1:
-        _say_alone()
+    if group.size == 1 and context.rank == 0:
+        log.warning("colossus.average: there is nobody to average with: tensors are given back as they are")
     if group.size == 1 or not found:
         return map_leaves(lambda tensor: tensor.detach().clone(), tensors)
     means = iter(_mix([tensor for _, tensor in found], made, steps, push_sum, group, timeout))
     return map_leaves(lambda _: next(means), tensors)
-
-
-def _group() -> tuple[AxisGroup, float]:
-    """The ranks to average over, and how long one may be silent."""
-    context = current_context()
-    if context.world_size > 1:
-        return context.group("data"), context.timeout.total_seconds()
-    return launched_ranks("colossus.average"), _TIMEOUT_SECONDS
-
-
-@cache
-def _say_alone() -> None:
-    """Once in a process."""
-    context = current_context()
-    if context.rank == 0:
-        where = "parallel.data is 1" if context.world_size > 1 else "there is one rank"
-        log.warning(
-            "colossus.average: %s, so there is nobody to average with: tensors are given back as they are", where
-        )
 
 
 def _checked(tensors: Any) -> list[tuple[str, Tensor]]:
@@ -112,11 +90,8 @@ def _checked(tensors: Any) -> list[tuple[str, Tensor]]:
             raise ValueError(f"{path} is {type(tensor).__name__}; only tensors are averaged")
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"{path} is {_dtype(tensor)}: its mean is no such number; convert it: .float()")
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            kind = "on the meta device" if tensor.device.type == "meta" else f"of layout {tensor.layout}"
-            raise ValueError(f"{path} is {kind}; only dense tensors with values are averaged")
-        if hasattr(tensor, "to_local"):
-            raise ValueError(f"{path} is a {type(tensor).__name__}; average its to_local(), the part of this rank")
+        if tensor.layout is not torch.strided or tensor.device.type == "meta" or hasattr(tensor, "to_local"):
+            raise ValueError(f"{path} is no dense tensor with values of this rank; of a DTensor average its to_local()")
     return found
 
 
@@ -125,8 +100,7 @@ def _graph_of(spec: Any, peers: Any, ranks: int) -> Graph:
         graph = make_graph(spec, ranks, parse_peers(peers))
     except ValueError as error:
         raise ValueError(f"graph over {ranks} ranks: {error}") from error
-    problems = problems_of(graph)
-    if problems:
+    if problems := problems_of(graph):
         raise ValueError(f"graph over {ranks} ranks: {problems[0]}")
     return graph
 
@@ -142,57 +116,29 @@ def _iterations(graph: Graph, iterations: int | None) -> int:
     return iterations
 
 
-def _agree(
-    group: AxisGroup,
-    problem: str | None,
-    found: list[tuple[str, Tensor]],
-    graph: Graph | None,
-    options: tuple[int, bool],
+def _require_alike(
+    group: AxisGroup, problem: str | None, found: list[tuple[str, Tensor]], graph: Graph | None, options: str
 ) -> None:
     """Raise on all ranks what is wrong on one of them, or differs between them: else the others would wait for it."""
-    tensors = [(path, _dtype(tensor), tuple(tensor.shape)) for path, tensor in found]
-    mine: tuple[Any, ...] = (problem, tensors, None if graph is None else _digest(graph), options)
-    everyone = all_gather_object(mine, group)
-    for index, (theirs, _, _, _) in enumerate(everyone):
-        if theirs is not None:
-            same = all(each[0] == theirs for each in everyone)
-            where = "" if same else f" on rank {group.ranks[index]}"
-            raise ValueError(f"colossus.average{where}: {theirs}")
-    first, rank = everyone[0], group.ranks[0]
-    for index, (_, theirs, digest, chosen) in enumerate(everyone):
-        other = group.ranks[index]
-        if theirs != first[1]:
-            raise ValueError(f"colossus.average: {_difference(first[1], rank, theirs, other)}")
-        if (digest, chosen) != first[2:]:
-            raise ValueError(
-                f"colossus.average: rank {rank} has {_in_words(*first[3])}, rank {other} has {_in_words(*chosen)}"
-                + (", and their graphs differ" if digest != first[2] else "")
-                + "; all ranks give the same"
-            )
-
-
-def _difference(mine: list[Any], rank: int, theirs: list[Any], other: int) -> str:
-    for (path, dtype, shape), (path_, dtype_, shape_) in zip(mine, theirs, strict=False):
-        if (path, dtype, shape) != (path_, dtype_, shape_):
-            return (
-                f"{path} is {dtype} {list(shape)} on rank {rank}, and {path_} is {dtype_} {list(shape_)} on rank "
-                f"{other}; they must be alike"
-            )
-    return f"rank {rank} gives {len(mine)} tensors, rank {other} gives {len(theirs)}; they must be alike"
-
-
-def _in_words(iterations: int, push_sum: bool) -> str:
-    return f"iterations {iterations}, push_sum {push_sum}"
-
-
-def _digest(graph: Graph) -> str:
-    """What tells graphs apart."""
-    digest = hashlib.sha256()
-    for phase in graph.phases:
-        digest.update(struct.pack("<qq", phase.start, phase.period))
-        for matrix in phase.matrices:
-            digest.update(matrix.tobytes())
-    return digest.hexdigest()
+    tensors = [f"{path}: {_dtype(tensor)} {list(tensor.shape)}" for path, tensor in found]
+    everyone = all_gather_object((problem, tensors, options, None if graph is None else graph.digest()), group)
+    problems = [theirs[0] for theirs in everyone]
+    for rank, its_problem in zip(group.ranks, problems, strict=True):
+        if its_problem is not None:
+            where = "" if len(set(problems)) == 1 else f" on rank {rank}"
+            raise ValueError(f"colossus.average{where}: {its_problem}")
+    (_, first, chosen, digest), rank = everyone[0], group.ranks[0]
+    for other, (_, theirs, their_choice, their_digest) in zip(group.ranks, everyone, strict=True):
+        pairs = [(chosen, their_choice), ("the graph", "another graph" if their_digest != digest else "the graph")]
+        if len(first) == len(theirs):
+            pairs += zip(first, theirs, strict=True)
+        else:
+            pairs.append((f"{len(first)} tensors", f"{len(theirs)}"))
+        for ours, its in pairs:
+            if ours != its:
+                raise ValueError(
+                    f"colossus.average: rank {rank} gives {ours}, rank {other} gives {its}; all give the same"
+                )
 
 
 @torch.no_grad()

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from colossus.comm import log
+from colossus.comm.objects import all_gather_object
 from colossus.comm.peers import PeerGone, PeerLinks
-from colossus.data_parallel.gossip import optimizer_state
-from colossus.data_parallel.gossip.in_flight import MIX, InFlight, meta_of
+from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.gossip.in_flight import MIX, InFlight, StopRequest
 from colossus.data_parallel.gossip.push_sum import PushSum
-from colossus.data_parallel.gossip.same_graph import require_same_graph
-from colossus.data_parallel.gossip.stop_in_messages import StopInMessages
-from colossus.data_parallel.options.gossip import GossipOptions
+from colossus.data_parallel.options.gossip_options import GossipOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
-from colossus.graphs.graph import make_graph
+from colossus.gradients.reduction import ModelParts
+from colossus.graphs.graph import Graph, make_graph
 
 
 class Gossip(PerReplica):
@@ -36,35 +35,24 @@ class Gossip(PerReplica):
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
         data = self._data_group
-        self.graph = make_graph(self.options.graph, data.size, self.options.peers)
+        self.graph = make_graph(self.options.graph, data.size, self.options.schedule)
         require_same_graph(self.graph, parts.context)
         self.push_sum = PushSum([param.detach() for param in self.trained])
         self.in_flight: list[InFlight] = []
         self._saved: Mapping[nn.Parameter, Mapping[str, Any]] = {}
-        #: seconds waited and bytes sent before the step that runs, and the push-sum weights that are known of it
-        self._before, self.weights = (0.0, 0), (1.0,)
+        #: seconds waited and bytes sent before the step that runs
+        self._before = 0.0, 0
         self.links: PeerLinks | None = None
         if data.size > 1:
             timeout = parts.context.timeout.total_seconds()
-            most = self._size
-            if self.options.mix_optimizer_state:
-                most += optimizer_state.most_bytes(self.push_sum.params)
-            self.links = PeerLinks(data, most, timeout, pinned=parts.context.device.type == "cuda")
-        # a request of this step is in the messages of the next
-        self.stop_in_messages = StopInMessages(self.graph.largest_lead(self.options.travels))
+            pinned = parts.context.device.type == "cuda"
+            self.links = PeerLinks(data, self.push_sum.vector.nbytes, timeout, pinned=pinned)
+        self.stop_request = StopRequest()
 
     @property
     def weight(self) -> float:
         """w."""
         return self.push_sum.weight
-
-    @property
-    def _size(self) -> int:
-        """Bytes of x in a message; the optimizer's state follows."""
-        return self.push_sum.vector.nbytes
-
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
 
     # -- mixing -------------------------------------------------------------------------------------------
 
@@ -72,51 +60,27 @@ class Gossip(PerReplica):
     def send(self, step: int) -> None:
         """Send x to the peers of step ``step``, and expect what they send."""
         assert self.links is not None
-        graph, me = self.graph.at(step), self._data_group.index
-        self.post(step, [to for to, _ in graph.targets(me)])
+        graph, me, vector = self.graph.at(step), self._data_group.index, self.push_sum.vector
+        if targets := [to for to, _ in graph.targets(me)]:
+            data = self.links.buffer(vector.nbytes)
+            self.push_sum.write(data)
+            meta = self.stop_request.meta(self.weight)
+            self.links.send(targets, MIX, step, data, meta, dtype=vector.dtype, owned=True)
         self.in_flight += [
             InFlight(source, step, step + self.options.travels, float(graph.matrix[me, source]))
             for source in graph.sources(me)
         ]
 
     @torch.no_grad()
-    def post(self, step: int, targets: Sequence[int]) -> None:
-        """Send x to these."""
-        assert self.links is not None
-        if targets:
-            state, size = self._optimizer_state(), self._size
-            data = self.links.buffer(size + (optimizer_state.num_bytes(state) if state else 0))
-            self.push_sum.write(data[:size])
-            if state:
-                optimizer_state.pack(state, data[size:])
-            meta = meta_of(self.weight, self.stop_in_messages)
-            vector = self.push_sum.vector
-            self.links.send(list(targets), MIX, step, data, meta, dtype=vector.dtype, owned=True)
-
-    @torch.no_grad()
     def mix(self, step: int) -> None:
         """x and w become what this replica keeps of them and what is due after step ``step``; z follows."""
         due = [self.receive(message) for message in self.in_flight if message.due <= step]
         for message in due:
-            self.stop_in_messages.hear(message.stop, step)
-        self.combine(self.graph.at(step).keeps(self._data_group.index), due)
-        self.in_flight = [message for message in self.in_flight if message not in due]
-
-    @torch.no_grad()
-    def combine(self, kept: float, due: Sequence[InFlight]) -> None:
-        """What is kept of x and w, and messages that have come."""
-        if state := self._optimizer_state():
-            others = [(each.share * each.weight, each.received[self._size :]) for each in due]
-            optimizer_state.mix(state, kept * self.weight, others)
-        self.push_sum.mix(kept, [each.addend for each in due])
+            self.stop_request.hear(message.stop)
+        self.push_sum.mix(self.graph.at(step).keeps(self._data_group.index), due)
         for message in due:
             self._release(message)
-
-    def _optimizer_state(self) -> list[dict[str, Tensor]]:
-        """Of each parameter, where it is mixed."""
-        if not self.options.mix_optimizer_state:
-            return []
-        return optimizer_state.entries_of(self._optimizer, self.trained)
+        self.in_flight = [message for message in self.in_flight if message not in due]
 
     def receive(self, message: InFlight) -> InFlight:
         """Wait for it, if it has not come yet.
@@ -128,7 +92,7 @@ class Gossip(PerReplica):
             assert self.links is not None
             name, number = self.links.name(message.source), message.sent + 1
             entry = log.record_message(
-                f"message of step {number} from {name}", str(self._data_group), number, (self._size,)
+                f"message of step {number} from {name}", str(self._data_group), number, (self.push_sum.vector.nbytes,)
             )
             try:
                 received = self.links.receive(message.source, MIX, message.sent)
@@ -148,7 +112,7 @@ class Gossip(PerReplica):
         message.data = None
 
     def average_addend(self) -> tuple[list[Tensor], float]:
-        return self.push_sum.total([self.receive(message).addend for message in self.in_flight])
+        return self.push_sum.total([self.receive(message) for message in self.in_flight])
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -156,34 +120,27 @@ class Gossip(PerReplica):
         super().begin_step(step)
         if self.links is not None:
             self._before = self.links.waited_seconds, self.links.bytes_sent
-            self.weights = (self.weight,)
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
-        """Those of all replicas come with their push-sum weights, which `report` tells the bounds of."""
-        self.weights = (self.weight,)
-        if self.links is None or not self.is_summed(step):
-            return super().reduce_scalars(step, numbers)
-        weights = numbers.new_zeros(self.graph.replicas)
-        weights[self._data_group.index] = self.weight
-        total = super().reduce_scalars(step, torch.cat((numbers, weights)))
-        numbers, weights = total[: len(numbers)], total[len(numbers) :]
-        self.weights = tuple(weights.tolist())
-        self.stop_in_messages.request(step, float(numbers[3]), is_known_to_all=True)
+        numbers = super().reduce_scalars(step, numbers)
+        if self.links is not None and self.is_summed(step) and (requests := float(numbers[3])):
+            self.stop_request.request(step, step, requests)  # all replicas have the same sum
         return numbers
 
     def agree_on_stop(self, step: int, requests: float) -> float:
-        if self.links is None or self.stop_agreement is not None:
-            return super().agree_on_stop(step, requests)
-        self.stop_in_messages.request(step, requests)
-        return self.stop_in_messages.due(step)
+        if self.links is None:
+            return requests
+        if requests:  # of this step: in the messages of the next
+            heard = self.graph.heard_after(self._data_group.index, step + 1, self.options.travels)
+            self.stop_request.request(step, heard, requests)
+        return self.stop_request.due(step)
 
     def report(self) -> dict[str, float]:
         if self.links is None:
             return {}
         waited, sent = self._before
         return {
-            "push_sum_min": min(self.weights),
-            "push_sum_max": max(self.weights),
+            "push_sum_weight": self.weight,
             "staleness": float(self.options.travels),
             "peer_wait_seconds": self.links.waited_seconds - waited,
             "peer_bytes_sent": float(self.links.bytes_sent - sent),
@@ -193,19 +150,11 @@ class Gossip(PerReplica):
 
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
         """``x`` where w is not 1, and each message in flight, which is received for that."""
-        trained, size, state = self.trained, self._size, self._optimizer_state()
-        pieces: list[dict[str, Tensor]] = [{} for _ in trained]
         vector = self.push_sum.vector
-        if self.push_sum.x is not None:
-            for piece, view in zip(pieces, vector.views(self.push_sum.x), strict=True):
-                piece["x"] = view
-        for message in self.in_flight:
-            data, name = self.receive(message).received, message.name
-            for piece, view in zip(pieces, vector.views(data[:size]), strict=True):
-                piece[name] = view
-            for piece, theirs in zip(pieces, optimizer_state.unpack(data[size:], state) if state else (), strict=False):
-                piece.update({f"{name}.{entry}": value for entry, value in theirs.items()})
-        return dict(zip(trained, pieces, strict=True))
+        held = {} if self.push_sum.x is None else {"x": self.push_sum.x}
+        held |= {message.name: self.receive(message).received for message in self.in_flight}
+        views = {name: vector.views(data) for name, data in held.items()}
+        return {param: {name: of[at] for name, of in views.items()} for at, param in enumerate(self.trained)}
 
     def state_dict(self) -> dict[str, Any]:
         messages = [self.receive(message) for message in self.in_flight]
@@ -224,35 +173,38 @@ class Gossip(PerReplica):
         """Another number of replicas begins anew: with the parameters that it was given, and nothing in flight."""
         for message in self.in_flight:  # what comes later has the number of a step that is made again
             self._release(self.receive(message))
-        self.in_flight = []
+        self.in_flight, self.stop_request = [], StopRequest()
         self.push_sum.restore(1.0, None)
-        self.stop_in_messages.restart()
         saved, self._saved = self._saved, {}
         if not state or state["replicas"] != self._data_group.size or self.links is None:
             return
         of_params = [saved[param] for param in self.trained] if saved else []
-        weight = float(state["weight"])
+        weight, vector = float(state["weight"]), self.push_sum.vector
         self.push_sum.restore(weight, None if weight == 1.0 else [of_param["x"] for of_param in of_params])
         for numbers in state["in_flight"]:
             message = InFlight(*numbers)
-            message.stop = StopInMessages(0).pack()
-            message.data = self._data_of(of_params, message.name)
+            message.data = self.links.buffer(vector.nbytes)
+            for view, of_param in zip(vector.views(message.data), of_params, strict=True):
+                view.copy_(of_param[message.name])
             self.in_flight.append(message)
-
-    def _data_of(self, saved: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
-        """The data of a message, out of what `parameter_state` gave for each parameter."""
-        assert self.links is not None
-        size, state = self._size, []
-        if self.options.mix_optimizer_state:
-            of_state = f"{name}."
-            state = [{key: of[key] for key in sorted(of) if key.startswith(of_state)} for of in saved]
-        data = self.links.buffer(size + (optimizer_state.num_bytes(state) if state else 0))
-        for view, of_param in zip(self.push_sum.vector.views(data[:size]), saved, strict=True):
-            view.copy_(of_param[name])
-        if state:
-            optimizer_state.pack(state, data[size:])
-        return data
 
     def close(self) -> None:
         if self.links is not None:
             self.links.close()
+
+
+def require_same_graph(graph: Graph, context: ParallelContext) -> None:
+    """All processes must mix by the same graph, also where a function of the user's own gives it. Collective over all.
+
+    Raises:
+        ValueError: on all ranks, when one has other matrices.
+    """
+    digests = all_gather_object(graph.digest(), context.group(context.grid.names))
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        named = ", ".join(map(str, different[:8])) + (", .." if len(different) > 8 else "")
+        raise ValueError(
+            f"parallel.strategy.graph: rank {named} has got other matrices than rank 0: every process calls the "
+            f"function, and must get the same. What is random in it is to be seeded with the step or train.seed, and "
+            f"nothing may depend on the host, the rank, or the order of a set"
+        )

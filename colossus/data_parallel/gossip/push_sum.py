@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from colossus.data_parallel.gossip.in_flight import InFlight
 from colossus.data_parallel.parameter_vector import ParameterVector
 
 _EPSILON = 2.0**-52
-
-
-@dataclass(frozen=True)
-class Addend:
-    """What a replica takes in of another.
-
-    Attributes:
-        share: what the graph gives of it.
-        weight: push-sum weight of the other.
-        data: x of the other, uint8 on the host.
-    """
-
-    share: float
-    weight: float
-    data: Tensor
 
 
 class PushSum:
@@ -63,28 +48,19 @@ class PushSum:
             data.copy_(self.x)
 
     @torch.no_grad()
-    def mix(self, kept: float, addends: Sequence[Addend]) -> None:
+    def mix(self, kept: float, messages: Sequence[InFlight]) -> None:
         """x <- kept x + the others' shares, w likewise; then z = x / w."""
         x = self.params if self.x is None else self.vector.parts(self.x)
-        if len(addends) == 1 and kept + addends[0].share == 1.0:  # in one pass
-            torch._foreach_lerp_(x, self._operands(addends[0]), addends[0].share)
+        if len(messages) == 1 and kept + messages[0].share == 1.0:  # in one pass
+            torch._foreach_lerp_(x, self._operands(messages[0]), messages[0].share)
         else:
             torch._foreach_mul_(x, kept)
-            for addend in addends:
-                torch._foreach_add_(x, self._operands(addend), alpha=addend.share)
-        weight = kept * self.weight + sum(addend.share * addend.weight for addend in addends)
+            for message in messages:
+                torch._foreach_add_(x, self._operands(message), alpha=message.share)
+        weight = kept * self.weight + sum(message.share * message.weight for message in messages)
         # 1 where it is 1 but for rounding
-        self.weight = 1.0 if abs(weight - 1.0) <= 2 * (1 + len(addends)) * _EPSILON else weight
+        self.weight = 1.0 if abs(weight - 1.0) <= 2 * (1 + len(messages)) * _EPSILON else weight
         self.debias()
-
-    @torch.no_grad()
-    def rescale(self, scale: float) -> None:
-        """Multiply x and w; z stays."""
-        if self.x is None:
-            self.x = self.vector.empty()
-            self.vector.pack(self.x)
-        torch._foreach_mul_(self.vector.parts(self.x), scale)
-        self.weight *= scale
 
     @torch.no_grad()
     def debias(self) -> None:
@@ -102,18 +78,18 @@ class PushSum:
             torch.div(x, self.weight, out=z)
 
     @torch.no_grad()
-    def total(self, addends: Sequence[Addend]) -> tuple[list[Tensor], float]:
+    def total(self, messages: Sequence[InFlight]) -> tuple[list[Tensor], float]:
         """x by parameter and w, with what is added to them, which changes nothing. Of no use after the next `mix`."""
-        if self.x is None and not addends:
+        if self.x is None and not messages:
             return self.params, self.weight
         total = self.vector.empty()
         if self.x is None:
             self.vector.pack(total)
         else:
             total.copy_(self.x)
-        for addend in addends:
-            torch._foreach_add_(self.vector.parts(total), self._parts(addend), alpha=addend.share)
-        return self.vector.views(total), self.weight + sum(addend.share * addend.weight for addend in addends)
+        for message in messages:
+            torch._foreach_add_(self.vector.parts(total), self._parts(message), alpha=message.share)
+        return self.vector.views(total), self.weight + sum(message.share * message.weight for message in messages)
 
     @torch.no_grad()
     def restore(self, weight: float, x: Sequence[Tensor] | None) -> None:
@@ -124,13 +100,11 @@ class PushSum:
             for view, saved in zip(self.vector.views(self.x), x, strict=True):
                 view.copy_(saved)
 
-    def _operands(self, addend: Addend) -> list[Tensor]:
-        """An addend as x lies: by parameter where w is 1, else in parts."""
-        return (
-            self.vector.views(self.vector.on_device(addend.data[: self.vector.nbytes]))
-            if self.x is None
-            else self._parts(addend)
-        )
+    def _operands(self, message: InFlight) -> list[Tensor]:
+        """What came as x lies: by parameter where w is 1, else in parts."""
+        if self.x is None:
+            return self.vector.views(self.vector.on_device(message.received))
+        return self._parts(message)
 
-    def _parts(self, addend: Addend) -> list[Tensor]:
-        return self.vector.parts(self.vector.on_device(addend.data[: self.vector.nbytes]))
+    def _parts(self, message: InFlight) -> list[Tensor]:
+        return self.vector.parts(self.vector.on_device(message.received))

@@ -1,4 +1,4 @@
-"""Rounds: every replica makes steps of its own, then all take the average."""
+"""Rounds: every replica makes steps of its own, then all take the average (local SGD)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from colossus.comm import collectives
 from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
-from colossus.data_parallel.options.averaging import AveragingOptions
+from colossus.data_parallel.options.averaging_options import AveragingOptions, LocalSGDOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.replica_average import Distance
 from colossus.data_parallel.rounds.fragments import Fragment, fragment_numbers
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
-from colossus.gradients.reduction import GradientReduction
+from colossus.gradients.reduction import ModelParts
 from colossus.layout.parameter import full_model_order, spec_of
 
 #: chunks of an average that travel at once
@@ -27,10 +26,7 @@ _MOST = 3
 
 
 class Averaging(PerReplica):
-    """Base: after ``period`` steps all replicas take their average, weighted by the tokens that each trained on.
-
-    Up to step ``post_local`` gradients are summed over all replicas, as all-reduce does it.
-    """
+    """Base: after ``period`` steps all replicas take their average, weighted by the tokens that each trained on."""
 
     options: AveragingOptions
     #: parts of the model that are averaged in turn
@@ -39,7 +35,6 @@ class Averaging(PerReplica):
     keeps_anchor = False
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
-        self._is_local = not self.options.post_local
         super().setup(store, parts)
         numbers = fragment_numbers(list(full_model_order(parts.model)), self.num_fragments)
         tied = {id(store.stored(param)) for param, _ in parts.tied}
@@ -50,53 +45,29 @@ class Averaging(PerReplica):
         self._number_of = {param: number for number, param in enumerate(self.trained)}
         self._fragment_of = {param: at for at, each in enumerate(self.fragments) for param in each.params}
         self._tokens: Tensor | None = None
-        #: whether replicas have made steps of their own
-        self._has_parted = False
         #: how far replicas were apart before the average of the step that runs
         self._apart: Distance | None = None
 
-    def make_reduction(self) -> GradientReduction:
-        return GradientReduction(self.parts, self.summed_axes if self._is_local else self.parts.context.grid.names)
-
     def due(self, step: int) -> list[Fragment]:
         """What is averaged after step ``step`` (from 0)."""
-        completed = step + 1 - self.options.post_local
-        if completed <= 0:
-            return []
         period, count = self.options.period, len(self.fragments)
         return [
             fragment
             for number, fragment in enumerate(self.fragments)
-            if (completed - (number + 1) * period // count) % period == 0
+            if (step + 1 - (number + 1) * period // count) % period == 0
         ]
 
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
-        is_local = step >= self.options.post_local
-        if self._has_parted and not is_local:
-            raise ValueError(
-                f"parallel.strategy.post_local = {self.options.post_local}, but this run goes on at step {step} with "
-                f"replicas that have made steps of their own: with parameters, an optimizer and a loss scale of each "
-                f"their gradients have no sum. Set post_local to at most {step}; another number of replicas, or "
-                f"another strategy, goes on from their average"
-            )
-        if is_local != self._is_local:
-            self._reduction.close()
-            self._is_local = is_local
-            self._reduction = self.make_reduction()
-        for fragment in self.fragments if is_local and self.keeps_anchor else ():
+        for fragment in self.fragments if self.keeps_anchor else ():
             if fragment.anchor is None:
                 fragment.anchor = fragment.vector.views(fragment.packed())
 
     def replica_scalars(self, numbers: Tensor) -> Tensor:
         numbers = super().replica_scalars(numbers)
         self._tokens = numbers[1]
-        if not self._is_local:
-            loss, norm, stops, more = numbers.split([2, 1, 1, len(numbers) - 4])
-            of_all = collectives.all_reduce(torch.cat((loss, stops)), self._data_group, owned=True).wait()
-            numbers = torch.cat((of_all[:2], norm, of_all[2:], more))  # the norm is of all replicas' sums already
         return numbers
 
     def replica_count(self, numbers: Tensor) -> Tensor | None:
@@ -111,13 +82,11 @@ class Averaging(PerReplica):
         clip_value: float | None = None,
     ) -> None:
         super().step(optimizer, scale, before_update, found_inf, clip_value)
-        if self._is_local:
-            self._has_parted = True
-            assert self._tokens is not None
-            trained = self._tokens if found_inf is None else torch.where(found_inf, 0.0, self._tokens)
-            for fragment in self.fragments:
-                fragment.tokens = fragment.tokens + trained
-            self.after_update(optimizer)
+        assert self._tokens is not None
+        trained = self._tokens if found_inf is None else torch.where(found_inf, 0.0, self._tokens)
+        for fragment in self.fragments:
+            fragment.tokens = fragment.tokens + trained
+        self.after_update(optimizer)
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Of each of a replica's own steps, before what follows it."""
@@ -130,11 +99,11 @@ class Averaging(PerReplica):
         for fragment in due:
             weight = self._weight(fragment)
             average = fragment.packed()
-            sum_of_shares(fragment.chunks(average), weight, self._data_group)
+            _sum_of_shares(fragment.chunks(average), weight, self._data_group)
             if self._data_group.size > 1:
                 means = zip(fragment.params, fragment.vector.views(average), strict=True)
                 self._apart = self._average.distance((self._number_of[param], mean) for param, mean in means)
-            self.end_round(fragment, average, weight)
+            self.end_round(fragment, average)
             fragment.vector.unpack(average)
             fragment.forget_tokens()
 
@@ -143,13 +112,9 @@ class Averaging(PerReplica):
         total = collectives.all_reduce(fragment.tokens.clone(), self._data_group, owned=True).wait()
         return torch.where(total > 0, fragment.tokens / total, 1 / self._data_group.size)
 
-    def end_round(self, fragment: Fragment, average: Tensor, weight: Tensor) -> None:
+    def end_round(self, fragment: Fragment, average: Tensor) -> None:
         """Change ``average``, a buffer of the fragment's vector that is the same on all replicas, to what they go on
-        from.
-
-        Args:
-            weight: of this replica.
-        """
+        from."""
 
     def average_addend(self) -> tuple[list[Tensor], float]:
         """Weighted as at the end of the round that is open, of each fragment by its own tokens; all alike where nobody
@@ -169,30 +134,20 @@ class Averaging(PerReplica):
     # -- the step's numbers ---------------------------------------------------------------------------------
 
     def is_summed(self, step: int) -> bool:
-        return step < self.options.post_local or bool(self.due(step)) or super().is_summed(step)
+        return bool(self.due(step)) or super().is_summed(step)
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
-        if step < self.options.post_local:  # summed already; norms of groups are shares of a mean over replicas
-            self._distance = None
-            return torch.cat((numbers[:4], numbers[4:] * self._data_group.size))
         numbers = super().reduce_scalars(step, numbers)
         self._distance, self._apart = self._apart or self._distance, None
         return numbers
 
-    def agree_on_stop(self, step: int, requests: float) -> float:
-        if step < self.options.post_local:
-            self._completed = step + 1
-            return requests
-        return super().agree_on_stop(step, requests)
-
     # -- state ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tokens": [float(fragment.tokens) for fragment in self.fragments], "has_parted": self._has_parted}
+        return {"tokens": [float(fragment.tokens) for fragment in self.fragments]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         tokens = state.get("tokens", ())
-        self._has_parted = state.get("has_parted", any(tokens))
         for number, fragment in enumerate(self.fragments):
             fragment.forget_tokens()
             fragment.tokens += tokens[number] if len(tokens) == len(self.fragments) else 0.0
@@ -211,6 +166,17 @@ class Averaging(PerReplica):
             fragment.momentum = _of_all(fragment.params, state, "momentum")
 
 
+class LocalSGD(Averaging):
+    """x <- sum of (tokens_i / tokens) x_i after each ``period`` steps; the optimizer's state is the replica's own
+    (1805.09767).
+
+    Post-local SGD (1808.07217) is a run with all_reduce that goes on from its checkpoint with this.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(LocalSGDOptions(**options))
+
+
 def _of_all(
     params: Iterable[nn.Parameter], state: Mapping[nn.Parameter, Mapping[str, Any]], name: str
 ) -> list[Tensor] | None:
@@ -218,7 +184,7 @@ def _of_all(
     return [of_param[name] for of_param in held] if all(name in of_param for of_param in held) else None
 
 
-def sum_of_shares(chunks: Iterable[Tensor], weight: Tensor, group: AxisGroup) -> None:
+def _sum_of_shares(chunks: Iterable[Tensor], weight: Tensor, group: AxisGroup) -> None:
     """Each chunk times this rank's weight, summed over the group in place: the same to the last bit on all ranks."""
     under_way: deque[tuple[Tensor, Pending]] = deque()
 

@@ -49,17 +49,12 @@ class Fragment:
         return buffer
 
     def chunks(self, buffer: Tensor) -> Iterator[Tensor]:
-        """A buffer as numbers, in pieces (`chunks_of`)."""
+        """A buffer as numbers, in pieces of a size that one collective takes well."""
         for part in self.vector.parts(buffer):
             num_tied = self._num_tied.get(part.dtype, 0)
-            yield from chunks_of(part.split([num_tied, part.numel() - num_tied]))
-
-
-def chunks_of(parts: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Pieces of flat tensors, each of a size that one collective takes well."""
-    for part in parts:
-        if part.numel():
-            yield from part.split(SLOT_BYTES // part.itemsize)
+            for piece in part.split([num_tied, part.numel() - num_tied]):
+                if piece.numel():
+                    yield from piece.split(SLOT_BYTES // part.itemsize)
 
 
 def fragment_numbers(names: Sequence[str], num_fragments: int) -> dict[str, int]:

@@ -1,13 +1,18 @@
-"""The step that is made of a whole round: the replicas' average against what they began with."""
+"""Strategies that make a step of a whole round, the replicas' average against what they began with: SlowMo, DiLoCo."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from colossus.data_parallel.options.averaging_options import DiLoCoOptions, SlowMoOptions
+from colossus.data_parallel.rounds.averaging import Averaging
 from colossus.data_parallel.rounds.fragments import Fragment
+from colossus.data_parallel.zero.parameter_store import ParameterStore
+from colossus.gradients.reduction import ModelParts
 
 
 @torch.no_grad()
@@ -50,3 +55,102 @@ def outer_step(
     torch._foreach_mul_(gradient, rates)
     torch._foreach_sub_(anchor, gradient)
     torch._foreach_copy_(fragment.vector.views(average), anchor)
+
+
+class SlowMo(Averaging):
+    """u <- beta u + (x_0 - x) / gamma, x_0 <- x_0 - alpha gamma u, with x the replicas' average at the end of a round.
+
+    Momentum of whole rounds, over local SGD (1910.00643). gamma is the optimizer's learning rate, of each parameter
+    group the mean over the round. ``buffers`` says what becomes of the optimizer's state at the end of a round (section
+    2 of the paper): each replica keeps its own, or all begin anew.
+    """
+
+    options: SlowMoOptions
+    keeps_anchor = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(SlowMoOptions(**options))
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        super().setup(store, parts)
+        #: of each parameter the sum of the learning rates of the round's steps
+        self._lr_sums: dict[nn.Parameter, float] = {}
+        self._num_steps = 0
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.options.buffers == "reset" and optimizer.state:
+            raise ValueError(
+                f"parallel.strategy.buffers = 'reset': {type(optimizer).__name__} has a state before its first step, "
+                f"which forgetting would not bring back; take 'maintain'"
+            )
+        self._optimizer = optimizer
+
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self._num_steps += 1
+        for group in optimizer.param_groups:
+            lr = float(group["lr"])
+            for param in group["params"]:
+                self._lr_sums[param] = self._lr_sums.get(param, 0.0) + lr
+
+    def end_round(self, fragment: Fragment, average: Tensor) -> None:
+        options = self.options
+        outer_step(
+            fragment,
+            average,
+            lr=options.slow_lr,
+            momentum=options.slow_momentum,
+            nesterov=False,
+            inner_lr=[self._lr_sums.get(param, 0.0) / max(1, self._num_steps) for param in fragment.params],
+        )
+        self._lr_sums.clear()
+        self._num_steps = 0
+        for param in fragment.params if options.buffers == "reset" else ():
+            self._optimizer.state.pop(param, None)
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_steps": self._num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._num_steps = state.get("num_steps", 0)
+
+    def parameter_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        found = super().parameter_state()
+        for param, total in self._lr_sums.items():
+            found.setdefault(param, {})["lr_sum"] = total
+        return found
+
+    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        super().load_parameter_state(state)
+        self._lr_sums = {param: held["lr_sum"] for param, held in state.items() if "lr_sum" in held}
+
+
+class DiLoCo(Averaging):
+    """An outer optimizer steps by what a round of the replicas' own steps has changed (2311.08105): its gradient is
+    what the parameters were when the round began minus the replicas' average at its end.
+
+    With ``fragments`` the model's blocks are averaged in turn (2501.18512, without its quantisation and overlap): each
+    fragment once in a round, after steps of its own, so that the bytes of a round are spread over it.
+    """
+
+    options: DiLoCoOptions
+    keeps_anchor = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(DiLoCoOptions(**options))
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        self.num_fragments = self.options.fragments
+        super().setup(store, parts)
+
+    def end_round(self, fragment: Fragment, average: Tensor) -> None:
+        options = self.options
+        outer_step(
+            fragment,
+            average,
+            lr=options.outer_lr,
+            momentum=options.outer_momentum,
+            nesterov=options.nesterov,
+        )

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.options.server import ServerOptions
+from colossus.data_parallel.options.server_options import ServerOptions
 from colossus.data_parallel.per_replica import PerReplica
-from colossus.data_parallel.servers.parameters import ServerParameters
-from colossus.data_parallel.servers.pull import Pull
-from colossus.data_parallel.servers.rows import tables_of_replica
-from colossus.data_parallel.servers.shards import require_rows
+from colossus.data_parallel.servers.server_parameters import ServerParameters
+from colossus.data_parallel.servers.server_shards import Pull, require_rows
+from colossus.data_parallel.servers.server_tables import tables_of_replica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.parts import ModelParts
+from colossus.gradients.reduction import ModelParts
 from colossus.layout.split_parameter import as_shards
 from colossus.sparse.choice import Survey
 from colossus.sparse.usage import touched
@@ -129,13 +128,8 @@ class AsyncServer(PerReplica):
 
     # -- besides ------------------------------------------------------------------------------------------
 
-    def abandon(self) -> None:
-        super().abandon()
-        self._pull = None
-
     def report(self) -> dict[str, float]:
-        at_sync_point = self.parts.syncs_after(self._completed)
-        return self.at_servers.report(with_histogram=at_sync_point) | touched(self.tables or ())
+        return self.at_servers.report() | touched(self.tables or ())
 
     def close(self) -> None:
         self.part()

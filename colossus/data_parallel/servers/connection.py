@@ -6,31 +6,16 @@ import atexit
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 from colossus.comm.objects import broadcast_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.server import environment
 from colossus.server.client import Servers
-from colossus.server.process import start_servers
+from colossus.server.process import ServerProcess, start_servers
 from colossus.server.rpc_client import RpcClient
 
 #: for which the first rank waits for others at least, before it ends servers of its own
 _PATIENCE_SECONDS = 20.0
-
-
-class OwnServer(Protocol):
-    """A server that this rank has started."""
-
-    @property
-    def endpoint(self) -> dict[str, Any]: ...
-
-    def close(self) -> None: ...
-
-
-def start(num_servers: int, token: bytes) -> Sequence[OwnServer]:
-    """Start servers as children of this process."""
-    return start_servers(range(num_servers), token, {})
 
 
 class ServerConnection:
@@ -39,7 +24,7 @@ class ServerConnection:
         servers: of the run.
     """
 
-    def __init__(self, servers: Servers, own: Sequence[OwnServer], context: ParallelContext) -> None:
+    def __init__(self, servers: Servers, own: Sequence[ServerProcess], context: ParallelContext) -> None:
         self.servers, self._own = servers, list(own)
         self._ranks, self._rank = range(context.world_size), context.rank
         self._timeout = context.timeout.total_seconds()
@@ -81,14 +66,14 @@ def connect(
     Raises:
         ValueError: there are others than the config says.
     """
-    own: Sequence[OwnServer] = ()
+    own: Sequence[ServerProcess] = ()
     if environment.is_given():
         given = environment.read()
         endpoints, token = given.endpoints, given.token
     else:
         token = environment.new_token()
         if context.rank == 0:
-            own = start(num_servers or 1, token)
+            own = start_servers(range(num_servers or 1), token, {})
         found = [server.endpoint for server in own], token
         endpoints, token = broadcast_object(found, context.group(context.grid.names), 0)
     if num_servers is not None and len(endpoints) != num_servers:

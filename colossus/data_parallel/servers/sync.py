@@ -11,15 +11,13 @@ from torch import Tensor, nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.all_reduce import AllReduce
-from colossus.data_parallel.options.server import ServerOptions
-from colossus.data_parallel.servers.parameters import ServerParameters
-from colossus.data_parallel.servers.pull import Pull
-from colossus.data_parallel.servers.rows import tables_of_replica
-from colossus.data_parallel.servers.shards import require_rows
+from colossus.data_parallel.options.server_options import ServerOptions
+from colossus.data_parallel.servers.server_parameters import ServerParameters
+from colossus.data_parallel.servers.server_shards import Pull, require_rows
+from colossus.data_parallel.servers.server_tables import tables_of_replica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.parts import ModelParts
-from colossus.gradients.reduction import GradientReduction
+from colossus.gradients.reduction import GradientReduction, ModelParts
 from colossus.sparse.usage import touched
 
 

@@ -1,7 +1,8 @@
-"""Parameters of which a rank stores some rows: how they are stored, and how they become whole."""
+"""Parameters of which a rank stores some rows: how rows lie, how they are stored, and how they become whole."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +14,64 @@ from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW, Precision
-from colossus.data_parallel.zero.row_layout import RowLayout
 from colossus.error_place import located_error
 from colossus.layout.parameter import StoredSpec, attach, spec_of
 from colossus.layout.split_parameter import FREED, hide_values, mark_split, show_values
 from colossus.tensor_parallel.dtypes import set_gradient_dtype
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One logical shard of a parameter, in elements.
+
+    Attributes:
+        start, count: of it in the whole parameter.
+        offset, width: of what a rank stores of it, in the rank's flat rows.
+    """
+
+    param: nn.Parameter
+    start: int
+    count: int
+    offset: int
+    width: int
+
+    def on(self, rank: int) -> tuple[int, int]:
+        """What a rank stores of it: (first element, how many); the last ranks may have less, or nothing."""
+        first = min(rank * self.width, self.count)
+        return first, min(self.width, self.count - first)
+
+
+class RowLayout:
+    """The rows of each logical shard, cut over ``ranks``: as many on each, but for the last that have any.
+
+    Attributes:
+        pieces: in the order of a rank's flat rows.
+        size: of these, in elements, with the padding behind the last rows.
+        splits: for each rank the sizes of its rows and of the padding behind them, in turn, for each piece.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], ranks: int) -> None:
+        self.pieces: list[Piece] = []
+        self.size = 0
+        for param in params:
+            row = math.prod(param.shape[1:])
+            for shard in spec_of(param).shards:
+                start, stop = shard.rows
+                width = -(-(stop - start) // ranks) * row
+                self.pieces.append(Piece(param, start * row, (stop - start) * row, self.size, width))
+                self.size += width
+        self.splits = [
+            [size for piece in self.pieces for size in (piece.on(rank)[1], piece.width - piece.on(rank)[1])]
+            for rank in range(ranks)
+        ]
+
+    def pieces_of(self, param: nn.Parameter) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.param is param]
+
+    def rows_in(self, whole: Tensor, piece: Piece, rank: int) -> Tensor:
+        """A rank's rows of a piece in the whole parameter, or its gradient, flat: a view."""
+        first, count = piece.on(rank)
+        return whole[piece.start + first :][:count]
 
 
 @dataclass(frozen=True)
@@ -63,19 +117,6 @@ class Storage:
     keeps_whole: bool = False
     keeps_gradients: bool = False
     offload: bool = False
-
-
-class Transfer:
-    """A collective under way. One that was dropped leaves nothing, whoever waits for it."""
-
-    def __init__(self) -> None:
-        self.is_wanted = True
-        self.pending: Pending | None = None
-
-    def wait(self) -> None:
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.wait()
 
 
 class FlatRows:
@@ -181,18 +222,11 @@ class FlatRows:
                     targets.append(self.layout.rows_in(wholes[piece.param], piece, rank))
         return targets, takes
 
-    def start_gather(self) -> Transfer:
+    def start_gather(self) -> Pending:
         """Start to fill the whole parameters, whose memory is taken when the rows of all ranks are there."""
-        transfer = Transfer()
-        transfer.pending = in_parts.all_gather(
-            self.layout.size,
-            self.dtypes.computed,
-            self.device,
-            self.group,
-            self._fill,
-            lambda shards: self._take(shards) if transfer.is_wanted else None,
+        return in_parts.all_gather(
+            self.layout.size, self.dtypes.computed, self.device, self.group, self._fill, self._take
         )
-        return transfer
 
     def _fill(self, flat: Tensor) -> None:
         if len(self._rows) == 1:

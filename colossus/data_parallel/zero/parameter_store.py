@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -12,10 +12,9 @@ from colossus.comm import collectives
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.zero.block_modules import by_block, in_buckets, run_around
+from colossus.data_parallel.zero.blocks import by_block, in_buckets
 from colossus.data_parallel.zero.flat_rows import Storage
-from colossus.data_parallel.zero.prefetch import BlockRuns
-from colossus.data_parallel.zero.scatter import GradientScatter
+from colossus.data_parallel.zero.prefetch import BlockRuns, run_around
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.rows.row_source import row_source
@@ -36,6 +35,10 @@ class ParameterStore:
         model: of this rank.
         chain: gives the blocks of the model on this rank, None where it is no chain of them.
         weights: of the model's layers.
+
+    Attributes:
+        blocks: in the order of the model, the root block, whose gradients are complete last, before all.
+        runs: gathers blocks as they run.
     """
 
     def __init__(
@@ -47,12 +50,11 @@ class ParameterStore:
     ) -> None:
         self.weights = weights
         self._model, self._context, self._chain = model, context, chain
-        #: in the order of the model, the root block, whose gradients are complete last, before all
-        self._blocks: list[ShardedBlock] = []
+        self.blocks: list[ShardedBlock] = []
         self._root: ShardedBlock | None = None
         #: those of them that are whole for all of a step
         self._lasting: list[ShardedBlock] = []
-        self._runs = BlockRuns()
+        self.runs = BlockRuns()
         self._group: AxisGroup | None = None
         self._block_of: dict[int, ShardedBlock] = {}
         self._stored = list(model.parameters())
@@ -72,7 +74,7 @@ class ParameterStore:
 
     def computed(self) -> list[nn.Parameter]:
         """All parameters as compute sees them, in no order."""
-        sharded = [param for block in self._blocks for param in block.params]
+        sharded = [param for block in self.blocks for param in block.params]
         stored = {id(self.stored(param)) for param in sharded}
         return [*sharded, *(param for param in self._stored if id(param) not in stored)]
 
@@ -86,7 +88,7 @@ class ParameterStore:
         with a `RowSource`.
 
         Also where the axes have one rank, if the optimizer's precision is not that of the parameters. Collective, as
-        are all forwards from then on, and those of evaluations. Gradients come by `scatter`.
+        are all forwards from then on, and those of evaluations. Gradients come by `zero.GradientScatter`.
 
         Args:
             stage: of ZeRO. 3: parameters are whole while their block runs. 2: they keep their memory, and are gathered
@@ -94,7 +96,7 @@ class ParameterStore:
                 gradients, until the step ends.
             offload: the rows, which the optimizer updates, are in the memory of the host.
         """
-        assert not self._blocks, "the parameters are sharded already"
+        assert not self.blocks, "the parameters are sharded already"
         context = self._context
         group = context.group(tuple(axis for axis in context.grid.axes(axes) if context.grid.sizes[axis] > 1))
         if group.size == 1:
@@ -112,24 +114,20 @@ class ParameterStore:
         for modules, held in in_buckets(blocks, 0 if is_transient else SLOT_BYTES):
             block = ShardedBlock(held, group, context, self.weights.scope, storage)
             for module in modules if is_transient else ():
-                run_around(module, block, self._runs)
-            self._blocks.append(block)
+                run_around(module, block, self.runs)
+            self.blocks.append(block)
         if root:
             self._root = ShardedBlock(root, group, context, "step", storage)
-            self._blocks.insert(0, self._root)
-        self._lasting = [block for block in self._blocks if not block.is_transient]
+            self.blocks.insert(0, self._root)
+        self._lasting = [block for block in self.blocks if not block.is_transient]
         self._model.register_forward_pre_hook(lambda *_: self._before_model(), prepend=True)
         self._model.register_forward_hook(lambda *_: self._after_model())
-        self._block_of = {id(param): block for block in self._blocks for param in block.params}
+        self._block_of = {id(param): block for block in self.blocks for param in block.params}
         self._stored = list(self._model.parameters())
-
-    def scatter(self, parameters_by_stage: Mapping[int, Sequence[nn.Parameter]]) -> GradientScatter:
-        """What makes the gradients of stored parameters from those of the parameters that compute sees."""
-        return GradientScatter(self._blocks, self._runs, parameters_by_stage, self.weights)
 
     def accept_gradients(self) -> None:
         """The sums are complete: the stored parameters get them, also those on the host, which waits for them once."""
-        on_host = [param for block in self._blocks for each in block.gradients for param in each.send_to_host()]
+        on_host = [param for block in self.blocks for each in block.gradients for param in each.send_to_host()]
         device = self._context.device
         if on_host and device.type != "cpu":  # also until the rows that gathers have sent to it are there
             torch.get_device_module(device).current_stream(device).synchronize()
@@ -138,7 +136,7 @@ class ParameterStore:
 
     def accept_whole_gradients(self) -> None:
         """Where rows are shared by no ranks: the stored parameters get the gradients of those that compute sees."""
-        for block in self._blocks:
+        for block in self.blocks:
             for gradients in block.gradients:
                 gradients.give_whole()
 
@@ -149,7 +147,7 @@ class ParameterStore:
         self._begin_run()
         for param in self._stored:
             param.grad = None
-        for block in self._blocks:
+        for block in self.blocks:
             block.begin_step()
         self.weights.begin_step()
 
@@ -162,25 +160,23 @@ class ParameterStore:
         if self._group is None:
             return
         is_uneven = False
-        if any(block.is_transient for block in self._blocks):
+        if any(block.is_transient for block in self.blocks):
             counts = torch.tensor([num_forwards, -num_forwards], device=self._context.device)
             most, least = collectives.all_reduce(counts, self._group, op="max", owned=True).wait().tolist()
             is_uneven = most != -least
         self.gather_lasting()  # a rank without samples runs no stage
-        for block in self._blocks if is_uneven else ():
+        for block in self.blocks if is_uneven else ():
             block.gather()
             block.is_held = True
 
     def _begin_run(self) -> None:
         self.release()
-        self._runs.is_running = True
-        for block in self._blocks:
-            block.settle()
+        self.runs.is_running = True
 
     def begin_action(self) -> None:
         """A forward or a backward of a stage begins."""
-        if self._blocks:
-            self._runs.begin()
+        if self.blocks:
+            self.runs.begin()
 
     def gather_lasting(self) -> None:
         """Before a stage runs: the blocks that are whole for a step or an evaluation, each while the next travels."""
@@ -196,43 +192,33 @@ class ParameterStore:
 
     def after_backward(self) -> None:
         """A stage's backward is over, also of blocks whose inputs get no gradient."""
-        self._runs.leave_all()
+        self.runs.leave_all()
 
     def end_step(self) -> None:
         """All backwards are done: reduce the gradients that are left in layers, and free what is gathered."""
         self.weights.end_step()
         self.release()
 
-    def abandon_step(self) -> None:
-        """Forget a step that failed, without a collective."""
-        self.weights.abandon_step()
-        for block in self._blocks:
-            block.abandon()
-        self._end_run()
-
     def release(self) -> None:
         """Free what is gathered, and wait for what was gathered ahead."""
-        for block in self._blocks:
+        for block in self.blocks:
             block.end_step()
-        self._end_run()
-
-    def _end_run(self) -> None:
-        self._runs.reset()
-        self._runs.is_running = False
+        self.runs.reset()
+        self.runs.is_running = False
 
     # -- a model that is called outside of a step -----------------------------------------------------------
 
     def _before_model(self) -> None:
-        if not self._runs.is_running:
+        if not self.runs.is_running:
             if not torch.is_grad_enabled():
                 self.release()
-            self._runs.begin()
+            self.runs.begin()
         self.gather_lasting()
 
     def _after_model(self) -> None:
-        if self._runs.is_running:
+        if self.runs.is_running:
             return
         if not torch.is_grad_enabled():
             self.release()
-        for block in self._blocks:  # what a backward may need stays whole, but is not what a state dict is to find
+        for block in self.blocks:  # what a backward may need stays whole, but is not what a state dict is to find
             block.unplace()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import Node
 
-from colossus.data_parallel.zero.sharded_block import ForwardCall, ShardedBlock
+from colossus.data_parallel.zero.sharded_block import ShardedBlock
+from colossus.nest import tensors
 
 
 class BlockRuns:
@@ -66,7 +70,7 @@ class BlockRuns:
         self._ahead, self._waiting = self._waiting, None
         self._ahead.start_gather()
 
-    def enter_backward(self, block: ShardedBlock, call: ForwardCall) -> None:
+    def enter_backward(self, block: ShardedBlock, call: object) -> None:
         """The backward of one forward of a block begins."""
         block.enter_backward(call)
         if block in self._in_backward:
@@ -74,7 +78,7 @@ class BlockRuns:
         self._in_backward.append(block)
         self.gather(block)
 
-    def leave_backward(self, block: ShardedBlock, call: ForwardCall) -> None:
+    def leave_backward(self, block: ShardedBlock, call: object) -> None:
         """The backward of one forward of a block is over, if it had begun and was not over before."""
         if call not in block.in_backward:
             return
@@ -101,3 +105,51 @@ class BlockRuns:
         if self._ahead is not None:
             self._ahead.drop_gather()
         self._ahead = None
+
+
+def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
+    """Gather a block that is freed within a step before its module's forward and backward, and let it go after each."""
+
+    #: of the last forward: what stands for it, whether the gradients of its inputs tell that its backward is over, and
+    #: the number of the first node that it makes
+    call, is_left_by_input, first_node = object(), False, 0
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal call, is_left_by_input, first_node
+        runs.gather(block)
+        first_node = torch._C._autograd._get_sequence_nr()
+        if torch.is_grad_enabled() and not block.in_backward:
+            # On one device autograd runs what was made last first: when what made any of the inputs runs, the backward
+            # of all that was made after it is over. Gradients of the other inputs may still be awaited from elsewhere.
+            nodes = _nodes((args, kwargs), block.params[0].device)
+            this = call = object()
+            is_left_by_input = bool(nodes)
+            for node in nodes:
+                node.register_prehook(lambda _: runs.leave_backward(block, this))
+
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            this, is_seen = call, is_left_by_input
+            nodes = _nodes(output)
+            # not what made an input that is returned as it is: it runs when the backward of this block is over
+            made_here = [node for node in nodes if node._sequence_nr() >= first_node]
+
+            def enter(_: Any) -> None:
+                runs.enter_backward(block, this)
+                if not is_seen:  # at the end of this backward, which may be inside of another
+                    torch.autograd.Variable._execution_engine.queue_callback(lambda: runs.leave_backward(block, this))
+
+            for node in made_here or sorted(nodes, key=lambda node: node._sequence_nr())[-1:]:
+                node.register_prehook(enter)
+        block.after_forward()
+        runs.after_release()
+
+    module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    module.register_forward_hook(after, with_kwargs=True)
+
+
+def _nodes(nest: Any, device: torch.device | None = None) -> list[Node]:
+    """What made the tensors of a nest (on one device), whatever types these are."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [tensor for _, tensor in tensors(nest) if device is None or tensor.device == device]
+        return [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import in_parts
-from colossus.data_parallel.zero.flat_rows import FlatRows, Transfer
+from colossus.comm.collectives import Pending
+from colossus.data_parallel.zero.flat_rows import FlatRows
 from colossus.gradients.buckets import LocalSum, sum_of_all
 from colossus.layout.parameter import attach, spec_of
 from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
@@ -30,7 +31,7 @@ class RowGradients:
         self._is_used = [False] * len(self.params)
         #: of the reduction under way: which parameters this rank has used
         self._present: list[bool] = []
-        self._reduction: Transfer | None = None
+        self._reduction: Pending | None = None
         #: of all numbers that this rank has put into the reductions of a step
         self._own_sum: Tensor | None = None
 
@@ -66,14 +67,8 @@ class RowGradients:
         self._present = [param.grad is not None for param in self.params]
         # behind the gradients one flag for each parameter: how many ranks used it
         size = flat.layout.size + len(self.params)
-        transfer = self._reduction = Transfer()
-        transfer.pending = in_parts.reduce_scatter(
-            size,
-            flat.dtypes.reduced,
-            flat.device,
-            flat.group,
-            self._fill,
-            lambda addends: self._take(addends) if transfer.is_wanted else None,
+        self._reduction = in_parts.reduce_scatter(
+            size, flat.dtypes.reduced, flat.device, flat.group, self._fill, self._take
         )
         if self.are_freed:
             self.free()
@@ -121,13 +116,8 @@ class RowGradients:
     def wait(self) -> None:
         """Wait for the sums that `start` has started, if any."""
         if self._reduction is not None:
-            transfer, self._reduction = self._reduction, None
-            transfer.wait()
-
-    @property
-    def are_there(self) -> bool:
-        """Whether any parameter has a whole gradient."""
-        return any(param.grad is not None for param in self.params)
+            pending, self._reduction = self._reduction, None
+            pending.wait()
 
     def free(self) -> None:
         """Free the whole gradients."""
@@ -176,11 +166,3 @@ class RowGradients:
         if self._own_sum is None:
             return []
         return [(tuple(spec_of(param).name for param in self.params), self._own_sum)]
-
-    def abandon(self) -> Transfer | None:
-        """Forget those of a step that failed, without a collective; what is to be waited for before the next step."""
-        self.begin_step()
-        transfer, self._reduction = self._reduction, None
-        if transfer is not None:
-            transfer.is_wanted = False
-        return transfer

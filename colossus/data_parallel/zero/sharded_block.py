@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from colossus.comm.collectives import Pending
 from colossus.comm.recorded import is_recorded
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.zero.flat_rows import Dtypes, FlatRows, Storage, Transfer
+from colossus.data_parallel.zero.flat_rows import Dtypes, FlatRows, Storage
 from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import as_shards
@@ -37,19 +38,6 @@ class HeldParameter:
     is_product: bool = False
 
 
-class ForwardCall:
-    """One forward of a block.
-
-    Attributes:
-        is_left_by_input: whether the end of its backward is seen by the gradients of its inputs.
-    """
-
-    __slots__ = ("is_left_by_input",)
-
-    def __init__(self, is_left_by_input: bool) -> None:
-        self.is_left_by_input = is_left_by_input
-
-
 class ShardedBlock:
     """Parameters that are gathered, and whose gradients are reduced, together.
 
@@ -64,8 +52,7 @@ class ShardedBlock:
             at its end, ``microbatch`` after its backward, ``step`` at the end of the step.
 
     Attributes:
-        call: the forward that has begun last.
-        in_backward: forwards whose backward has begun.
+        in_backward: an object for each forward whose backward has begun.
         is_kept: whether the block is not freed before the end of the step: its backward is differentiated again.
         is_held: whether the block is not freed before the end of an evaluation.
         is_whole: whether the parameters that compute uses have the values of the stored ones.
@@ -91,15 +78,12 @@ class ShardedBlock:
         self._stored = {id(param): stored for flat in self._flats for param, stored in flat.stored.items()}
         self.gradients = [RowGradients(flat) for flat in self._flats if flat.is_trainable]
         self._summed = self._stored | {id(param): own for each in self.gradients for param, own in each.summed.items()}
-        self.call = ForwardCall(False)
-        self.in_backward: list[ForwardCall] = []
+        self.in_backward: list[object] = []
         self.is_held = self.is_kept = False
         self.is_whole = self._is_placed = True
         #: forwards whose backward has not run
         self._num_awaited = 0
-        self._gathers: list[Transfer] = []
-        #: of a step that failed: waited for before the next, when the ranks have agreed to go on
-        self._abandoned: list[Transfer] = []
+        self._gathers: list[Pending] = []
         self.release()
 
     def stored(self, param: nn.Parameter) -> nn.Parameter:
@@ -138,15 +122,17 @@ class ShardedBlock:
         self._place()
 
     def _wait_for_gathers(self) -> None:
-        transfers, self._gathers = self._gathers, []
-        for transfer in transfers:
-            transfer.wait()
+        gathers, self._gathers = self._gathers, []
+        for pending in gathers:
+            pending.wait()
 
     def drop_gather(self) -> None:
-        """A gather that was started is not wanted any more: wait for it."""
-        for transfer in self._gathers:
-            transfer.is_wanted = False
-        self._wait_for_gathers()
+        """A gather that was started is not wanted any more: wait for it, and free what has come."""
+        if self._gathers:
+            with as_shards(), _unrecorded():
+                self._wait_for_gathers()
+            self.is_whole = True
+            self.release()
 
     def release(self) -> None:
         """Let the modules hold the stored parameters, and free the gathered ones, or keep their memory only.
@@ -184,19 +170,14 @@ class ShardedBlock:
             self._num_awaited += 1
         self._release_by_scope()
 
-    def begin_forward(self, *, is_left_by_input: bool) -> ForwardCall:
-        """A forward begins that a backward may follow."""
-        self.call = ForwardCall(is_left_by_input)
-        return self.call
-
-    def enter_backward(self, call: ForwardCall) -> None:
+    def enter_backward(self, call: object) -> None:
         """The backward of one forward begins."""
         if call not in self.in_backward:
             self.in_backward.append(call)
         # with create_graph: what runs the backward of this backward is not seen here
         self.is_kept = self.is_kept or torch.is_grad_enabled()
 
-    def leave_backward(self, call: ForwardCall) -> None:
+    def leave_backward(self, call: object) -> None:
         """The backward of one forward is over."""
         self.in_backward.remove(call)
         self._num_awaited -= 1
@@ -215,35 +196,17 @@ class ShardedBlock:
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        self.settle()
         with as_shards():
             for gradients in self.gradients:
                 gradients.begin_step()
-
-    def settle(self) -> None:
-        """Before a step or an evaluation: wait for what one that failed has left."""
-        abandoned, self._abandoned = self._abandoned, []
-        for transfer in abandoned:
-            transfer.wait()
 
     def end_step(self) -> None:
         """All backwards of a step, or all forwards of an evaluation, are over."""
         self.in_backward.clear()
         self.is_held = self.is_kept = False
         self._num_awaited = 0
-        if self._gathers:
-            self.drop_gather()
+        self.drop_gather()
         self.release()
-
-    def abandon(self) -> None:
-        """Forget a step that failed, without a collective."""
-        self._abandoned += self._gathers
-        for gather in self._gathers:
-            gather.is_wanted = False
-        self._gathers = []
-        with as_shards():
-            self._abandoned += [left for each in self.gradients if (left := each.abandon()) is not None]
-        self.end_step()
 
 
 def _put(places: Iterable[Place], param: nn.Parameter) -> None:

@@ -1,1 +1,1 @@
-"""The graphs of colossus, one per file; the registry finds them here."""
+"""The graphs of colossus; the registry finds them here."""

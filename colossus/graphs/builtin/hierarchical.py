@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from colossus.graphs.family import GraphFamily, Sends
+from colossus.graphs.graph_family import GraphFamily, Sends
 from colossus.graphs.spec import make_family
 from colossus.registry import GRAPHS
 

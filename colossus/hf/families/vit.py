@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from colossus.checkpoint.companions import LABELS
+from colossus.checkpoint.assets import LABELS
 from colossus.hf.family import Family, Key, Row, module, row
 from colossus.registry import HF_FAMILIES
 
@@ -64,9 +64,9 @@ class ViT(Family):
         names = {str(number): f"LABEL_{number}" for number in range(config.pop("num_labels"))}
         return config | dict(id2label=names, label2id={name: int(number) for number, name in names.items()})
 
-    def beside(self, options: Any, companions: Mapping[str, Any]) -> dict[str, Any]:
+    def beside(self, options: Any, assets: Mapping[str, Any]) -> dict[str, Any]:
         """Names of the classes, where there are still as many."""
-        labels = companions.get(LABELS, {})
+        labels = assets.get(LABELS, {})
         return dict(labels) if len(labels.get("id2label", ())) == options.num_classes else {}
 
     def rows(self, options: Any) -> Sequence[Row]:

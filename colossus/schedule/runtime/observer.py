@@ -12,12 +12,9 @@ class StepObserver:
     ``engine.observers``. What is around steps is a `colossus.engine.hooks.Hook`.
 
     Attributes:
-        compares_batches: whether it finds out itself if ranks of a model were given different batches, so that the
-            engine does not refuse them.
         needs_samples: whether `before_forward` wants the samples.
     """
 
-    compares_batches = False
     needs_samples = False
 
     def before_forward(self, stage: int, microbatch: int, samples: Any) -> None:

@@ -82,7 +82,6 @@ class FakeEngine:
             stop_signal=None,
             loss_scale=None,
             num_skipped=0,
-            grad_norms={},
             replica=None,
             replica_tokens=None,
             send_to_host=lambda: False,

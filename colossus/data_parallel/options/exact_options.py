@@ -1,0 +1,152 @@
+"""Options of the strategies that sum gradients over all replicas in each step. No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from colossus.arithmetic import either
+from colossus.config import Config
+from colossus.config.schema import Parallel, ZeroSection
+from colossus.data_parallel.options.base import Count, CountOrZero, StrategyOptions
+from colossus.sparse.choice import first_fit
+from colossus.sparse.cost import WayName
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+_POWERSGD = ("rank", "start_step", "warm_start", "min_compression_rate")
+
+
+class AllReduceOptions(StrategyOptions):
+    #: how gradients travel along data, which is inexact then: "bf16", "powersgd"; None: as they are
+    compress: Literal["bf16", "powersgd"] | None = None
+    #: of PowerSGD: of the factors
+    rank: Count = 1
+    #: of PowerSGD: steps from the first on that are not compressed
+    start_step: CountOrZero = 10
+    #: of PowerSGD: whether a step begins with the factors of the one before
+    warm_start: bool = True
+    #: of PowerSGD: matrices travel as factors where these have fewer than one in so many of their elements
+    min_compression_rate: Annotated[float, Field(ge=0)] = 2.0
+
+    def describe(self, data: int) -> str:
+        if self.compress is None or data == 1:
+            return ""
+        way = f"matrices of rank {self.rank}" if self.compress == "powersgd" else self.compress
+        return f"inexact: gradients travel as {way}; replicas stay equal"
+
+    def check(self, config: Config) -> list[str]:
+        problems = super().check(config)
+        given = [key for key in _POWERSGD if key in self.model_fields_set]
+        if given and self.compress != "powersgd":
+            problems.append(
+                f"parallel.strategy.{given[0]} means nothing with compress = {self.compress!r}; it is for 'powersgd'"
+            )
+        reduce = config.train.precision.reduce
+        if self.compress == "bf16" and reduce in ("bf16", "fp16"):
+            problems.append(
+                f"parallel.strategy.compress = {self.compress!r}: gradients are summed in {reduce} already "
+                f"(train.precision.reduce); leave one of the two out"
+            )
+        if self.compress == "powersgd" and self.start_step >= config.train.steps:
+            problems.append(
+                f"parallel.strategy.start_step = {self.start_step}: nothing would be compressed in train.steps = "
+                f"{config.train.steps}"
+            )
+        if self.compress is not None and config.parallel.zero.stage:
+            problems.append(
+                f"parallel.strategy.compress = {self.compress!r}: ZeRO's sums are not compressed; leave out one of "
+                f"compress and zero"
+            )
+        return problems
+
+
+class HierarchicalOptions(AllReduceOptions):
+    #: over how many hosts the data ranks are spread; None: found by what ranks know of their machines
+    hosts: Count | None = None
+    #: data ranks on each host, neighbours along data; the same said otherwise
+    per_host: Count | None = None
+
+    def ranks_per_host(self, data: int) -> int | None:
+        """Data ranks on each host, None where neither number is given."""
+        return self.per_host if self.hosts is None else max(1, data // self.hosts)
+
+    def describe(self, data: int) -> str:
+        per_host = self.ranks_per_host(data)
+        where = "hosts are found" if per_host is None else f"hosts of {per_host} data rank{'s' if per_host > 1 else ''}"
+        return "; ".join(part for part in (where, super().describe(data)) if part)
+
+    def zero_of(self, parallel: Parallel) -> ZeroSection:
+        """ZeRO over the data ranks of a host, replicated over hosts."""
+        assert parallel.data is not None
+        if parallel.zero.shard is not None:
+            return parallel.zero
+        return parallel.zero.model_copy(update={"shard": self.ranks_per_host(parallel.data)})
+
+    def check(self, config: Config) -> list[str]:
+        problems = super().check(config)
+        data = config.parallel.data
+        assert data is not None
+        for key in ("hosts", "per_host"):
+            number = getattr(self, key)
+            if number is not None and data % number:
+                fits = either(divisor for divisor in range(1, data + 1) if data % divisor == 0)
+                problems.append(
+                    f"parallel.strategy.{key} = {number} does not divide data {data}: each host has as many data "
+                    f"ranks; use {fits}"
+                )
+        if not problems and self.hosts is not None and self.per_host is not None and self.hosts * self.per_host != data:
+            problems.append(
+                f"parallel.strategy: hosts {self.hosts} x per_host {self.per_host} = {self.hosts * self.per_host}, but "
+                f"data = {data}: give one of the two"
+            )
+        zero, per_host = config.parallel.zero, self.ranks_per_host(data)
+        if zero.stage and zero.shard is None:
+            problems.append(
+                f"parallel.strategy: zero = {zero.stage} is over the data ranks of each host, whose number has to be "
+                f"known: give hosts= (as --nnodes) or per_host="
+            )
+        elif zero.stage and per_host not in (None, zero.shard) and not problems:
+            problems.append(
+                f"parallel.zero.shard = {zero.shard}, but parallel.strategy says that {per_host} data ranks are on "
+                f"each host, and ZeRO is over these: give one of the two"
+            )
+        return problems
+
+
+class HybridOptions(StrategyOptions):
+    #: pattern of full names of tables -> "dense", "gather" or "owners"; the first that fits is taken
+    ways: dict[str, WayName] = {}
+    #: pattern of full names of tables -> part of the rows that a rank touches in a step, for ``show --strategy``
+    alpha: dict[str, Fraction] = {}
+    #: whether ranks of a host add up rows before these leave it; "auto": where there are several hosts
+    aggregate: Literal["auto"] | bool = "auto"
+    #: over how many hosts the data ranks are spread; None: found by what ranks know of their machines
+    hosts: Count | None = None
+    #: data ranks on each host, neighbours along data; the same said otherwise
+    per_host: Count | None = None
+    #: into how many parts of neighbouring rows an owned table is cut; "search": found in the first steps
+    partitions: Count | Literal["search"] | None = None
+    #: steps after which parts are given to owners by the rows that were touched; 0: never
+    balance_after: CountOrZero = 20
+
+    def describe(self, data: int) -> str:
+        said = [f"{pattern} by {way}" for pattern, way in self.ways.items()]
+        return "exact: tables by rows" + (f"; {', '.join(said)}" if said else "")
+
+    def way_of(self, name: str) -> WayName | None:
+        """What the user has said of a table."""
+        pattern = first_fit(self.ways, name)
+        return None if pattern is None else self.ways[pattern]
+
+    def ranks_per_host(self, data: int) -> int | None:
+        """Data ranks on each host, None where neither number is given."""
+        return self._hosts_alone.ranks_per_host(data)
+
+    def check(self, config: Config) -> list[str]:
+        return super().check(config) + self._hosts_alone.check(config)
+
+    @property
+    def _hosts_alone(self) -> HierarchicalOptions:
+        return HierarchicalOptions(hosts=self.hosts, per_host=self.per_host)

@@ -1,0 +1,129 @@
+"""Options of the strategy whose parameters live in server processes. No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from colossus.config import Config
+from colossus.data_parallel.options.base import Count, CountOrZero, PerReplicaOptions
+from colossus.server.environment import LEAST_TIMEOUT_SECONDS
+
+#: optimizers whose updates a server knows, by the names of torch's classes
+SERVER_OPTIMIZERS = ("SGD", "AdamW", "Adam", "Adagrad")
+#: algorithms in which a worker has parameters and an optimizer of its own
+_OWN = ("downpour", "easgd")
+
+Beta = Annotated[float, Field(gt=0, le=1)]
+
+
+class ServerOptions(PerReplicaOptions):
+    """A *worker* is a replica: its ranks pull their shards of the parameters, and push what becomes of them."""
+
+    #: "sync": exact, all workers' gradients are one update; "async": each worker's push counts at once
+    mode: Literal["sync", "async"] = "sync"
+    #: server processes, which are spread over the hosts; None: one on each
+    servers: Count | None = None
+    #: what is pushed: gradients, to the optimizer at the servers ("sgd"); updates of the workers' own optimizers
+    #: ("downpour"); the pull of an elastic anchor ("easgd")
+    algorithm: Literal["sgd", "downpour", "easgd"] = "sgd"
+    #: steps that a worker may be ahead of the slowest (stale synchronous parallel); None: as many as it likes
+    max_staleness: CountOrZero | None = None
+    #: steps between two pushes of Downpour, or two elastic exchanges
+    push_every: Count = 1
+    #: steps between two pulls of Downpour
+    pull_every: Count = 1
+    #: of the elastic force: alpha = beta / workers
+    beta: Beta = 0.9
+    #: what the next step begins with is pulled while this one computes, and so lacks this one's push
+    prefetch: bool = True
+
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Whether workers have parameters and optimizers of their own."""
+        return self.algorithm in _OWN
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.algorithm == "easgd"
+
+    def describe(self, data: int) -> str:
+        servers = "a server on each host"
+        if self.servers is not None:
+            servers = f"{self.servers} server{'s' if self.servers > 1 else ''}"
+        if self.mode == "sync" and not self.has_own_optimizer:
+            return f"exact: parameters at {servers}"
+        bound = "" if self.max_staleness is None else f", at most {self.max_staleness} steps apart"
+        name = {"sgd": "asynchronous SGD", "downpour": "Downpour", "easgd": "EASGD"}[self.algorithm]
+        return f"inexact: {name} with {servers}{bound}"
+
+    def check(self, config: Config) -> list[str]:
+        problems = super().check(config)
+        problems += self._combination_problems()
+        problems += self._staleness_problems()
+        problems += self._optimizer_problems(config.optimizer)
+        if config.comm.timeout_seconds < LEAST_TIMEOUT_SECONDS:
+            problems.append(
+                f"comm.timeout_seconds = {config.comm.timeout_seconds:g}: a server can be taken for dead after "
+                f"{LEAST_TIMEOUT_SECONDS:g} s at the earliest; use at least that"
+            )
+        return problems
+
+    def _combination_problems(self) -> list[str]:
+        given, problems = self.model_fields_set, []
+        is_exact = self.mode == "sync" and not self.has_own_optimizer
+
+        def refuse(key: str, why: str) -> None:
+            problems.append(f"parallel.strategy.{key} = {getattr(self, key)!r}: {why}")
+
+        if self.mode == "sync" and self.algorithm == "downpour":
+            refuse("algorithm", "Downpour's workers do not wait for each other; use mode='async'")
+        for key in ("push_every", "pull_every"):
+            if key in given and getattr(self, key) != 1 and self.algorithm == "sgd":
+                refuse(key, "algorithm 'sgd' pulls and pushes in each step; it is for 'downpour' and the like")
+        if "pull_every" in given and self.is_elastic:
+            refuse("pull_every", f"{self.algorithm} pulls where it pushes, every push_every steps; leave it out")
+        if "beta" in given and not self.is_elastic:
+            refuse("beta", f"means nothing with algorithm = {self.algorithm!r}; it is for 'easgd'")
+        if self.evaluate == "own" and not self.has_own_optimizer:
+            refuse("evaluate", "workers have no parameters of their own, those at the servers are evaluated")
+        for key in ("prefetch", "log_every") if is_exact else ("prefetch",) if self.mode == "sync" else ():
+            if key in given and getattr(self, key):
+                refuse(key, "in mode 'sync' there is nothing to do ahead, or beside" if key == "log_every" else _WAITS)
+        return problems
+
+    def _staleness_problems(self) -> list[str]:
+        most, interval = self.max_staleness, max(self.push_every, self.pull_every)
+        if most is None:
+            return []
+        if self.mode == "sync":
+            return [f"parallel.strategy.max_staleness = {most}: in mode 'sync' nothing is stale; leave it out"]
+        if interval > 1 and most < interval:
+            key = "push_every" if self.push_every == interval else "pull_every"
+            return [
+                f"parallel.strategy.max_staleness = {most} is below {key} = {interval}: what a worker does between two "
+                f"of these nobody sees, so all would wait for each other; use at least {interval}, or {key} <= {most}"
+            ]
+        return []
+
+    def _optimizer_problems(self, optimizer: Any) -> list[str]:
+        name = optimizer_name(optimizer.type)
+        options = optimizer.options
+        if self.has_own_optimizer or name in SERVER_OPTIMIZERS:
+            if not self.has_own_optimizer and options.get("amsgrad"):
+                return ["optimizer.amsgrad: the servers' Adam keeps no maxima; leave it out"]
+            return []
+        return [
+            f"optimizer.type = {name!r}: the servers apply {', '.join(SERVER_OPTIMIZERS[:-1])} or "
+            f"{SERVER_OPTIMIZERS[-1]} (Adam and Adagrad: type=torch.optim.Adam); any other is a worker's own, with "
+            f"algorithm = 'downpour' or 'easgd'"
+        ]
+
+
+_WAITS = "in mode 'sync' a step begins with what the one before it has made, so nothing is pulled ahead"
+
+
+def optimizer_name(kind: Any) -> str:
+    """By what a config names an optimizer: the name of its class, torch's for those of torch."""
+    return kind if isinstance(kind, str) else getattr(kind, "__qualname__", type(kind).__qualname__)

@@ -1,0 +1,272 @@
+"""What a run keeps beside tensors by logical name: its step, the loss scale, its place in the data, random generators,
+what hooks, modules and the strategy give as ``state_dict``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, in_words
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.values import decode
+from colossus.context.parallel_context import ParallelContext
+from colossus.data.loader import Loader
+from colossus.random import GlobalRng
+from colossus.state.replicas import ReplicaSource, has_own_parameters, replica_prefix, replica_record
+from colossus.state.run import Run, Stateful
+
+log = logging.getLogger("colossus.engine")
+
+
+def run_values(run: Run) -> dict[str, Any]:
+    """What this rank adds, by path; each path is from one rank."""
+    context, loaders = run.context, run.loaders
+    values: dict[str, Any] = {f"ranks/{context.rank}/rng": _rng_state(context)}
+    if _is_first_but_along(run, "pipeline"):
+        for name, module in _with_extra_state(run.model).items():
+            values[f"modules/{name}"] = module.get_extra_state()
+    if _is_first_but_along(run, "data"):
+        index = context.index("data")
+        values[f"strategy_values/{index}"] = run.strategy.state_dict()
+        if loaders is not None:
+            with _logged_by_one(context.is_logging_rank):
+                loader = loaders.train
+                is_ours = isinstance(loader, Loader)  # any iterable with state may be put in its place
+                values[f"loader/{index}"] = loader.trained_state_dict() if is_ours else loader.state_dict()
+    for replica in written_for(run):
+        values[f"{replica}train"] = {"completed_steps": run.completed_steps, **run.gradient_watch.state_dict()}
+        if run.loss_scaler is not None:
+            values[f"{replica}loss_scale"] = run.loss_scaler.state_dict()
+    return values | (replica_record(run) if context.is_logging_rank else {})
+
+
+def written_for(run: Run, *along: str) -> Iterator[str]:
+    """What is before the paths of values of which each replica may have its own, where this rank writes them: "" for
+    all, or the first; and where replicas have parameters of their own, the prefix of each.
+
+    Args:
+        along: public names of axes along which values differ, too.
+    """
+    if _is_first_but_along(run, *along):
+        yield ""
+    if has_own_parameters(run) and _is_first_but_along(run, "data", *along):
+        yield replica_prefix(run.context.index("data"))
+
+
+def _is_first_but_along(run: Run, *public: str) -> bool:
+    """Whether this rank is at 0 along all axes but those of some public names."""
+    along = run.context.grid.axes(public)
+    return all(at == 0 for axis, at in run.context.coordinates.items() if axis not in along)
+
+
+def decoded_values(reader: CheckpointReader, rank: int) -> dict[str, Any]:
+    """The values of a checkpoint, without those of other ranks.
+
+    Raises:
+        DamagedCheckpoint: one cannot be understood.
+    """
+    values, own = {}, f"ranks/{rank}/"
+    for path, value in reader.manifest.values.items():
+        if path.startswith("ranks/") and not path.startswith(own):
+            continue
+        try:
+            values[path] = decode(value, reader.tensor)
+        except CheckpointError as error:
+            reason = str(error).removeprefix(f"{reader.folder}: ")
+            raise type(error)(f"{reader.folder}: {path}: {reason}") from None
+        except Exception as error:
+            raise DamagedCheckpoint(
+                f"{reader.folder}: {path} cannot be understood ({type(error).__name__}: {error}): take another "
+                f"checkpoint"
+            ) from error
+    return values
+
+
+def restore_run(
+    run: Run,
+    hooks: Sequence[SavedHook],
+    step: int,
+    values: Mapping[str, Any],
+    source: ReplicaSource,
+    *,
+    same_plan: bool,
+) -> None:
+    """Take it back, under any plan. What is worth a warning is logged by one rank.
+
+    A run without a loss scale (its precision is not fp16 now) leaves that of the checkpoint, one whose checkpoint has
+    none begins with its own.
+
+    Args:
+        step: of the checkpoint.
+        values: decoded.
+        same_plan: this rank has the same place as when they were saved.
+    """
+    context = run.context
+    train = values.get(f"{source.own}train", values.get("train", {"completed_steps": step}))
+    run.completed_steps = train["completed_steps"]
+    run.gradient_watch.load_state_dict(train)
+    scale = values.get(f"{source.own}loss_scale", values.get("loss_scale"))
+    if run.loss_scaler is not None and scale is not None:
+        run.loss_scaler.load_state_dict(scale)
+    of_strategy = values.get(f"strategy_values/{context.index('data')}", values.get("strategy_values/0"))
+    run.strategy.load_state_dict({} if source.strategy is None else of_strategy or {})
+    for name, module in _with_extra_state(run.model).items():
+        if f"modules/{name}" in values:
+            module.set_extra_state(values[f"modules/{name}"])
+    if run.loaders is not None:
+        with _logged_by_one(context.is_logging_rank):
+            _restore_place_in_data(run, values)
+    _restore_hooks(hooks, values, context)
+    # last: what is restored above may draw
+    if same_plan:
+        _set_rng(values[f"ranks/{context.rank}/rng"], context)
+    else:
+        key = context.rng.key("torch", context.index("data"), run.completed_steps)
+        GlobalRng(tuple(_devices(context).values())).seed(key)
+
+
+def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules with torch's ``get_extra_state``, by full name."""
+    own = nn.Module.get_extra_state
+    return {name: module for name, module in model.named_modules() if type(module).get_extra_state is not own}
+
+
+# -- the place in the data --------------------------------------------------------------------------------
+
+
+def _restore_place_in_data(run: Run, values: Mapping[str, Any]) -> None:
+    """By the state of the same data rank where there are as many; else by that of the first.
+
+    The batches of a global order (a dataset, a stream or a loader that gives whole batches) are the same for any number
+    of data ranks. A loader of one's own that gives each data rank its own batches is not: what each reads next is where
+    the first one was.
+    """
+    assert run.loaders is not None
+    size, loader = run.context.size("data"), run.loaders.train
+    saved = sum(path.startswith("loader/") for path in values)
+    if not saved:
+        loader.set_step(run.completed_steps)
+        return
+    state = values[f"loader/{run.context.index('data') if saved == size else 0}"]
+    if saved != size and state.get("per_rank") and run.context.is_logging_rank:
+        log.warning(
+            "the checkpoint is of %d data ranks, each with batches of its own from your loader; now there are %d: all "
+            "go on from the place of the first, so samples may come twice, or not at all",
+            saved, size,
+        )  # fmt: skip
+    loader.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def _logged_by_one(is_logging_rank: bool) -> Iterator[None]:
+    """Inside, what loaders log is logged by one rank: all say the same."""
+    of_loaders = logging.getLogger("colossus.data")
+    was_disabled, of_loaders.disabled = of_loaders.disabled, of_loaders.disabled or not is_logging_rank
+    try:
+        yield
+    finally:
+        of_loaders.disabled = was_disabled
+
+
+# -- hooks ------------------------------------------------------------------------------------------------
+
+
+class SavedHook(Stateful, Protocol):
+    """A hook as a checkpoint sees it."""
+
+    def on_save(self, engine: Any) -> None: ...
+
+
+def hook_values(hooks: Sequence[SavedHook], owner: Any) -> dict[str, Any]:
+    """What each hook of this rank gives, if it gives anything, by path; that of the first rank is saved.
+
+    Args:
+        owner: what hooks are called with: the engine.
+    """
+    values = {}
+    for name, hook in _by_name(hooks):
+        with _naming(name, "on_save"):
+            hook.on_save(owner)
+    for name, hook in _by_name(hooks):
+        with _naming(name, "state_dict"):
+            state = hook.state_dict()
+        if state:
+            values[f"hooks/{name}"] = state
+    return values
+
+
+def _restore_hooks(hooks: Sequence[SavedHook], values: Mapping[str, Any], context: ParallelContext) -> None:
+    saved = {path.removeprefix("hooks/"): value for path, value in values.items() if path.startswith("hooks/")}
+    for name, hook in _by_name(hooks):
+        if name in saved:
+            with _naming(name, "load_state_dict"):
+                hook.load_state_dict(saved.pop(name))
+    if saved and context.is_logging_rank:
+        log.warning(
+            "the checkpoint has state of hooks that this run does not have: %s. It is dropped; to take it, set "
+            "run.checkpoints.hooks before the load",
+            ", ".join(saved),
+        )
+
+
+@contextlib.contextmanager
+def _naming(name: str, method: str) -> Iterator[None]:
+    """What a hook raises says which hook it was."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"the hook {name}: {method}: {in_words(error)}") from error
+
+
+def _by_name(hooks: Sequence[SavedHook]) -> list[tuple[str, SavedHook]]:
+    """By the name of the class; of several of one name by their number, too."""
+    named: list[tuple[str, SavedHook]] = []
+    counts: Counter[str] = Counter()
+    for hook in hooks:
+        name = type(hook).__qualname__
+        counts[name] += 1
+        named.append((f"{name}~{counts[name]}" if counts[name] > 1 else name, hook))
+    return named
+
+
+# -- random generators ------------------------------------------------------------------------------------
+#
+# The global ones, which code of the user's outside of forwards draws from, and those that were named
+# (`RngStreams.named`). All else is drawn by keys, and needs the step alone. Under the plan of the checkpoint each rank
+# goes on with its own; under another they are seeded from (seed, data rank, step), so that no number comes again.
+
+
+def _rng_state(context: ParallelContext) -> dict[str, Any]:
+    """Of this rank: of torch on the host and the rank's device, of Python and of numpy, and what is named."""
+    devices = _devices(context)
+    of_torch, (version, numbers, gauss), of_numpy = GlobalRng(tuple(devices.values())).get_state()
+    position = context.rng.state_dict()
+    return {
+        "step": position["step"],
+        "microbatch": position["microbatch"],
+        "torch": dict(zip(devices, of_torch, strict=True)),
+        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+        "numpy": of_numpy,
+        "named": {name: [device.partition(":")[0], state] for name, (device, state) in position["named"].items()},
+    }
+
+
+def _devices(context: ParallelContext) -> dict[str, torch.device]:
+    return {"cpu": torch.device("cpu"), context.device.type: context.device}
+
+
+def _set_rng(state: Mapping[str, Any], context: ParallelContext) -> None:
+    known = _devices(context)
+    devices = {kind: device for kind, device in known.items() if kind in state["torch"]}
+    version, numbers, gauss = state["python"]
+    of_torch = [state["torch"][kind] for kind in devices]
+    GlobalRng(tuple(devices.values())).set_state((of_torch, (version, tuple(numbers.tolist()), gauss), state["numpy"]))
+    named = {name: (str(known[kind]), value) for name, (kind, value) in state["named"].items() if kind in known}
+    position = {"seed": context.rng.seed, "step": state["step"], "microbatch": state["microbatch"], "calls": {}}
+    context.rng.load_state_dict({**position, "named": named})

@@ -1,0 +1,273 @@
+"""The hooks of the two runs: in one process what each step computes is written, under the plan it is compared with."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from colossus.engine.engine import Engine
+from colossus.engine.hooks import Hook
+from colossus.engine.results import StepResult
+from colossus.gradients.axes import gradient_sum_axes
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.layout.parameter import LogicalParameter, logical_parameters, spec_of
+from colossus.schedule.runtime.observer import StepObserver
+from colossus.verify.capture import (
+    ForwardCapture,
+    Held,
+    Output,
+    disable_dropout,
+    held_gradients,
+    held_weights,
+)
+from colossus.verify.difference import FLOOR, difference_of, difference_of_rows, factor_of, norm_of
+from colossus.verify.report import Finding
+
+SMALL, NOISE = 1e-6, 1e-9
+"""An element of a gradient below `SMALL` of its parameter's root mean square, or below `NOISE` of that of all
+gradients, may be rounding for the most part."""
+
+
+class Recorder(Hook):
+    """Turns dropout off, and sees every step of a run.
+
+    Gradients are taken before the optimizer sees them, and divided by the factor of clipping: that factor is a
+    function of the global norm, so that one wrong gradient would otherwise change all of them.
+    """
+
+    def __init__(self) -> None:
+        self._gradients: list[Held] = []
+
+    def on_train_start(self, engine: Engine) -> None:
+        self.without_dropout = disable_dropout(engine.model)
+        self.capture = ForwardCapture(engine)
+        engine.observers += [self.capture, _BeforeUpdate(self, engine)]
+        torch.set_default_dtype(torch.float64)  # what a forward makes without naming a dtype
+        self.start(engine, held_weights(engine))
+
+    def take_gradients(self, engine: Engine) -> None:
+        self._gradients = held_gradients(engine)
+
+    def on_step_end(self, engine: Engine, result: StepResult) -> None:
+        limit = engine.config.train.clip_grad_norm
+        factor = 1.0 if limit is None else min(1.0, limit / (result.grad_norm + 1e-6))
+        gradients = [each._replace(value=each.value / factor) for each in self._gradients]
+        numbers = {"count": result.tokens, "loss": result.loss, "norm": result.grad_norm}
+        self.step(engine, result.step, numbers, gradients, held_weights(engine))
+
+    def start(self, engine: Engine, weights: list[Held]) -> None:
+        """What the run starts from."""
+        raise NotImplementedError
+
+    def step(
+        self, engine: Engine, step: int, numbers: dict[str, float], gradients: list[Held], weights: list[Held]
+    ) -> None:
+        """What a step has computed, besides what ``capture`` has seen."""
+        raise NotImplementedError
+
+
+class _BeforeUpdate(StepObserver):
+    def __init__(self, recorder: Recorder, engine: Engine) -> None:
+        self._recorder, self._engine = recorder, engine
+
+    def before_update(self) -> None:
+        self._recorder.take_gradients(self._engine)
+
+
+class Reference(Recorder):
+    """In one process: writes ``step-N.pt``, where step 0 is what the run starts from, and ``samples.json``."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder, self._order, self._samples = Path(folder), dict[str, None](), dict[int, list[str]]()
+
+    def start(self, engine: Engine, weights: list[Held]) -> None:
+        for logical in logical_parameters(engine.model):
+            if logical.parameter.requires_grad:
+                logical.parameter.register_post_accumulate_grad_hook(
+                    lambda done, name=logical.name: self._order.setdefault(name)
+                )
+        self._names = [each.name for each in weights]
+        self._write(0, weights={each.name: each.value for each in weights})
+
+    def step(
+        self, engine: Engine, step: int, numbers: dict[str, float], gradients: list[Held], weights: list[Held]
+    ) -> None:
+        self._samples[step], outputs = self.capture.take()
+        by_name = {each.name: each.value for each in gradients}
+        order = [name for name in dict.fromkeys([*self._order, *by_name]) if name in by_name]
+        self._order = {}
+        self._write(
+            step,
+            samples=self._samples[step],
+            outputs={each.title: next(iter(each.by_shape.items())) for each in outputs if each.by_shape},
+            numbers=numbers,
+            # in the order of backward: a wrong gradient of an activation spoils those that are computed after it
+            gradients={name: by_name[name] for name in order},
+            weights={each.name: each.value for each in weights},
+        )
+
+    def on_train_end(self, engine: Engine) -> None:
+        (self._folder / "reference.json").write_text(json.dumps({"names": self._names, "samples": self._samples}))
+
+    def _write(self, step: int, **values: Any) -> None:
+        torch.save(values, self._folder / f"step-{step}.pt")
+
+
+class Comparison(Recorder):
+    """Under the plan: compares what this rank has with what one process has written, and writes ``rank-N.json``.
+
+    Args:
+        folder: where the run in one process has written.
+        tolerance: a difference beyond it is described.
+    """
+
+    def __init__(self, folder: str, tolerance: float) -> None:
+        super().__init__()
+        self._folder, self._tolerance = Path(folder), tolerance
+        self._findings: list[Finding] = []
+        self._samples: dict[int, list[str]] = {}
+        self._masks: dict[tuple[str, Any], Tensor] = {}
+        self._num_left_out = 0
+
+    def start(self, engine: Engine, weights: list[Held]) -> None:
+        self._engine = engine
+        self._compare("start", 0, weights, self._read(0)["weights"])
+
+    def step(
+        self, engine: Engine, step: int, numbers: dict[str, float], gradients: list[Held], weights: list[Held]
+    ) -> None:
+        expected = self._read(step)
+        self._samples[step], outputs = self.capture.take()
+        self._compare_outputs(step, outputs, expected)
+        for kind, number in numbers.items():
+            mine, other = (torch.tensor(float(each)) for each in (number, expected["numbers"][kind]))
+            self._add(difference_of(mine, other, 0.0, Finding(kind, step)))
+        known = {each.name for each in gradients}
+        none = [each for each in weights if each.logical and each.name in expected["gradients"].keys() - known]
+        gradients += [each._replace(value=torch.zeros_like(each.value)) for each in none]
+        self._compare("gradient", step, gradients, expected["gradients"])
+        self._exclude_noise(gradients, expected["gradients"])
+        self._compare("weight", step, weights, expected["weights"])
+
+    def on_train_end(self, engine: Engine) -> None:
+        context = engine.context
+        norms = [
+            name or type(module).__name__
+            for name, module in engine.model.named_modules()
+            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+        ]
+        out = {
+            "batch_shard": context.index(model_parallel_of(context).regions.whole.batch),
+            "samples": self._samples,
+            "dropout": [*self.without_dropout],
+            "batch_norms": norms,
+            "left_out": self._num_left_out,
+            "findings": [asdict(each) for each in self._findings],
+        }
+        (self._folder / f"rank-{context.rank}.json").write_text(json.dumps(out))
+
+    def _read(self, step: int) -> dict[str, Any]:
+        read: dict[str, Any] = torch.load(self._folder / f"step-{step}.pt", mmap=True)
+        return read
+
+    def _add(self, finding: Finding) -> None:
+        self._findings.append(replace(finding, rank=self._engine.context.rank))
+
+    # -- parameters, buffers, gradients ---------------------------------------------------------------------
+
+    def _compare(self, kind: str, step: int, held: list[Held], expected: dict[str, Tensor]) -> None:
+        """Each box with the same box of one process."""
+        scale = FLOOR * norm_of(value for value in expected.values() if value.is_floating_point())
+        place = {name: number for number, name in enumerate(expected)}
+        for each in held:
+            other = expected.get(each.name)
+            shape = each.logical.shape if each.logical else tuple(each.value.shape)
+            at = Finding(kind, step, each.name, place.get(each.name, len(place)))
+            if other is None and kind == "gradient":
+                other = torch.zeros(shape, dtype=each.value.dtype)
+            if other is None:
+                message = "the model has it under the plan, but not in one process: its constructor depends on the plan"
+            elif tuple(other.shape) != tuple(shape):
+                message = (
+                    f"its full shape is {list(shape)} under the plan and {list(other.shape)} in one process: give "
+                    f"layers full sizes, they take their shard themselves"
+                )
+            else:
+                self._compare_box(each, other, max(norm_of([other]), scale), at)
+                continue
+            self._add(replace(at, relative=math.inf, details=[message]))
+
+    def _compare_box(self, held: Held, whole: Tensor, scale: float, at: Finding) -> None:
+        other = whole[tuple(slice(*span) for span in held.box)]
+        mask = self._masks.get((held.name, held.box)) if at.kind == "weight" else None
+        found = difference_of(held.value, other, scale, at, mask)
+        if not found.relative <= self._tolerance:
+            index = [number + start for number, (start, _) in zip(found.index, held.box, strict=True)]
+            details = self._details(at.kind, held.logical)
+            found = replace(found, index=index, factor=factor_of(held.value, other), details=details)
+        self._add(found)
+
+    def _details(self, kind: str, logical: LogicalParameter | None) -> list[str]:
+        if logical is None:
+            return []
+        spec, context = spec_of(logical.parameter), self._engine.context
+        split = f"layout {logical.layout}" if logical.layout.shard_axes else "whole on every rank"
+        origin = "a plain parameter" if spec.is_plain else f"made by {spec.description.partition(' ')[0]}"
+        lines = [f"shape {list(logical.shape)}, {split}, {origin}"]
+        if kind == "gradient":
+            axes = " x ".join(gradient_sum_axes(logical.parameter, context))
+            lines.append(f"its gradient is summed over {axes}" if axes else "its gradient needs no sum over ranks")
+        return lines
+
+    def _exclude_noise(self, gradients: list[Held], expected: dict[str, Tensor]) -> None:
+        """Leave weights out of the comparison from here on whose gradient was noise, unless exactly zero in both runs.
+
+        The optimizer of the config takes the steps, since it must not depend on the plan either. Where a true gradient
+        is zero (a key bias of attention: softmax ignores it) both runs hold rounding noise, which Adam and the like
+        turn into larger steps. Losses and later gradients stay comparable: the loss does not depend on such a weight.
+        """
+        count = sum(grad.numel() for grad in expected.values())
+        of_all = NOISE * norm_of(expected.values()) / math.sqrt(max(count, 1))
+        for each in gradients:
+            whole = expected.get(each.name)
+            if whole is None or tuple(whole.shape) != tuple(each.logical.shape if each.logical else ()):
+                continue
+            limit = max(SMALL * norm_of([whole]) / math.sqrt(max(whole.numel(), 1)), of_all)
+            other, key = whole[tuple(slice(*span) for span in each.box)], (each.name, each.box)
+            clear = (other.abs() >= limit) | ((other == 0) & (each.value == 0))
+            self._masks[key] = self._masks[key] & clear if key in self._masks else clear
+        self._num_left_out = sum(int((~mask).sum()) for mask in self._masks.values())
+
+    # -- outputs --------------------------------------------------------------------------------------------
+
+    def _compare_outputs(self, step: int, outputs: Iterable[Output], expected: dict[str, Any]) -> None:
+        """Each module's output, sample by sample."""
+        row_of = {key: row for row, key in enumerate(expected["samples"])}
+        rows = [row_of.get(key, -1) for key in self._samples[step]]
+        if -1 in rows:
+            return  # other data
+        place = {title: number for number, title in enumerate(expected["outputs"])}
+        for each in outputs:
+            if each.title in place:
+                shape, reference = expected["outputs"][each.title]
+                at = Finding("output", step, each.title, place[each.title], stage=each.stage)
+                if shape in each.by_shape:
+                    found = difference_of_rows(each.by_shape[shape], reference[rows], self._tolerance, at)
+                    found = replace(found, sample=rows[found.sample or 0])
+                else:
+                    mine = " or ".join(str(list(own)) for own in each.by_shape)
+                    message = f"shape {mine or 'varying'} for each sample, in one process {list(shape)}"
+                    found = replace(at, relative=math.inf, details=[message])
+                if not found.relative <= self._tolerance:
+                    name = self.capture.classes[each.title.partition(",")[0]]
+                    found = replace(found, details=[f"class {name}", *found.details])
+                self._add(found)

@@ -1,0 +1,445 @@
+"""Data that is read from the front: streams of samples and ready batches, in one process or in a worker, evaluated in
+between, stopped and gone on with."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from helpers.datasets import BATCH, Batches, Numbers, Remembering, Stream, ids, loaders, same, shuffled
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+SAMPLES = 21
+workers = pytest.mark.parametrize("num_workers", [0, 1])
+
+
+def rows(batches: Any) -> list[Any]:
+    return [batch.tolist() for batch in batches]
+
+
+class Place(IterableDataset[Tensor]):
+    """Saves its place, in one dict that reading changes. It is lost by set_epoch."""
+
+    epoch = -1
+
+    def __init__(self) -> None:
+        self.state = {"place": 0}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.state["place"], self.epoch = 0, epoch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.state["place"] < SAMPLES:
+            self.state["place"] += 1
+            yield torch.tensor([self.state["place"] - 1, self.epoch, random.random()], dtype=torch.float64)
+        self.state["place"] = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+class Kept(Place):
+    """Not lost by set_epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+class Drawing(IterableDataset[Tensor]):
+    """Shuffles and augments by the global generators, and knows no place."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        left = torch.randperm(SAMPLES).tolist()
+        while left:
+            index = left.pop(random.randrange(len(left)))
+            yield torch.tensor([index, 0, random.random()], dtype=torch.float64)
+
+
+class Failing(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(SAMPLES):
+            if index == 11:
+                raise OSError("record 11")
+            yield torch.tensor([index])
+
+
+# -- streams of samples -----------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_filled_from_the_next_pass() -> None:
+    batches = [ids(batch) for batch in islice(loaders(Stream()).train, 4)]
+    assert batches[0] == list(range(8))
+    assert batches[3] == [24, 25, 26, 27, 28, 1000, 1001, 1002]  # and set_epoch(1) was called
+
+
+@pytest.mark.parametrize(
+    ("wrap", "read"),
+    [
+        (lambda data: data, 8),  # 5 that are left of 29 and 3 of the next pass
+        (lambda data: DataLoader(data, batch_size=BATCH), 13),  # the short batch of 5 is dropped
+    ],
+    ids=["dataset", "loader"],
+)
+def test_the_users_own_state_is_used_instead_of_reading(wrap: Callable[[Any], Any], read: int) -> None:
+    first = loaders(wrap(Remembering())).train
+    for _ in range(3):
+        next(first)
+    data = Remembering()
+    second = loaders(wrap(data)).train
+    second.load_state_dict(first.state_dict())
+    assert data.served == 0
+    assert same(next(second), next(first))
+    assert data.served == read
+
+
+def test_a_stateful_loader_is_asked_before_its_dataset() -> None:
+    class StatefulLoader(DataLoader[Any]):
+        loaded: Any = None
+
+        def state_dict(self) -> dict[str, str]:
+            return {"mine": "yes"}
+
+        def load_state_dict(self, state: dict[str, str]) -> None:
+            self.loaded = state
+
+    def make() -> StatefulLoader:
+        return StatefulLoader(Remembering(), batch_size=BATCH)
+
+    first = loaders(make()).train
+    next(first)
+    user = make()
+    second = loaders(user).train
+    second.load_state_dict(first.state_dict())
+    next(second)
+    assert user.loaded == {"mine": "yes"}
+
+
+def test_reading_up_to_a_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loaders(Stream()).train.set_step(2)
+    assert "Stream cannot seek: reading 2 batches to reach step 2" in caplog.text
+    train = loaders(Stream()).train
+    for _ in range(5):
+        next(train)
+    loaders(Stream()).train.load_state_dict(train.state_dict())
+    assert "Stream has no state_dict: reading 11 items of pass 1 again" in caplog.text
+
+
+def test_an_empty_stream() -> None:
+    with pytest.raises(ValueError, match="Stream gave nothing: the data is empty"):
+        next(loaders(Stream(0)).train)
+
+
+# -- DataLoaders and other ready batches --------------------------------------------------------------------------
+
+
+def test_a_loader_is_taken_as_it_is() -> None:
+    """Its own collate, its own order; a short batch at the end of a pass is dropped, as with drop_last."""
+    data = DataLoader(Numbers(), batch_size=BATCH, collate_fn=lambda samples: {"x": [s["x"] for s in samples][::-1]})
+    data.collate_fn = lambda samples: {"x": torch.stack([sample["x"] for sample in samples]).flip(0)}
+    batches = [ids(batch) for batch in islice(loaders(data).train, 4)]
+    assert batches == [list(range(s + 7, s - 1, -1)) for s in (0, 8, 16, 0)]
+
+
+def test_a_distributed_sampler_gives_each_rank_its_part_and_is_told_the_epoch() -> None:
+    def make(rank: int) -> DataLoader[Any]:
+        data = TensorDataset(torch.arange(32))
+        sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=rank)
+        return DataLoader(data, batch_size=4, sampler=sampler)
+
+    runs = [[b[0].tolist() for b in islice(loaders(make(rank), rank, 2).train, 8)] for rank in (0, 1)]
+    for epoch in (0, 1):
+        seen = [i for run in runs for batch in run[4 * epoch : 4 * epoch + 4] for i in batch]
+        assert sorted(seen) == list(range(32))
+    assert runs[0][:4] != runs[0][4:]  # set_epoch turned the shuffle
+
+
+def test_a_distributed_sampler_for_other_ranks() -> None:
+    data = TensorDataset(torch.arange(32))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=4, rank=1))
+    with pytest.raises(
+        ValueError, match=r"num_replicas=4, rank=1, but this process is data rank 0 of 2.*num_replicas=2"
+    ):
+        loaders(loader, 0, 2)
+    with pytest.raises(ValueError, match="data rank 0 of 1"):
+        loaders(loader)
+
+
+def test_batches_of_a_rank_are_taken_whole_where_the_data_says_so() -> None:
+    assert ids(next(loaders({"type": Batches(4), "per_rank": True}, 1, 2).train)) == [0, 1, 2, 3]
+    assert ids(next(loaders({"type": lambda: shuffled(4), "per_rank": True}, 1, 2).train))
+    assert ids(next(loaders(Batches(8), 1, 2).train)) == [4, 5, 6, 7]
+
+
+def test_batches_of_a_wrong_size() -> None:
+    """Those of a DataLoader are refused at once: of its part, all data ranks would train on the same samples."""
+    words = r"batches of {} samples, but train.global_batch_size = 8 over 2 data ranks.*8 / 2 = 4.*DistributedSampler"
+    for size in (4, 6):
+        with pytest.raises(ValueError, match=words.format(size)):
+            loaders(shuffled(size), 0, 2)
+        with pytest.raises(ValueError, match=words.format(size)):
+            next(loaders(Batches(size), 0, 2).train)
+    with pytest.raises(ValueError, match=r"batches of 6 samples, but train.global_batch_size = 8: set one of them"):
+        loaders(shuffled(6))
+
+
+def test_only_the_last_batch_of_a_pass_may_be_short() -> None:
+    class Sizes(Batches):
+        sizes = (8, 8, 5)
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter([{"x": torch.arange(size)} for size in self.sizes])
+
+    assert [len(ids(batch)) for batch in islice(loaders(Sizes()).train, 5)] == [8] * 5
+    Sizes.sizes = (8, 5, 8)
+    train = loaders(Sizes()).train
+    next(train)
+    with pytest.raises(ValueError, match="batches of 5 samples"):
+        next(train)
+
+
+def test_a_short_batch_of_the_size_of_a_part_is_not_taken_for_one() -> None:
+    data = DataLoader(Numbers(20), batch_size=BATCH)  # 8, 8, 4
+    assert [ids(batch) for batch in islice(loaders(data, 1, 2).train, 3)] == [
+        [4, 5, 6, 7], [12, 13, 14, 15], [4, 5, 6, 7],
+    ]  # fmt: skip
+
+
+def test_a_pass_with_nothing_but_a_short_batch() -> None:
+    class Shrinking(Batches):
+        def __iter__(self) -> Iterator[Any]:
+            self.size, size = 5, self.size
+            yield {"x": torch.arange(size)}
+
+    train = loaders(Shrinking()).train
+    next(train)
+    with pytest.raises(ValueError, match="batches of 5 samples"):
+        next(train)
+
+
+def test_an_iterator_of_ones_own_ends_too() -> None:
+    class Once:
+        left = 3
+
+        def __iter__(self) -> Once:
+            return self
+
+        def __next__(self) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise StopIteration
+            return {"x": torch.arange(BATCH)}
+
+    train = loaders(Once()).train
+    assert len(list(train)) == 3
+    assert list(train) == []
+    train.set_step(0)
+    with pytest.raises(ValueError, match="already read to its end"):
+        next(train)
+
+
+def test_a_generator_ends() -> None:
+    train = loaders(iter(list(Batches(count=3)))).train
+    assert len(list(train)) == 3
+    generator = (batch for batch in Batches(count=3))
+    train = loaders(generator).train
+    train.set_step(2)
+    assert ids(next(train)) == list(range(16, 24))
+    with pytest.raises(StopIteration):
+        next(train)
+    with pytest.raises(ValueError, match="generator is an iterator, which can be read once"):
+        train.set_step(0)
+
+
+# -- evaluations ---------------------------------------------------------------------------------------------------
+
+
+@workers
+@pytest.mark.parametrize("kind", [Place, Kept, Drawing])
+def test_every_evaluation_begins_at_the_start(kind: Callable[[], Any], num_workers: int) -> None:
+    validation = loaders({"type": Numbers, "validation": {"type": kind, "num_workers": num_workers}}).validation
+    assert validation is not None
+    next(iter(validation))  # one that stops early
+    first = rows(validation)
+    assert sorted(row[0] for batch in first for row in batch) == list(range(SAMPLES))
+    for taken in (1, 2, 3):
+        assert rows(islice(validation, taken)) == first[:taken]
+
+
+@workers
+def test_an_evaluation_behind_a_failed_one(num_workers: int) -> None:
+    """Its first batch, too, is made of the first samples."""
+    validation = loaders({"type": Numbers, "validation": {"type": Failing, "num_workers": num_workers}}).validation
+    assert validation is not None
+    for _ in range(2):
+        batches = iter(validation)
+        assert next(batches)[:, 0].tolist() == list(range(BATCH))
+        with pytest.raises(OSError, match="record 11"):
+            next(batches)
+
+
+def shared_generator() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    options = dict(batch_size=BATCH, generator=generator, shuffle=True)
+    return {"type": DataLoader(Numbers(), **options), "validation": DataLoader(Numbers(), **options)}
+
+
+def test_evaluations_leave_a_generator_alone_that_training_shares() -> None:
+    plain, evaluated = loaders(shared_generator()), loaders(shared_generator())
+    assert evaluated.validation is not None
+    evaluations = []
+    for step in range(16):
+        assert same(next(plain.train), next(evaluated.train))
+        if step % 3 == 2:
+            evaluations.append([ids(batch) for batch in evaluated.validation])
+    assert evaluations == evaluations[:1] * 5
+    resumed = loaders(shared_generator()).train  # in the fifth pass
+    resumed.load_state_dict(evaluated.train.state_dict())
+    assert same(next(resumed), next(plain.train))
+
+
+def test_one_object_with_one_place_is_not_for_training_and_validation() -> None:
+    data = Place()
+    with pytest.raises(ValueError, match="and the training data are one Place, which keeps one place"):
+        loaders({"type": data, "validation": data})
+
+
+# -- one worker, and going on --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("kind", [Place, Drawing])
+def test_a_place_is_found_in_one_process_and_in_a_worker(kind: Callable[[], Any], step: int) -> None:
+    whole = rows(islice(loaders(kind()).train, step + 3))
+    for before, after in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        first = loaders({"type": kind, "num_workers": before}).train
+        assert rows(islice(first, step)) == whole[:step]
+        state = first.state_dict()
+        next(first)  # what reads on changes nothing that was saved
+        second = loaders({"type": kind, "num_workers": after}).train
+        second.load_state_dict(state)
+        assert rows(islice(second, 3)) == whole[step:]
+        second.set_step(0)
+        assert rows([next(second)]) == rows([next(loaders(kind()).train)])
+
+
+@workers
+def test_data_of_each_data_rank_is_taken_whole(num_workers: int) -> None:
+    """An IterableDataset that gives a data rank its own samples, and says so."""
+
+    class Own(IterableDataset[Tensor]):
+        def __init__(self, data_rank: int, data_size: int) -> None:
+            self.numbers = range(data_rank, SAMPLES, data_size)
+
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(map(torch.tensor, self.numbers))
+
+    data = {"type": Own, "per_rank": True, "num_workers": num_workers}
+    runs = [rows(islice(loaders({**data, "validation": data}, rank, 2).train, 3)) for rank in (0, 1)]
+    assert runs[0] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 0]]
+    assert runs[1] == [[1, 3, 5, 7], [9, 11, 13, 15], [17, 19, 1, 3]]
+    held = [rows(loaders({"type": Numbers, "validation": data}, rank, 2).validation) for rank in (0, 1)]
+    seen = [[number for batch in run for number in batch] for run in held]
+    assert seen == [list(range(0, SAMPLES, 2)), list(range(1, SAMPLES, 2))]
+
+
+def test_what_iter_draws_it_draws_again_in_the_middle_of_a_pass() -> None:
+    class Permuted(Place):
+        def __iter__(self) -> Iterator[Tensor]:
+            order = torch.randperm(SAMPLES)
+            return (torch.stack([order[int(row[0])], row[2]]) for row in super().__iter__())
+
+    whole = rows(islice(loaders(Permuted()).train, 6))
+    first, second = loaders(Permuted()).train, loaders(Permuted()).train
+    list(islice(first, 4))
+    second.load_state_dict(first.state_dict())
+    assert rows(islice(second, 2)) == whole[4:]
+
+
+def test_data_that_draws_nothing_leaves_generators_alone_behind_the_beginning() -> None:
+    class Quiet(Drawing):
+        deterministic = True
+
+    train, drawn = loaders(Quiet()).train, loaders(Drawing()).train
+    assert same({"x": next(train)[:, 0]}, {"x": next(drawn)[:, 0]})  # an order that is drawn as a pass begins is seeded
+    random.seed(1)
+    next(train)
+    after = random.random()
+    random.seed(1)
+    assert [(random.randrange(13 - n), random.random()) for n in range(BATCH)]
+    assert random.random() == after
+
+
+# -- errors, and ends ----------------------------------------------------------------------------------------------
+
+
+@workers
+def test_a_stream_that_has_failed_is_not_read_on(num_workers: int) -> None:
+    """It would begin its next pass, or miss the samples that were read before the error."""
+    train = loaders({"type": Failing, "num_workers": num_workers}).train
+    next(train)
+    for words in ("record 11", "record 11" if num_workers else "Failing has raised an error before"):
+        with pytest.raises((OSError, RuntimeError), match=words):
+            next(train)
+    train.set_step(0)
+    assert next(train)[:, 0].tolist() == list(range(BATCH))
+
+
+@workers
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_what_is_left_of_data_that_cannot_start_over_is_dropped(size: int, num_workers: int) -> None:
+    class Once(IterableDataset[Tensor]):
+        place = 0
+
+        def __iter__(self) -> Once:
+            return self
+
+        def __next__(self) -> Tensor:
+            self.place += 1
+            if self.place > 2 * BATCH + 2:
+                raise StopIteration
+            return torch.tensor([self.place])
+
+    runs = [rows(loaders({"type": Once, "num_workers": num_workers}, rank, size).train) for rank in range(size)]
+    assert [[len(batch) for batch in run] for run in runs] == [[BATCH // size] * 2] * size
+
+
+@workers
+def test_data_that_is_not_the_same_any_more(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"type": Drawing, "num_workers": num_workers}
+    train = loaders(data).train
+    next(train), next(train)
+    state = train.state_dict()
+    monkeypatch.setitem(globals(), "SAMPLES", 10)
+    other = loaders(data).train
+    words = "Drawing has less than 16 items in pass 0, but the run that goes on had read so many"
+    if num_workers:
+        other.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=words):
+                next(other)
+    else:
+        with pytest.raises(ValueError, match=words):
+            other.load_state_dict(state)
+
+
+def test_a_pass_without_items_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Gap(Place):
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter([]) if self.epoch == 1 else iter(torch.zeros(BATCH, 1))
+
+    assert len(list(loaders(Gap()).train)) == 1
+    assert "Gap gave nothing in pass 1: the data ends" in caplog.text
+
+
+@pytest.fixture(autouse=True)
+def _log_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="colossus.data")

@@ -1,0 +1,263 @@
+"""``colossus.average``: tensors of a user's own, averaged by gossip over running ranks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import grid, run_ranks
+from helpers.small_run import Lines
+from torch import Tensor
+from torch import distributed as dist
+
+import colossus
+from colossus.context.parallel_context import ParallelContext
+from colossus.graphs.graph import make_graph
+from colossus.graphs.graph_family import GraphFamily
+
+IRREGULAR = [[0.5, 0.2, 0.25], [0.5, 0.6, 0], [0, 0.2, 0.75]]
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    other: list[Tensor]
+
+
+def nest_of(rank: int) -> dict[str, Any]:
+    """Odd sizes, several dtypes, strides, a scalar, an empty one."""
+    draw = torch.Generator().manual_seed(rank)
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
+
+    return {
+        "w": torch.nn.Parameter(numbers(5, 3)),
+        "pair": Pair(numbers(7, 2).t(), [numbers(3, dtype=torch.float32), numbers(dtype=torch.float32)]),
+        "half": (numbers(4, 5, dtype=torch.bfloat16), numbers(3, dtype=torch.float16)),
+        "complex": torch.complex(numbers(3), numbers(3)),
+        "empty": numbers(0, 4),
+        "row": numbers(1, 3).expand(2, 3),
+    }
+
+
+def flat(nest: dict[str, Any]) -> list[Tensor]:
+    pair = nest["pair"]
+    return [nest["w"], pair.one, *pair.other, *nest["half"], nest["complex"], nest["empty"], nest["row"]]
+
+
+def on_ranks(context: ParallelContext) -> dict[str, Any]:
+    rank = context.group("data").index
+    nest = nest_of(rank)
+    before = [tensor.detach().clone() for tensor in flat(nest)]
+    out = {"mean": colossus.average(nest), "ring": colossus.average(nest, graph="ring", iterations=3)}
+    x = torch.tensor([float(rank)], dtype=torch.float64)
+    out["none"] = colossus.average(x, iterations=0)
+    out["nothing"] = colossus.average({"a": []})
+    out["schedule"] = colossus.average(x, peers={0: 1, 1: 2}, iterations=2)
+    out["weighted"] = [colossus.average(x, graph=IRREGULAR, iterations=60, push_sum=push) for push in (True, False)]
+    out["unchanged"] = all(torch.equal(one, other) for one, other in zip(before, flat(nest), strict=True))
+    return out
+
+
+def test_against_numpy() -> None:
+    replicas = 3
+    results = run_ranks(replicas, on_ranks, plan=grid(data=replicas))
+    nests = [nest_of(rank) for rank in range(replicas)]
+    ring = make_graph("ring", replicas)
+    power = np.linalg.matrix_power(ring.at(0).matrix, 3)
+    for rank, result in enumerate(results):
+        assert result["unchanged"]
+        assert result["nothing"] == {"a": []}
+        assert isinstance(result["mean"]["pair"], Pair)
+        assert not result["mean"]["w"].requires_grad
+        for index, tensor in enumerate(flat(result["mean"])):
+            every = [flat(nest)[index].detach() for nest in nests]
+            wide = [one.to(torch.complex128 if one.is_complex() else torch.float64) for one in every]
+            assert (tensor.dtype, tensor.shape) == (every[0].dtype, every[0].shape)
+            rounding = 2 * torch.finfo(tensor.dtype).eps
+            # 3 ranks and hops of 1 and 2: within 1e-6 of the mean
+            assert_close(tensor, sum(wide) / replicas, max(4e-6, rounding))
+            mixed = sum(power[rank, other] * wide[other] for other in range(replicas))
+            assert_close(flat(result["ring"])[index], mixed, max(1e-14, rounding))
+        assert result["none"].item() == rank
+        first, second = make_graph("exponential", 3).at(0).matrix, make_graph("exponential", 3, 2).at(0).matrix
+        assert result["schedule"].item() == pytest.approx((second @ first @ np.arange(3.0))[rank], abs=1e-14)
+        weighted, plain = (tensor.item() for tensor in result["weighted"])
+        assert weighted == pytest.approx(1.0, abs=1e-12)
+        assert abs(plain - 1.0) > 0.01  # an irregular graph without the weights
+
+
+def assert_close(tensor: Tensor, wanted: Any, tolerance: float) -> None:
+    if tensor.numel():
+        assert (tensor.to(wanted.dtype) - wanted).abs().max() <= tolerance * max(1.0, wanted.abs().max())
+
+
+def in_a_replica(context: ParallelContext) -> tuple[int, float]:
+    """Data 2 x tensor 2: the ranks along data, each with its own shard."""
+    return context.rank, colossus.average(torch.tensor(10.0**context.rank)).item()
+
+
+def test_along_data_only() -> None:
+    results = dict(run_ranks(4, in_a_replica, plan=grid(data=2, tensor=2)))
+    assert results == {0: 50.5, 1: 505.0, 2: 50.5, 3: 505.0}
+
+
+def without_context(rank: int) -> tuple[list[float], list[float]]:
+    draw = torch.randn(9, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    mean = colossus.average([draw])[0]
+    dist.all_reduce(draw)
+    return mean.tolist(), (draw / 4).tolist()
+
+
+def test_without_an_engine() -> None:
+    """Over all ranks of a process group of one's own; exact, since 4 is a power of two."""
+    for mean, wanted in run_ranks(4, without_context, with_context=False):
+        assert mean == pytest.approx(wanted, abs=1e-15)
+
+
+def test_started_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"4 processes were started \(WORLD_SIZE\), but they are not joined yet"):
+        colossus.average(torch.ones(1))
+
+
+def one_fails(rank: int) -> str:
+    """In the midst of it a rank raises, and says goodbye to the others, which wait for it."""
+    links = importlib.import_module("colossus.data_parallel.gossip.average").PeerLinks
+    send = links.send
+
+    def once(self: Any, to: Any, kind: int, number: int, *arguments: Any, **more: Any) -> None:
+        send(self, to, kind, number, *arguments, **more)
+        if number == 1:
+            raise ZeroDivisionError("rank 2 fails")
+
+    if rank == 2:
+        links.send = once
+    try:
+        colossus.average(torch.ones(5), graph="complete", iterations=3)
+    except (RuntimeError, ZeroDivisionError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_fails_is_told_at_once() -> None:
+    told = run_ranks(3, one_fails, with_context=False)
+    assert told[2] == "rank 2 fails"
+    assert all(line.endswith("has gone: it has closed its links") for line in told[:2]), told
+
+
+def alone(context: ParallelContext) -> list[str]:
+    """Data 1: told by the first rank, and arguments are looked at."""
+    said = Lines()
+    x = torch.tensor([1.0 + context.rank])
+    for _ in range(2):
+        assert torch.equal(colossus.average(x), x)
+    for wrong in (dict(graph="rung"), dict(peers=0), dict(iterations=-1)):
+        with pytest.raises(ValueError, match=r"^colossus\.average: "):
+            colossus.average(x, **wrong)
+    return said.lines
+
+
+def test_nobody_to_average_with() -> None:
+    first, second = run_ranks(2, alone, plan=grid(tensor=2))
+    assert (
+        first == ["WARNING colossus.average: there is nobody to average with: tensors are given back as they are"] * 2
+    )
+    assert second == []
+
+
+def test_one_process() -> None:
+    x = torch.randn(3, requires_grad=True)
+    out = colossus.average({"x": x}, graph="torus", peers=5)
+    assert torch.equal(out["x"], x)
+    assert out["x"].data_ptr() != x.data_ptr()
+    with pytest.raises(ValueError, match=r"^colossus.average: tensors\['x'\] is int64: its mean is no such number"):
+        colossus.average({"x": torch.ones(2, dtype=torch.int64)})
+
+
+def _ones(rank: int, *shape: int) -> Tensor:
+    return torch.ones(*(shape or (2, 3)))
+
+
+class Broken(GraphFamily):
+    def __init__(self) -> None:
+        raise KeyError("host")
+
+
+class Fails(dict[str, Any]):
+    def items(self) -> Any:
+        raise ZeroDivisionError("no items")
+
+
+REFUSED: list[tuple[Callable[[int], Any], str]] = [
+    (
+        lambda rank: colossus.average({"w": torch.ones(2, 3 + (rank == 2))}),
+        "rank 0 gives tensors['w']: float32 [2, 3], rank 2 gives tensors['w']: float32 [2, 4]; all give the same",
+    ),
+    (
+        lambda rank: colossus.average([_ones(rank), _ones(rank).to(torch.float64 if rank else torch.float32)]),
+        "rank 0 gives tensors[1]: float32 [2, 3], rank 1 gives tensors[1]: float64 [2, 3]; all give the same",
+    ),
+    (
+        lambda rank: colossus.average([_ones(rank)] * (1 + (rank == 1))),
+        "rank 0 gives 1 tensors, rank 1 gives 2; all give the same",
+    ),
+    (
+        lambda rank: colossus.average([_ones(rank), "x" if rank == 1 else _ones(rank)]),
+        "on rank 1: tensors[1] is str; only tensors are averaged",
+    ),
+    (lambda rank: colossus.average(torch.ones(2).bool()), "tensors is bool: its mean is no such number"),
+    (lambda rank: colossus.average(torch.eye(2).to_sparse()), "tensors is no dense tensor with values"),
+    (lambda rank: colossus.average(torch.ones(2, device="meta")), "tensors is no dense tensor with values"),
+    (lambda rank: colossus.average(_ones(rank), graph="rung"), "graph over 3 ranks: no graph of replicas named 'rung'"),
+    (
+        lambda rank: colossus.average(_ones(rank), graph="bipartite_exponential"),
+        "graph over 3 ranks: pairs odd replicas",
+    ),
+    (
+        lambda rank: colossus.average(_ones(rank), peers=3),
+        "graph over 3 ranks: peers = 3: with 3 replicas there are at",
+    ),
+    (lambda rank: colossus.average(_ones(rank), peers=0), "graph over 3 ranks: must be a number of at least 1"),
+    (
+        lambda rank: colossus.average(_ones(rank), graph=np.array(IRREGULAR).T),
+        "graph over 3 ranks: column 0 sums to 0.95, not 1",
+    ),
+    (  # whatever a rank raises, all do
+        lambda rank: colossus.average(_ones(rank), graph={"type": Broken if rank == 1 else "ring"}),
+        "on rank 1: KeyError: 'host'",
+    ),
+    (
+        lambda rank: colossus.average(Fails() if rank == 2 else {"w": _ones(rank)}),
+        "on rank 2: ZeroDivisionError: no items",
+    ),
+    (lambda rank: colossus.average(_ones(rank), iterations=-1), "iterations = -1: a whole number from 0"),
+    (
+        lambda rank: colossus.average(_ones(rank), iterations=2 + (rank == 2)),
+        "rank 0 gives iterations 2, push_sum True, rank 2 gives iterations 3, push_sum True; all give the same",
+    ),
+    (
+        lambda rank: colossus.average(_ones(rank), graph="ring" if rank else "star", iterations=2),
+        "rank 0 gives the graph, rank 1 gives another graph; all give the same",
+    ),
+]
+
+
+def refusals(context: ParallelContext) -> list[str]:
+    said = []
+    for call, _ in REFUSED:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 the words are looked at by the test
+            call(context.rank)
+        said.append(str(caught.value))
+    assert colossus.average(torch.tensor([3.0 * context.rank]), graph="complete").item() == 3.0
+    return said
+
+
+def test_refused_on_all_ranks_alike() -> None:
+    for said in run_ranks(3, refusals, plan=grid(data=3)):
+        for line, (_, expected) in zip(said, REFUSED, strict=True):
+            assert line.startswith((f"colossus.average: {expected}", f"colossus.average {expected}")), line

@@ -1,0 +1,143 @@
+"""Gossip that stops and goes on: what is in flight is received and saved, and the run is the same bit for bit."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.gossip import ADAMW, SGD, Matrices, Net, classify, irregular, part_of, settings_of
+from helpers.ranks import RankError, run_ranks
+
+import colossus
+from colossus.checkpoint.folder import name_of
+from colossus.engine.engine import Engine
+
+REPLICAS, HALF = 3, 4
+IRREGULAR = dict(type=Matrices, matrices=irregular(REPLICAS))
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sgp": (dict(type="sgp", graph=IRREGULAR), SGD),
+    "in flight": (dict(type="sgp", graph=IRREGULAR, overlap=2), ADAMW),
+    "d-psgd": (dict(type="d-psgd"), SGD),
+}
+Rows = list[tuple[Any, ...]]
+
+
+def _walk(engine: Engine, steps: int) -> Rows:
+    """Of each step all that a replica is, to the bit."""
+    rows: Rows = []
+    for _ in range(steps):
+        result = engine.train_step(part_of(engine.completed_steps, engine.context.index("data")))
+        strategy: Any = engine.strategy
+        state = [value.numpy().tobytes() for of in engine.optimizer.state.values() for _, value in sorted(of.items())]
+        z = b"".join(param.detach().numpy().tobytes() for param in engine.model.parameters())
+        held = strategy.push_sum
+        x = [] if held.x is None else [view.numpy().tobytes() for view in held.vector.views(held.x)]
+        rows.append((result.loss, result.grad_norm, strategy.weight, z, x, state))
+    return rows
+
+
+def _stopped(rank: int, root: Path) -> dict[str, tuple[Rows, Rows, Rows, Rows, list[str]]]:
+    """Of each case: a run, the second half of one that is saved, of one that goes on with that, and of the first made
+    again; what the folder has of what was in flight."""
+    told = {}
+    for name, (strategy, optimizer) in CASES.items():
+        settings: dict[str, Any] = settings_of(strategy, REPLICAS, optimizer)
+        settings["checkpoint"] = dict(dir=str(root / name), keep_last=0)
+        through = colossus.initialize(settings, model=Net, loss_fn=classify)
+        saved = colossus.initialize(settings, model=Net, loss_fn=classify)
+        whole = _walk(through, 2 * HALF)
+        _walk(saved, HALF)
+        saved.checkpoints.save(background=False).wait()
+        goes_on = _walk(saved, HALF)
+        saved.close()
+        resumed = colossus.initialize(settings, model=Net, loss_fn=classify)
+        resumed.checkpoints.load(root / name / name_of(HALF))
+        held = len(resumed.strategy.in_flight)
+        again = _walk(resumed, HALF)
+        resumed.close()
+        # goes back, with messages of later steps under way, and back to the step that it last made
+        through.checkpoints.load(root / name / name_of(HALF))
+        _walk(through, 1)
+        through.checkpoints.load(root / name / name_of(HALF))
+        back = _walk(through, HALF)
+        through.close()
+        told[name] = whole[HALF:], goes_on, again, back, held
+    return told
+
+
+@cache
+def told(root: Path) -> list[dict[str, tuple[Rows, Rows, Rows, Rows, int]]]:
+    return run_ranks(REPLICAS, _stopped, root, with_context=False)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gossip")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stopped_and_resumed_is_the_run_through(name: str, root: Path) -> None:
+    overlap = CASES[name][0].get("overlap", 0)
+    for of_rank in told(root):
+        whole, goes_on, again, back, held = of_rank[name]
+        assert (held > 0) == (overlap > 0)
+        assert goes_on == whole
+        assert again == whole
+        assert back == whole
+    one, other = (np.frombuffer(of_rank[name][0][-1][3], np.float64) for of_rank in told(root)[:2])
+    assert np.abs(one - other).max() > 1e-3
+
+
+def _frozen(rank: int, root: Path) -> list[tuple[Rows, Rows]]:
+    """A run in which a parameter is frozen on the way, and the steps after its checkpoint made again."""
+    told = []
+    cases = (dict(type="sgp", overlap=1), dict(type="d-psgd"), dict(type="ad-psgd"))
+    for strategy in cases:
+        settings: dict[str, Any] = settings_of(strategy, 2, ADAMW)
+        settings["checkpoint"] = dict(dir=str(root / strategy["type"]), keep_last=0)
+        engine = colossus.initialize(settings, model=Net, loss_fn=classify)
+        for step in range(2):
+            engine.train_step(part_of(step, rank))
+        engine.model.up.weight.requires_grad_(False)
+        engine.train_step(part_of(2, rank))
+        engine.checkpoints.save(background=False).wait()
+        if strategy["type"] != "ad-psgd":
+            usual = _walk(engine, 3)
+            engine.checkpoints.load(root / strategy["type"] / name_of(3))
+            told.append((usual, _walk(engine, 3)))
+        engine.close()
+    return told
+
+
+def test_a_parameter_may_be_frozen_on_the_way(tmp_path: Path) -> None:
+    """What was trained at first is mixed to the end."""
+    for of_rank in run_ranks(2, _frozen, tmp_path, with_context=False):
+        for usual, again in of_rank:
+            assert again == usual
+
+
+# -- failures -------------------------------------------------------------------------------------------------
+
+
+def _dying(rank: int) -> None:
+    engine = colossus.initialize(settings_of(dict(type="sgp"), REPLICAS, SGD), model=Net, loss_fn=classify)
+    for step in range(20):
+        if (rank, step) == (1, 3):
+            os._exit(7)
+        engine.train_step(part_of(step, rank))
+
+
+def test_a_replica_that_dies_is_named() -> None:
+    """And the log has the message that was awaited."""
+    with pytest.raises(RankError) as raised:
+        run_ranks(REPLICAS, _dying, with_context=False)
+    told = str(raised.value)
+    assert "rank 1 ---\ndied without a word (exit code 7)" in told
+    assert "replica 1 has died: rank 1 (replica 1) has gone: its connection was closed, before replica" in told
+    assert "Start the run again from its last checkpoint" in told
+    assert re.search(r"message of step [45] from rank 1 \(replica 1\) over data .* WAITING", told)

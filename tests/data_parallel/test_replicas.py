@@ -1,0 +1,328 @@
+"""Replicas with parameters of their own: what is evaluated and exported, how far apart they are, whose numbers are
+told."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.long import but
+from helpers.ranks import run_ranks
+from helpers.strategies import Apart
+from helpers.training import assert_close_states, batch_of, config_of
+from torch import Tensor, nn
+
+import colossus
+from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
+from colossus.comm import accounting
+from colossus.comm.objects import all_gather_object
+from colossus.engine.fit import FitSummary, fit
+from colossus.engine.hooks import Hook
+from colossus.monitor.display import PlainDisplay
+from colossus.monitor.metrics import Metrics
+
+#: ranks, parallel, and how far the weights of replicas in the average grow with their number
+PLANS: dict[str, tuple[int, dict[str, Any], float]] = {
+    "data": (3, dict(data=3), 0.25),
+    "1d": (4, dict(data=2, tensor=dict(size=2, sequence_sharded=True)), 0.0),
+    "pipeline": (4, dict(data=2, pipeline=2), 0.5),
+    "sequence": (4, dict(data=2, sequence=2), 0.0),
+    "2d": (8, dict(data=2, tensor=dict(size=4, mode="2d")), 0.25),
+}
+
+
+def settings_of(parallel: dict[str, Any], precision: Any = "fp64", **more: Any) -> dict[str, Any]:
+    return config_of(parallel, 4, precision, train=dict(global_batch_size=12), lr_schedule=dict(warmup_steps=0), **more)
+
+
+def own_part(engine: Any, step: int) -> dict[str, Tensor]:
+    """Of a global batch of 12; sums over replicas are of the whole."""
+    size, index = engine.context.size("data"), engine.context.index("data")
+    part = 12 // size
+    return {key: value[index * part : (index + 1) * part] for key, value in batch_of(step, batch=12).items()}
+
+
+def stored(engine: Any) -> list[Tensor]:
+    return [param.detach().clone() for param in engine.store.parameters()]
+
+
+def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def whole(engine: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in full_state_dict(engine.model, engine.context, aliases=False).items()}
+
+
+class Seen:
+    """What a rank has seen."""
+
+    losses: list[float]
+    distances: dict[str, float]
+    inside: dict[str, Tensor]
+    own: dict[str, Tensor]
+
+
+def looks(rank: int, parallel: dict[str, Any], precision: Any, travelling: float, evaluate: str) -> Seen:
+    """Trains replicas apart, and evaluates in every way."""
+    strategy = dict(type=Apart, travelling=travelling, evaluate=evaluate)
+    engine = colossus.initialize(settings_of({**parallel, "strategy": strategy}, precision))
+    for step in range(2):
+        assert engine.train_step(own_part(engine, step)).replica == engine.context.index("data")
+    seen, before = Seen(), stored(engine)
+    seen.own = whole(engine)
+    assert engine.strategy.consensus() == {}
+    seen.losses = [engine.eval_step(own_part(engine, 7)).loss]
+    assert is_same(stored(engine), before)
+    seen.distances = engine.strategy.consensus()
+    with engine.strategy.evaluation():
+        with accounting.count() as moved:
+            seen.losses.append(engine.eval_step(own_part(engine, 7)).loss)
+        assert moved.bytes("data") < 200, "the average is made once around a loop"
+        seen.inside = whole(engine)
+        if evaluate == "average":
+            with pytest.raises(RuntimeError, match="a step cannot be trained inside of"):
+                engine.train_step(own_part(engine, 2))
+            with pytest.raises(colossus.checkpoint.CheckpointError, match="cannot be saved inside of"):
+                engine.checkpoints.save()
+    assert is_same(stored(engine), before)
+    with pytest.raises(KeyError), engine.strategy.evaluation():
+        raise KeyError("in the midst")
+    assert is_same(stored(engine), before)
+    with engine.strategy.export():
+        exported = whole(engine)
+    assert is_same(stored(engine), before)
+    first = all_gather_object(seen.own, engine.context.group("data"))[0]
+    assert_close_states(exported, seen.inside if evaluate == "average" else first, "export", atol=0.0)
+    engine.train_step(own_part(engine, 2))
+    assert engine.strategy.consensus() == {}
+    engine.close()
+    return seen
+
+
+def evaluates(rank: int, precision: Any, state: dict[str, Tensor]) -> float:
+    engine = colossus.initialize(settings_of({}, precision))
+    load_full_state_dict(engine.model, state, engine.context)
+    loss = engine.eval_step(batch_of(7, batch=12)).loss
+    engine.close()
+    return loss
+
+
+@pytest.mark.rest("data")
+@pytest.mark.parametrize("plan", but(("1d", "sequence", "2d"), PLANS))
+def test_the_average_is_evaluated_and_the_own_come_back(plan: str) -> None:
+    world, parallel, travelling = PLANS[plan]
+    ranks = run_ranks(world, looks, parallel, "fp64", travelling, "average", with_context=False)
+    num = parallel["data"]
+    of_replicas = [seen.own for seen in (ranks[:: world // num] if plan != "pipeline" else ranks[:num])]
+    weights = [1 + travelling * index for index in range(num)]
+    mean = {
+        name: sum(weight * own[name] for weight, own in zip(weights, of_replicas, strict=True)) / sum(weights)
+        for name in of_replicas[0]
+    }
+    (loss,) = run_ranks(1, evaluates, "fp64", mean, with_context=False)
+    (own_loss,) = run_ranks(1, evaluates, "fp64", of_replicas[0], with_context=False)
+    assert abs(own_loss - loss) > 1e-6
+    norm = sum(value.square().sum().item() for value in mean.values()) ** 0.5
+    squares = [sum((own[name] - value).square().sum().item() for name, value in mean.items()) for own in of_replicas]
+    distance = (sum(squares) / num) ** 0.5
+    for seen in ranks:
+        assert seen.losses == pytest.approx([loss, loss], rel=1e-12)
+        assert_close_states(seen.inside, mean, "average", atol=1e-14)
+        assert seen.distances["consensus_distance"] == pytest.approx(distance, rel=1e-9)
+        assert seen.distances["consensus_distance_relative"] == pytest.approx(distance / norm, rel=1e-9)
+
+
+def test_each_replica_is_evaluated_alone() -> None:
+    ranks = run_ranks(2, looks, dict(data=2), "fp64", 0.0, "own", with_context=False)
+    (loss,) = {loss for seen in ranks for loss in seen.losses}
+    sums = [run_ranks(1, of_part, seen.own, index, with_context=False)[0] for index, seen in enumerate(ranks)]
+    assert loss == pytest.approx(sum(total for total, _ in sums) / sum(count for _, count in sums), rel=1e-12)
+    for seen in ranks:
+        assert_close_states(seen.inside, seen.own, "weights", atol=0.0)
+        assert seen.distances == {}
+
+
+def of_part(rank: int, state: dict[str, Tensor], index: int) -> tuple[float, float]:
+    engine = colossus.initialize(settings_of({}))
+    load_full_state_dict(engine.model, state, engine.context)
+    part = {key: value[index * 6 : index * 6 + 6] for key, value in batch_of(7, batch=12).items()}
+    result = engine.eval_step(part)
+    engine.close()
+    return result.loss_sum, result.count
+
+
+LOW = dict(params="bf16", compute="bf16", reduce="fp32", optimizer="fp32")
+
+
+def low(rank: int, precision: Any) -> tuple[float, float]:
+    """The loss of the average, and of an engine that has it from the start."""
+    engine = colossus.initialize(settings_of(dict(data=2, strategy=dict(type=Apart)), precision))
+    engine.train_step(own_part(engine, 0))
+    before = stored(engine)
+    assert {value.dtype for value in before} == {torch.float32}
+    with torch.inference_mode():
+        loss = engine.eval_step(own_part(engine, 7)).loss
+    assert is_same(stored(engine), before)
+    with engine.strategy.evaluation():
+        mean = whole(engine)
+    engine.train_step(own_part(engine, 1))  # what compute takes is of the replica again
+    engine.close()
+    other = colossus.initialize(settings_of(dict(data=2), precision))
+    load_full_state_dict(other.model, mean, other.context)
+    of_mean = other.eval_step(own_part(other, 7)).loss
+    other.close()
+    return loss, of_mean
+
+
+def test_what_compute_takes_follows_the_average() -> None:
+    for loss, of_mean in run_ranks(2, low, LOW, with_context=False):
+        assert loss == of_mean
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(3), nn.Linear(3, 2)
+        self.register_buffer("scale", torch.tensor([0.1, 0.7]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x)) * self.scale
+
+
+def squares(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return (outputs - batch["labels"]).square().sum(), len(outputs)
+
+
+def statistics(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    config = dict(
+        parallel=dict(data=3, strategy=dict(type=Apart)),
+        train=dict(steps=2, global_batch_size=9, precision="fp64"),
+        optimizer=dict(type="SGD", lr=0.1),
+        device="cpu",
+    )
+    engine = colossus.initialize(config, model=Normed, loss_fn=squares)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+    engine.train_step({"inputs": x, "labels": torch.zeros(3, 2, dtype=torch.float64)})
+    own = [buffer.clone() for buffer in engine.model.buffers()]
+    with engine.strategy.evaluation():
+        inside = engine.model.norm.running_var.clone()
+        assert torch.equal(engine.model.scale, own[0]), "what is the same in all stays so to the bit"
+        assert engine.model.norm.num_batches_tracked == 1
+    assert is_same(list(engine.model.buffers()), own)
+    plain = colossus.plain(engine)
+    assert plain is not None
+    engine.close()
+    return engine.model.norm.running_var.clone(), inside, plain.norm.running_var  # type: ignore[return-value,union-attr]
+
+
+def test_running_statistics_are_averaged() -> None:
+    ranks = run_ranks(3, statistics, with_context=False)
+    mean = sum(own for own, _, _ in ranks) / 3
+    for own, inside, exported in ranks:
+        torch.testing.assert_close(inside, mean, rtol=1e-14, atol=0)
+        torch.testing.assert_close(exported, mean, rtol=1e-14, atol=0)
+        assert not torch.allclose(own, mean, rtol=1e-3)
+
+
+# -- whose numbers are told --------------------------------------------------------------------------------------
+
+
+class StopsAfter(Hook):
+    """One rank asks to stop."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.results: list[Any] = []
+
+    def on_step_end(self, engine: Any, result: Any) -> None:
+        self.results.append(result)
+        if result.step == self.step and engine.context.rank == 1:
+            engine.request_stop()
+
+
+def fits(rank: int, folder: Path, stops_after: int) -> tuple[list[tuple[float, ...]], str, FitSummary, list[Any]]:
+    config = settings_of(dict(data=2, strategy=dict(type=Apart, log_every=2)))
+    config["train"] |= dict(log_every=1, steps=6)
+    engine = colossus.initialize(config)
+    batches = [own_part(engine, step) for step in range(6)]
+    engine.loaders = SimpleNamespace(train=batches, validation=None, validation_missing="", description="made here")  # type: ignore[assignment]
+    watched, shown, path = StopsAfter(stops_after), io.StringIO(), folder / f"{rank}.jsonl"
+    summary = fit(engine, [Metrics(path), PlainDisplay(folder, shown), watched])
+    engine.close()
+    told = []
+    for each in watched.results:
+        told.append((each.replica, each.loss, each.tokens, each.grad_norm, each.replica_tokens))
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if rank == 0 else []
+    return told, shown.getvalue(), summary, rows
+
+
+def test_own_numbers_are_marked(tmp_path: Path) -> None:
+    """At logging steps and the last they are of all replicas, else of one, and say so."""
+    (one, shown, summary, rows), (other, _, its_summary, _) = run_ranks(2, fits, tmp_path, 0, with_context=False)
+    lines = [line for line in shown.splitlines() if line.startswith("step")]
+    assert [told[0] for told in one] == [0, None, 0, None, 0, None]
+    assert [told[0] for told in other] == [1, None, 1, None, 1, None]
+    for row, line, mine, theirs in zip(rows, lines, one, other, strict=True):
+        replica, loss, tokens, norm, own = mine
+        assert own + theirs[4] == int((batch_of(row["step"] - 1, batch=12)["labels"] != -100).sum())
+        assert tokens == (own if replica == 0 else own + theirs[4])
+        assert (row["loss"], row["tokens"], row["grad_norm"], row.get("replica")) == (loss, tokens, norm, replica)
+        assert (f"loss {loss:.4f} (replica 0)" in line) == (replica == 0)
+        assert "tokens/s (replica 0)" in line
+        assert ("consensus_distance" in row) == (replica is None)
+        assert (mine[:4] == theirs[:4]) == (replica is None)
+    assert summary.loss == its_summary.loss == one[-1][1]
+
+
+def test_a_stop_at_a_step_of_ones_own_tells_the_loss_of_all(tmp_path: Path) -> None:
+    (one, _, summary, _), (other, _, its_summary, _) = run_ranks(2, fits, tmp_path, 3, with_context=False)
+    assert len(one) == len(other) < 6
+    losses = [(told[1], told[4]) for told in (one[-1], other[-1])]
+    wanted = sum(loss * tokens for loss, tokens in losses) / sum(tokens for _, tokens in losses)
+    assert summary.reason == "stopped"
+    assert summary.loss == its_summary.loss == pytest.approx(wanted, rel=1e-12)
+
+
+# -- scales and counts of each replica -----------------------------------------------------------------------------
+
+
+def scales(rank: int, folder: Path) -> list[tuple[float, int, int]]:
+    """Of the loss under fp16, and steps skipped: as they were saved, in a run of as many replicas, in one of exact."""
+    seen = []
+
+    def look(engine: Any) -> None:
+        scaler, watch = engine.loss_scaler.state_dict(), engine.run.gradient_watch.state_dict()
+        seen.append((scaler["scale"], scaler["growth_tracker"], watch["num_skipped"]))
+
+    for strategy in (dict(type=Apart), dict(type=Apart), None):
+        parallel = dict(data=2) if strategy is None else dict(data=2, strategy=strategy)
+        engine = colossus.initialize(settings_of(parallel, "fp16", checkpoint=dict(dir=str(folder))))
+        if not seen:
+            for step in range(2):
+                if step == rank:  # what comes back from it overflows
+                    engine.loss_scaler.scale.fill_(2.0**120)
+                assert engine.train_step(own_part(engine, step)).skipped == (step == rank)
+                if step == rank:
+                    engine.loss_scaler.scale.fill_(2.0 ** (10 + rank))
+            look(engine)
+            path = engine.checkpoints.save().wait().path
+        engine.checkpoints.load(path)
+        look(engine)
+        engine.close()
+    return seen
+
+
+def test_a_replica_scales_and_counts_for_itself(tmp_path: Path) -> None:
+    one, other = run_ranks(2, scales, tmp_path, with_context=False)
+    assert one[0] != other[0]
+    assert one[0][2] == other[0][2] == 1
+    assert one[1:3] == [one[0]] * 2
+    assert other[1:3] == [other[0]] * 2
+    assert one[3] == other[3] == one[0], "replicas that are equal have the first's"
