@@ -1,4 +1,4 @@
-"""The strategy that docs/strategies.md shows does what it says, against a dense simulation."""
+"""The strategy that docs/own-strategy.md shows does what it says, against a dense simulation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import colossus
 
-DOCS = Path(__file__).parents[2] / "docs" / "strategies.md"
+DOCS = Path(__file__).parents[2] / "docs" / "own-strategy.md"
 REPLICAS, STEPS, SAMPLES, WEIGHT, LR = 4, 7, 6, 0.3, 0.05
 
 
 def shown() -> str:
     """The code block of the page."""
-    section = DOCS.read_text().split("## A strategy of your own")[1]
+    section = DOCS.read_text().split("## Example")[1]
     found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert found is not None
     return found[1]
