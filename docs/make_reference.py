@@ -56,7 +56,7 @@ API: dict[str, tuple[str, str, list[str], list[str]]] = {
             "colossus.schedule.actions.Action",
             "colossus.data_parallel.strategy.Strategy",
             "colossus.data_parallel.per_replica.PerReplica",
-            "colossus.graphs.family.GraphFamily",
+            "colossus.graphs.graph_family.GraphFamily",
         ],
     ),
 }

@@ -30,7 +30,8 @@ from colossus.data.batch import shard_of_batch
 from colossus.gradients.axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 
-GUIDE, TRAINING = ROOT / "docs" / "migration.md", ROOT / "docs" / "training.md"
+GUIDE = ROOT / "docs" / "migration.md"
+GUIDES = ("migration.md", "weights-and-hooks.md", "own-loop.md")
 BATCH, STEPS, LR = 8, 3, 0.1
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -267,30 +268,24 @@ def test_images_that_are_no_patches_are_refused(shape: tuple[int, ...], match: s
         layers.PatchEmbedding(3, 8, 0)
 
 
-# -- docs/migration.md and docs/training.md ---------------------------------------------------------------------
+# -- guides ---------------------------------------------------------------------------------------------------
 
 
 def blocks(kind: str, guide: Path = GUIDE) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```$", guide.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def run_guide(rank: int, tensor: str, guide: Path = GUIDE) -> None:
-    code = "\n".join(blocks("python", guide))
-    assert code.count("tensor=1") == 1
-    exec(compile(code.replace("tensor=1", f"tensor={tensor}"), str(guide), "exec"), {"__name__": "guide"})
-
-
-@pytest.mark.parametrize(("world", "tensor"), [(1, "1"), (2, "2"), (4, "dict(mode='2d', size=4)")])
-def test_the_guide_runs(world: int, tensor: str) -> None:
-    assert len(blocks("python")) > 8
-    run_ranks(world, run_guide, tensor, with_context=False)
+def run_guides(rank: int, tensor: str) -> None:
+    for name in GUIDES:
+        code = "\n".join(blocks("python", ROOT / "docs" / name))
+        assert code.count("tensor=1") == 1
+        exec(compile(code.replace("tensor=1", f"tensor={tensor}"), name, "exec"), {"__name__": "guide"})
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(("world", "tensor"), [(1, "1"), (2, "2")])
-def test_the_guide_to_training_runs(world: int, tensor: str) -> None:
-    assert len(blocks("python", TRAINING)) > 1
-    run_ranks(world, run_guide, tensor, TRAINING, with_context=False)
+@pytest.mark.parametrize(("world", "tensor"), [(1, "1"), (2, "2"), (4, "dict(mode='2d', size=4)")])
+def test_the_guides_run(world: int, tensor: str) -> None:
+    run_ranks(world, run_guides, tensor, with_context=False)
 
 
 class Up(nn.Module):

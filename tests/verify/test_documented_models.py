@@ -20,17 +20,17 @@ CALLS = {
     ("migration.md", "Net"): "example(x)",
     ("migration.md", "SelfAttention"): "example(x)",
     ("migration.md", "CrossAttention"): "example(x, x[:, 2:], ids[:, None, None, 2:] != 3)",
-    ("migration.md", "Begun"): "example(x)",
-    ("migration.md", "Tied"): "layers.to_whole(example(ids))",
-    ("migration.md", "Recomputed"): "example(x)",
-    ("migration.md", "Pretrained"): "example(x)",
     ("migration.md", "Pair"): "example(x)",
-    ("migration.md", "Stack"): "example(x)",
-    ("migration.md", "Changed"): "example(x)",
-    ("training.md", "Net"): "example(x)",
+    ("migration.md", "Tied"): "layers.to_whole(example(ids))",
+    ("own-loop.md", "Net"): "example(x)",
+    ("tutorial.md", "Net"): "example(x[..., :2])",
+    ("weights-and-hooks.md", "Net"): "example(x)",
+    ("weights-and-hooks.md", "Pretrained"): "example(x)",
+    ("weights-and-hooks.md", "Changed"): "example(x)",
+    ("weights-and-hooks.md", "Recomputed"): "example(x)",
 }
 #: what is no model by itself
-PARTS = {("migration.md", "Adapter")}
+PARTS = {("weights-and-hooks.md", "Adapter")}
 MODEL = """
 class Examples(nn.Module):
     def __init__(self):
