@@ -11,10 +11,71 @@ import torch
 from torch import Tensor
 
 from colossus.comm import uneven
+from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.rows.row_gradient import RowGradient
-from colossus.sparse.levels import Level
-from colossus.sparse.row_cache import RowCache
+
+
+@dataclass(frozen=True)
+class Level:
+    """One exchange on the way from a rank to the owners of rows.
+
+    Attributes:
+        group: the ranks that exchange.
+        towards: of each owner, by its index among all ranks that share a table, the index in ``group`` of the rank to
+            which what is for it goes here.
+    """
+
+    group: AxisGroup
+    towards: tuple[int, ...]
+
+
+class RowCache:
+    """Rows of a table by id.
+
+    Args:
+        like: [.., dim]: rows are of its dtype, device and width.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like.new_empty((0, like.shape[1]))  # not the memory of the table itself
+        self.clear()
+
+    def clear(self) -> None:
+        #: ascending, and of each the place of its row
+        self._ids = torch.empty(0, dtype=torch.int64, device=self._like.device)
+        self._places = self._ids
+        self._rows = self._like
+        self._used = 0
+
+    def missing(self, ids: Tensor) -> Tensor:
+        """Those of some distinct ids, ascending, that are not here."""
+        if not len(self._ids) or not len(ids):
+            return ids
+        at = torch.searchsorted(self._ids, ids).clamp_(max=len(self._ids) - 1)
+        return ids[self._ids[at] != ids]
+
+    def add(self, ids: Tensor, rows: Tensor) -> None:
+        """Keep rows whose ids are not here yet, in any order. ``rows`` may be kept as they are."""
+        if not len(ids):
+            return
+        if not self._used:
+            self._ids, self._places = ids.sort()
+            self._rows, self._used = rows, len(ids)
+            return
+        places = torch.arange(self._used, self._used + len(ids), device=ids.device)
+        if self._used + len(ids) > len(self._rows):  # twice as many, so that each row is copied twice at most
+            grown = rows.new_empty((2 * (self._used + len(ids)), rows.shape[1]))
+            grown[: self._used] = self._rows[: self._used]
+            self._rows = grown
+        self._rows[self._used : self._used + len(ids)] = rows
+        self._used += len(ids)
+        self._ids, order = torch.cat((self._ids, ids)).sort()
+        self._places = torch.cat((self._places, places))[order]
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """A copy of the rows [n, dim] of ids that are all here."""
+        return self._rows[self._places[torch.searchsorted(self._ids, ids)]]
 
 
 class Kind(IntEnum):
@@ -61,10 +122,6 @@ class OwnedRows(Protocol):
 
     def owners_of(self, ids: Tensor) -> Tensor:
         """Of each id the index of its owner."""
-        ...
-
-    def count(self, ids: Tensor) -> None:
-        """Ids whose gradients have come to this rank, each as often as it has come."""
         ...
 
     def stored_rows(self, ids: Tensor) -> Tensor:
@@ -130,9 +187,7 @@ class RowExchange:
                 parts = RowGradient.parts(ids.wait(), rows.wait(), lengths.received)
 
         def finish() -> RowGradient | None:
-            received = ids.wait()
-            self._tables[table].count(received)
-            total = RowGradient.added(RowGradient.parts(received, rows.wait(), lengths.received))
+            total = RowGradient.added(RowGradient.parts(ids.wait(), rows.wait(), lengths.received))
             return total if request.is_used else None
 
         return finish

@@ -16,8 +16,7 @@ from colossus.error_place import located_error
 from colossus.layout.parameter import spec_of
 from colossus.rows.row_gradient import RowGradient
 from colossus.rows.rules import Features
-from colossus.sparse.bad_ids import in_words, outside
-from colossus.sparse.ways.table_sync import TableSync
+from colossus.sparse.ways import TableSync
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
@@ -63,11 +62,11 @@ class Table:
 
     def require_ids(self, ids: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            if outside(ids, self.num_rows):
+            if _outside(ids, self.num_rows):
                 self._refuse(ids)
 
     def _refuse(self, ids: Tensor) -> NoReturn:
-        error: ValueError = located_error(in_words(self.name, ids, self.num_rows, self._context))
+        error: ValueError = located_error(_in_words(self.name, ids, self.num_rows, self._context))
         if torch._C._current_graph_task_id() == -1:  # no recomputation, of which the other ranks know nothing
             with suppress(RuntimeError):  # another rank fails, too, which is told there
                 self.way.fail()
@@ -137,3 +136,30 @@ class _Rows(torch.autograd.Function):
             ids, dy = ids[kept], dy[kept]
         ctx.table.add(RowGradient(ids, dy))
         return None, None, None, None
+
+
+def _outside(ids: Tensor, num_rows: int) -> bool:
+    """Whether any id is none of the table's 0..num_rows - 1."""
+    if not ids.numel():
+        return False
+    low, high = ids.aminmax()
+    return int(low) < 0 or int(high) >= num_rows
+
+
+def _in_words(name: str, ids: Tensor, num_rows: int, context: ParallelContext) -> str:
+    """Which rank was given the first such id, in which row of its batch.
+
+    Args:
+        ids: of a microbatch, [samples, ..].
+    """
+    place = ((ids < 0) | (ids >= num_rows)).nonzero()[0].tolist()
+    microbatch = context.rng.microbatch
+    where = "its only id"
+    if place:
+        row = microbatch * len(ids) + place[0]
+        inside = f", place {', '.join(map(str, place[1:]))} of it" if place[1:] else ""
+        where = f"row {row} of its batch{inside}" + (f" (microbatch {microbatch})" if microbatch else "")
+    return (
+        f"table {name!r} has ids 0..{num_rows - 1}, but rank {context.rank} was given id {int(ids[tuple(place)])} in "
+        f"{where}: make the table larger, or check the data"
+    )

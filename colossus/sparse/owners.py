@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +12,45 @@ from torch import Tensor, nn
 from colossus.error_place import located_error
 from colossus.layout.split_parameter import as_shards
 from colossus.rows.row_gradient import RowGradient
-from colossus.sparse.placement import Placement, bins_for
-from colossus.sparse.row_cache import RowCache
-from colossus.sparse.row_exchange import RowExchange
-from colossus.sparse.ways.table_sync import TableSync
+from colossus.sparse.row_exchange import RowCache, RowExchange
+from colossus.sparse.ways import TableSync
+
+#: stripes that each owner of a large table has
+_STRIPES = 256
+
+_Ids = TypeVar("_Ids", int, Tensor)
+
+
+@dataclass(frozen=True)
+class Stripes:
+    """The rows of a table are cut into stripes of neighbouring rows, which its owners are dealt in turn.
+
+    So owners send about as much as each other where ids are sorted by frequency, as words are.
+    """
+
+    num_rows: int
+    num_owners: int
+
+    @property
+    def width(self) -> int:
+        """Rows of a stripe."""
+        return -(-self.num_rows // (self.num_owners * _STRIPES))
+
+    def owner_of(self, ids: _Ids) -> _Ids:
+        return ids // self.width % self.num_owners
+
+    def place_of(self, ids: _Ids) -> _Ids:
+        """Where among the rows of its owner a row is stored."""
+        return ids // (self.width * self.num_owners) * self.width + ids % self.width
+
+    def intervals(self, owner: int) -> list[tuple[int, int]]:
+        """The rows that an owner stores, in order: (start, stop) of each stripe."""
+        starts = range(owner * self.width, self.num_rows, self.num_owners * self.width)
+        return [(start, min(start + self.width, self.num_rows)) for start in starts]
 
 
 class Owners(TableSync):
-    """Each partition of a table is stored by its owner (`Placement`).
+    """Each row of a table is stored by its owner (`Stripes`).
 
     A step fetches each row once: what one microbatch has fetched the next one finds, as does a recomputation, which
     exchanges nothing.
@@ -26,46 +59,20 @@ class Owners(TableSync):
         exchange: with the ranks that share the table, which are its owners.
     """
 
-    def __init__(self, param: nn.Parameter, name: str, placement: Placement, exchange: RowExchange) -> None:
-        super().__init__(param, placement.num_rows)
-        self.name, self._exchange = name, exchange
+    def __init__(self, param: nn.Parameter, name: str, stripes: Stripes, exchange: RowExchange) -> None:
+        super().__init__(param, stripes.num_rows)
+        self.name, self._stripes, self._exchange = name, stripes, exchange
         self._number = exchange.add(self)
         self.caches = [RowCache(param.detach()) for _ in exchange.levels]
-        #: whether rows are counted that ranks send here, in equal bins of the table
-        self.counts = False
-        self.touched = torch.zeros(bins_for(self.num_rows), dtype=torch.int64, device=param.device)
-        self.place(placement)
-
-    def place(self, placement: Placement) -> None:
-        """Rows are where a placement says from now on."""
-        device = self.param.device
-        self.placement = placement
-        self._bounds = torch.tensor(placement.bounds[1:], device=device)
-        self._owners = torch.tensor(placement.owners, device=device)
-        #: of each partition, what its owner subtracts from an id
-        starts = torch.tensor(placement.bounds[:-1], device=device)
-        self._shifts = starts - torch.tensor(placement.offsets, device=device)
 
     # -- what `RowExchange` asks --------------------------------------------------------------------------
 
-    def count(self, ids: Tensor) -> None:
-        if self.counts:
-            bins = ((ids + 1) * len(self.touched) - 1) // self.num_rows
-            self.touched += torch.bincount(bins, minlength=len(self.touched))
-
     def owners_of(self, ids: Tensor) -> Tensor:
-        return self._owners[self._partitions(ids)]
+        return self._stripes.owner_of(ids)
 
     def stored_rows(self, ids: Tensor) -> Tensor:
         with as_shards():
-            return self.param.detach().index_select(0, self._stored(ids))
-
-    def _partitions(self, ids: Tensor) -> Tensor:
-        return torch.searchsorted(self._bounds, ids, right=True)
-
-    def _stored(self, ids: Tensor) -> Tensor:
-        """The places of ids of this owner among the rows that it stores."""
-        return ids - self._shifts[self._partitions(ids)]
+            return self.param.detach().index_select(0, self._stripes.place_of(ids))
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -105,6 +112,6 @@ class Owners(TableSync):
 
         def finish() -> RowGradient | None:
             total = wait()
-            return None if total is None else RowGradient(self._stored(total.ids), total.rows)
+            return None if total is None else RowGradient(self._stripes.place_of(total.ids), total.rows)
 
         return finish
