@@ -76,7 +76,7 @@ class RowSource(Protocol):
         gets a part, or another order, since the error names their place.
 
         Raises:
-            ValueError: for an id that is not; where rows are exchanged the other ranks raise, too.
+            ValueError: for an id that is not.
         """
         ...
 

@@ -104,9 +104,6 @@ class Owners(TableSync):
     def read(self, ids: Tensor) -> Tensor:
         return self._exchange.fetch(self._number, ids, keep=False)
 
-    def fail(self) -> None:
-        self._exchange.fail(self._number)
-
     def start_sum(self, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
         wait = self._exchange.start_sum(self._number, gradient, is_used=is_used)
 

@@ -89,8 +89,6 @@ class Kind(IntEnum):
     SUM = 2
     #: nothing more: it serves the others
     END = 3
-    #: to tell the others that it cannot go on
-    FAIL = 4
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Request:
     """What a rank says at the start of a round, for itself or for its host.
 
     Attributes:
-        table: number of the table; of END and FAIL without meaning.
+        table: number of the table; of END without meaning.
         rank: global, of who says it.
         is_used: of SUM, whether a backward has come to the table, on any rank for which the request is.
     """
@@ -133,7 +131,8 @@ class RowExchange:
     """Over the levels from a rank to the owners of rows.
 
     A round begins with the lengths of what is sent, and with what each rank wants. So ranks that do not run the same
-    program hear of it, and one that has nothing more to fetch serves the others until all are through (`serve`).
+    program hear of it, and one that has nothing more to fetch serves the others until all are through (`serve`). A rank
+    that raises leaves the others waiting in a round: they end by its exit.
     """
 
     def __init__(self, levels: Sequence[Level], rank: int, device: torch.device) -> None:
@@ -165,10 +164,6 @@ class RowExchange:
         while self._fetch(0, self._say(Kind.END, 0), nothing)[0].kind != Kind.END:
             pass
 
-    def fail(self, table: int) -> None:
-        """Tell the others that this rank cannot look up: they raise, and so does the caller after this. Collective."""
-        self._hear_all(self._say(Kind.FAIL, table))
-
     def start_sum(self, table: int, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
         """Start to sum gradients at the owners; what is returned waits for those of the rows that this rank owns.
 
@@ -179,8 +174,6 @@ class RowExchange:
             gradient = RowGradient.added(parts)
             order, counts = self._by_target(number, self._tables[table], gradient.ids)
             lengths, request = self._agree(number, counts, request)
-            if request.kind == Kind.FAIL:
-                self._hear_all(request, number + 1)
             ids = uneven.all_to_all(gradient.ids[order], lengths, level.group, "ids")
             rows = uneven.all_to_all(gradient.rows[order], lengths, level.group, "rows")
             if number < len(self.levels) - 1:
@@ -201,8 +194,6 @@ class RowExchange:
             new = ids if cache is None else cache.missing(ids)
             order, counts = self._by_target(number, self._tables[request.table], new)
         lengths, heard = self._agree(number, counts, request)
-        if heard.kind == Kind.FAIL:
-            self._hear_all(heard, number + 1)
         moves = heard.looks_up
         wanted = uneven.all_to_all(new[order], lengths, level.group, "ids").wait() if moves else ids[:0]
         if is_last:
@@ -238,59 +229,33 @@ class RowExchange:
         return lengths, self._together([Request(Kind(kind), of, by, bool(used)) for kind, of, by, used in heard])
 
     def _together(self, requests: Sequence[Request]) -> Request:
-        """What ranks want together; FAIL, told of by the rank that fails, or where they want different things."""
-        failed = next((request for request in requests if request.kind == Kind.FAIL), None)
-        if failed is not None:
-            return failed
+        """What ranks want together.
+
+        Raises:
+            RuntimeError: they want different things.
+        """
         acting = [request for request in requests if request.kind != Kind.END]
         if not acting:
             return requests[0]
         first = acting[0]
-        other = next(
-            (request for request in acting if (request.kind, request.table) != (first.kind, first.table)), None
-        )
-        if other is None and first.kind == Kind.SUM:  # whoever gave its gradients waits for those of the others
-            other = next((request for request in requests if request.kind == Kind.END), None)
-        if other is None:
-            return replace(first, is_used=any(request.is_used for request in requests))
-        self._disagreement = (
-            f"rank {first.rank} {self._doing(first)} while rank {other.rank} {self._doing(other)}: rows of tables that "
-            f"have owners are exchanged by all ranks together. Every rank must look up in the same tables as often and "
-            f"in the same order in each step, with an empty tensor of ids where it has none: look for an `if` in a "
-            f"forward that depends on the rank or on the data"
-        )
-        return Request(Kind.FAIL, first.table, first.rank)
-
-    _disagreement: str | None = None
+        # whoever gave its gradients waits for those of the others
+        compared = requests if first.kind == Kind.SUM else acting
+        for other in compared:
+            if (other.kind, other.table) != (first.kind, first.table):
+                raise located_error(
+                    f"rank {first.rank} {self._doing(first)} while rank {other.rank} {self._doing(other)}: rows of "
+                    f"tables that have owners are exchanged by all ranks together. Every rank must look up in the same "
+                    f"tables as often and in the same order in each step, with an empty tensor of ids where it has "
+                    f"none: look for an `if` in a forward that depends on the rank or on the data",
+                    RuntimeError,
+                )
+        return replace(first, is_used=any(request.is_used for request in requests))
 
     def _doing(self, request: Request) -> str:
         if request.kind == Kind.END:
             return "is through with its lookups"
         name = self._tables[request.table].name
         return f"looks up in {name!r}" if request.looks_up else f"sums the gradient of {name!r}"
-
-    def _hear_all(self, request: Request, first: int = 0) -> None:
-        """Go through the levels from ``first`` on for nothing but the request, then raise what this rank knows of it.
-
-        As many collectives as of ranks that look up and hear of it at the last level: who catches the error can go on.
-        """
-        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        for number in range(first, len(self.levels)):
-            if number:
-                group = self.levels[number - 1].group
-                uneven.all_to_all(nothing, uneven.Lengths.zero(group.size), group, "ids").wait()
-            _, request = self._agree(number, [0] * self.levels[number].group.size, request)
-        told, self._disagreement = self._disagreement, None
-        if told is not None:
-            raise located_error(told, RuntimeError)
-        if request.rank != self._rank:
-            error = located_error(
-                f"rank {request.rank} cannot go on with its lookups in {self._tables[request.table].name!r}, whose "
-                f"rows all ranks exchange together: its own error says why",
-                RuntimeError,
-            )
-            error.culprit = request.rank  # type: ignore[attr-defined]  # in the report of a run
-            raise error
 
     # -- ids ----------------------------------------------------------------------------------------------
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +53,7 @@ class Table:
         distinct, where = torch.unique(ids.long(), return_inverse=True)
         ends = distinct[:: max(1, len(distinct) - 1)].tolist()  # the smallest and the largest, in one read
         if ends and not 0 <= ends[0] <= ends[-1] < self.num_rows:
-            self._refuse(ids)
+            raise located_error(_in_words(self.name, ids, self.num_rows, self._context))
         if not torch.is_grad_enabled():
             return self.way.fetch(distinct).to(gradient_dtype(self.param)), where
         rows: Tensor = _Rows.apply(self.param, self, distinct, padding_idx)
@@ -62,15 +61,8 @@ class Table:
 
     def require_ids(self, ids: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            if _outside(ids, self.num_rows):
-                self._refuse(ids)
-
-    def _refuse(self, ids: Tensor) -> NoReturn:
-        error: ValueError = located_error(_in_words(self.name, ids, self.num_rows, self._context))
-        if torch._C._current_graph_task_id() == -1:  # no recomputation, of which the other ranks know nothing
-            with suppress(RuntimeError):  # another rank fails, too, which is told there
-                self.way.fail()
-        raise error
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_rows:
+                raise located_error(_in_words(self.name, ids, self.num_rows, self._context))
 
     @uncompiled
     def read(self, ids: Tensor) -> Tensor:
@@ -136,14 +128,6 @@ class _Rows(torch.autograd.Function):
             ids, dy = ids[kept], dy[kept]
         ctx.table.add(RowGradient(ids, dy))
         return None, None, None, None
-
-
-def _outside(ids: Tensor, num_rows: int) -> bool:
-    """Whether any id is none of the table's 0..num_rows - 1."""
-    if not ids.numel():
-        return False
-    low, high = ids.aminmax()
-    return int(low) < 0 or int(high) >= num_rows
 
 
 def _in_words(name: str, ids: Tensor, num_rows: int, context: ParallelContext) -> str:

@@ -38,9 +38,6 @@ class TableSync:
         """`fetch` of rows that are not wanted again: nothing keeps them."""
         return self.fetch(ids)
 
-    def fail(self) -> None:
-        """In the place of `fetch` on a rank that cannot: the others hear of it."""
-
     def start_sum(self, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
         """Start to sum over the ranks that share the table. Collective.
 

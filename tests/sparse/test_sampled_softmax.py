@@ -149,7 +149,7 @@ def test_tokens_that_do_not_count_computed_or_not(monkeypatch: pytest.MonkeyPatc
 
 
 def test_bad_samples() -> None:
-    with pytest.raises(ValueError, match="num_samples = 24 different ones of num_classes = 23: give 1 to 23, or uniq"):
+    with pytest.raises(ValueError, match="num_samples = 24 different ones of num_classes = 23: give 1 to 23"):
         layers.SampledSoftmax(HIDDEN, CLASSES, 24)
     with pytest.raises(ValueError, match=r"labels range over 1\.\.23, outside the vocabulary 0\.\.22"):
         layer(3)(torch.ones(2, HIDDEN, dtype=torch.float64), torch.tensor([1, 23]))
