@@ -224,13 +224,13 @@ STRATEGY_OPTIONS = Registry(
         "ad-psgd": "colossus.data_parallel.options.gossip_options:ADPSGDOptions",
         "d-psgd": "colossus.data_parallel.options.gossip_options:DPSGDOptions",
         "all_reduce": "colossus.data_parallel.options.exact_options:AllReduceOptions",
-        "diloco": "colossus.data_parallel.options.averaging_options:DiLoCoOptions",
+        "diloco": "colossus.data_parallel.options.strategy_options:DiLoCoOptions",
         "hierarchical": "colossus.data_parallel.options.exact_options:HierarchicalOptions",
         "hybrid": "colossus.data_parallel.options.exact_options:HybridOptions",
-        "local_sgd": "colossus.data_parallel.options.averaging_options:LocalSGDOptions",
+        "local_sgd": "colossus.data_parallel.options.strategy_options:LocalSGDOptions",
         "server": "colossus.data_parallel.options.server_options:ServerOptions",
         "sgp": "colossus.data_parallel.options.gossip_options:SGPOptions",
-        "slowmo": "colossus.data_parallel.options.averaging_options:SlowMoOptions",
+        "slowmo": "colossus.data_parallel.options.strategy_options:SlowMoOptions",
     },
 )
 GRAPHS = Registry("graph of replicas", package="colossus.graphs.builtin")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from colossus.context.parallel_context import current_context
 from colossus.context.world import launched_ranks
 from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.graphs.analysis import consensus
-from colossus.graphs.graph import Graph, make_graph, parse_peers
+from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.graph_checks import problems_of
 from colossus.nest import leaves, map_leaves
 
@@ -32,7 +31,7 @@ def average(
     tensors: Any,
     *,
     graph: Any = "exponential",
-    peers: int | Mapping[int, int] = 1,
+    peers: int = 1,
     iterations: int | None = None,
     push_sum: bool = True,
 ) -> Any:
@@ -47,7 +46,7 @@ def average(
     Args:
         tensors: a tensor, or a nest (mappings, lists, tuples) of them: floating or complex.
         graph: as ``parallel.strategy.graph``: a name, dict(type=.., **options), a function or matrices.
-        peers: to how many others a rank sends in an iteration, or that by the iteration from which it holds.
+        peers: to how many others a rank sends in an iteration.
         iterations: how many; None: until the distance to the mean is below 1e-6 of what it was, or exact where the
             graph gives it (exponential: after log2 of n ranks).
         push_sum: divide by the weight of Stochastic Gradient Push (1811.10792). Without it what is returned tends to
@@ -96,8 +95,10 @@ def _checked(tensors: Any) -> list[tuple[str, Tensor]]:
 
 
 def _graph_of(spec: Any, peers: Any, ranks: int) -> Graph:
+    if not isinstance(peers, int) or isinstance(peers, bool) or peers < 1:
+        raise ValueError(f"peers = {peers!r}: a whole number of at least 1")
     try:
-        graph = make_graph(spec, ranks, parse_peers(peers))
+        graph = make_graph(spec, ranks, peers)
     except ValueError as error:
         raise ValueError(f"graph over {ranks} ranks: {error}") from error
     if problems := problems_of(graph):

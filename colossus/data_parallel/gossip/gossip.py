@@ -35,7 +35,7 @@ class Gossip(PerReplica):
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
         data = self._data_group
-        self.graph = make_graph(self.options.graph, data.size, self.options.schedule)
+        self.graph = make_graph(self.options.graph, data.size, self.options.sends_to)
         require_same_graph(self.graph, parts.context)
         self.push_sum = PushSum([param.detach() for param in self.trained])
         self.in_flight: list[InFlight] = []

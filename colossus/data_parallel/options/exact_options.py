@@ -9,7 +9,7 @@ from pydantic import Field
 from colossus.arithmetic import either
 from colossus.config import Config
 from colossus.config.schema import Parallel, ZeroSection
-from colossus.data_parallel.options.base import Count, CountOrZero, StrategyOptions
+from colossus.data_parallel.options.strategy_options import Count, CountOrZero, StrategyOptions
 from colossus.sparse.choice import WayName, first_fit
 
 _POWERSGD = ("rank", "start_step", "warm_start", "min_compression_rate")
