@@ -36,6 +36,8 @@ class AllReduce(Strategy):
 
     _compress: AllReduceOptions = AllReduceOptions()
     _feedback: ErrorFeedback | None = None
+    #: into how many parts the rows of an owned table are cut; None: one for each owner
+    partitions: int | None = None
 
     def __init__(self, **options: Any) -> None:
         self._compress = AllReduceOptions(**options)
@@ -45,7 +47,7 @@ class AllReduce(Strategy):
             super().check_tables(found)
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
-        tables = Tables(model, context, self.way_of)
+        tables = Tables(model, context, self.way_of, partitions=self.partitions)
         self.tables = tables if tables else None
 
     def way_of(self, name: str, shape: tuple[int, ...], ranks: int) -> str:

@@ -25,6 +25,7 @@ class Hybrid(AllReduce):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = HybridOptions(**options)
+        self.partitions = self.options.partitions
         self.choices: dict[str, Choice] = {}
         self.hosts: Hosts | None = None
 

@@ -15,26 +15,28 @@ from colossus.rows.row_gradient import RowGradient
 from colossus.sparse.row_exchange import RowCache, RowExchange
 from colossus.sparse.ways import TableSync
 
-#: stripes that each owner of a large table has
-_STRIPES = 256
-
 _Ids = TypeVar("_Ids", int, Tensor)
 
 
 @dataclass(frozen=True)
-class Stripes:
-    """The rows of a table are cut into stripes of neighbouring rows, which its owners are dealt in turn.
+class Placement:
+    """Which rank stores which rows of a table: it is cut into partitions of neighbouring rows, which its owners are
+    dealt in turn.
 
-    So owners send about as much as each other where ids are sorted by frequency, as words are.
+    With many partitions owners send about as much as each other where ids are sorted by frequency, as words are.
+
+    Attributes:
+        width: rows of a partition; the last may have fewer.
     """
 
     num_rows: int
     num_owners: int
+    width: int
 
-    @property
-    def width(self) -> int:
-        """Rows of a stripe."""
-        return -(-self.num_rows // (self.num_owners * _STRIPES))
+    @classmethod
+    def of(cls, num_rows: int, num_owners: int, num_partitions: int | None = None) -> Placement:
+        """Of about so many partitions; None: one for each owner."""
+        return cls(num_rows, num_owners, -(-num_rows // max(num_owners, num_partitions or 0)))
 
     def owner_of(self, ids: _Ids) -> _Ids:
         return ids // self.width % self.num_owners
@@ -44,13 +46,13 @@ class Stripes:
         return ids // (self.width * self.num_owners) * self.width + ids % self.width
 
     def intervals(self, owner: int) -> list[tuple[int, int]]:
-        """The rows that an owner stores, in order: (start, stop) of each stripe."""
+        """The rows that an owner stores, in order: (start, stop) of each partition."""
         starts = range(owner * self.width, self.num_rows, self.num_owners * self.width)
         return [(start, min(start + self.width, self.num_rows)) for start in starts]
 
 
 class Owners(TableSync):
-    """Each row of a table is stored by its owner (`Stripes`).
+    """Each row of a table is stored by its owner (`Placement`).
 
     A step fetches each row once: what one microbatch has fetched the next one finds, as does a recomputation, which
     exchanges nothing.
@@ -59,20 +61,20 @@ class Owners(TableSync):
         exchange: with the ranks that share the table, which are its owners.
     """
 
-    def __init__(self, param: nn.Parameter, name: str, stripes: Stripes, exchange: RowExchange) -> None:
-        super().__init__(param, stripes.num_rows)
-        self.name, self._stripes, self._exchange = name, stripes, exchange
+    def __init__(self, param: nn.Parameter, name: str, placement: Placement, exchange: RowExchange) -> None:
+        super().__init__(param, placement.num_rows)
+        self.name, self._placement, self._exchange = name, placement, exchange
         self._number = exchange.add(self)
         self.caches = [RowCache(param.detach()) for _ in exchange.levels]
 
     # -- what `RowExchange` asks --------------------------------------------------------------------------
 
     def owners_of(self, ids: Tensor) -> Tensor:
-        return self._stripes.owner_of(ids)
+        return self._placement.owner_of(ids)
 
     def stored_rows(self, ids: Tensor) -> Tensor:
         with as_shards():
-            return self.param.detach().index_select(0, self._stripes.place_of(ids))
+            return self.param.detach().index_select(0, self._placement.place_of(ids))
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -109,6 +111,6 @@ class Owners(TableSync):
 
         def finish() -> RowGradient | None:
             total = wait()
-            return None if total is None else RowGradient(self._stripes.place_of(total.ids), total.rows)
+            return None if total is None else RowGradient(self._placement.place_of(total.ids), total.rows)
 
         return finish

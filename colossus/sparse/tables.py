@@ -20,7 +20,7 @@ from colossus.layout.split_parameter import OWNED, hide_values
 from colossus.rows.row_gradient import give_row_source
 from colossus.rows.rules import Features
 from colossus.sparse.choice import Survey, TableFacts
-from colossus.sparse.owners import Owners, Stripes
+from colossus.sparse.owners import Owners, Placement
 from colossus.sparse.plain_modules import look_up_in_rows, require_lazy
 from colossus.sparse.row_exchange import Level, RowExchange
 from colossus.sparse.table import Table
@@ -92,6 +92,7 @@ class Tables:
         model: of this rank, on the meta device.
         way_of: (full name, full shape, ranks that share a table) -> name of its way.
         within: the axes over which gradients are summed at most; None: all.
+        partitions: into how many parts the rows of an owned table are cut; None: one for each owner.
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class Tables:
         context: ParallelContext,
         way_of: Callable[[str, tuple[int, ...], int], str],
         within: Container[str] | None = None,
+        partitions: int | None = None,
     ) -> None:
-        self._context = context
+        self._context, self._partitions = context, partitions
         #: by full name: the way, and the axes over which the gradient is a partial sum
         self._plans: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._tables: dict[int, Table] = {}
@@ -117,7 +119,8 @@ class Tables:
             self._plans[spec.name] = way, axes
             if way == "owners" and axes:
                 stored = StoredSpec(spec, axes, context.grid.sizes)
-                stored.place(Stripes(spec.shards[0].shape[0], context.size(axes)).intervals(context.index(axes)))
+                placement = Placement.of(spec.shards[0].shape[0], context.size(axes), partitions)
+                stored.place(placement.intervals(context.index(axes)))
                 attach(weight, stored)
             if (precision := context.precision).params != precision.optimizer:
                 # it is updated where it is stored: no wide copy stands behind it
@@ -164,7 +167,7 @@ class Tables:
             return Dense(weight, num_rows, groups if len(groups) > 1 else [self._context.group(axes)])
         if axes not in self._exchanges:
             self._exchanges[axes] = RowExchange(levels, self._context.rank, self._context.device)
-        return Owners(weight, spec.name, Stripes(num_rows, ranks), self._exchanges[axes])
+        return Owners(weight, spec.name, Placement.of(num_rows, ranks, self._partitions), self._exchanges[axes])
 
     def _features(self, spec: ParameterSpec) -> Features | None:
         """Where ranks have parts of the features of a table."""

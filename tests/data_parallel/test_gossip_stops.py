@@ -11,7 +11,7 @@ from helpers.gossip import SGD, Flat, Matrices, irregular, part_of, settings_of,
 from helpers.ranks import run_ranks
 
 import colossus
-from colossus.data_parallel.gossip.in_flight import StopRequest
+from colossus.data_parallel.gossip.push_sum import StopRequest
 from colossus.graphs.graph import Graph, make_graph
 
 REPLICAS = 3

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.long import long
 from helpers.ranks import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import colossus
 from colossus import layers
 from colossus.comm import accounting
 from colossus.gradients.hosts import BETWEEN
-from colossus.sparse import owners as owners_module
+from colossus.sparse.owners import Placement
 
 ROWS, DIM, CLASSES, SAMPLES, LENGTH, STEPS = 37, 6, 5, 8, 3, 3
-
-
-@pytest.fixture(autouse=True)
-def stripes_of_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners_module, "_STRIPES", 3)
 
 
 class Block(nn.Module):
@@ -99,7 +97,7 @@ def trained(engine: colossus.engine.Engine) -> list[float]:
 #: the first run by default
 CASES: list[dict[str, Any]] = [
     dict(checkpoint="full", microbatches=2, per_host=2),
-    dict(through_memory=False),
+    dict(partitions=9, through_memory=False),
     dict(checkpoint="selective"),
     dict(ways={"*": "dense"}, per_host=2),
     dict(microbatches=2),
@@ -124,6 +122,26 @@ def test_owners_follow_one_process(cases: str) -> None:
     for found in run_ranks(4, all_of, chosen, with_context=False):
         for case, values in zip(chosen, found, strict=True):
             assert values == pytest.approx(wanted, rel=1e-12, abs=1e-12), case
+
+
+@given(num_rows=st.integers(1, 300), num_owners=st.integers(1, 9), parts=st.none() | st.integers(1, 400))
+def test_every_row_has_one_owner_and_one_place(num_rows: int, num_owners: int, parts: int | None) -> None:
+    placement = Placement.of(num_rows, num_owners, parts)
+    stored = [[row for span in placement.intervals(owner) for row in range(*span)] for owner in range(num_owners)]
+    assert sorted(row for rows in stored for row in rows) == list(range(num_rows))
+    for owner, rows in enumerate(stored):
+        assert [(placement.owner_of(row), placement.place_of(row)) for row in rows] == [
+            (owner, place) for place in range(len(rows))
+        ]
+
+
+def test_a_hot_row_is_no_bottleneck_with_many_partitions() -> None:
+    """Of 100,000 rows by Zipf's law, as frequent words come first: the busiest of four owners over the mean."""
+    chances = 1 / np.arange(1, 100_001)
+    ids = np.unique(np.random.default_rng(0).choice(100_000, 40_000, p=chances / chances.sum()))
+    loads = [np.bincount(Placement.of(100_000, 4, parts).owner_of(ids), minlength=4) for parts in (None, 1024)]
+    assert loads[0].max() > 1.5 * loads[0].mean()
+    assert loads[1].max() < 1.15 * loads[1].mean()
 
 
 # -- what leaves a rank, or a host ---------------------------------------------------------------------------
@@ -180,8 +198,7 @@ def counts_of_all(rank: int) -> list[accounting.Counter]:
     return found
 
 
-def test_what_is_sent_is_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners_module, "_STRIPES", 1)
+def test_what_is_sent_is_the_formula() -> None:
     n, hosts, alpha = 4, 2, 4 * PER_OWNER / TABLE_ROWS
     of_hosts = torch.zeros(2)
     for owners, gather, dense, *in_hosts in run_ranks(4, counts_of_all, with_context=False):

@@ -121,21 +121,18 @@ def _require_alike(
     group: AxisGroup, problem: str | None, found: list[tuple[str, Tensor]], graph: Graph | None, options: str
 ) -> None:
     """Raise on all ranks what is wrong on one of them, or differs between them: else the others would wait for it."""
-    tensors = [f"{path}: {_dtype(tensor)} {list(tensor.shape)}" for path, tensor in found]
-    everyone = all_gather_object((problem, tensors, options, None if graph is None else graph.digest()), group)
-    problems = [theirs[0] for theirs in everyone]
+    digest = b"" if graph is None else graph.digest()
+    gives = [options, f"the graph {digest.hex()[:8]}", f"{len(found)} tensors"]
+    gives += [f"{path}: {_dtype(tensor)} {list(tensor.shape)}" for path, tensor in found]
+    everyone = all_gather_object((problem, gives), group)
+    problems = [theirs for theirs, _ in everyone]
     for rank, its_problem in zip(group.ranks, problems, strict=True):
         if its_problem is not None:
             where = "" if len(set(problems)) == 1 else f" on rank {rank}"
             raise ValueError(f"colossus.average{where}: {its_problem}")
-    (_, first, chosen, digest), rank = everyone[0], group.ranks[0]
-    for other, (_, theirs, their_choice, their_digest) in zip(group.ranks, everyone, strict=True):
-        pairs = [(chosen, their_choice), ("the graph", "another graph" if their_digest != digest else "the graph")]
-        if len(first) == len(theirs):
-            pairs += zip(first, theirs, strict=True)
-        else:
-            pairs.append((f"{len(first)} tensors", f"{len(theirs)}"))
-        for ours, its in pairs:
+    first, rank = everyone[0][1], group.ranks[0]
+    for other, (_, theirs) in zip(group.ranks, everyone, strict=True):
+        for ours, its in zip(first, theirs, strict=False):
             if ours != its:
                 raise ValueError(
                     f"colossus.average: rank {rank} gives {ours}, rank {other} gives {its}; all give the same"

@@ -113,6 +113,9 @@ class HierarchicalOptions(AllReduceOptions):
 
 
 class HybridOptions(StrategyOptions):
+    #: into how many parts of neighbouring rows an owned table is cut, which its owners are dealt in turn; None: one for
+    #: each owner
+    partitions: Count | None = None
     #: pattern of full names of tables -> "dense", "gather" or "owners"; the first that fits is taken
     ways: dict[str, WayName] = {}
     #: over how many hosts the data ranks are spread; None: found by what ranks know of their machines
