@@ -187,7 +187,7 @@ class InitTrace(TorchDispatchMode):
         Raises:
             ValueError: saying what made the tensor, and its shape.
         """
-        made = [  # no variable of this frame holds the last operation, whose arguments may be tensors nobody else has
+        made = [  # no name is left of an operation, which would keep its tensors
             (op.func.overloadpacket.__name__, tuple(x.shape), StorageWeakRef(x.untyped_storage()))
             for op in dict.fromkeys(chain(*self._ops_by_key.values()))
             for x in op.outputs

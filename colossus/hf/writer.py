@@ -86,7 +86,7 @@ def save(
 
     Collective: all ranks call, rank 0 writes. It holds one tensor of theirs and one parameter of ours at a time.
 
-    Of replicas with parameters of their own it is the average, or (``evaluate="own"`` of the strategy) the first's.
+    Of replicas with parameters of their own it is the average.
 
     Args:
         dtype: of the weights; None is that in which the engine holds them.

@@ -94,7 +94,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "local_sgd": dict(type="local_sgd", period=2),
     "diloco": dict(type="diloco", period=2),
     "slowmo": dict(type="slowmo", period=2),
-    "own": dict(type=Apart, travelling=0.5, evaluate="own"),
+    "own": dict(type=Apart, travelling=0.5),
 }
 
 
