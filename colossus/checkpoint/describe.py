@@ -23,15 +23,13 @@ def describe(folder: Path, manifest: Manifest, *, everything: bool = False, step
 
     Args:
         steps: of the checkpoints among which this one was chosen.
-        everything: a row for every tensor of the checkpoint, and which rank's file has which box of it.
+        everything: a row for every tensor of the checkpoint.
     """
     parts = [_head(folder, manifest, steps)]
     sections = dict(_sections(manifest))
     for section, tensors in sections.items() if everything else [("model", sections.get("model", {}))]:
         if tensors:
             parts.append(_table(section, tensors, manifest.aliases if section == "model" else {}, alike=not everything))
-    if everything:
-        parts.append(_chunks(manifest))
     return printable("\n\n".join(parts))
 
 
@@ -124,14 +122,3 @@ def _table(section: str, tensors: Mapping[str, TensorEntry], aliases: Mapping[st
         ).rstrip()
         for row in rows
     )
-
-
-def _chunks(manifest: Manifest) -> str:
-    """Which file has which box of each tensor."""
-    lines = ["boxes"]
-    for key, entry in sorted(manifest.tensors.items(), key=lambda item: natural_order(item[0])):
-        lines.append(f"  {key}")
-        for chunk in entry.chunks:
-            spans = (f"{start}:{start + size}" for start, size in zip(chunk.start, chunk.size, strict=True))
-            lines.append(f"    [{', '.join(spans)}] in {chunk.file} at byte {chunk.offset:,}")
-    return "\n".join(lines)

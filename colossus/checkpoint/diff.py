@@ -15,16 +15,10 @@ from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES
 from colossus.layout.layout import Box
 
+#: of a manifest, what is no state
+_ABOUT = ("plan", "versions", "config", "tokenizer")
 #: elements that are compared at a time
 BLOCK_ELEMENTS = 1 << 18
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """What is allowed of a floating tensor: a difference within one of the two is none."""
-
-    relative: float = 0.0
-    absolute: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,10 +47,9 @@ class TensorDifference:
     def section(self) -> str:
         return self.key.partition("/")[0]
 
-    def exceeds(self, tolerance: Tolerance) -> bool:
-        if self.spec or not self.is_float:
-            return True
-        return self.relative > tolerance.relative and self.absolute > tolerance.absolute
+    def exceeds(self, relative: float, absolute: float) -> bool:
+        """Whether it is more than is allowed: of a floating tensor a difference within one of the two is none."""
+        return bool(self.spec) or not self.is_float or (self.relative > relative and self.absolute > absolute)
 
 
 @dataclass(frozen=True)
@@ -79,11 +72,10 @@ class Difference:
     about: dict[str, tuple[str, str]]
     num_compared: int
 
-    def exceeds(self, tolerance: Tolerance) -> bool:
+    def exceeds(self, relative: float = 0.0, absolute: float = 0.0) -> bool:
         """Whether they differ by more than rounding: of config and plan they may."""
-        return bool(
-            self.only_in_a or self.only_in_b or self.values or any(each.exceeds(tolerance) for each in self.tensors)
-        )
+        others = self.only_in_a or self.only_in_b or self.values
+        return bool(others) or any(each.exceeds(relative, absolute) for each in self.tensors)
 
 
 def diff(a: CheckpointReader, b: CheckpointReader, *, only: tuple[str, ...] = ()) -> Difference:
@@ -119,7 +111,7 @@ def diff(a: CheckpointReader, b: CheckpointReader, *, only: tuple[str, ...] = ()
         sorted(right.keys() - left.keys(), key=natural_order),
         found,
         {path: pair for path, pair in _differing(values, others).items() if is_wanted(path)},
-        {} if only else _differing(_about(a), _about(b)),
+        {} if only else _differing(*({key: getattr(each.manifest, key) for key in _ABOUT} for each in (a, b))),
         len(both),
     )
 
@@ -188,16 +180,6 @@ def blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:
             yield ((start, stop), *((0, size) for size in shape[1:]))
         else:
             yield from (((start, stop), *rest) for rest in blocks(shape[1:], most))
-
-
-def _about(reader: CheckpointReader) -> dict[str, Any]:
-    manifest = reader.manifest
-    return {
-        "plan": manifest.plan,
-        "versions": manifest.versions,
-        "config": manifest.config,
-        "tokenizer": manifest.tokenizer,
-    }
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -309,11 +309,7 @@ def merge(parts: Sequence[Mapping[str, Any]], about: About) -> Manifest:
             held[2].append(Chunk(name, offset, tuple(start), tuple(size)))
     files |= {name: FileEntry(len(data), zlib.crc32(data)) for name, data in about.files.items()}
     tensors = {key: TensorEntry(dtype, shape, tuple(chunks)) for key, (dtype, shape, chunks) in found.items()}
+    versions = {"colossus": __version__, "torch": metadata.version("torch"), "python": platform.python_version()}
     return Manifest(
-        about.step, time.time(), versions(), about.plan, about.config, files, tensors, aliases, values, about.tokenizer
+        about.step, time.time(), versions, about.plan, about.config, files, tensors, aliases, values, about.tokenizer
     )
-
-
-def versions() -> dict[str, str]:
-    """What a checkpoint is written by."""
-    return {"colossus": __version__, "torch": metadata.version("torch"), "python": platform.python_version()}

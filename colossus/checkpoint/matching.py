@@ -168,30 +168,24 @@ def renamed(names: Sequence[str], rename: Rename | None) -> dict[str, str | None
                 raise CheckpointError(f"rename({name!r}) gave {new!r}: it gives the name in this model, or None")
         return found
     for key, value in reversed([*rename.items()]):  # the first key wins
-        pattern = _pattern(key)
         if value is not None and "*" in value and value.count("*") != key.count("*"):
             raise CheckpointError(f"rename: {key!r} has {key.count('*')} stars, {value!r} has {value.count('*')}")
-        met = {name: _filled(key, value, stars.groups()) for name in names if (stars := pattern.fullmatch(name))}
+        met = {key: value} if key in found else {}
+        starred, into = (key, value) if "*" in key else (_below(key), None if value is None else _below(value))
+        pattern = re.compile("(.*)".join(map(re.escape, starred.split("*"))))
+        for name in names:
+            if stars := pattern.fullmatch(name):
+                each = iter(stars.groups())
+                met[name] = None if into is None else re.sub(r"\*", lambda _, each=each: next(each), into)
         if not met:
             raise CheckpointError(f"rename: {key!r} meets no name of the checkpoint{nearest_names(key, names)}")
         found |= met
     return found
 
 
-def _pattern(key: str) -> re.Pattern[str]:
-    """Of a key of a rename, with a group for each star, or for what follows a prefix."""
-    if "*" in key:
-        return re.compile("(.*)".join(map(re.escape, key.split("*"))))
-    return re.compile(rf"{re.escape(prefix)}(?:\.(.*))?" if (prefix := key.removesuffix(".")) else "(.*)")
-
-
-def _filled(key: str, value: str | None, met: Sequence[str | None]) -> str | None:
-    """A value of a rename with what the stars, or the prefix, of its key left open."""
-    if value is None or ("*" in key and "*" not in value):
-        return value
-    if "*" in key:
-        return "".join(f"{part}{star or ''}" for part, star in zip(value.split("*"), (*met, ""), strict=True))
-    return ".".join(filter(None, (value.removesuffix("."), *met)))
+def _below(prefix: str) -> str:
+    """The names below a prefix of whole parts, as a pattern."""
+    return f"{prefix.removesuffix('.')}.*" if prefix else "*"
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

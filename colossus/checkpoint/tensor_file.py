@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from colossus.checkpoint.durable import BLOCK_BYTES
+from colossus.checkpoint.durable import BLOCK_BYTES, naming
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import SAFETENSORS_DTYPES, Chunk
 from colossus.layout.layout import Box
@@ -89,7 +89,6 @@ def write_file(
     Returns:
         The CRC-32 of the file.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     crc = written = flushed = 0
 
     def write(data: memoryview) -> None:
@@ -104,13 +103,15 @@ def write_file(
                 os.fsync(descriptor)
             on_block()
 
-    try:
-        write(memoryview(header.data))
-        for tensor in tensors:
-            write(host_bytes(tensor))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with naming(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            write(memoryview(header.data))
+            for tensor in tensors:
+                write(host_bytes(tensor))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     return crc
 
 

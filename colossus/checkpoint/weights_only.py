@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,9 +12,9 @@ import torch
 from torch import Tensor
 
 from colossus.checkpoint.assets import read_assets, write_assets
-from colossus.checkpoint.durable import naming, new_folder, write_flushed
+from colossus.checkpoint.durable import new_folder, write_flushed
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry, versions
+from colossus.checkpoint.manifest import MANIFEST, About, TensorEntry, merge
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES, dtype_name, make_header, write_file
 
@@ -50,34 +48,25 @@ def to_colossus(
         entry = source.tensors[f"model/{name}"]
         is_cast = dtype is not None and DTYPES[entry.dtype].is_floating_point
         entries[name] = replace(entry, dtype=dtype_name(dtype)) if dtype is not None and is_cast else entry
-    files: dict[str, FileEntry] = {}
-    tensors: dict[str, TensorEntry] = {}
+    parts = []
     with new_folder(target) as folder:
         shards = split_into_shards(entries, lambda name: entries[name].num_bytes, max_shard_bytes)
         for number, names in enumerate(shards, 1):
             file = f"weights-{number:05d}.safetensors"
             wanted = {name: entries[name] for name in names}
             header = make_header([(f"model/{name}", DTYPES[each.dtype], each.shape) for name, each in wanted.items()])
-            with naming(folder / file):
-                crc = write_file(folder / file, header, _read_cast(reader, wanted, on_tensor))
-            files[file] = FileEntry(header.num_bytes, crc)
+            crc = write_file(folder / file, header, _read_cast(reader, wanted, on_tensor))
+            tensors = []
             for name, each in wanted.items():
-                chunk = Chunk(file, header.offsets[f"model/{name}"], (0,) * len(each.shape), each.shape)
-                tensors[f"model/{name}"] = TensorEntry(each.dtype, each.shape, (chunk,))
+                key = f"model/{name}"
+                tensors.append([key, each.dtype, each.shape, header.offsets[key], [0] * len(each.shape), each.shape])
+            parts.append(
+                {"file": [file, header.num_bytes, crc], "tensors": tensors, "values": {}, "aliases": source.aliases}
+            )
+        plan = {"axes": {}, "text": f"no plan: weights only, converted from {reader.folder.name}", "num_ranks": 1}
         beside = read_assets(reader.folder, source.config).files
         write_assets(beside, folder)
-        files |= {name: FileEntry(len(data), zlib.crc32(data)) for name, data in beside.items()}
-        manifest = Manifest(
-            step=source.step,
-            saved_at=time.time(),
-            versions=versions(),
-            plan={"axes": {}, "text": f"no plan: weights only, converted from {reader.folder.name}", "num_ranks": 1},
-            config=source.config,
-            files=files,
-            tensors=tensors,
-            aliases=source.aliases,
-            tokenizer=source.tokenizer,
-        )
+        manifest = merge(parts, About(source.step, plan, source.config, source.tokenizer, beside))
         write_flushed(folder / MANIFEST, manifest.to_bytes())
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.durable import make_folder, naming, write_flushed
+from colossus.checkpoint.durable import make_folder, write_flushed
 from colossus.checkpoint.errors import CheckpointError, in_words
 from colossus.checkpoint.manifest import MANIFEST, About, merge
 from colossus.checkpoint.snapshot import RankState, Staging
@@ -221,8 +221,7 @@ class CheckpointWriter:
         header = make_header(
             [(name, box.local.dtype, tuple(box.local.shape)) for name, box in zip(names, written, strict=True)]
         )
-        with naming(target / file):
-            crc = write_file(target / file, header, snapshot.tensors, self._on_block)
+        crc = write_file(target / file, header, snapshot.tensors, self._on_block)
         part["file"] = [file, header.num_bytes, crc]
         for name, box in zip(names, written, strict=True):
             start = [low for low, _ in box.box]

@@ -26,7 +26,7 @@ from colossus.cli.parser import path_of
 from colossus.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from colossus.checkpoint.diff import Difference, TensorDifference, Tolerance
+    from colossus.checkpoint.diff import Difference, TensorDifference
 
 #: differences of each kind that are printed without --all
 _MOST_PRINTED = 20
@@ -134,21 +134,21 @@ def _diff(arguments: argparse.Namespace) -> int:
         _say(f"colossus checkpoint diff: --only {' '.join(arguments.only)} meets no key of {a} or {b}; keys are")
         _say("model/NAME, optimizer/NAME/ENTRY, step, ..: see colossus checkpoint inspect --all")
         return 2
-    tolerance: Tolerance = compare.Tolerance(arguments.tolerance, arguments.absolute)
+    tolerance = arguments.tolerance, arguments.absolute
     print(printable(_report(found, a, b, tolerance, everything=arguments.all)))
-    return 3 if found.exceeds(tolerance) else 0
+    return 3 if found.exceeds(*tolerance) else 0
 
 
-def _report(found: Difference, a: Path, b: Path, tolerance: Tolerance, *, everything: bool) -> str:
+def _report(found: Difference, a: Path, b: Path, tolerance: tuple[float, float], *, everything: bool) -> str:
     most = sys.maxsize if everything else _MOST_PRINTED
-    above = [each for each in found.tensors if each.exceeds(tolerance)]
+    above = [each for each in found.tensors if each.exceeds(*tolerance)]
     parts = [f"A  {a}\nB  {b}"]
     for title, keys in ((f"only in A: {len(found.only_in_a)}", found.only_in_a),
                         (f"only in B: {len(found.only_in_b)}", found.only_in_b)):  # fmt: skip
         if keys:
             parts.append(_list(title, keys, most))
     if above:
-        allowed = [f"{each:g}" for each in (tolerance.relative, tolerance.absolute) if each]
+        allowed = [f"{each:g}" for each in tolerance if each]
         within = f" by more than {' or '.join(allowed)}" if allowed else ""
         parts.append(
             f"tensors that differ{within}: {len(above)} of {found.num_compared}; with the largest difference, absolute "
@@ -160,7 +160,7 @@ def _report(found: Difference, a: Path, b: Path, tolerance: Tolerance, *, everyt
     for title, pairs in (("state", found.values), ("no difference of state: plan, versions, config", found.about)):
         if pairs:
             parts.append(_list(f"{title}: {len(pairs)}", _pairs(pairs), most))
-    if not found.exceeds(tolerance):
+    if not found.exceeds(*tolerance):
         rest = f"; {len(found.tensors)} differ within what is allowed" if found.tensors else ""
         parts.append(f"equal: {found.num_compared} tensors{rest}, and all other state")
     return "\n\n".join(parts)

@@ -66,7 +66,9 @@ def _inspect() -> Parser:
     parser.add_argument("dir", metavar="DIR", help=WHAT)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--all", action="store_true", help="every tensor, optimizer state too, and which file has which box of it"
+        "--all",
+        action="store_true",
+        help="every tensor, optimizer state too; in JSON also which file has which box",
     )
     return parser
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 
 from colossus.cli.parser import OVERRIDES, Parser, call, positive_integer
-from colossus.picture import FORMATS
 
 _EPILOG = (
     OVERRIDES
     + """
 examples:
   colossus compare configs/gpt_stdlib.py parallel.tensor=1 parallel.data=4 \\
-      --strategies all_reduce sgp "sgp overlap=1" d-psgd ad-psgd local_sgd diloco --plot compare.svg
+      --strategies all_reduce sgp "sgp overlap=1" d-psgd ad-psgd local_sgd diloco
   colossus compare configs/gpt_stdlib.py --plans data=4 "data=2 tensor=2" "data=1 tensor=4 tensor.mode=2d"
   colossus compare config.py --strategies all_reduce "sgp peers=2" --plans data=4 "data=4 tensor=2"
   colossus compare config.py --strategies all_reduce sgp --seeds 3 --out runs/seeds   # means and deviations
@@ -62,11 +61,6 @@ def make_parser() -> Parser:
     )
     parser.add_nproc("processes (default: the product of the plan's sizes)")
     parser.add_argument("--out", metavar="DIR", help="folder of the runs (default: runs/compare-<name>-<time>)")
-    parser.add_argument(
-        "--plot",
-        metavar="PICTURE",
-        help=f"draw it, too ({', '.join(FORMATS)}); needs the extra: pip install 'colossus[plot]'",
-    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
     return parser
 

@@ -10,7 +10,7 @@ from colossus.arithmetic import aligned, counted
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of, strategy_options
 from colossus.graphs.analysis import Consensus, consensus, contraction
-from colossus.graphs.graph import Graph, Phase, make_graph
+from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.spec import name_of_graph
 
 #: replicas and steps that a table shows
@@ -36,50 +36,49 @@ def render_graph(config: Config) -> str:
         )
     if replicas == 1:
         raise ConfigError("--graph: data 1 is one replica, which sends to nobody; parallel.data=4 shows four")
-    graph = make_graph(options.graph, replicas, options.schedule)
+    graph = make_graph(options.graph, replicas, options.sends_to)
     name = name_of_graph(options.graph) or "matrices"
     overlap = options.travels
     head = [
         f"graph       {name} over data {replicas}",
         f"strategy    {strategy}" + (f", what is sent travels {counted(overlap, 'step')}" if overlap else ""),
     ]
-    return "\n\n".join(["\n".join(head), *(_phase(graph, phase) for phase in graph.phases), _speed(graph, overlap)])
+    return "\n\n".join(["\n".join(head), _steps_of(graph), _speed(graph, overlap)])
 
 
-def _phase(graph: Graph, phase: Phase) -> str:
-    peers = f"peers {phase.peers}, " if graph.family.takes_peers else ""
-    since = f"from step {phase.start} on: " if len(graph.phases) > 1 else ""
-    repeats = f"repeats after {counted(phase.period, 'step')}" if phase.period > 1 else "the same in every step"
-    title = f"sends to    {since}{peers}{repeats}; {_weights(phase)}"
-    uniform = _one_weight(phase)
-    shown = range(min(phase.period, _STEPS))
+def _steps_of(graph: Graph) -> str:
+    peers = f"peers {graph.peers}, " if graph.family.takes_peers else ""
+    repeats = f"repeats after {counted(graph.period, 'step')}" if graph.period > 1 else "the same in every step"
+    title = f"sends to    {peers}{repeats}; {_weights(graph)}"
+    uniform = _one_weight(graph)
+    shown = range(min(graph.period, _STEPS))
     rows = [["replica", *(f"step {step}" for step in shown)]]
     for index in range(min(graph.replicas, _ROWS)):
-        rows.append([str(index), *(_targets(phase, step, index, uniform) for step in shown)])
+        rows.append([str(index), *(_targets(graph, step, index, uniform) for step in shown)])
     left = [
         f"{number} more {noun}"
-        for number, noun in ((graph.replicas - _ROWS, "replicas"), (phase.period - _STEPS, "steps"))
+        for number, noun in ((graph.replicas - _ROWS, "replicas"), (graph.period - _STEPS, "steps"))
         if number > 0
     ]
     lines = [title, textwrap.indent(aligned(rows), "  "), *([f"  ({' and '.join(left)} left out)"] if left else [])]
     return "\n".join(lines)
 
 
-def _targets(phase: Phase, step: int, index: int, uniform: bool) -> str:
-    targets = phase.steps[step].targets(index)
+def _targets(graph: Graph, step: int, index: int, uniform: bool) -> str:
+    targets = graph.steps[step].targets(index)
     if len(targets) > 8:
         return f"{len(targets)} others"
     return " ".join(str(to) if uniform else f"{to}:{_number(weight)}" for to, weight in targets) or "-"
 
 
-def _weights(phase: Phase) -> str:
-    if _one_weight(phase):
-        return f"everything kept or sent has weight {_number(phase.matrices[0].max())}"
+def _weights(graph: Graph) -> str:
+    if _one_weight(graph):
+        return f"everything kept or sent has weight {_number(graph.matrices[0].max())}"
     return "to:weight, the rest is kept"
 
 
-def _one_weight(phase: Phase) -> bool:
-    positive = [matrix[matrix > 0] for matrix in phase.matrices]
+def _one_weight(graph: Graph) -> bool:
+    positive = [matrix[matrix > 0] for matrix in graph.matrices]
     first = positive[0][0]
     return all(abs(weights - first).max() < 1e-12 for weights in positive)
 
@@ -94,16 +93,14 @@ def _speed(graph: Graph, overlap: int) -> str:
     if graph.replicas > _ANALYSED:
         lines.append(f"contraction is not computed for more than {_ANALYSED} replicas")
     else:
-        for phase in graph.phases:
-            found = contraction(phase)
-            where = f", from step {phase.start} on" if len(graph.phases) > 1 else ""
-            of, steps = "product" if found.is_doubly_stochastic else "de-biased product", counted(found.period, "step")
-            lines += [
-                f"contraction {found.norm:.4g} in {steps}{where} (2-norm of the {of} minus the mean)",
-                f"eigenvalue  {found.eigenvalue:.4g} (second-largest modulus: the contraction in the long run)",
-            ]
-            if not found.is_doubly_stochastic:
-                lines.append("weights     become unequal: columns sum to 1, rows do not")
+        found = contraction(graph)
+        of, steps = "product" if found.is_doubly_stochastic else "de-biased product", counted(found.period, "step")
+        lines += [
+            f"contraction {found.norm:.4g} in {steps} (2-norm of the {of} minus the mean)",
+            f"eigenvalue  {found.eigenvalue:.4g} (second-largest modulus: the contraction in the long run)",
+        ]
+        if not found.is_doubly_stochastic:
+            lines.append("weights     become unequal: columns sum to 1, rows do not")
         lines.append(f"consensus   {_consensus(consensus(graph))}, mixing alone")
         if overlap:
             lines.append(f"            {_consensus(consensus(graph, overlap))} with overlap {overlap}")

@@ -37,12 +37,6 @@ class Lengths:
     received: tuple[int, ...]
     table: tuple[tuple[int, ...], ...] | None
 
-    @classmethod
-    def zero(cls, num_ranks: int) -> Lengths:
-        """Of nothing, on all ranks."""
-        none = (0,) * num_ranks
-        return cls(none, none, (none,) * num_ranks)
-
     @property
     def back(self) -> Lengths:
         """Of the answers, a row for each that was received."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from rich.console import Console
 
 from colossus.arithmetic import clock
-from colossus.compare import picture
 from colossus.compare.jobs import Job, check_jobs, make_jobs
 from colossus.compare.summary import Comparison, Ended, compare
 from colossus.compare.table import print_table
@@ -25,7 +24,6 @@ from colossus.config import ConfigError, model_options
 from colossus.config.plans import describe_plan
 from colossus.launch import command, run_folder
 from colossus.launch.inside import STANDARD_ERROR, STANDARD_OUTPUT, environment_kept, output_to
-from colossus.picture import check_picture
 
 DONE, FAILED, USAGE = 0, 1, 2
 RESULT = "compare.json"
@@ -40,7 +38,6 @@ def run(
     num_seeds: int = 1,
     nproc: int | None = None,
     out: str | None = None,
-    plot: str | None = None,
     dry_run: bool = False,
 ) -> int:
     """Run the job of a config file under each of the strategies and plans, one after the other, and compare them.
@@ -52,7 +49,6 @@ def run(
         nproc: processes of every run; by default the product of the plan's sizes.
         out: folder of the runs, by default ``runs/compare-<name>-<time>``. Runs that are complete there are not run
             again, others go on from their latest checkpoint, or anew.
-        plot: file of a picture.
         dry_run: check everything, say what would run, start nothing.
 
     Returns:
@@ -61,8 +57,6 @@ def run(
     try:
         if command.worker_variables(os.environ) is not None:
             raise ConfigError("compare starts its own processes: run it by itself, without torchrun or srun")
-        if plot is not None:
-            _check_picture(plot)
         jobs = make_jobs(
             file,
             overrides,
@@ -82,10 +76,10 @@ def run(
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
     with lock:
-        return _run(jobs, root, plot)
+        return _run(jobs, root)
 
 
-def _run(jobs: Sequence[Job], root: Path, plot: str | None) -> int:
+def _run(jobs: Sequence[Job], root: Path) -> int:
     ended = dict[str, Ended]()
     for job, how in run_all(jobs):
         ended[job.name] = how
@@ -94,9 +88,6 @@ def _run(jobs: Sequence[Job], root: Path, plot: str | None) -> int:
     print()
     print_table(comparison, Console(), getattr(model_options(jobs[0].config), "counted", "tokens"))
     print(f"\nruns and {RESULT} are in {root}")
-    if plot is not None and any(comparison.curves.values()):
-        picture.save(comparison, plot, str(jobs[0].config.name))
-        print(f"drawn in {plot}")
     stopped = next((how.code for how in ended.values() if how.state == "stopped"), DONE)
     if stopped:
         print(f"stopped: `--out {shlex.quote(str(root))}` goes on with the runs that are left", flush=True)
@@ -153,13 +144,6 @@ def _reason(job: Job) -> str:
             return following
     said = [line.removeprefix("colossus: ") for line in lines if line.startswith("colossus: ")]
     return (said or lines or ["it said nothing"])[-1]
-
-
-def _check_picture(path: str) -> None:
-    try:
-        check_picture(Path(path))
-    except ValueError as error:
-        raise ConfigError(f"--plot: {error}") from None
 
 
 def _describe(jobs: Sequence[Job]) -> str:

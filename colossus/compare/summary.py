@@ -123,20 +123,14 @@ class Curve:
         return median(found) if found else None
 
     @property
-    def bytes_by_axis(self) -> dict[str, float]:
-        """Axis -> bytes that the logging rank sends in a step, in the mean; "servers": to parameter servers."""
-        rows = [row["comm"] for row in self._warm if isinstance(row.get("comm"), Mapping)]
-        axes = sorted({axis for comm in rows for axis in comm})
-        found = {axis: fmean(_number(comm.get(axis, {}).get("bytes"), 0.0) for comm in rows) for axis in axes}
-        pushed = self.mean("push_bytes")
-        return found if pushed is None else {**found, "servers": pushed}
-
-    @property
     def bytes_sent(self) -> float | None:
         """By the logging rank in a step, in the mean, along all axes and to parameter servers."""
-        if any("comm" in row or "push_bytes" in row for row in self._warm):
-            return sum(self.bytes_by_axis.values())
-        return self.mean("peer_bytes_sent")
+        rows = [row["comm"] for row in self._warm if isinstance(row.get("comm"), Mapping)]
+        pushed = self.mean("push_bytes")
+        if not rows and pushed is None:
+            return self.mean("peer_bytes_sent")
+        counted = [sum(_number(axis.get("bytes"), 0.0) for axis in comm.values()) for comm in rows]
+        return (fmean(counted) if counted else 0.0) + (pushed or 0.0)
 
     @property
     def wait_seconds(self) -> float | None:
@@ -202,7 +196,6 @@ class Row:
     step_seconds: Mean | None = None
     tokens_per_second: Mean | None = None
     bytes_sent: Mean | None = None
-    bytes_by_axis: Mapping[str, float] | None = None
     wait_seconds: Mean | None = None
     consensus_distance: Mean | None = None
     tokens_ratio: float | None = None
@@ -216,13 +209,11 @@ class Comparison:
     Attributes:
         equal_steps: the steps that all finished runs have done.
         equal_seconds: the time that the fastest of them took for all of its steps.
-        curves: label -> of its finished runs.
     """
 
     rows: Sequence[Row]
     equal_steps: int
     equal_seconds: float
-    curves: Mapping[str, Sequence[Curve]]
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able; numbers that are none are None."""
@@ -254,11 +245,10 @@ def compare(jobs: Sequence[Job], ended: Mapping[str, Ended]) -> Comparison:
         _row(label, finished[label], steps, seconds) if label in finished else Row(label, problems[label])
         for label in curves
     ]
-    return Comparison([_with_ratios(row, rows[0]) for row in rows], steps, seconds, finished)
+    return Comparison([_with_ratios(row, rows[0]) for row in rows], steps, seconds)
 
 
 def _row(label: str, curves: Sequence[Curve], steps: int, seconds: float) -> Row:
-    axes = sorted({axis for curve in curves for axis in curve.bytes_by_axis})
     return Row(
         label,
         loss=Mean.of(curve.loss_after(steps) for curve in curves),
@@ -267,7 +257,6 @@ def _row(label: str, curves: Sequence[Curve], steps: int, seconds: float) -> Row
         step_seconds=Mean.of(curve.step_seconds for curve in curves),
         tokens_per_second=Mean.of(curve.tokens_per_second for curve in curves),
         bytes_sent=Mean.of(curve.bytes_sent for curve in curves),
-        bytes_by_axis={axis: fmean(curve.bytes_by_axis.get(axis, 0.0) for curve in curves) for axis in axes},
         wait_seconds=Mean.of(curve.wait_seconds for curve in curves),
         consensus_distance=Mean.of(curve.consensus_distance for curve in curves),
     )

@@ -187,11 +187,11 @@ class InitTrace(TorchDispatchMode):
         Raises:
             ValueError: saying what made the tensor, and its shape.
         """
-        made = []
-        for op in dict.fromkeys(chain(*self._ops_by_key.values())):
-            name = op.func.overloadpacket.__name__
-            made += [(name, tuple(x.shape), StorageWeakRef(x.untyped_storage())) for x in op.outputs]
-            op.outputs = []
+        made = [  # no name is left of an operation, which would keep its tensors
+            (op.func.overloadpacket.__name__, tuple(x.shape), StorageWeakRef(x.untyped_storage()))
+            for op in dict.fromkeys(chain(*self._ops_by_key.values()))
+            for x in op.outputs
+        ]
         self._ops_by_key, self._alive, self._stand_ins = {}, [], {}
         if not all(ref.expired() for *_, ref in made):
             gc.collect()  # what is in cycles may be held by nobody

@@ -60,7 +60,7 @@ def plain(engine: HasModel, *, everywhere: bool = True) -> nn.Module | None:
     Memory: each rank that gets the model holds all of it, beside its shards; with ``everywhere=False`` that is rank 0
     alone, and the others hold one whole parameter at a time.
 
-    Of replicas with parameters of their own it is the average, or (``evaluate="own"`` of the strategy) the first's.
+    Of replicas with parameters of their own it is the average.
 
     Args:
         everywhere: give the model on every rank; else on rank 0, and None on the others.

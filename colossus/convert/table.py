@@ -74,12 +74,7 @@ ROWS = (
     Row(PatchEmbedding, None, ("in_channels", "hidden_size", "patch_size"), _BIAS),
     Row(PositionEmbedding, None, ("num_positions", "embedding_dim")),
     Row(ClassToken, None, ("hidden_size",)),
-    Row(
-        SampledSoftmax,
-        None,
-        ("hidden_size", "num_classes", "num_samples", "sparse", "unique", "remove_accidental_hits", "ignore_index"),
-        _BIAS,
-    ),
+    Row(SampledSoftmax, None, ("hidden_size", "num_classes", "num_samples", "sparse", "ignore_index"), _BIAS),
 )
 ROW_OF: dict[type, Row] = {row.ours: row for row in ROWS}
 

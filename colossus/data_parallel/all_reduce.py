@@ -22,7 +22,6 @@ from colossus.gradients.hosts import Hosts
 from colossus.gradients.reduction import GradientReduction, ModelParts
 from colossus.sparse.choice import Survey
 from colossus.sparse.tables import Tables
-from colossus.sparse.usage import Usage
 
 
 class AllReduce(Strategy):
@@ -37,8 +36,8 @@ class AllReduce(Strategy):
 
     _compress: AllReduceOptions = AllReduceOptions()
     _feedback: ErrorFeedback | None = None
-    #: of tables, in numbers; None where there are none
-    usage: Usage | None = None
+    #: into how many parts the rows of an owned table are cut; None: one for each owner
+    partitions: int | None = None
 
     def __init__(self, **options: Any) -> None:
         self._compress = AllReduceOptions(**options)
@@ -48,7 +47,7 @@ class AllReduce(Strategy):
             super().check_tables(found)
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
-        tables = Tables(model, context, self.way_of)
+        tables = Tables(model, context, self.way_of, partitions=self.partitions)
         self.tables = tables if tables else None
 
     def way_of(self, name: str, shape: tuple[int, ...], ranks: int) -> str:
@@ -57,23 +56,16 @@ class AllReduce(Strategy):
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         if self.tables is not None:
-            self.tables.connect(parts.model, self.hosts_of_rows(), self.partitions())
+            self.tables.connect(parts.model, self.hosts_of_rows())
         store.shard(())  # nothing is cut: the copies of low precision that compute takes are kept beside what is stored
         super().setup(store, parts)
         if self._compress.compress is not None:
             self.state_per_replica = True
             self._feedback = ErrorFeedback(store.stored, parts.context.rng.seed)
         self._reduction = self.make_reduction()
-        if self.tables is not None:
-            dense = [param for param in self.trained if self.tables.of(param) is None]
-            self.usage = Usage(parts.context, self.tables, dense)
 
     def hosts_of_rows(self) -> Hosts | None:
         """Inside of which hosts the gradients of tables are added up before they leave them; None: nowhere."""
-        return None
-
-    def partitions(self) -> int | None:
-        """Into how many parts the rows of an owned table are cut; None: as many as is usual."""
         return None
 
     def make_reduction(self) -> GradientReduction:
@@ -113,8 +105,6 @@ class AllReduce(Strategy):
             self._feedback.begin(step, self.loss_scale)
         if self.tables is not None:
             self.tables.begin_step()
-        if self.usage is not None:
-            self.usage.begin()
 
     def last_backward(self, stage: int) -> None:
         self._reduction.arm(stage)
@@ -128,8 +118,6 @@ class AllReduce(Strategy):
         self._reduction.finish()
         if self.tables is not None:
             self.tables.finish_sums()
-        if self.usage is not None:
-            self.usage.end()
         self.store.accept_whole_gradients()
 
     def step(
@@ -148,7 +136,7 @@ class AllReduce(Strategy):
         return self._reduction.local_sums() + ([] if self.tables is None else self.tables.local_sums())
 
     def report(self) -> dict[str, float]:
-        return super().report() | (self.usage.report() if self.usage is not None else {})
+        return super().report() | (self.tables.report() if self.tables is not None else {})
 
     def forwards(self) -> AbstractContextManager[None]:
         return nullcontext() if self.tables is None else self.tables.forwards()

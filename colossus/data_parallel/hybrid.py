@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.all_reduce import AllReduce
 from colossus.data_parallel.options.exact_options import HybridOptions
-from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.hosts import Hosts
-from colossus.gradients.reduction import ModelParts
-from colossus.sparse.balance import Balance
-from colossus.sparse.choice import Choice, Survey, choose, pattern_problems, way_problems
+from colossus.sparse.choice import Choice, Survey, choose, way_problems
 
 
 class Hybrid(AllReduce):
@@ -29,12 +25,12 @@ class Hybrid(AllReduce):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = HybridOptions(**options)
+        self.partitions = self.options.partitions
         self.choices: dict[str, Choice] = {}
         self.hosts: Hosts | None = None
 
     def check_tables(self, found: Survey) -> None:
-        problems = way_problems(self.options.ways, found) + pattern_problems("alpha", self.options.alpha, found)
-        if problems:
+        if problems := way_problems(self.options.ways, found):
             raise ValueError("; ".join(problems))
         self.choices = {table.name: choose(table, self.options.way_of(table.name)) for table in found.tables}
 
@@ -54,41 +50,11 @@ class Hybrid(AllReduce):
             return None
         try:
             return Hosts.found(context)
-        except ValueError as error:  # on all ranks: as many data ranks on each are what two levels need
-            if self.options.aggregate is True:
-                raise ValueError(f"parallel.strategy.aggregate = True: {error}") from error
+        except ValueError:  # on all ranks: as many data ranks on each are what two levels need
             return None
 
     def way_of(self, name: str, shape: tuple[int, ...], ranks: int) -> str:
         return self.choices[name].way
 
     def hosts_of_rows(self) -> Hosts | None:
-        hosts = self.hosts if self.options.aggregate else None
-        return hosts if hosts is not None and hosts.are_levels else None
-
-    def partitions(self) -> int | None:
-        partitions = self.options.partitions
-        return partitions if isinstance(partitions, int) else None
-
-    # -- the places of rows -------------------------------------------------------------------------------
-
-    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
-        super().setup(store, parts)
-        owned = self.tables.owned() if self.tables is not None else []
-        options = self.options
-        self._balance = Balance(owned, parts.context, after=options.balance_after, partitions=options.partitions)
-
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        super().optimizer_made(optimizer)
-        self._optimizer = optimizer
-
-    def begin_step(self, step: int) -> None:
-        self._balance.begin_step()
-        super().begin_step(step)
-
-    def after_step(self, step: int) -> None:
-        super().after_step(step)
-        self._balance.after_step(self._optimizer)
-
-    def report(self) -> dict[str, float]:
-        return super().report() | self._balance.report()
+        return self.hosts if self.hosts is not None and self.hosts.are_levels else None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor
 
 from colossus.comm import collectives
 from colossus.data_parallel.all_reduce import AllReduce
-from colossus.data_parallel.options.base import PerReplicaOptions
-from colossus.data_parallel.replica_average import Distance, ReplicaAverage, Share
+from colossus.data_parallel.options.strategy_options import PerReplicaOptions
+from colossus.data_parallel.replica_average import Distance, ReplicaAverage
 from colossus.data_parallel.stop_agreement import StopAgreement
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts
@@ -30,9 +30,9 @@ class PerReplica(AllReduce):
     ``log_every``, or since it is the last. There the loss is of all replicas, else of this one (`StepResult.replica`),
     and all hear of requests to stop with it; between two of these they hear of it as `StopAgreement` says.
 
-    What is evaluated and exported is the average of the replicas (`average_addend`), unless ``evaluate`` is "own". It
-    costs one all-reduce of the parameters over data, in chunks, for each evaluation, checkpoint and export, and the
-    memory of the parameters once (of a checkpoint: of the part that a rank writes).
+    What is evaluated and exported is the average of the replicas (`average_addend`). It costs one all-reduce of the
+    parameters over data, in chunks, for each evaluation, checkpoint and export, and the memory of the parameters once
+    (of a checkpoint: of the part that a rank writes).
 
     Attributes:
         holds_parameters: whether a replica that trains alone has the parameters itself; else it has copies of them.
@@ -45,7 +45,6 @@ class PerReplica(AllReduce):
 
     def __init__(self, options: PerReplicaOptions) -> None:
         self.options = options
-        self.evaluates = options.evaluate
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
@@ -140,32 +139,17 @@ class PerReplica(AllReduce):
             yield
             return
         self.sync_point()
-        if self.evaluates == "own":
-            yield
-            return
-        with self._instead(self.average_addend()):
-            yield
-
-    @contextmanager
-    def export(self) -> Iterator[None]:
-        if self.is_averaged or (self.holds_parameters and self._data_group.size == 1):
-            yield
-            return
-        self.sync_point()
-        with self._instead(self.average_addend() if self.evaluates == "average" else None):
-            yield
-
-    @contextmanager
-    def _instead(self, share: Share | None) -> Iterator[None]:
-        """Inside, the parameters are the average of the replicas, or the first replica's."""
         self.store.release()  # what compute has gathered is of the replica's own
-        with self._average.in_place(share, self._keep_distance):
+        with self._average.in_place(self.average_addend(), self._keep_distance):
             self.is_averaged = True
             try:
                 yield
             finally:
                 self.is_averaged = False
                 self.store.release()
+
+    def export(self) -> AbstractContextManager[None]:
+        return self.evaluation()
 
     def _keep_distance(self, distance: Distance) -> None:
         self._distance = distance

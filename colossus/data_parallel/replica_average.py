@@ -142,9 +142,9 @@ class ReplicaAverage:
     # -- in place of the replica's own ----------------------------------------------------------------------
 
     @contextmanager
-    def in_place(self, share: Share | None, tell: Callable[[Distance], None]) -> Iterator[None]:
-        """Inside, parameters and buffers are the average; or, where ``share`` is None, the first replica's. After it
-        they are the replica's own again, bit for bit, whatever happened inside.
+    def in_place(self, share: Share, tell: Callable[[Distance], None]) -> Iterator[None]:
+        """Inside, parameters and buffers are the average. After it they are the replica's own again, bit for bit,
+        whatever happened inside.
 
         Beginning is collective over all ranks, ending is not. Memory: the replica's own, beside the average.
 
@@ -156,10 +156,9 @@ class ReplicaAverage:
             self._vector.pack(kept)
         try:
             with as_shards():
-                means = self.buffers() if share is not None else list(self._of_first())
+                means = self.buffers()
                 buffers = [(buffer, buffer.clone()) for buffer, _ in means]
-                if share is not None:
-                    tell(self.distance(self._taking(self.parameters(share))))
+                tell(self.distance(self._taking(self.parameters(share))))
                 for buffer, mean in means:
                     buffer.copy_(mean)
             torch.clear_autocast_cache()
@@ -176,11 +175,3 @@ class ReplicaAverage:
         for number, mean in averages:
             yield number, mean
             self._params[number].detach().copy_(mean)
-
-    @torch.no_grad()
-    def _of_first(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Take the parameters of the first replica; its buffers, beside this replica's."""
-        for param in self._params:
-            param.detach().copy_(collectives.broadcast(param.detach().clone(), self._group, 0))
-        for buffer, _ in self.buffers():
-            yield buffer, collectives.broadcast(buffer.clone(), self._group, 0)

@@ -49,8 +49,6 @@ class Strategy:
         exact: whether replicas stay equal, and a step's numbers are those of the global batch.
         state_per_replica: whether what it keeps (`state_dict`, `parameter_state`) is of each replica, although it is
             exact; of an inexact one it always is.
-        evaluates: of an inexact one, what is evaluated and exported: the average of the replicas, or each replica's own
-            (exported: the first's).
         is_averaged: whether parameters are not the replica's own, inside of `evaluation` or `export`.
         tables: with sparse gradients, of this rank; None where there are none.
         trained: the stored parameters that training changes: of an inexact strategy each replica has its own.
@@ -60,7 +58,6 @@ class Strategy:
 
     exact: ClassVar[bool] = True
     state_per_replica: bool = False
-    evaluates: Literal["average", "own"] = "own"
     is_averaged = False
     tables: Tables | None = None
     loss_scale: Tensor | None = None
@@ -282,7 +279,7 @@ class Strategy:
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Around an evaluation, and around a loop of `Engine.eval_step` or of one's own: inside, parameters and
-        buffers are those that ``evaluates`` says. Collective, by ranks of all replicas; one inside of another changes
+        buffers are the average of the replicas. Collective, by ranks of all replicas; one inside of another changes
         nothing."""
         return nullcontext()
 

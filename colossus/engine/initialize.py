@@ -34,8 +34,8 @@ from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.layout.parameter import num_parameters
 from colossus.registry import MODELS, STRATEGIES
-from colossus.sparse.survey import survey
-from colossus.sparse.table_group import require_optimizer_of_tables
+from colossus.sparse.table_updates import require_optimizer_of_tables
+from colossus.sparse.tables import survey
 from colossus.state.run import Run
 from colossus.tensor_parallel.dtypes import set_gradient_dtype
 

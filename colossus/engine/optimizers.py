@@ -16,8 +16,7 @@ from colossus.config.schema import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.parameter import spec_of
 from colossus.registry import OPTIMIZERS
-from colossus.sparse.row_update import table_problem
-from colossus.sparse.table_group import group_tables, tell_of_weight_decay
+from colossus.sparse.table_updates import group_tables, table_problem, tell_of_weight_decay
 from colossus.state.optimizer import why_not_saved
 
 #: (full name, parameter) of what a rank updates, as ``model.named_parameters()`` would give it

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from colossus.graphs.graph import Graph, Phase
+from colossus.graphs.graph import Graph
 
 #: below it a difference is rounding
 _ROUNDING = 1e-13
@@ -17,7 +17,7 @@ _ROUNDING = 1e-13
 
 @dataclass(frozen=True)
 class Contraction:
-    """What one period of a phase does to differences between replicas.
+    """What one period does to differences between replicas.
 
     Attributes:
         norm: the 2-norm of the product of the period's matrices minus the mean: by how much the distance to the mean
@@ -49,10 +49,10 @@ class Consensus:
     is_estimated: bool = False
 
 
-def product(phase: Phase) -> np.ndarray:
+def product(graph: Graph) -> np.ndarray:
     """The matrices of a period, the last step's leftmost: x after it is ``product @ x``."""
-    total = np.eye(len(phase.matrices[0]))
-    for matrix in phase.matrices:
+    total = np.eye(len(graph.matrices[0]))
+    for matrix in graph.matrices:
         total = matrix @ total
     return total
 
@@ -67,16 +67,16 @@ def distance(matrix: np.ndarray) -> float:
     return float(np.linalg.norm(matrix - 1 / len(matrix), 2))
 
 
-def contraction(phase: Phase) -> Contraction:
-    """Of a period of a phase."""
-    total = product(phase)
+def contraction(graph: Graph) -> Contraction:
+    """Of a period."""
+    total = product(graph)
     moduli = np.sort(abs(np.linalg.eigvals(total)))
     eigenvalue = float(moduli[-2]) if len(moduli) > 1 else 0.0
     norm, rounding = distance(debiased(total)), _ROUNDING * len(total)
     # a product of matrices that is nilpotent beside the mean has eigenvalues of the root of the rounding
     eigenvalue = 0.0 if norm <= rounding else eigenvalue
-    is_doubly = all(abs(matrix.sum(1) - 1).max() <= 1e-12 for matrix in phase.matrices)
-    return Contraction(phase.period, 0.0 if norm <= rounding else norm, eigenvalue, is_doubly)
+    is_doubly = all(abs(matrix.sum(1) - 1).max() <= 1e-12 for matrix in graph.matrices)
+    return Contraction(graph.period, 0.0 if norm <= rounding else norm, eigenvalue, is_doubly)
 
 
 def mixing(graph: Graph, overlap: int = 0, push_sum: bool = True) -> Iterator[np.ndarray]:
@@ -114,8 +114,8 @@ def consensus(graph: Graph, overlap: int = 0, tolerance: float = 1e-6, patience:
             return Consensus(steps, tolerance, is_exact=distance(held) <= _ROUNDING * size)
         if steps >= patience:
             break
-    rate = contraction(graph.phases[-1]).eigenvalue
+    rate = contraction(graph).eigenvalue
     if overlap or not 0 < rate < 1 - 1e-9:
         return Consensus(None, tolerance)
-    left = math.log(tolerance / distance(held)) / math.log(rate) * graph.phases[-1].period
+    left = math.log(tolerance / distance(held)) / math.log(rate) * graph.period
     return Consensus(steps + math.ceil(left), tolerance, is_estimated=True)

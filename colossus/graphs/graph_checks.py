@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from colossus.graphs.graph import Graph, Phase
+from colossus.graphs.graph import Graph
 
 #: weights are float64: what the sum of a column may be off by
 _TOLERANCE = 1e-12
@@ -23,21 +23,16 @@ def problems_of(graph: Graph, *, doubly_stochastic: bool = False, bipartite: boo
     """
     if graph.replicas == 1:
         return []
-    for phase in graph.phases:
-        where = f"from step {phase.start} on (peers {phase.peers}): " if len(graph.phases) > 1 else ""
-        found = _of_weights(phase, doubly_stochastic, late) or _of_paths(phase, bipartite)
-        if found:
-            return [where + problem for problem in found]
-    return []
+    return _of_weights(graph, doubly_stochastic, late) or _of_paths(graph, bipartite)
 
 
-def _of_weights(phase: Phase, doubly_stochastic: bool, late: str) -> list[str]:
+def _of_weights(graph: Graph, doubly_stochastic: bool, late: str) -> list[str]:
     found = []
-    for step, matrix in enumerate(phase.matrices):
+    for step, matrix in enumerate(graph.matrices):
         problem = _of_matrix(matrix, doubly_stochastic, late)
         if problem:
-            found.append((f"matrix of step {step}: " if phase.period > 1 else "") + problem)
-    more = f" (and so in {len(found) - 1} more of its {phase.period} steps)" if len(found) > 1 else ""
+            found.append((f"matrix of step {step}: " if graph.period > 1 else "") + problem)
+    more = f" (and so in {len(found) - 1} more of its {graph.period} steps)" if len(found) > 1 else ""
     return [found[0] + more] if found else []
 
 
@@ -76,13 +71,13 @@ def _of_matrix(matrix: np.ndarray, doubly_stochastic: bool, late: str) -> str | 
     return None
 
 
-def _of_paths(phase: Phase, bipartite: bool) -> list[str]:
-    edges = np.any(np.stack(phase.matrices) != 0, axis=0)
+def _of_paths(graph: Graph, bipartite: bool) -> list[str]:
+    edges = np.any(np.stack(graph.matrices) != 0, axis=0)
     for first, reached in ((0, reach(edges, 0)), (1, reach(edges.T, 0))):
         lost = sorted(set(range(len(edges))) - reached)
         if lost:
             whom = (f"nothing of replica 0 ever comes to {lost[0]}", f"nothing of replica {lost[0]} ever comes to 0")
-            within = f"in {phase.period} steps, after which it repeats" if phase.period > 1 else "in any step"
+            within = f"in {graph.period} steps, after which it repeats" if graph.period > 1 else "in any step"
             return [f"it is not connected: {whom[first]} ({within}); {_sides_in_words(reached, lost)}"]
     if bipartite and two_sides(edges) is None:
         return ["it is not bipartite: there is a cycle of odd length"]

@@ -72,7 +72,6 @@ class OwnFunction(GraphFamily):
         if not isinstance(declared, int) or isinstance(declared, bool) or declared < 1:
             raise ValueError(f"{self._name}: period = {declared!r}: a whole number of at least 1")
         self._period = declared
-        self._checked: set[tuple[int, int]] = set()
 
     def problems(self, replicas: int) -> list[str]:
         try:
@@ -82,18 +81,14 @@ class OwnFunction(GraphFamily):
         return []
 
     def period(self, replicas: int, peers: int) -> int:
-        """As declared; that it repeats so is seen once."""
-        if (replicas, peers) not in self._checked:
-            for step in range(self._period):
-                again = step + self._period
-                first, second = (self._matrix(replicas, number, peers) for number in (step, again))
-                if not np.array_equal(first, second, equal_nan=True):
-                    raise ValueError(
-                        f"{self._name}: its matrices of steps {step} and {again} differ, where its period is "
-                        f"{self._period}: graph = dict(type={self._name}, period=...) declares another. Every process "
-                        f"calls it, and all must get the same: what is random in it is seeded, with the step say"
-                    )
-            self._checked.add((replicas, peers))
+        """As declared; that the next one begins so is seen."""
+        first, again = (self._matrix(replicas, step, peers) for step in (0, self._period))
+        if not np.array_equal(first, again, equal_nan=True):
+            raise ValueError(
+                f"{self._name}: its matrices of steps 0 and {self._period} differ, where its period is {self._period}: "
+                f"graph = dict(type={self._name}, period=...) declares another. Every process calls it, and all must "
+                f"get the same: what is random in it is seeded, with the step say"
+            )
         return self._period
 
     def sends(self, replicas: int, step: int, peers: int) -> Sends:

@@ -20,7 +20,7 @@ from colossus.checkpoint.assets import (
     read_assets,
     write_assets,
 )
-from colossus.checkpoint.durable import naming, new_folder, require_new, write_flushed
+from colossus.checkpoint.durable import new_folder, require_new, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import locate
 from colossus.checkpoint.manifest import MANIFEST, read_manifest
@@ -86,7 +86,7 @@ def save(
 
     Collective: all ranks call, rank 0 writes. It holds one tensor of theirs and one parameter of ours at a time.
 
-    Of replicas with parameters of their own it is the average, or (``evaluate="own"`` of the strategy) the first's.
+    Of replicas with parameters of their own it is the average.
 
     Args:
         dtype: of the weights; None is that in which the engine holds them.
@@ -240,8 +240,7 @@ def write_folder(
         weight_map: dict[str, str] = {}
         for file, tensors in plan.shards.items():
             header = make_header([(each.name, plan.dtypes[each.name], each.shape) for each in tensors])
-            with naming(folder / file):
-                write_file(folder / file, header, _assembled(tensors, plan, given, on_tensor))
+            write_file(folder / file, header, _assembled(tensors, plan, given, on_tensor))
             weight_map |= {each.name: file for each in tensors}
         if len(plan.shards) > 1:
             total = sum(plan.num_bytes(each) for tensors in plan.shards.values() for each in tensors)

@@ -62,8 +62,8 @@ def check_model(config: Config) -> ModelInfo | None:
     from colossus.engine.checkpointed_modules import with_activation_checkpoint
     from colossus.engine.stages import PipelineRuntime
     from colossus.layout.parameter import num_parameters
-    from colossus.sparse.survey import survey
-    from colossus.sparse.table_group import require_optimizer_of_tables
+    from colossus.sparse.table_updates import require_optimizer_of_tables
+    from colossus.sparse.tables import survey
 
     if config.model is None:
         return None

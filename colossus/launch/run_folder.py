@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -10,13 +11,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 import colossus
 from colossus.checkpoint.folder import name_of
-from colossus.checkpoint.locks import try_lock
 from colossus.config import Config, ConfigError, as_dict
 from colossus.launch import failure
 
@@ -154,7 +154,7 @@ def take(folder: Path, option: str | None) -> TextIO:
         raise ConfigError(f"{named}: cannot be made: {error.strerror or error}") from None
     try:
         lock = (folder / LOCK).open("a+")
-        if try_lock(lock, of_process=False) == "others":
+        if _is_locked_elsewhere(lock, fcntl.flock):  # of the open file, so also of processes that are forked
             lock.seek(0)
             holder = lock.read().strip() or "a process"
             lock.close()
@@ -181,10 +181,21 @@ def hold(folder: Path) -> TextIO | None:
         file = (folder / RANK_LOCK).open("a+")
     except OSError as error:
         raise ConfigError(f"run folder {folder}: cannot be written to: {error.strerror or error}") from None
-    if try_lock(file, of_process=True) == "others":
+    if _is_locked_elsewhere(file, fcntl.lockf):
         file.close()
         return None
     return file
+
+
+def _is_locked_elsewhere(file: TextIO, lock: Callable[[TextIO, int], Any]) -> bool:
+    """Lock a file, if nobody else has and the file system knows locks."""
+    try:
+        lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX allows either answer
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def put_aside_metrics(folder: Path) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.layers.lookup import look_up_wide
-from colossus.rows.row_source import row_source
+from colossus.rows.row_gradient import row_source
 
 
 def distinct_rows(

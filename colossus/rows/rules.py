@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from colossus.rows.dense_adam import dense_adam
-
 State = MutableMapping[str, Any]
 Options = Mapping[str, Any]
 _NO_OPTIONS: Options = MappingProxyType({})
@@ -239,7 +237,11 @@ class Adam(Rule):
         beta1, beta2 = (float(beta) for beta in options["betas"])
         step, lr, eps = _count(state), float(options["lr"]), options["eps"]
         if of.ids is None and table.device.type == "cpu" and table.is_contiguous():
-            dense_adam(table, of.rows, state["exp_avg"], state["exp_avg_sq"], step, lr, (beta1, beta2), eps)
+            # torch's fused kernel: about ten times as fast as its formula, operation by operation
+            torch._fused_adam_(
+                [table], [of.rows.contiguous()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [torch.tensor(step)],
+                lr=lr, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
             return
         mean = _take(state["exp_avg"], of.ids).lerp_(of.rows, 1 - beta1)
         square = _take(state["exp_avg_sq"], of.ids).mul_(beta2).addcmul_(of.rows, of.rows, value=1 - beta2)

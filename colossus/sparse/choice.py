@@ -1,19 +1,23 @@
 """Which way the gradient of each table takes, and what is refused. No torch.
 
-A table is owned by the ranks that share it, unless something speaks against that: by the formula of `cost`, for any
-number of ranks and any part of the rows that a step touches, owners send at most what gathering and all-reducing send,
-and they hold the table once.
+A table is owned by the ranks that share it, unless something speaks against that: by `bytes_sent`, for any number of
+ranks and any part of the rows that a step touches, owners send at most what gathering and all-reducing send, and they
+hold the table once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Literal
 
+from colossus.comm.cost import sent
 from colossus.registry import nearest
-from colossus.sparse.cost import WayName
+
+WayName = Literal["dense", "gather", "owners"]
+WAYS: tuple[WayName, ...] = ("owners", "gather", "dense")
 
 #: a table of at most so many bytes on a rank is dense: its all-reduce is one short message, and rows take several
 SMALL_BYTES = 32 * 1024
@@ -103,6 +107,25 @@ def choose(table: TableFacts, pinned: WayName | None = None) -> Choice:
     return Choice(table, "owners", f"each of {table.ranks} ranks holds its rows")
 
 
+def bytes_sent(way: WayName, parties: int, size: float, alpha: float) -> float:
+    """What one of N = ``parties`` sends in a step, of rows alone (their ids are apart). Source: Parallax (1808.02621).
+
+    A party is a rank; where rows are added up inside of hosts before they leave them, a host.
+
+    Dense all-reduce 2 w (N - 1) / N; gather of rows alpha w (N - 1); owners 2 alpha w (N - 1) / N: rows to who looks
+    them up, and their gradients back, the most of it elsewhere.
+
+    Args:
+        size: w, bytes of the table as one rank computes with it (of a table split by features, the rank's features).
+        alpha: the part of its rows that a party touches in a step.
+    """
+    if way == "dense":
+        return sent("all_reduce", parties, size)
+    if way == "gather":
+        return sent("all_gather", parties, alpha * size)
+    return 2 * sent("all_to_all", parties, alpha * size)
+
+
 # -- what the user has said -------------------------------------------------------------------------------------
 
 
@@ -111,31 +134,14 @@ def first_fit(patterns: Mapping[str, object], name: str) -> str | None:
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
-def pattern_problems(key: str, patterns: Iterable[str], survey: Survey) -> list[str]:
-    """One line for each pattern that fits no table."""
+def way_problems(ways: Mapping[str, WayName], survey: Survey) -> list[str]:
+    """One line for each pattern that fits no table, and each way that a table has been given and cannot take."""
     names = [table.name for table in survey.tables]
-    return [
-        f"parallel.strategy.{key}: {pattern!r} fits no table with sparse=True{_hint(pattern, names, survey.others)}"
-        for pattern in patterns
+    problems = [
+        f"parallel.strategy.ways: {pattern!r} fits no table with sparse=True{_hint(pattern, names, survey.others)}"
+        for pattern in ways
         if not any(fnmatchcase(name, pattern) for name in names)
     ]
-
-
-def _hint(pattern: str, names: Sequence[str], others: Sequence[str]) -> str:
-    dense = next((name for name in others if fnmatchcase(name, pattern)), None)
-    if dense is not None:
-        return f", but {dense!r}, whose gradient is dense: give its embedding sparse=True"
-    close = nearest(pattern, list(names))
-    if close is not None:
-        return f"; did you mean {close!r}?"
-    if not names:
-        return ": the model has none (layers.Embedding(.., sparse=True) is one)"
-    return f"; the tables are {', '.join(map(repr, names))}"
-
-
-def way_problems(ways: Mapping[str, WayName], survey: Survey) -> list[str]:
-    """One line for each way that a table has been given and cannot take."""
-    problems = pattern_problems("ways", ways, survey)
     for table in survey.tables:
         pattern = first_fit(ways, table.name)
         if pattern is None:
@@ -152,3 +158,15 @@ def way_problems(ways: Mapping[str, WayName], survey: Survey) -> list[str]:
                 f"'gather' or 'dense'"
             )
     return problems
+
+
+def _hint(pattern: str, names: Sequence[str], others: Sequence[str]) -> str:
+    dense = next((name for name in others if fnmatchcase(name, pattern)), None)
+    if dense is not None:
+        return f", but {dense!r}, whose gradient is dense: give its embedding sparse=True"
+    close = nearest(pattern, list(names))
+    if close is not None:
+        return f"; did you mean {close!r}?"
+    if not names:
+        return ": the model has none (layers.Embedding(.., sparse=True) is one)"
+    return f"; the tables are {', '.join(map(repr, names))}"

@@ -15,28 +15,24 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LogUniformSample:
-    """Some classes, and how they were drawn.
+    """Different classes, and how they were drawn.
 
     Attributes:
         classes: int64 [n], in the order in which they were drawn.
         num_classes: of which.
-        num_draws: how many draws gave them: n, or more where those that came again were left out.
-        unique: whether they were left out.
+        num_draws: how many draws gave them; those that came again were left out.
     """
 
     classes: np.ndarray
     num_classes: int
     num_draws: int
-    unique: bool
 
     def expected_count(self, classes: Any, xp: Any = np) -> Any:
         """How often a class is expected in such a sample, of the shape of ``classes``; see `probability`.
 
-        p times the number of draws; of a sample in which each class is once 1 - (1 - p) ** draws (2 of TensorFlow's
-        "candidate sampling algorithms").
+        1 - (1 - p) ** draws (TensorFlow's "candidate sampling algorithms").
         """
-        p = probability(classes, self.num_classes, xp)
-        return -xp.expm1(self.num_draws * xp.log1p(-p)) if self.unique else self.num_draws * p
+        return -xp.expm1(self.num_draws * xp.log1p(-probability(classes, self.num_classes, xp)))
 
 
 def probability(classes: Any, num_classes: int, xp: Any = np) -> Any:
@@ -44,25 +40,16 @@ def probability(classes: Any, num_classes: int, xp: Any = np) -> Any:
     return xp.log1p(1.0 / (classes + 1.0)) / math.log(num_classes + 1.0)
 
 
-def sample(key: int, num_samples: int, num_classes: int, *, unique: bool = True) -> LogUniformSample:
-    """Draw classes; the same on every machine for the same key.
-
-    Args:
-        unique: draw until there are ``num_samples`` different ones, and leave out those that come again.
-    """
-    assert num_samples <= num_classes or not unique
+def sample(key: int, num_samples: int, num_classes: int) -> LogUniformSample:
+    """Draw until there are ``num_samples`` different classes; the same on every machine for the same key."""
+    assert num_samples <= num_classes
     generator = np.random.Generator(np.random.Philox(key))
-    if not unique:
-        return LogUniformSample(_draw(generator, num_samples, num_classes), num_classes, num_samples, unique)
     drawn = np.empty(0, dtype=np.int64)
     while True:
-        drawn = np.concatenate((drawn, _draw(generator, len(drawn) or 2 * num_samples, num_classes)))
+        values = np.exp(generator.random(len(drawn) or 2 * num_samples) * math.log(num_classes + 1.0))
+        fresh = np.clip(values.astype(np.int64) - 1, 0, num_classes - 1)  # rounding at the ends
+        drawn = np.concatenate((drawn, fresh))
         first = np.sort(np.unique(drawn, return_index=True)[1])
         if len(first) >= num_samples:
             first = first[:num_samples]
-            return LogUniformSample(drawn[first], num_classes, int(first[-1]) + 1, unique)
-
-
-def _draw(generator: np.random.Generator, count: int, num_classes: int) -> np.ndarray:
-    values = np.exp(generator.random(count) * math.log(num_classes + 1.0)).astype(np.int64) - 1
-    return np.clip(values, 0, num_classes - 1)  # rounding at the ends
+            return LogUniformSample(drawn[first], num_classes, int(first[-1]) + 1)

@@ -12,12 +12,11 @@ from torch.overrides import TorchFunctionMode
 from colossus.comm.uncompiled import uncompiled
 from colossus.layers.sparse_lookup import sparse_embedding
 from colossus.layout.parameter import spec_of
-from colossus.rows.row_source import row_source
+from colossus.rows.row_gradient import row_source
 from colossus.sharded_tensor.place import Place
 from colossus.sharded_tensor.regions import local, sequence_place, with_sequence
 from colossus.sharded_tensor.tensor import ShardedTensor
-from colossus.sparse.bag_lookup import embedding_bag
-from colossus.sparse.embedding_bag import require_whole_bags
+from colossus.sparse.embedding_bag import embedding_bag, require_whole_bags
 
 
 def require_lazy(name: str, module: nn.Module) -> None:

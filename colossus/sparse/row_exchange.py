@@ -11,10 +11,71 @@ import torch
 from torch import Tensor
 
 from colossus.comm import uneven
+from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.rows.row_gradient import RowGradient
-from colossus.sparse.levels import Level
-from colossus.sparse.row_cache import RowCache
+
+
+@dataclass(frozen=True)
+class Level:
+    """One exchange on the way from a rank to the owners of rows.
+
+    Attributes:
+        group: the ranks that exchange.
+        towards: of each owner, by its index among all ranks that share a table, the index in ``group`` of the rank to
+            which what is for it goes here.
+    """
+
+    group: AxisGroup
+    towards: tuple[int, ...]
+
+
+class RowCache:
+    """Rows of a table by id.
+
+    Args:
+        like: [.., dim]: rows are of its dtype, device and width.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like.new_empty((0, like.shape[1]))  # not the memory of the table itself
+        self.clear()
+
+    def clear(self) -> None:
+        #: ascending, and of each the place of its row
+        self._ids = torch.empty(0, dtype=torch.int64, device=self._like.device)
+        self._places = self._ids
+        self._rows = self._like
+        self._used = 0
+
+    def missing(self, ids: Tensor) -> Tensor:
+        """Those of some distinct ids, ascending, that are not here."""
+        if not len(self._ids) or not len(ids):
+            return ids
+        at = torch.searchsorted(self._ids, ids).clamp_(max=len(self._ids) - 1)
+        return ids[self._ids[at] != ids]
+
+    def add(self, ids: Tensor, rows: Tensor) -> None:
+        """Keep rows whose ids are not here yet, in any order. ``rows`` may be kept as they are."""
+        if not len(ids):
+            return
+        if not self._used:
+            self._ids, self._places = ids.sort()
+            self._rows, self._used = rows, len(ids)
+            return
+        places = torch.arange(self._used, self._used + len(ids), device=ids.device)
+        if self._used + len(ids) > len(self._rows):  # twice as many, so that each row is copied twice at most
+            grown = rows.new_empty((2 * (self._used + len(ids)), rows.shape[1]))
+            grown[: self._used] = self._rows[: self._used]
+            self._rows = grown
+        self._rows[self._used : self._used + len(ids)] = rows
+        self._used += len(ids)
+        self._ids, order = torch.cat((self._ids, ids)).sort()
+        self._places = torch.cat((self._places, places))[order]
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """A copy of the rows [n, dim] of ids that are all here."""
+        return self._rows[self._places[torch.searchsorted(self._ids, ids)]]
 
 
 class Kind(IntEnum):
@@ -28,8 +89,6 @@ class Kind(IntEnum):
     SUM = 2
     #: nothing more: it serves the others
     END = 3
-    #: to tell the others that it cannot go on
-    FAIL = 4
 
 
 @dataclass(frozen=True)
@@ -37,7 +96,7 @@ class Request:
     """What a rank says at the start of a round, for itself or for its host.
 
     Attributes:
-        table: number of the table; of END and FAIL without meaning.
+        table: number of the table; of END without meaning.
         rank: global, of who says it.
         is_used: of SUM, whether a backward has come to the table, on any rank for which the request is.
     """
@@ -63,10 +122,6 @@ class OwnedRows(Protocol):
         """Of each id the index of its owner."""
         ...
 
-    def count(self, ids: Tensor) -> None:
-        """Ids whose gradients have come to this rank, each as often as it has come."""
-        ...
-
     def stored_rows(self, ids: Tensor) -> Tensor:
         """The rows of ids that this rank owns."""
         ...
@@ -76,7 +131,8 @@ class RowExchange:
     """Over the levels from a rank to the owners of rows.
 
     A round begins with the lengths of what is sent, and with what each rank wants. So ranks that do not run the same
-    program hear of it, and one that has nothing more to fetch serves the others until all are through (`serve`).
+    program hear of it, and one that has nothing more to fetch serves the others until all are through (`serve`). A rank
+    that raises leaves the others waiting in a round: they end by its exit.
     """
 
     def __init__(self, levels: Sequence[Level], rank: int, device: torch.device) -> None:
@@ -108,10 +164,6 @@ class RowExchange:
         while self._fetch(0, self._say(Kind.END, 0), nothing)[0].kind != Kind.END:
             pass
 
-    def fail(self, table: int) -> None:
-        """Tell the others that this rank cannot look up: they raise, and so does the caller after this. Collective."""
-        self._hear_all(self._say(Kind.FAIL, table))
-
     def start_sum(self, table: int, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
         """Start to sum gradients at the owners; what is returned waits for those of the rows that this rank owns.
 
@@ -122,17 +174,13 @@ class RowExchange:
             gradient = RowGradient.added(parts)
             order, counts = self._by_target(number, self._tables[table], gradient.ids)
             lengths, request = self._agree(number, counts, request)
-            if request.kind == Kind.FAIL:
-                self._hear_all(request, number + 1)
             ids = uneven.all_to_all(gradient.ids[order], lengths, level.group, "ids")
             rows = uneven.all_to_all(gradient.rows[order], lengths, level.group, "rows")
             if number < len(self.levels) - 1:
                 parts = RowGradient.parts(ids.wait(), rows.wait(), lengths.received)
 
         def finish() -> RowGradient | None:
-            received = ids.wait()
-            self._tables[table].count(received)
-            total = RowGradient.added(RowGradient.parts(received, rows.wait(), lengths.received))
+            total = RowGradient.added(RowGradient.parts(ids.wait(), rows.wait(), lengths.received))
             return total if request.is_used else None
 
         return finish
@@ -146,8 +194,6 @@ class RowExchange:
             new = ids if cache is None else cache.missing(ids)
             order, counts = self._by_target(number, self._tables[request.table], new)
         lengths, heard = self._agree(number, counts, request)
-        if heard.kind == Kind.FAIL:
-            self._hear_all(heard, number + 1)
         moves = heard.looks_up
         wanted = uneven.all_to_all(new[order], lengths, level.group, "ids").wait() if moves else ids[:0]
         if is_last:
@@ -183,59 +229,33 @@ class RowExchange:
         return lengths, self._together([Request(Kind(kind), of, by, bool(used)) for kind, of, by, used in heard])
 
     def _together(self, requests: Sequence[Request]) -> Request:
-        """What ranks want together; FAIL, told of by the rank that fails, or where they want different things."""
-        failed = next((request for request in requests if request.kind == Kind.FAIL), None)
-        if failed is not None:
-            return failed
+        """What ranks want together.
+
+        Raises:
+            RuntimeError: they want different things.
+        """
         acting = [request for request in requests if request.kind != Kind.END]
         if not acting:
             return requests[0]
         first = acting[0]
-        other = next(
-            (request for request in acting if (request.kind, request.table) != (first.kind, first.table)), None
-        )
-        if other is None and first.kind == Kind.SUM:  # whoever gave its gradients waits for those of the others
-            other = next((request for request in requests if request.kind == Kind.END), None)
-        if other is None:
-            return replace(first, is_used=any(request.is_used for request in requests))
-        self._disagreement = (
-            f"rank {first.rank} {self._doing(first)} while rank {other.rank} {self._doing(other)}: rows of tables that "
-            f"have owners are exchanged by all ranks together. Every rank must look up in the same tables as often and "
-            f"in the same order in each step, with an empty tensor of ids where it has none: look for an `if` in a "
-            f"forward that depends on the rank or on the data"
-        )
-        return Request(Kind.FAIL, first.table, first.rank)
-
-    _disagreement: str | None = None
+        # whoever gave its gradients waits for those of the others
+        compared = requests if first.kind == Kind.SUM else acting
+        for other in compared:
+            if (other.kind, other.table) != (first.kind, first.table):
+                raise located_error(
+                    f"rank {first.rank} {self._doing(first)} while rank {other.rank} {self._doing(other)}: rows of "
+                    f"tables that have owners are exchanged by all ranks together. Every rank must look up in the same "
+                    f"tables as often and in the same order in each step, with an empty tensor of ids where it has "
+                    f"none: look for an `if` in a forward that depends on the rank or on the data",
+                    RuntimeError,
+                )
+        return replace(first, is_used=any(request.is_used for request in requests))
 
     def _doing(self, request: Request) -> str:
         if request.kind == Kind.END:
             return "is through with its lookups"
         name = self._tables[request.table].name
         return f"looks up in {name!r}" if request.looks_up else f"sums the gradient of {name!r}"
-
-    def _hear_all(self, request: Request, first: int = 0) -> None:
-        """Go through the levels from ``first`` on for nothing but the request, then raise what this rank knows of it.
-
-        As many collectives as of ranks that look up and hear of it at the last level: who catches the error can go on.
-        """
-        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        for number in range(first, len(self.levels)):
-            if number:
-                group = self.levels[number - 1].group
-                uneven.all_to_all(nothing, uneven.Lengths.zero(group.size), group, "ids").wait()
-            _, request = self._agree(number, [0] * self.levels[number].group.size, request)
-        told, self._disagreement = self._disagreement, None
-        if told is not None:
-            raise located_error(told, RuntimeError)
-        if request.rank != self._rank:
-            error = located_error(
-                f"rank {request.rank} cannot go on with its lookups in {self._tables[request.table].name!r}, whose "
-                f"rows all ranks exchange together: its own error says why",
-                RuntimeError,
-            )
-            error.culprit = request.rank  # type: ignore[attr-defined]  # in the report of a run
-            raise error
 
     # -- ids ----------------------------------------------------------------------------------------------
 

@@ -17,11 +17,10 @@ from colossus.layers.sparse_lookup import read_rows, row_of_each
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.rows.row_source import row_source
+from colossus.rows.row_gradient import row_source
 from colossus.sharded_tensor.regions import local, move
 from colossus.sharded_tensor.tensor import unwrap
-from colossus.sparse import log_uniform
-from colossus.sparse.log_uniform import LogUniformSample
+from colossus.sparse.log_uniform import LogUniformSample, sample
 from colossus.tensor_parallel.dtypes import product_dtype, to_wide_dtype
 from colossus.tensor_parallel.matmul import product
 
@@ -42,9 +41,7 @@ class SampledSoftmax(Layer):
     all rows at once.
 
     Args:
-        num_samples: classes in the sample, all of them different if ``unique``; then at most ``num_classes``.
-        unique: draw without replacement (TensorFlow's default): until there are ``num_samples`` different ones.
-        remove_accidental_hits: leave out a sampled class that is a token's label.
+        num_samples: classes in the sample, all of them different: at most ``num_classes``.
         sparse: whether gradients of weight and bias are of the rows that were looked up.
         ignore_index: a label that counts for nothing.
 
@@ -65,8 +62,6 @@ class SampledSoftmax(Layer):
         *,
         bias: bool = True,
         sparse: bool = True,
-        unique: bool = True,
-        remove_accidental_hits: bool = True,
         ignore_index: int = -100,
         init: Initializer | None = None,
         bias_init: Initializer | None = None,
@@ -74,14 +69,13 @@ class SampledSoftmax(Layer):
     ) -> None:
         super().__init__()
         hidden_size, num_classes, num_samples = map(operator.index, (hidden_size, num_classes, num_samples))
-        if num_samples < 1 or (unique and num_samples > num_classes):
+        if not 1 <= num_samples <= num_classes:
             raise located_error(
                 f"SampledSoftmax: num_samples = {num_samples} different ones of num_classes = {num_classes}: give 1 to "
-                f"{num_classes}, or unique=False"
+                f"{num_classes}"
             )
         self.hidden_size, self.num_classes, self.num_samples = hidden_size, num_classes, num_samples
-        self.sparse, self.unique, self.remove_accidental_hits = sparse, unique, remove_accidental_hits
-        self.ignore_index = ignore_index
+        self.sparse, self.ignore_index = sparse, ignore_index
         self.looked_up = self.split_between_blocks(hidden_size)
         layout = Layout(((), self.looked_up.features))
         init = init or torch_linear(hidden_size)
@@ -124,7 +118,7 @@ class SampledSoftmax(Layer):
     def sample(self) -> LogUniformSample:
         """The classes that this step has drawn."""
         rng = self.context.rng
-        return _sample(rng.key("negatives", rng.step, self.full_name), self.num_samples, self.num_classes, self.unique)
+        return _sample(rng.key("negatives", rng.step, self.full_name), self.num_samples, self.num_classes)
 
     def _sampled(self, x: Tensor, labels: Tensor) -> Tensor:
         """x [t, features], labels [t] -> the losses [t]."""
@@ -140,8 +134,7 @@ class SampledSoftmax(Layer):
             own, others = own + bias[:count], others + bias[count:].t()
         own = own - _log_expected(drawn, labels, own.dtype).unsqueeze(1)
         others = others - _log_expected(drawn, negatives, own.dtype)
-        if self.remove_accidental_hits:
-            others = others.masked_fill(labels.unsqueeze(1) == negatives, float("-inf"))
+        others = others.masked_fill(labels.unsqueeze(1) == negatives, float("-inf"))
         return -F.logsigmoid(own.squeeze(1) - others.logsumexp(1))
 
     @torch.no_grad()
@@ -172,9 +165,9 @@ class SampledSoftmax(Layer):
 
 
 @lru_cache(maxsize=8)
-def _sample(key: int, num_samples: int, num_classes: int, unique: bool) -> LogUniformSample:
+def _sample(key: int, num_samples: int, num_classes: int) -> LogUniformSample:
     """Once for all microbatches of a step."""
-    return log_uniform.sample(key, num_samples, num_classes, unique=unique)
+    return sample(key, num_samples, num_classes)
 
 
 def _log_expected(drawn: LogUniformSample, classes: Tensor, dtype: torch.dtype) -> Tensor:

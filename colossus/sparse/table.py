@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,7 @@ from colossus.error_place import located_error
 from colossus.layout.parameter import spec_of
 from colossus.rows.row_gradient import RowGradient
 from colossus.rows.rules import Features
-from colossus.sparse.bad_ids import in_words, outside
-from colossus.sparse.ways.table_sync import TableSync
+from colossus.sparse.ways import TableSync
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
@@ -55,7 +53,7 @@ class Table:
         distinct, where = torch.unique(ids.long(), return_inverse=True)
         ends = distinct[:: max(1, len(distinct) - 1)].tolist()  # the smallest and the largest, in one read
         if ends and not 0 <= ends[0] <= ends[-1] < self.num_rows:
-            self._refuse(ids)
+            raise located_error(_in_words(self.name, ids, self.num_rows, self._context))
         if not torch.is_grad_enabled():
             return self.way.fetch(distinct).to(gradient_dtype(self.param)), where
         rows: Tensor = _Rows.apply(self.param, self, distinct, padding_idx)
@@ -63,15 +61,8 @@ class Table:
 
     def require_ids(self, ids: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            if outside(ids, self.num_rows):
-                self._refuse(ids)
-
-    def _refuse(self, ids: Tensor) -> NoReturn:
-        error: ValueError = located_error(in_words(self.name, ids, self.num_rows, self._context))
-        if torch._C._current_graph_task_id() == -1:  # no recomputation, of which the other ranks know nothing
-            with suppress(RuntimeError):  # another rank fails, too, which is told there
-                self.way.fail()
-        raise error
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_rows:
+                raise located_error(_in_words(self.name, ids, self.num_rows, self._context))
 
     @uncompiled
     def read(self, ids: Tensor) -> Tensor:
@@ -137,3 +128,22 @@ class _Rows(torch.autograd.Function):
             ids, dy = ids[kept], dy[kept]
         ctx.table.add(RowGradient(ids, dy))
         return None, None, None, None
+
+
+def _in_words(name: str, ids: Tensor, num_rows: int, context: ParallelContext) -> str:
+    """Which rank was given the first such id, in which row of its batch.
+
+    Args:
+        ids: of a microbatch, [samples, ..].
+    """
+    place = ((ids < 0) | (ids >= num_rows)).nonzero()[0].tolist()
+    microbatch = context.rng.microbatch
+    where = "its only id"
+    if place:
+        row = microbatch * len(ids) + place[0]
+        inside = f", place {', '.join(map(str, place[1:]))} of it" if place[1:] else ""
+        where = f"row {row} of its batch{inside}" + (f" (microbatch {microbatch})" if microbatch else "")
+    return (
+        f"table {name!r} has ids 0..{num_rows - 1}, but rank {context.rank} was given id {int(ids[tuple(place)])} in "
+        f"{where}: make the table larger, or check the data"
+    )

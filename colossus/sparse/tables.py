@@ -17,18 +17,15 @@ from colossus.gradients.hosts import Hosts
 from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
 from colossus.layout.split_parameter import OWNED, hide_values
-from colossus.rows.row_source import give_row_source
+from colossus.rows.row_gradient import give_row_source
 from colossus.rows.rules import Features
-from colossus.sparse.levels import levels_over
-from colossus.sparse.placement import PARTS_PER_OWNER, Placement
-from colossus.sparse.plain_modules import look_up_in_rows
-from colossus.sparse.row_exchange import RowExchange
-from colossus.sparse.row_update import row_rule
+from colossus.sparse.choice import Survey, TableFacts
+from colossus.sparse.owners import Owners, Placement
+from colossus.sparse.plain_modules import look_up_in_rows, require_lazy
+from colossus.sparse.row_exchange import Level, RowExchange
 from colossus.sparse.table import Table
-from colossus.sparse.ways.dense import Dense
-from colossus.sparse.ways.gather import Gather
-from colossus.sparse.ways.owners import Owners
-from colossus.sparse.ways.table_sync import TableSync
+from colossus.sparse.table_updates import row_rule
+from colossus.sparse.ways import Dense, Gather, TableSync
 
 #: what looks up rows, if it has sparse=True -> in which of its parameters; others, of a subclass, are as any other
 _LOOKUPS: dict[type[nn.Module], tuple[str, ...]] = {
@@ -51,6 +48,40 @@ def table_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Paramet
                     yield name, module, table
 
 
+def survey(model: nn.Module, context: ParallelContext) -> Survey:
+    """The tables of a whole model on the meta device, as this rank computes with them.
+
+    Tables that something else computes with, too, are from now on dense in all their lookups: every row is touched.
+
+    Raises:
+        ValueError: for what lookups of torch's modules cannot do here.
+    """
+    lookups: dict[int, list[nn.Parameter]] = {}
+    for name, module, table in table_modules(model):
+        require_lazy(name, module)
+        lookups.setdefault(id(module), []).append(table)
+    tables = {id(table): table for each in lookups.values() for table in each}
+    tied: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for param in module.parameters(recurse=False):
+            if id(param) in tables and id(module) not in lookups:
+                tied.setdefault(id(param), f"{name or 'the model'} ({type(module).__name__})")
+    facts = []
+    for weight in tables.values():
+        spec, axes = spec_of(weight), gradient_sum_axes(weight, context)
+        ranks = context.size(axes)
+        shape, held, precision = spec.shards[0].shape, tuple(weight.shape), context.precision
+        # rows are stored, and their gradients are summed, as wide as the optimizer's; what is tied is as other weights
+        is_tied = id(weight) in tied
+        itemsize = (precision.reduce_dtype(precision.gradients) if is_tied else precision.optimizer).itemsize
+        facts.append(TableFacts(spec.name, shape, held, itemsize, ranks, tied.get(id(weight))))
+    for module in model.modules():
+        if any(id(table) in tied for table in lookups.get(id(module), ())):
+            module.sparse = False  # type: ignore[assignment]
+    others = (name for name, param in model.named_parameters() if id(param) not in tables)
+    return Survey(tuple(facts), tuple(others))
+
+
 class Tables:
     """Of a rank's part of a model.
 
@@ -61,6 +92,7 @@ class Tables:
         model: of this rank, on the meta device.
         way_of: (full name, full shape, ranks that share a table) -> name of its way.
         within: the axes over which gradients are summed at most; None: all.
+        partitions: into how many parts the rows of an owned table are cut; None: one for each owner.
     """
 
     def __init__(
@@ -69,8 +101,9 @@ class Tables:
         context: ParallelContext,
         way_of: Callable[[str, tuple[int, ...], int], str],
         within: Container[str] | None = None,
+        partitions: int | None = None,
     ) -> None:
-        self._context = context
+        self._context, self._partitions = context, partitions
         #: by full name: the way, and the axes over which the gradient is a partial sum
         self._plans: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._tables: dict[int, Table] = {}
@@ -85,7 +118,10 @@ class Tables:
             way = way_of(spec.name, spec.shards[0].shape, context.size(axes))
             self._plans[spec.name] = way, axes
             if way == "owners" and axes:
-                attach(weight, StoredSpec(spec, axes, context.grid.sizes))
+                stored = StoredSpec(spec, axes, context.grid.sizes)
+                placement = Placement.of(spec.shards[0].shape[0], context.size(axes), partitions)
+                stored.place(placement.intervals(context.index(axes)))
+                attach(weight, stored)
             if (precision := context.precision).params != precision.optimizer:
                 # it is updated where it is stored: no wide copy stands behind it
                 spec_of(weight).computed_dtype = precision.params
@@ -99,14 +135,13 @@ class Tables:
     def of(self, param: nn.Parameter) -> Table | None:
         return self._tables.get(id(param))
 
-    def connect(self, model: nn.Module, hosts: Hosts | None = None, partitions: int | None = None) -> None:
+    def connect(self, model: nn.Module, hosts: Hosts | None = None) -> None:
         """The model has its values: lookups go through the tables from now on.
 
         Args:
             hosts: rows are added up inside of these before they leave them; None: nowhere.
-            partitions: into how many parts the rows of an owned table are cut.
         """
-        self._hosts, self._partitions = hosts, partitions
+        self._hosts = hosts
         for _, module, weight in table_modules(model):
             spec = spec_of(weight)
             if id(weight) not in self._tables:
@@ -124,21 +159,15 @@ class Tables:
         ranks = self._context.size(axes)
         if ranks == 1:
             return TableSync(weight, num_rows)
-        levels = levels_over(self._context, axes, self._hosts)
-        groups = [level.group for level in levels]
-        if way == "dense":
-            return Dense(weight, num_rows, groups if len(groups) > 1 else [self._context.group(axes)])
         if way == "gather":
-            return Gather(weight, num_rows, groups)
+            return Gather(weight, num_rows, _own_group(self._context, axes))
+        levels = _levels_over(self._context, axes, self._hosts)
+        if way == "dense":
+            groups = [level.group for level in levels]
+            return Dense(weight, num_rows, groups if len(groups) > 1 else [self._context.group(axes)])
         if axes not in self._exchanges:
             self._exchanges[axes] = RowExchange(levels, self._context.rank, self._context.device)
-        placement = Placement.equal(num_rows, ranks, self._partitions or PARTS_PER_OWNER * ranks)
-        return Owners(weight, spec.name, placement, self._exchanges[axes])
-
-    def owned(self) -> list[tuple[Owners, AxisGroup]]:
-        """The tables whose rows have owners, and these."""
-        ways = [table.way for table in self if isinstance(table.way, Owners)]
-        return [(way, self._context.group(self._plans[way.name][1])) for way in ways]
+        return Owners(weight, spec.name, Placement.of(num_rows, ranks, self._partitions), self._exchanges[axes])
 
     def _features(self, spec: ParameterSpec) -> Features | None:
         """Where ranks have parts of the features of a table."""
@@ -191,6 +220,12 @@ class Tables:
         """Of what each rank put into the last sums: see `Strategy.local_sums`."""
         return [((table.name,), table.own_sum) for table in self if table.own_sum is not None]
 
+    def report(self) -> dict[str, float]:
+        """Rows that this rank has touched in the last step, and alpha, the part of its rows, of each table."""
+        tables = list(self)
+        alphas = {f"alpha.{table.name}": table.num_touched / max(1, table.num_rows) for table in tables}
+        return {"rows_touched": float(sum(table.num_touched for table in tables)), **alphas} if tables else {}
+
     @contextmanager
     def updated(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Update the rows that the step has touched; inside, the optimizer finds no gradient of tables."""
@@ -208,3 +243,28 @@ class Tables:
         yield
         for table, gradient in gradients:
             table.param.grad = gradient
+
+
+def _own_group(context: ParallelContext, axes: tuple[str, ...]) -> AxisGroup:
+    """With connections of its own, so that what goes through them does not wait for buckets of gradients."""
+    everyone = context.group(axes)
+    return context.subgroup(axes, range(everyone.size), str(everyone))
+
+
+def _levels_over(context: ParallelContext, axes: tuple[str, ...], hosts: Hosts | None) -> list[Level]:
+    """From a rank to the owners of rows among those over ``axes``.
+
+    Directly; or, given hosts, first to the rank of this host that has the owner's position on its host, which adds up
+    what it gets (Parallax, 1808.02621: local aggregation), and from there between counterparts.
+    """
+    everyone = context.group(axes)
+    if hosts is None or everyone.size == 1 or not set(axes) & {*context.grid.axes("data")}:
+        return [Level(_own_group(context, axes), tuple(range(everyone.size)))]
+    members: dict[int, list[int]] = {}
+    host_of, position_of = [], []
+    for rank in everyone.ranks:
+        host = hosts.of(context.grid.index(rank, "data"))
+        host_of.append(host)
+        position_of.append(len(members.setdefault(host, [])))
+        members[host].append(rank)
+    return [Level(hosts.inside(axes), tuple(position_of)), Level(hosts.between(), tuple(host_of))]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.nest import map_leaves, tensors
 from colossus.state.per_parameter import ParameterState
 
 log = logging.getLogger("colossus.engine")
@@ -28,17 +27,14 @@ SavedOptimizer = Mapping[str, Any]
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[GroupOptions]:
     """Of each parameter group: copies, which do not change with the optimizer."""
-    groups = [
-        {key: group[key] for key in group if key not in ("params", "param_names")} for group in optimizer.param_groups
-    ]
-    try:
-        return copy.deepcopy(groups)
-    except Exception:  # what cannot be copied cannot be saved either, and is refused there
-        return groups
+    return copy.deepcopy(
+        [{key: group[key] for key in group if key not in ("params", "param_names")} for group in optimizer.param_groups]
+    )
 
 
 def why_not_saved(optimizer: Any) -> str | None:
-    """Why a checkpoint could not hold what an optimizer keeps, in words: it keeps it where nobody else can see it."""
+    """Why a checkpoint could not hold what an optimizer keeps, in words: it keeps it where nobody else can see it, or
+    where another plan would not know what is of which rank."""
     kind = type(optimizer).__qualname__
     if not isinstance(getattr(optimizer, "state", None), Mapping):
         return f"{kind} has no .state, in which an optimizer of torch keeps what belongs to each parameter"
@@ -48,6 +44,11 @@ def why_not_saved(optimizer: Any) -> str | None:
                 f"{kind} has another optimizer in .{name}, which keeps state of its own: no checkpoint would have it. "
                 f"Let both keep one state: self.state = self.{name}.state, in __init__"
             )
+    if other := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+        return (
+            f"{kind} keeps {other[0]!r} in its state, which is the state of no parameter: keep it in "
+            f"self.state[parameter], or numbers in the options of a group"
+        )
     return None
 
 
@@ -62,21 +63,8 @@ def optimizer_values(optimizer: Any, made: Sequence[GroupOptions]) -> dict[str, 
     """
     if problem := why_not_saved(optimizer):
         raise CheckpointError(problem)
-    own = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    for path, tensor in tensors(own):
-        if tensor.dim():
-            raise CheckpointError(
-                f"{type(optimizer).__qualname__} keeps a tensor of shape {tuple(tensor.shape)} in its state{path}, "
-                f"which is the state of no parameter: what another plan would have of it is not known. Keep it in "
-                f"self.state[parameter]"
-            )
-    return {
-        "kind": type(optimizer).__qualname__,
-        "made": list(made),
-        "now": group_options(optimizer),
-        "own": own,
-        "is_empty": _is_empty(optimizer),
-    }
+    kind = type(optimizer).__qualname__
+    return {"kind": kind, "made": list(made), "now": group_options(optimizer), "is_empty": _is_empty(optimizer)}
 
 
 def _is_empty(optimizer: Any) -> bool:
@@ -92,9 +80,7 @@ def saved_optimizer(values: Mapping[str, Any], replica: str = "") -> SavedOptimi
         replica: before the paths of one that has an optimizer of its own.
     """
     found = [values[path] for path in sorted(values) if path.startswith(f"{replica}optimizer_groups/")]
-    if not found:
-        return saved_optimizer(values) if replica else None
-    return next((each for each in found if not each["is_empty"]), found[0])
+    return min(found, key=lambda each: bool(each["is_empty"]), default=None)
 
 
 def require_same_optimizer(
@@ -130,43 +116,33 @@ def _in_words(kind: str, groups: Sequence[Mapping[str, Any]]) -> str:
 def options_to_go_on(
     made: Sequence[GroupOptions], saved: SavedOptimizer | None, *, is_logged: bool
 ) -> list[GroupOptions]:
-    """The options with which a run goes on: those of the checkpoint, but where the user has made the optimizer
-    otherwise than then. So what a hook has changed on the way stays changed, and what the config says now (another lr,
-    another weight decay) is done.
+    """The options with which a run goes on: those of the checkpoint, also what a hook has changed on the way; but those
+    of the config (another lr, another weight decay) where the optimizer is made otherwise than then.
 
     Args:
         made: as the optimizer of this run was made.
         is_logged: whether this rank logs what differs.
     """
     if saved is None:
-        return [dict(options) for options in made]
-    changed, out = [], []
+        return list(made)
     if len(made) != len(saved["made"]):
-        changed.append(f"{len(made)} parameter groups, where there were {len(saved['made'])}")
-        out = [dict(options) for options in made]
-    else:
-        for number, (now, before, then) in enumerate(zip(made, saved["made"], saved["now"], strict=True)):
-            differ = [key for key in now if key in before and not _same(now[key], before[key])]
-            changed += [f"{key} of group {number} was {before[key]!r} and is {now[key]!r}" for key in sorted(differ)]
-            late = {key: value for key, value in then.items() if key not in before}
-            out.append(late | {key: value if key in differ else then.get(key, value) for key, value in now.items()})
+        if is_logged:
+            log.warning(
+                "the optimizer has %d parameter groups and had %d: their options are those of this run",
+                len(made), len(saved["made"]),
+            )  # fmt: skip
+        return list(made)
+    changed, out = [], []
+    for number, (now, before, then) in enumerate(zip(made, saved["made"], saved["now"], strict=True)):
+        differ = {key: value for key, value in now.items() if key in before and value != before[key]}
+        changed += [f"{key} of group {number} was {before[key]!r} and is {differ[key]!r}" for key in sorted(differ)]
+        out.append({**now, **then, **differ})
     if changed and is_logged:
         log.warning("the optimizer is made otherwise than in the checkpoint: %s", ", ".join(changed))
     return out
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
-    return bool(one == other)
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer,
-    state: ParameterState,
-    options: Sequence[GroupOptions],
-    saved: SavedOptimizer | None,
-) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: ParameterState, options: Sequence[GroupOptions]) -> None:
     """Give an optimizer this state of its parameters, and its groups these options. In place, so that whoever shares
     them has them, too; and in the dtypes that were saved, where ``load_state_dict`` of torch would cast them."""
     optimizer.state.clear()
@@ -175,10 +151,5 @@ def restore_optimizer(
         on_device = group.get("fused") or group.get("capturable")
         for param in group["params"]:
             for entry, value in state.get(param, {}).items():
-                is_on_host = entry == "step" and not on_device
-                optimizer.state[param][entry] = value if is_on_host else _on_device(value, param.device)
-    optimizer.state.update(saved["own"] if saved is not None else {})
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+                is_moved = isinstance(value, Tensor) and (entry != "step" or on_device)
+                optimizer.state[param][entry] = value.to(param.device) if is_moved else value

@@ -6,7 +6,6 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -49,23 +48,20 @@ class ParameterBox:
     def is_split(self) -> bool:
         return bool(self.logical.layout.shard_axes)
 
-    def tensor_box(self, key: str, buffer: Tensor | None = None) -> TensorBox:
-        """Of the parameter, or of a buffer of the shape of the torch parameter that holds it."""
-        local = self.logical.local(buffer)
-        return TensorBox.of_chunk(key, self.logical.shape, self.box, local, writes=self.writes)
-
     @property
     def shape_by_row(self) -> tuple[int, ...]:
         """Full shape of what has a number for each row of dim 0: [rows, 1, ..]."""
         return (*self.logical.shape[:1], *(1 for _ in self.logical.shape[1:]))
 
-    def tensor_box_by_row(self, key: str, buffer: Tensor) -> TensorBox:
-        """Of a buffer [rows of the torch parameter that holds it, 1, ..]; ranks with other columns have the same."""
-        rows, *columns = self.box
-        box = (rows, *((0, 1) for _ in columns))
-        is_first = all(start == 0 for start, _ in columns)
-        local = self.logical.local(buffer)
-        return TensorBox.of_chunk(key, self.shape_by_row, box, local, writes=self.writes and is_first)
+    def tensor_box(self, key: str, buffer: Tensor | None = None) -> TensorBox:
+        """Of the parameter, or of a buffer of the shape of the torch parameter that holds it, or [its rows, 1, ..]:
+        ranks with other columns have the same of that."""
+        shape, box, writes = self.logical.shape, self.box, self.writes
+        if buffer is not None and buffer.shape != self.parameter.shape:
+            shape = self.shape_by_row
+            writes = writes and all(start == 0 for start, _ in box[1:])
+            box = (box[0], *((0, 1) for _ in box[1:]))
+        return TensorBox.of_chunk(key, shape, box, self.logical.local(buffer), writes=writes)
 
 
 def parameter_boxes(
@@ -196,14 +192,15 @@ def load_matched(
     """
     tensors = reader.manifest.tensors
 
-    def read(box: TensorBox, own_key: str = "") -> None:
-        keys = (own_key, prefix + box.key, box.key)
-        box = _saved_rows(box, tensors[prefix + box.key if prefix + box.key in tensors else box.key].shape)
-        reader.read_box(next(key for key in keys if key in tensors), box.box, box.local)
+    def read(box: TensorBox, own_key: str) -> None:
+        key = own_key if own_key in tensors else box.key
+        box = _saved_rows(box, tensors[key].shape)
+        reader.read_box(key, box.box, box.local)
 
     for box in boxes:
         if box.name in match.sources:
-            read(box.tensor_box(f"model/{match.sources[box.name]}"))
+            key = f"model/{match.sources[box.name]}"
+            read(box.tensor_box(key), prefix + key)
     for name, entry in buffers_of(model).items():
         if name in match.sources:
             assert isinstance(entry.held, Tensor)
@@ -218,27 +215,3 @@ def _saved_rows(box: TensorBox, saved: Shape) -> TensorBox:
     (start, stop), *others = box.box
     stop = max(start, min(stop, saved[0]))
     return TensorBox(box.key, saved, ((start, stop), *others), box.local[: stop - start])
-
-
-#: options that change what a model computes of the same weights
-_OF_FUNCTION = (
-    "num_heads", "num_kv_heads", "head_dim", "mlp", "norm", "norm_eps", "positions", "rotary_base", "rotary_scaling",
-    "pool", "image_size", "patch_size",
-)  # fmt: skip
-
-
-def changed_functions(saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> list[str]:
-    """What makes a model compute something else than the one whose weights it takes, although all shapes fit.
-
-    Args:
-        saved, here: section ``model`` of both configs, with all options.
-
-    Returns:
-        ``mlp = 'gelu_tanh' there, 'gelu' here``, ..
-    """
-    saved, here = saved or {}, here or {}
-    return [
-        f"{key} = {saved[key]!r} there, {here[key]!r} here"
-        for key in _OF_FUNCTION
-        if key in saved and key in here and saved[key] != here[key]
-    ]

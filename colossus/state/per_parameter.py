@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.tensor_file import DTYPES
 from colossus.checkpoint.values import encode
-from colossus.context.precision import LOW
 from colossus.state.parameters import ParameterBox
 
 #: stored parameter -> name -> tensor of its shape, another tensor that is the same on all ranks, or a plain value
@@ -41,10 +39,8 @@ def state_boxes(
                 )
             if not isinstance(value, Tensor):
                 plain[entry] = value
-            elif value.shape == box.parameter.shape:
+            elif value.shape in (box.parameter.shape, _by_row(box.parameter)):
                 yield box.tensor_box(key, value)
-            elif value.dim() == box.parameter.dim() > 1 and value.shape == _by_row(box.parameter):
-                yield box.tensor_box_by_row(key, value)
             elif value.dim() and box.is_split:
                 raise _unknown_part(key, value, box)
             else:
@@ -66,25 +62,24 @@ def _unknown_part(key: str, tensor: Tensor, box: ParameterBox) -> CheckpointErro
     )
 
 
-def require_state_fits(sections: Iterable[str], reader: CheckpointReader, boxes: Sequence[ParameterBox]) -> None:
+def require_state_fits(section: str, reader: CheckpointReader, boxes: Sequence[ParameterBox]) -> None:
     """That this rank's boxes of the parameters say what their boxes of the state are.
 
     Raises:
         CheckpointError: for a tensor that is neither of the shape of its parameter, nor a number for each of its rows,
             nor without dims, where a rank has a part of the parameter.
     """
-    for section in sections:
-        entries = _entries(section, reader)
-        for box in boxes:
-            for entry in entries.get(box.name, ()) if box.is_split else ():
-                key = f"{section}/{box.name}/{entry}"
-                shape = reader.manifest.tensors[key].shape
-                if shape not in ((), box.logical.shape, box.shape_by_row):
-                    raise CheckpointError(
-                        f"{reader.folder}: {key} has shape {shape}, its parameter {box.logical.shape}, of which a rank "
-                        f"holds a part here: what is of that part is not known. Load it under a plan that keeps this "
-                        f"parameter whole, or begin a run with the weights alone (checkpoint.weights)"
-                    )
+    entries = _entries(section, reader)
+    for box in boxes:
+        for entry in entries.get(box.name, ()) if box.is_split else ():
+            key = f"{section}/{box.name}/{entry}"
+            shape = reader.manifest.tensors[key].shape
+            if shape not in ((), box.logical.shape, box.shape_by_row):
+                raise CheckpointError(
+                    f"{reader.folder}: {key} has shape {shape}, its parameter {box.logical.shape}, of which a rank "
+                    f"holds a part here: what is of that part is not known. Load it under a plan that keeps this "
+                    f"parameter whole, or begin a run with the weights alone (checkpoint.weights)"
+                )
 
 
 def _entries(section: str, reader: CheckpointReader) -> dict[str, list[str]]:
@@ -97,7 +92,7 @@ def _entries(section: str, reader: CheckpointReader) -> dict[str, list[str]]:
 
 
 def read_state(
-    sections: Sequence[str],
+    section: str,
     reader: CheckpointReader,
     values: Mapping[str, Any],
     boxes: Sequence[ParameterBox],
@@ -109,45 +104,28 @@ def read_state(
     it. Entries that the checkpoint does not have are as if the parameter had never been updated.
 
     Args:
-        sections: those of several replicas become one: floating tensors of the shape of their parameter are averaged,
-            over the replicas that have them; all else (numbers of updates) is of the first that has it.
         values: of the checkpoint, decoded.
         existing: what is kept now: memory that fits is filled, and no other is taken.
     """
-    entries = {section: _entries(section, reader) for section in sections}
+    entries = _entries(section, reader)
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for box in boxes:
         of_param = state.setdefault(box.parameter, {})
-        for entry in dict.fromkeys(entry for each in entries.values() for entry in each.get(box.name, ())):
-            keys = [f"{each}/{box.name}/{entry}" for each in sections if entry in entries[each].get(box.name, ())]
-            saved = reader.manifest.tensors[keys[0]]
+        for entry in entries.get(box.name, ()):
+            key = f"{section}/{box.name}/{entry}"
+            saved = reader.manifest.tensors[key]
             is_by_row = saved.shape == box.shape_by_row != box.logical.shape and box.is_split
             if saved.shape != box.logical.shape and not is_by_row:
-                of_param[entry] = reader.tensor(keys[0])
+                of_param[entry] = reader.tensor(key)
                 continue
             if entry not in of_param:
                 kept = (existing or {}).get(box.parameter, {}).get(entry)
                 shape = _by_row(box.parameter) if is_by_row else box.parameter.shape
                 saved_parameter = reader.manifest.tensors[f"model/{box.name}"].dtype
                 of_param[entry] = _buffer(kept, box, shape, saved.dtype, saved_parameter)
-            into = (box.tensor_box_by_row if is_by_row else box.tensor_box)(keys[0], of_param[entry])
-            if len(keys) == 1 or not into.local.is_floating_point():
-                reader.read_into(into)
-            else:
-                _read_mean(keys, reader, into)
-        for section in reversed(sections):
-            of_param.update(values.get(f"{section}/{box.name}", {}))
+            reader.read_into(box.tensor_box(key, of_param[entry]))
+        of_param.update(values.get(f"{section}/{box.name}", {}))
     return {param: of_param for param, of_param in state.items() if of_param}
-
-
-def _read_mean(keys: Sequence[str], reader: CheckpointReader, into: TensorBox) -> None:
-    """Fill a box with the mean of several tensors. Memory: two more boxes."""
-    wide = torch.float32 if into.local.dtype in LOW else into.local.dtype
-    total, other = torch.zeros_like(into.local, dtype=wide), torch.empty_like(into.local, dtype=wide)
-    for key in keys:
-        reader.read_into(replace(into, key=key, local=other))
-        total += other
-    into.local.copy_(total / len(keys))
 
 
 def _by_row(parameter: Tensor) -> torch.Size:

@@ -1,14 +1,13 @@
 """Replicas with state of their own (gossip, local steps, error feedback) in a checkpoint.
 
 The average of parameters and buffers is under the plain keys, for all to take. What is a replica's own (parameters,
-optimizer, what the strategy keeps) is beside them, and each goes on with its own where there are as many replicas as
-then, under the same strategy.
+optimizer, what the strategy keeps) is beside them under a prefix, and each goes on with its own where there are as many
+replicas as then, under the same strategy. Else all go on from the average, with the optimizer of the first.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,9 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_box import TensorBox
-from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.replica_average import ReplicaAverage
 from colossus.data_parallel.strategy import Strategy
 from colossus.state.parameters import ParameterBox, parameter_boxes
@@ -28,7 +25,6 @@ log = logging.getLogger("colossus.engine")
 
 #: the path of the value that says which strategy had what
 RECORD = "strategy"
-_OF_STRATEGY = re.compile(r"(replicas/\d+/)?strategy/|strategy_values/")
 
 
 def replica_prefix(index: int) -> str:
@@ -51,12 +47,11 @@ def _keeps_own(strategy: Strategy) -> bool:
 
 
 def replica_record(run: Run) -> dict[str, Any]:
-    """What a checkpoint says of its strategy; nothing of those whose replicas are equal, and have no state."""
+    """What a checkpoint says of its replicas; nothing of strategies whose replicas are equal, and have no state."""
     if not _keeps_own(run.strategy):
         return {}
     kind, num_replicas = type(run.strategy).__qualname__, run.context.size("data")
-    owns = {"own_parameters": has_own_parameters(run), "own_state": has_own_state(run)}
-    return {RECORD: {"kind": kind, "num_replicas": num_replicas, **owns}}
+    return {RECORD: {"kind": kind, "num_replicas": num_replicas, "own_parameters": has_own_parameters(run)}}
 
 
 # -- saving -----------------------------------------------------------------------------------------------
@@ -120,64 +115,43 @@ def exported(holder: object) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class ReplicaSource:
-    """Where in a checkpoint a rank finds what it goes on with.
+    """Where in a checkpoint a rank finds what it goes on with: what is before the keys.
 
     Attributes:
-        own: before the keys of what is the replica's own; "" where it takes that of all, or the average.
-        optimizers: before the sections of the optimizers whose average it takes.
-        strategy: before the strategy's section; None: what the strategy keeps begins anew.
-        is_average: whether parameters that differed between replicas have become one.
+        own: of what is the replica's own; "" where it takes that of all, or the average.
+        optimizer: of the section of the optimizer.
+        strategy: of the strategy's section; None: what the strategy keeps begins anew.
     """
 
     own: str = ""
-    optimizers: tuple[str, ...] = ("",)
+    optimizer: str = ""
     strategy: str | None = ""
-    is_average: bool = False
 
     @property
-    def strategy_sections(self) -> list[str]:
-        return [] if self.strategy is None else [f"{self.strategy}strategy"]
-
-    @property
-    def optimizer_sections(self) -> list[str]:
-        return [f"{each}optimizer" for each in self.optimizers]
+    def is_average(self) -> bool:
+        """Whether parameters that differed between replicas have become one."""
+        return self.own != self.optimizer
 
 
-def replica_source(reader: CheckpointReader, values: Mapping[str, Any], run: Run) -> ReplicaSource:
+def replica_source(values: Mapping[str, Any], run: Run) -> ReplicaSource:
     """Where this rank finds its state; one rank logs what does not go on as it was.
 
     Args:
         values: of the checkpoint, decoded.
     """
-    saved = values.get(RECORD, {"kind": None, "num_replicas": 1, "own_parameters": False, "own_state": False})
-    kind, then, now = type(run.strategy).__qualname__, saved["num_replicas"], run.context.size("data")
-    is_same_kind, own = saved["kind"] == kind, replica_prefix(run.context.index("data"))
-    in_words = f"now there {'is' if now == 1 else 'are'} {now}"
-    of_strategy: str | None = ""
-    if saved["kind"] is not None and not is_same_kind:
-        of_strategy, why = None, f"it is of {saved['kind']}, this run has {kind}"
-    elif saved["own_state"] or has_own_state(run):
-        fits = saved["own_state"] and has_own_state(run) and then == now
-        of_strategy, why = own if fits else None, f"it is of {then} replicas, {in_words}"
-    paths = [*reader.manifest.tensors, *(path for path, value in values.items() if value not in (None, {}))]
-    if of_strategy is None and any(_OF_STRATEGY.match(path) for path in paths):
-        _warn(run.context, f"what the strategy of the checkpoint has kept is not taken: {why}")
-    if not saved["own_parameters"]:
-        return ReplicaSource(strategy=of_strategy)
-    if run.strategy.own_parameters and then == now and is_same_kind:
-        return ReplicaSource(own, (own,), of_strategy)
-    if not run.strategy.own_parameters:
-        in_words = f"{kind} has none"
-    elif not is_same_kind:  # it may never make them equal, and does not know of mass in flight
-        in_words = f"of {saved['kind']}, and this run has {kind}"
-    _warn(
-        run.context,
-        f"the checkpoint has {then} replicas with parameters of their own, {in_words}: all go on from the average, the "
-        f"optimizer with the average of theirs",
-    )
-    return ReplicaSource("", tuple(map(replica_prefix, range(then))), of_strategy, is_average=True)
-
-
-def _warn(context: ParallelContext, message: str) -> None:
-    if context.is_logging_rank:
-        log.warning(message)
+    saved, kind, now = values.get(RECORD), type(run.strategy).__qualname__, run.context.size("data")
+    if saved is None:
+        return ReplicaSource(strategy=None if _keeps_own(run.strategy) else "")
+    then, own = saved["num_replicas"], replica_prefix(run.context.index("data"))
+    if (saved["kind"], then) == (kind, now):
+        of_strategy = own if has_own_state(run) else ""
+        return ReplicaSource(own, own, of_strategy) if saved["own_parameters"] else ReplicaSource(strategy=of_strategy)
+    if run.context.is_logging_rank:
+        log.warning(
+            "the checkpoint is of %d replicas under %s, this run has %d under %s: %swhat the strategy has kept is not "
+            "taken",
+            then, saved["kind"], now, kind,
+            "all go on from the average of their parameters, with the optimizer of the first; "
+            if saved["own_parameters"] else "",
+        )  # fmt: skip
+    return ReplicaSource("", replica_prefix(0) if saved["own_parameters"] else "", None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -35,9 +34,9 @@ def run_values(run: Run) -> dict[str, Any]:
         index = context.index("data")
         values[f"strategy_values/{index}"] = run.strategy.state_dict()
         if loaders is not None:
-            with _logged_by_one(context.is_logging_rank):
-                loader = loaders.train
-                is_ours = isinstance(loader, Loader)  # any iterable with state may be put in its place
+            loader = loaders.train
+            is_ours = isinstance(loader, Loader)  # any iterable with state may be put in its place
+            with _logged_by_one(context):
                 values[f"loader/{index}"] = loader.trained_state_dict() if is_ours else loader.state_dict()
     for replica in written_for(run):
         values[f"{replica}train"] = {"completed_steps": run.completed_steps, **run.gradient_watch.state_dict()}
@@ -73,18 +72,12 @@ def decoded_values(reader: CheckpointReader, rank: int) -> dict[str, Any]:
     """
     values, own = {}, f"ranks/{rank}/"
     for path, value in reader.manifest.values.items():
-        if path.startswith("ranks/") and not path.startswith(own):
-            continue
-        try:
-            values[path] = decode(value, reader.tensor)
-        except CheckpointError as error:
-            reason = str(error).removeprefix(f"{reader.folder}: ")
-            raise type(error)(f"{reader.folder}: {path}: {reason}") from None
-        except Exception as error:
-            raise DamagedCheckpoint(
-                f"{reader.folder}: {path} cannot be understood ({type(error).__name__}: {error}): take another "
-                f"checkpoint"
-            ) from error
+        if not path.startswith("ranks/") or path.startswith(own):
+            try:
+                values[path] = decode(value, reader.tensor)
+            except Exception as error:
+                kind = type(error) if isinstance(error, CheckpointError) else DamagedCheckpoint
+                raise kind(f"{reader.folder}: {path} cannot be understood: {in_words(error)}") from error
     return values
 
 
@@ -120,7 +113,7 @@ def restore_run(
         if f"modules/{name}" in values:
             module.set_extra_state(values[f"modules/{name}"])
     if run.loaders is not None:
-        with _logged_by_one(context.is_logging_rank):
+        with _logged_by_one(context):
             _restore_place_in_data(run, values)
     _restore_hooks(hooks, values, context)
     # last: what is restored above may draw
@@ -150,24 +143,17 @@ def _restore_place_in_data(run: Run, values: Mapping[str, Any]) -> None:
     assert run.loaders is not None
     size, loader = run.context.size("data"), run.loaders.train
     saved = sum(path.startswith("loader/") for path in values)
-    if not saved:
+    if saved:
+        loader.load_state_dict(values[f"loader/{run.context.index('data') if saved == size else 0}"])
+    else:
         loader.set_step(run.completed_steps)
-        return
-    state = values[f"loader/{run.context.index('data') if saved == size else 0}"]
-    if saved != size and state.get("per_rank") and run.context.is_logging_rank:
-        log.warning(
-            "the checkpoint is of %d data ranks, each with batches of its own from your loader; now there are %d: all "
-            "go on from the place of the first, so samples may come twice, or not at all",
-            saved, size,
-        )  # fmt: skip
-    loader.load_state_dict(state)
 
 
 @contextlib.contextmanager
-def _logged_by_one(is_logging_rank: bool) -> Iterator[None]:
+def _logged_by_one(context: ParallelContext) -> Iterator[None]:
     """Inside, what loaders log is logged by one rank: all say the same."""
     of_loaders = logging.getLogger("colossus.data")
-    was_disabled, of_loaders.disabled = of_loaders.disabled, of_loaders.disabled or not is_logging_rank
+    was_disabled, of_loaders.disabled = of_loaders.disabled, of_loaders.disabled or not context.is_logging_rank
     try:
         yield
     finally:
@@ -226,13 +212,15 @@ def _naming(name: str, method: str) -> Iterator[None]:
 
 def _by_name(hooks: Sequence[SavedHook]) -> list[tuple[str, SavedHook]]:
     """By the name of the class; of several of one name by their number, too."""
-    named: list[tuple[str, SavedHook]] = []
-    counts: Counter[str] = Counter()
+    named: dict[str, SavedHook] = {}
     for hook in hooks:
-        name = type(hook).__qualname__
-        counts[name] += 1
-        named.append((f"{name}~{counts[name]}" if counts[name] > 1 else name, hook))
-    return named
+        name = kind = type(hook).__qualname__
+        number = 1
+        while name in named:
+            number += 1
+            name = f"{kind}~{number}"
+        named[name] = hook
+    return [*named.items()]
 
 
 # -- random generators ------------------------------------------------------------------------------------

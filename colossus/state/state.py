@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +35,6 @@ from colossus.state.parameters import (
     buffer_boxes,
     buffer_checksums,
     buffers_of,
-    changed_functions,
     known_weights,
     load_matched,
     require_same_model,
@@ -54,8 +52,6 @@ from colossus.state.replicas import (
 )
 from colossus.state.run import Run
 from colossus.state.run_values import SavedHook, decoded_values, hook_values, restore_run, run_values, written_for
-
-log = logging.getLogger("colossus.engine")
 
 #: when reading fails although every byte had been read for the checksums
 _MIXED = "; parts of it are loaded already: load a checkpoint before this engine trains"
@@ -189,10 +185,12 @@ class State:
             def check() -> tuple[dict[str, Any], ReplicaSource]:
                 """What can be found wrong is found before anything is changed."""
                 values = decoded_values(reader, run.context.rank)
-                source = replica_source(reader, values, run)
-                section = source.optimizer_sections[0]
+                source = replica_source(values, run)
+                section = f"{source.optimizer}optimizer"
                 require_same_optimizer(reader, saved_optimizer(values), run.optimizer, section)
-                require_state_fits([*source.optimizer_sections, *source.strategy_sections], reader, boxes)
+                require_state_fits(section, reader, boxes)
+                if source.strategy is not None:
+                    require_state_fits(f"{source.strategy}strategy", reader, boxes)
                 return values, source
 
             values, source = on_all_ranks(world, check)
@@ -216,11 +214,13 @@ class State:
         load_matched(reader, match, run.model, boxes, own_rank, source.own)
         trained = {id(param) for group in run.optimizer.param_groups for param in group["params"]}
         of_trained = [box for box in boxes if id(box.parameter) in trained]
-        state = read_state(source.optimizer_sections, reader, values, of_trained, run.optimizer.state)
+        state = read_state(f"{source.optimizer}optimizer", reader, values, of_trained, run.optimizer.state)
         saved = saved_optimizer(values, source.own)
         options = options_to_go_on(self._made, saved, is_logged=context.is_logging_rank)
-        restore_optimizer(run.optimizer, state, options, saved)
-        run.strategy.load_parameter_state(read_state(source.strategy_sections, reader, values, boxes))
+        restore_optimizer(run.optimizer, state, options)
+        is_kept = source.strategy is not None
+        kept = read_state(f"{source.strategy}strategy", reader, values, boxes) if is_kept else {}
+        run.strategy.load_parameter_state(kept)
         run.strategy.parameters_loaded()
         restore_run(run, self.hooks, reader.manifest.step, values, source, same_plan=same_plan)
 
@@ -261,8 +261,5 @@ class State:
                 run.strategy.load_state_dict({})
             run.strategy.parameters_loaded()
             self._loaded = assets
-        differ = changed_functions(reader.manifest.config.get("model"), as_dict(run.config).get("model"))
-        if differ and run.context.is_logging_rank:
-            log.warning("%s: its weights are of a model that computes otherwise: %s", reader.folder, ", ".join(differ))
         torch.clear_autocast_cache()
         return match

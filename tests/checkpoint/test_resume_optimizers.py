@@ -81,7 +81,7 @@ def test_other_groups_keep_the_state_of_each_parameter(tmp_path: Path) -> None:
     ((steps, told, refused),) = load(path, settings(tmp_path / "other"), look, optimizer=in_two_groups)
     assert not refused
     assert steps == [2.0] * 6
-    assert told == ["the optimizer is made otherwise than in the checkpoint: 2 parameter groups, where there were 1"]
+    assert told == ["the optimizer has 2 parameter groups and had 1: their options are those of this run"]
 
 
 class Factors(torch.optim.SGD):

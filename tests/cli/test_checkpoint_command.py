@@ -88,15 +88,10 @@ def test_inspect_prints_a_table(saved: Path, capsys: Captured) -> None:
     assert ["head.weight", "is", "embedding.weight"] in rows
 
 
-def test_inspect_all_says_who_has_what(saved: Path, capsys: Captured) -> None:
+def test_inspect_all_has_a_row_for_each_tensor(saved: Path, capsys: Captured) -> None:
     assert checkpoint("inspect", "--all", step(saved / "tensor")) == 0
     out = capsys.readouterr().out
-    assert sum(".query.weight" in line for line in out.splitlines()) == 2 * (2 + 2 * 3)  # of optimizer state, too
-    boxes = out[out.index("\nboxes\n") :]
-    at = boxes.index("  model/blocks.0.attention.qkv.query.weight\n")
-    first, second = boxes[at:].splitlines()[1:3]
-    assert first.strip().startswith("[0:12, 0:24] in rank-0000")
-    assert second.strip().startswith("[12:24, 0:24] in rank-0000")
+    assert sum(".query.weight" in line for line in out.splitlines()) == 2 * (1 + 3)  # of optimizer state, too
 
 
 def test_inspect_as_json(saved: Path, capsys: Captured) -> None:
@@ -277,7 +272,7 @@ def test_diff_of_names_shapes_and_dtypes(saved: Path, capsys: Captured) -> None:
     assert of.keys() == {"model/norm.bias", "model/blocks.0.mlp_norm.bias"}
     assert of["model/norm.bias"].spec == "float64 (24,), float64 (12, 2)"
     assert of["model/blocks.0.mlp_norm.bias"].spec == "float64, int64"
-    assert found.exceeds(diffing.Tolerance(1e9, 1e9))
+    assert found.exceeds(1e9, 1e9)
 
 
 def test_diff_of_numbers_that_are_not_finite() -> None:

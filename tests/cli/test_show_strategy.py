@@ -85,14 +85,6 @@ def test_the_ways_of_tables(config: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "an unknown alpha is taken for 1" in printed
 
 
-def test_hosts_send_what_their_ranks_touch_together(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With two hosts owners send 2 alpha w / 2, alpha 1 - (1 - 0.0025)^2 of two ranks; w = 128,000 bytes."""
-    printed = _show(config, capsys, "parallel.strategy.hosts=2")
-    assert "bytes       that leave a host in a step, of 2; its ranks add up rows before" in printed
-    (row,) = (line for line in printed.splitlines() if line.startswith("embedding.weight  "))
-    assert row.endswith("639 B   639 B  owners"), row
-
-
 def test_every_strategy_says_what_it_does(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = _show(config, capsys, "parallel.strategy=all_reduce")
     assert "strategy    all_reduce" in printed

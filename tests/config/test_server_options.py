@@ -45,7 +45,6 @@ def config_of(more: dict[str, Any], data: int = 4, **strategy: Any) -> Any:
         (dict(mode="async", beta=0.5), {}, "it is for 'easgd'"),
         (dict(mode="async", algorithm="easgd", beta=1.5), {}, "parallel.strategy.beta"),
         (dict(mode="async", algorithm="easgdd"), {}, "'downpour' or 'easgd'"),
-        (dict(mode="async", evaluate="own"), {}, "those at the servers are evaluated"),
         (dict(prefetch=True), {}, "nothing is pulled ahead"),
         (dict(), dict(optimizer=dict(type=torch.optim.Rprop)), "optimizer.type = 'Rprop': the servers apply SGD"),
         (dict(), dict(comm=dict(timeout_seconds=2.9)), "comm.timeout_seconds = 2.9: a server can be taken for dead"),

@@ -60,7 +60,8 @@ STOPS: dict[str, dict[int, int]] = {"nobody": {}, "the slow one": {1: 3}, "two":
 
 def _fit(rank: int, stops: dict[int, int]) -> tuple[FitSummary, int, int]:
     settings = settings_of({**STRATEGY, "log_every": 30}, 2, SGD, steps=STEPS)
-    engine = colossus.initialize(settings, model=Net, loss_fn=classify, data=Stream(rank))
+    data = dict(type=lambda: Stream(rank), per_rank=True)
+    engine = colossus.initialize(settings, model=Net, loss_fn=classify, data=data)
     told: list[int] = []
     engine.strategy.on_progress = lambda: told.append(engine.completed_steps)
     summary = fit(engine, [Pace(0.02 if rank == 1 else 0.002, stops.get(rank))])

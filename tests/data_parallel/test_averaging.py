@@ -49,8 +49,7 @@ class Rounds:
     """The recurrence, in plain torch: local steps, averages weighted by tokens, outer steps.
 
     Args:
-        outer: of a fragment's (anchor, average, memory, mean learning rate) the values that all go on from.
-        fragment_of: number of the fragment of a parameter.
+        outer: of a parameter's (anchor, average, memory, mean learning rate) the values that all go on from.
     """
 
     def __init__(
@@ -60,20 +59,16 @@ class Rounds:
         *,
         period: int,
         clip: float | None = None,
-        fragments: int = 1,
-        fragment_of: Callable[[str], int] = lambda name: 0,
         outer: Callable[[Tensor, Tensor, dict[str, Tensor], float], Tensor] = lambda anchor, average, memory, lr: (
             average
         ),
-        after_round: Callable[[list[Replica]], None] = lambda replicas: None,
     ) -> None:
         kind, options = optimizer["type"], {key: value for key, value in optimizer.items() if key != "type"}
         make = lambda params: getattr(torch.optim, kind)(params, **options)  # noqa: E731
         self.replicas = [Replica(make, clip) for _ in range(num_replicas)]
-        names = [name for name, _ in self.replicas[0].model.named_parameters()]
         anchors = [param.detach().clone() for param in self.replicas[0].params]
-        memories: list[dict[str, Tensor]] = [{} for _ in names]
-        tokens = [[0] * fragments for _ in range(num_replicas)]
+        memories: list[dict[str, Tensor]] = [{} for _ in anchors]
+        tokens = [0] * num_replicas
         rates: list[float] = []
         self.losses: list[float] = []
         for step in range(STEPS):
@@ -89,23 +84,17 @@ class Rounds:
             rates.append(lr)
             for index, (replica, (_, count)) in enumerate(zip(self.replicas, sums, strict=True)):
                 replica.update(count)
-                tokens[index] = [number + count for number in tokens[index]]
-            for fragment in range(fragments):
-                if (step + 1 - (fragment + 1) * period // fragments) % period:
-                    continue
-                weights = [own[fragment] / sum(each[fragment] for each in tokens) for own in tokens]
-                for own in tokens:
-                    own[fragment] = 0
-                for at, name in enumerate(names):
-                    if fragment_of(name) != fragment:
-                        continue
-                    parts = [replica.params[at].detach() for replica in self.replicas]
-                    average = sum(weight * part for weight, part in zip(weights, parts, strict=True))
-                    anchors[at] = outer(anchors[at], average, memories[at], sum(rates) / len(rates))
-                    for part in parts:
-                        part.copy_(anchors[at])
-                after_round(self.replicas)
-                rates.clear()
+                tokens[index] += count
+            if (step + 1) % period:
+                continue
+            for at in range(len(anchors)):
+                parts = [replica.params[at].detach() for replica in self.replicas]
+                average = sum(own / sum(tokens) * part for own, part in zip(tokens, parts, strict=True))
+                anchors[at] = outer(anchors[at], average, memories[at], sum(rates) / len(rates))
+                for part in parts:
+                    part.copy_(anchors[at])
+            tokens = [0] * num_replicas
+            rates.clear()
 
 
 def diloco_outer(lr: float, momentum: float, nesterov: bool = True) -> Callable[..., Tensor]:
@@ -136,16 +125,6 @@ def slowmo_outer(lr: float, momentum: float) -> Callable[..., Tensor]:
     return outer
 
 
-def reset(replicas: list[Replica]) -> None:
-    for replica in replicas:
-        replica.optimizer.state.clear()
-
-
-def strided(name: str) -> int:
-    """Two fragments of a model of two blocks: what is outside of blocks is in the first."""
-    return 1 if name.startswith("blocks.1.") else 0
-
-
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "data": (2, dict(data=2)),
     "1d": (4, dict(data=2, tensor=2)),
@@ -160,12 +139,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None, dict[str, A
         None,
         dict(period=3, outer=slowmo_outer(0.9, 0.7)),
     ),
-    "slowmo reset": (
-        dict(type="slowmo", period=3, buffers="reset"),
-        ADAMW,
-        None,
-        dict(period=3, outer=slowmo_outer(1.0, 0.5), after_round=reset),
-    ),
     "diloco": (dict(type="diloco", period=3), ADAMW, 1.0, dict(period=3, outer=diloco_outer(0.7, 0.9))),
     "diloco heavy ball": (
         dict(type="diloco", period=2, outer_lr=0.4, outer_momentum=0.5, nesterov=False),
@@ -173,17 +146,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None, dict[str, A
         None,
         dict(period=2, outer=diloco_outer(0.4, 0.5, nesterov=False)),
     ),
-    "diloco fragments": (
-        dict(type="diloco", period=3, fragments=2),
-        SGD,
-        None,
-        dict(period=3, fragments=2, fragment_of=strided, outer=diloco_outer(0.7, 0.9)),
-    ),
 }
 #: of each plan the cases by default
 BY_DEFAULT = {
-    "data": ["local_sgd", "slowmo", "slowmo reset", "diloco"],
-    "1d": ["diloco fragments"],
+    "data": ["local_sgd", "slowmo", "diloco"],
+    "1d": ["diloco heavy ball"],
     "1f1b": ["local_sgd, SGD"],
 }
 
@@ -265,20 +232,17 @@ def _stopped(rank: int, requests: list[tuple[str, int, int]]) -> list[int]:
     return found
 
 
-def _looked_at(rank: int, kinds: list[dict[str, Any]]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def _looked_at(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A replica's own weights in the midst of a round, and those that are evaluated."""
-    found = []
-    for strategy in kinds:
-        engine = colossus.initialize(settings(strategy, dict(data=2), PLAIN_SGD))
-        for step in range(3):
-            engine.train_step(_uneven_part(step, rank))
-        own, inside = ({}, {})
-        for into in (own, inside):
-            with engine.strategy.evaluation() if into is inside else nullcontext():
-                into.update({name: param.detach().clone() for name, param in engine.model.named_parameters()})
-        found.append((own, inside))
-        engine.close()
-    return found
+    engine = colossus.initialize(settings(dict(type="local_sgd", period=4), dict(data=2), PLAIN_SGD))
+    for step in range(3):
+        engine.train_step(_uneven_part(step, rank))
+    own, inside = ({}, {})
+    for into in (own, inside):
+        with engine.strategy.evaluation() if into is inside else nullcontext():
+            into.update({name: param.detach().clone() for name, param in engine.model.named_parameters()})
+    engine.close()
+    return own, inside
 
 
 def _uneven_part(step: int, rank: int) -> dict[str, Tensor]:
@@ -289,27 +253,15 @@ def _uneven_part(step: int, rank: int) -> dict[str, Tensor]:
 
 
 def test_what_is_evaluated_is_weighted_by_tokens_as_rounds_are() -> None:
-    """Of each fragment by those of its own round: the first's has begun after step 2, of three."""
-    kinds = [dict(type="local_sgd", period=4), dict(type="diloco", period=4, fragments=2)]
-    ranks = run_ranks(2, _looked_at, kinds, with_context=False)
-    tokens = [[int((_uneven_part(step, rank)["labels"] != -100).sum()) for step in range(3)] for rank in range(2)]
-    for number in range(len(kinds)):
-        (one, inside), (other, also) = (found[number] for found in ranks)
-        for name, value in one.items():
-            # after step 2 of 4 the first fragment was averaged
-            first = 2 if number and not strided(name) else 0
-            mine, theirs = (sum(each[first:]) for each in tokens)
-            mean = (mine * value + theirs * other[name]) / (mine + theirs)
-            torch.testing.assert_close(inside[name], mean, rtol=0, atol=1e-13)
-            assert torch.equal(inside[name], also[name])
-    assert sum(tokens[0]) > 3 * sum(tokens[1])
-
-
-def test_a_state_that_is_there_before_the_first_step_is_not_forgotten() -> None:
-    config = settings(dict(type="slowmo", buffers="reset"), {}, PLAIN_SGD)
-    del config["optimizer"]
-    with pytest.raises(ValueError, match="Adagrad has a state before its first step"):
-        colossus.initialize(config, optimizer=lambda named: torch.optim.Adagrad([param for _, param in named]))
+    (one, inside), (other, also) = run_ranks(2, _looked_at, with_context=False)
+    mine, theirs = (
+        sum(int((_uneven_part(step, rank)["labels"] != -100).sum()) for step in range(3)) for rank in range(2)
+    )
+    assert mine > 3 * theirs
+    for name, value in one.items():
+        mean = (mine * value + theirs * other[name]) / (mine + theirs)
+        torch.testing.assert_close(inside[name], mean, rtol=0, atol=1e-13)
+        assert torch.equal(inside[name], also[name])
 
 
 def test_all_stop_after_the_same_step() -> None:

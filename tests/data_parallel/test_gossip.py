@@ -28,7 +28,7 @@ from helpers.gossip import (
 from torch import nn
 
 from colossus.data_parallel.gossip.push_sum import PushSum
-from colossus.graphs.graph import make_graph, parse_peers
+from colossus.graphs.graph import make_graph
 
 STEPS, REPLICAS, CLIP = 7, 3, 0.4
 IRREGULAR = dict(type=Matrices, matrices=irregular(REPLICAS))
@@ -39,7 +39,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None, dict[str, A
     "overlap 3": (dict(type="sgp", graph=IRREGULAR, overlap=3), SGD, None, dict(overlap=3)),
     "regular, overlap 1": (dict(type="sgp", overlap=1), SGD, None, dict(overlap=1)),
     "exponential": (dict(type="sgp"), ADAMW, None, {}),
-    "schedule": (dict(type="sgp", peers={0: 1, 3: 2, 5: 1}, overlap=2), SGD, CLIP, dict(overlap=2)),
     "d-psgd": (dict(type="d-psgd"), SGD, CLIP, dict(combines_first=True)),
     "d-psgd, AdamW": (dict(type="d-psgd", graph="complete"), ADAMW, None, dict(combines_first=True)),
     "d-psgd, adapted first": (dict(type="d-psgd", order="adapt_then_combine"), SGD, CLIP, {}),
@@ -69,7 +68,7 @@ def runs() -> dict[str, list[Run]]:
 @cache
 def simulated(name: str) -> Simulated:
     strategy, optimizer, clip, more = CASES[name]
-    graph = make_graph(strategy.get("graph", "exponential"), REPLICAS, parse_peers(strategy.get("peers", 1)))
+    graph = make_graph(strategy.get("graph", "exponential"), REPLICAS, strategy.get("peers", 1))
     return simulate(begun(), lambda step: graph.at(step).matrix, REPLICAS, STEPS, optimizer, loss_of, clip=clip, **more)
 
 
@@ -116,11 +115,10 @@ FACTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
     "exponential": (dict(type="sgp"), SLOW, 2, MIXES),
     "irregular": (dict(type="sgp", graph=dict(type=Matrices, matrices=irregular(FOUR)), log_every=5), SLOW, 36, MIXES),
     "in flight": (dict(type="sgp", graph=dict(type=Matrices, matrices=irregular(FOUR)), overlap=2), SLOW, 60, MIXES),
-    "schedule": (dict(type="sgp", peers={0: 1, 5: 3, 9: 2}, overlap=2), SLOW, 36, MIXES),
 }
 
 
-MIXING = ["exponential", "irregular", "in flight", "schedule"]
+MIXING = ["exponential", "irregular", "in flight"]
 
 
 @cache

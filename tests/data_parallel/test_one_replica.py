@@ -7,7 +7,7 @@ import logging
 import pytest
 from helpers.training import assert_same_numbers, config_of, train
 
-from colossus.data_parallel.options.base import PerReplicaOptions
+from colossus.data_parallel.options.strategy_options import PerReplicaOptions
 from colossus.registry import STRATEGY_OPTIONS
 
 #: so that two steps have a round

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
-from colossus.comm.objects import all_gather_object
 from colossus.engine.fit import FitSummary, fit
 from colossus.engine.hooks import Hook
 from colossus.monitor.display import PlainDisplay
@@ -68,9 +67,9 @@ class Seen:
     own: dict[str, Tensor]
 
 
-def looks(rank: int, parallel: dict[str, Any], precision: Any, travelling: float, evaluate: str) -> Seen:
-    """Trains replicas apart, and evaluates in every way."""
-    strategy = dict(type=Apart, travelling=travelling, evaluate=evaluate)
+def looks(rank: int, parallel: dict[str, Any], precision: Any, travelling: float) -> Seen:
+    """Trains replicas apart, and evaluates their average."""
+    strategy = dict(type=Apart, travelling=travelling)
     engine = colossus.initialize(settings_of({**parallel, "strategy": strategy}, precision))
     for step in range(2):
         assert engine.train_step(own_part(engine, step)).replica == engine.context.index("data")
@@ -85,11 +84,10 @@ def looks(rank: int, parallel: dict[str, Any], precision: Any, travelling: float
             seen.losses.append(engine.eval_step(own_part(engine, 7)).loss)
         assert moved.bytes("data") < 200, "the average is made once around a loop"
         seen.inside = whole(engine)
-        if evaluate == "average":
-            with pytest.raises(RuntimeError, match="a step cannot be trained inside of"):
-                engine.train_step(own_part(engine, 2))
-            with pytest.raises(colossus.checkpoint.CheckpointError, match="cannot be saved inside of"):
-                engine.checkpoints.save()
+        with pytest.raises(RuntimeError, match="a step cannot be trained inside of"):
+            engine.train_step(own_part(engine, 2))
+        with pytest.raises(colossus.checkpoint.CheckpointError, match="cannot be saved inside of"):
+            engine.checkpoints.save()
     assert is_same(stored(engine), before)
     with pytest.raises(KeyError), engine.strategy.evaluation():
         raise KeyError("in the midst")
@@ -97,8 +95,7 @@ def looks(rank: int, parallel: dict[str, Any], precision: Any, travelling: float
     with engine.strategy.export():
         exported = whole(engine)
     assert is_same(stored(engine), before)
-    first = all_gather_object(seen.own, engine.context.group("data"))[0]
-    assert_close_states(exported, seen.inside if evaluate == "average" else first, "export", atol=0.0)
+    assert_close_states(exported, seen.inside, "export", atol=0.0)
     engine.train_step(own_part(engine, 2))
     assert engine.strategy.consensus() == {}
     engine.close()
@@ -117,7 +114,7 @@ def evaluates(rank: int, precision: Any, state: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("plan", but(("1d", "sequence", "2d"), PLANS))
 def test_the_average_is_evaluated_and_the_own_come_back(plan: str) -> None:
     world, parallel, travelling = PLANS[plan]
-    ranks = run_ranks(world, looks, parallel, "fp64", travelling, "average", with_context=False)
+    ranks = run_ranks(world, looks, parallel, "fp64", travelling, with_context=False)
     num = parallel["data"]
     of_replicas = [seen.own for seen in (ranks[:: world // num] if plan != "pipeline" else ranks[:num])]
     weights = [1 + travelling * index for index in range(num)]
@@ -136,25 +133,6 @@ def test_the_average_is_evaluated_and_the_own_come_back(plan: str) -> None:
         assert_close_states(seen.inside, mean, "average", atol=1e-14)
         assert seen.distances["consensus_distance"] == pytest.approx(distance, rel=1e-9)
         assert seen.distances["consensus_distance_relative"] == pytest.approx(distance / norm, rel=1e-9)
-
-
-def test_each_replica_is_evaluated_alone() -> None:
-    ranks = run_ranks(2, looks, dict(data=2), "fp64", 0.0, "own", with_context=False)
-    (loss,) = {loss for seen in ranks for loss in seen.losses}
-    sums = [run_ranks(1, of_part, seen.own, index, with_context=False)[0] for index, seen in enumerate(ranks)]
-    assert loss == pytest.approx(sum(total for total, _ in sums) / sum(count for _, count in sums), rel=1e-12)
-    for seen in ranks:
-        assert_close_states(seen.inside, seen.own, "weights", atol=0.0)
-        assert seen.distances == {}
-
-
-def of_part(rank: int, state: dict[str, Tensor], index: int) -> tuple[float, float]:
-    engine = colossus.initialize(settings_of({}))
-    load_full_state_dict(engine.model, state, engine.context)
-    part = {key: value[index * 6 : index * 6 + 6] for key, value in batch_of(7, batch=12).items()}
-    result = engine.eval_step(part)
-    engine.close()
-    return result.loss_sum, result.count
 
 
 LOW = dict(params="bf16", compute="bf16", reduce="fp32", optimizer="fp32")

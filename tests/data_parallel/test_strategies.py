@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers.long import but
 from helpers.ranks import run_ranks
-from helpers.strategies import Delayed, LocalSteps, OwnSGD
+from helpers.strategies import Delayed, OwnSGD
 from helpers.training import (
     SIZES,
     Trace,
@@ -27,8 +27,6 @@ from torch.utils.checkpoint import checkpoint
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.comm.collectives import Pending, Ready
-from colossus.context.groups import AxisGroup
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.observer import StepObserver
 
@@ -108,52 +106,10 @@ def assert_weights(trace: Trace, model: nn.Module) -> None:
     assert compared >= 10
 
 
-# -- replicas that differ -------------------------------------------------------------------------------------
-
-
 @cache
 def counts() -> list[int]:
     """Valid tokens of every step."""
     return [int((batch_of(step, SIZES, BATCH)["labels"] != -100).sum()) for step in range(STEPS)]
-
-
-@cache
-def local_steps(every: int) -> tuple[list[float], list[float], list[Plain]]:
-    replicas = [Plain(start()), Plain(start())]
-    losses, norms = [], []
-    for step in range(STEPS):
-        whole, half = batch_of(step, SIZES, BATCH), BATCH // 2
-        results = []
-        for number, replica in enumerate(replicas):
-            part = {key: value[number * half : (number + 1) * half] for key, value in whole.items()}
-            results.append(replica.backward(part))
-            replica.optimizer.step()
-        losses.append(sum(total for total, _, _ in results) / sum(count for _, count, _ in results))
-        norms.append(sum(norm for _, _, norm in results) / 2)
-        if (step + 1) % every == 0:
-            with torch.no_grad():
-                for one, other in zip(*(replica.model.parameters() for replica in replicas), strict=True):
-                    mean = (one + other) / 2
-                    one.copy_(mean)
-                    other.copy_(mean)
-    return losses, norms, replicas
-
-
-@pytest.mark.rest("1d")
-@plans
-def test_local_steps_with_averages(plan: str) -> None:
-    """Averaged after steps 2 and 4 of 5: at the end replicas differ, and each is what plain torch makes of it."""
-    losses, norms, replicas = local_steps(2)
-    traces = train_with(dict(type=LocalSteps, every=2), PLANS[plan])
-    of_replica = len(traces) // 2 if PLANS[plan][1].get("pipeline", 1) == 1 else 1
-    for rank, trace in enumerate(traces):
-        assert trace.losses == pytest.approx(losses, rel=1e-10)
-        assert trace.norms == pytest.approx(norms, rel=1e-10)
-        assert trace.tokens == counts()
-        # ranks are numbered pipeline, data, tensor from the outside in
-        assert_weights(trace, replicas[rank // of_replica % 2].model)
-    one, other = (trace.end["blocks.0.mlp.up.weight"] for trace in (traces[0], traces[of_replica]))
-    assert (one - other).abs().max() > 1e-4
 
 
 # -- gradients of the step before -----------------------------------------------------------------------------
@@ -221,21 +177,6 @@ def test_rows_over_data_and_sequence() -> None:
     for trace in train_with(dict(type="zero", stage=3), plan):
         assert_same_run(trace, alone(), **EXACT)
         assert_same_numbers(trace, alone())
-
-
-def test_a_missing_sum_over_data_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parity above would not pass if gradients stayed those of one replica."""
-    monkeypatch.setattr("colossus.data_parallel.zero.row_gradients.in_parts.reduce_scatter", _own_rows)
-    trace = train_with(dict(type="zero", stage=3), PLANS["data"])[0]
-    with pytest.raises(AssertionError, match="loss of step 2"):
-        assert_same_run(trace, alone(), **EXACT)
-
-
-def _own_rows(size: int, dtype: torch.dtype, device: torch.device, group: AxisGroup, fill: Any, take: Any) -> Pending:
-    stacked = torch.empty(group.size, size, dtype=dtype)
-    fill(stacked)
-    take([stacked[group.index]])
-    return Ready(stacked)
 
 
 # -- what a store gathers -------------------------------------------------------------------------------------

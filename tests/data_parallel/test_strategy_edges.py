@@ -15,8 +15,8 @@ import colossus
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "local_sgd": dict(type="local_sgd", period=2),
-    "slowmo": dict(type="slowmo", period=2, buffers="reset"),
-    "diloco": dict(type="diloco", period=2, fragments=2),
+    "slowmo": dict(type="slowmo", period=2),
+    "diloco": dict(type="diloco", period=2),
     "hierarchical": dict(type="hierarchical"),
     "bf16": dict(type="all_reduce", compress="bf16"),
     "powersgd": dict(type="all_reduce", compress="powersgd", start_step=0, min_compression_rate=0.0),

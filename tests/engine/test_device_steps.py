@@ -157,7 +157,7 @@ WAITING: dict[str, tuple[Case, list[int]]] = {
     "local_sgd": ((dict(data=4, strategy=dict(type="local_sgd", period=3)), "bf16", {}), [0, 2, 0, 0]),
     "slowmo": ((dict(data=4, strategy=dict(type="slowmo", period=3)), "fp32", {}), [0, 2, 0, 0]),
     "diloco": (
-        (dict(data=4, strategy=dict(type="diloco", period=4, fragments=2)), "fp16", dict(model=dict(num_layers=2))),
+        (dict(data=4, strategy=dict(type="diloco", period=4)), "fp16", dict(model=dict(num_layers=2))),
         [2, 0, 2, 0],
     ),
 }

@@ -122,9 +122,6 @@ def test_a_function_in_the_config_may_take_the_names_too() -> None:
     assert [group["param_names"] for group in engine.optimizer.param_groups] == [["out.weight"], NAMES[:2]]
     engine.train_step(numbers())
     assert [group["lr"] for group in engine.optimizer.param_groups] == pytest.approx([0.3, 0.1])
-    config["optimizer"]["named_parameters"] = []
-    with pytest.raises(ValueError, match=r"optimizer.named_parameters: the parameters are those of the model"):
-        colossus.initialize(config, model=Net, loss_fn=square)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def test_all_are_right(spec: Any) -> None:
         if fits is spec:
             graph = make_graph(spec, replicas, peers)
             assert problems_of(graph, doubly_stochastic=True, late="overlap") == [], (replicas, peers)
-            for step in range(2 * graph.phases[0].period):
+            for step in range(2 * graph.period):
                 assert (graph.at(step).matrix >= 0).all()
                 sent = [len(graph.at(step).targets(index)) for index in range(replicas)]
                 if graph.family.takes_peers and "hierarchical" not in str(spec):
@@ -77,7 +77,7 @@ def sum_of_messages(graph: Graph, step: int, x: np.ndarray) -> np.ndarray:
 )
 def test_exponential_reaches_the_exact_mean(replicas: int, peers: int, steps: int) -> None:
     graph = make_graph("exponential", replicas, peers)
-    assert graph.phases[0].period == steps
+    assert graph.period == steps
     x = np.random.default_rng(0).normal(size=replicas)
     mean = x.mean()
     for step in range(steps):
@@ -91,7 +91,7 @@ def test_bipartite_exponential_is_pairs() -> None:
     for replicas in (2, 4, 6, 12, 32):
         graph = make_graph("bipartite_exponential", replicas)
         edges = np.zeros((replicas, replicas), bool)
-        for step in range(graph.phases[0].period):
+        for step in range(graph.period):
             matrix = graph.at(step).matrix
             edges |= matrix != 0
             assert (matrix == matrix.T).all()
@@ -99,7 +99,7 @@ def test_bipartite_exponential_is_pairs() -> None:
                 ((to, weight),) = graph.at(step).targets(index)
                 assert (weight, (to - index) % 2) == (0.5, 1)
         assert two_sides(edges) == (list(range(0, replicas, 2)), list(range(1, replicas, 2)))
-    assert graph.phases[0].period == 10  # 1, 3, 5, 9, 17 hops, each way
+    assert graph.period == 10  # 1, 3, 5, 9, 17 hops, each way
     assert {to for step in range(10) for to, _ in graph.at(step).targets(1)} == {2, 0, 4, 30, 6, 28, 10, 24, 18, 16}
 
 
@@ -124,18 +124,6 @@ def test_hierarchical_is_inside_and_between_in_turn() -> None:
     for step in range(4):  # 4 hosts: exact after two steps between them
         x = sum_of_messages(graph, step, x)
     assert abs(x - mean).max() < 1e-15
-
-
-def test_a_schedule_of_peers_begins_anew() -> None:
-    graph = make_graph("exponential", 9, ((0, 1), (5, 2), (8, 8)))
-    ones = make_graph("exponential", 9, 1)
-    for step in range(5):
-        assert (graph.at(step).matrix == ones.at(step).matrix).all()
-    twos = make_graph("exponential", 9, 2)
-    for step in range(5, 8):
-        assert (graph.at(step).matrix == twos.at(step - 5).matrix).all()
-    assert np.allclose(graph.at(1000).matrix, 1 / 9)
-    assert [phase.period for phase in graph.phases] == [4, 2, 1]
 
 
 def test_one_replica() -> None:

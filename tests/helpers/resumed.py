@@ -97,6 +97,8 @@ def settings(folder: Path, parallel: dict[str, Any] | None = None, **more: Any) 
 def engine_of(config: dict[str, Any], data: Any = None, optimizer: Any = None) -> Any:
     if optimizer is not None:
         del config["optimizer"]
+    if data is own_batches:
+        data = dict(type=own_batches, per_rank=True)
     given = dict(data=Vectors() if data is None else data) | ({} if optimizer is None else dict(optimizer=optimizer))
     return colossus.initialize(config, model=Net, loss_fn=classify, **given)
 

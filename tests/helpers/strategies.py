@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.data_parallel.all_reduce import AllReduce
-from colossus.data_parallel.options.base import PerReplicaOptions
+from colossus.data_parallel.options.strategy_options import PerReplicaOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts

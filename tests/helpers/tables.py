@@ -137,7 +137,7 @@ def gathered_state(engine: Any) -> dict[str, dict[str, Tensor]]:
             by_row = value.shape != logical.parameter.shape
             layout = replace(logical.layout, dims=(logical.layout.dims[0], ())) if by_row else logical.layout
             shape = (logical.shape[0], 1) if by_row else logical.shape
-            of_param[key] = gather(logical.local(value), layout, shape, engine.context)
+            of_param[key] = gather(logical.local(value), layout, shape, engine.context, logical.intervals)
     return found
 
 

@@ -20,6 +20,7 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.plans import resolve_sizes
 from colossus.data.make_loaders import loaders_of
+from colossus.launch.data_check import check_data
 from colossus.sparse.words_options import WordsOptions
 
 STEPS, BATCH, SEED, LR = 3, 8, 5, 2.0
@@ -167,10 +168,9 @@ def test_pairs_of_the_data_are_those_of_the_model() -> None:
         return Config(model=dict(type="WordsLM", **SIZES), data=data, optimizer=dict(type="SGD", lr=1.0), train=train)
 
     with pytest.raises(ConfigError, match=r"data\.pairs = 5000, but model\.pairs = 29: leave data\.pairs out"):
-        resolve_sizes(given(pairs=5000))
-    config = given()
-    resolve_sizes(config)
-    resolve_sizes(given(pairs=29))
+        check_data(given(pairs=5000))
+    config = given(pairs=29)
+    check_data(config)
     pairs = loaders_of(config, config.data, data_rank=0, data_size=1, device="cpu").train.peek()["inputs"]["pairs"]
     assert 1 < int(pairs.max()) + 1 <= 29
 

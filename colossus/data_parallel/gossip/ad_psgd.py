@@ -81,7 +81,7 @@ class ADPSGD(PerReplica):
         self._reported = 0.0, 0
         if data.size == 1:
             return
-        graph = make_graph(self.options.graph, data.size, self.options.schedule)
+        graph = make_graph(self.options.graph, data.size, self.options.sends_to)
         require_same_graph(graph, context)
         timeout = context.timeout.total_seconds()
         self.links = PeerLinks(data, self.vector.nbytes, timeout, pinned=context.device.type == "cuda")
@@ -233,6 +233,6 @@ def _death_of(replica: int, reason: str) -> RuntimeError:
 
 def _weights(graph: Graph) -> np.ndarray:
     """[replicas, replicas]: how much each gives to each other in a period."""
-    total = np.sum([graph.at(step).matrix for step in range(graph.phases[0].period)], axis=0)
+    total = np.sum(graph.matrices, axis=0)
     np.fill_diagonal(total, 0.0)
     return total

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from colossus.context.parallel_context import current_context
 from colossus.context.world import launched_ranks
 from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.graphs.analysis import consensus
-from colossus.graphs.graph import Graph, make_graph, parse_peers
+from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.graph_checks import problems_of
 from colossus.nest import leaves, map_leaves
 
@@ -32,7 +31,7 @@ def average(
     tensors: Any,
     *,
     graph: Any = "exponential",
-    peers: int | Mapping[int, int] = 1,
+    peers: int = 1,
     iterations: int | None = None,
     push_sum: bool = True,
 ) -> Any:
@@ -47,7 +46,7 @@ def average(
     Args:
         tensors: a tensor, or a nest (mappings, lists, tuples) of them: floating or complex.
         graph: as ``parallel.strategy.graph``: a name, ``dict(type=.., **options)``, a function or matrices.
-        peers: to how many others a rank sends in an iteration, or that by the iteration from which it holds.
+        peers: to how many others a rank sends in an iteration.
         iterations: how many; None: until the distance to the mean is below 1e-6 of what it was, or exact where the
             graph gives it (exponential: after log2 of n ranks).
         push_sum: divide by the weight of Stochastic Gradient Push (1811.10792). Without it what is returned tends to
@@ -96,8 +95,10 @@ def _checked(tensors: Any) -> list[tuple[str, Tensor]]:
 
 
 def _graph_of(spec: Any, peers: Any, ranks: int) -> Graph:
+    if not isinstance(peers, int) or isinstance(peers, bool) or peers < 1:
+        raise ValueError(f"peers = {peers!r}: a whole number of at least 1")
     try:
-        graph = make_graph(spec, ranks, parse_peers(peers))
+        graph = make_graph(spec, ranks, peers)
     except ValueError as error:
         raise ValueError(f"graph over {ranks} ranks: {error}") from error
     if problems := problems_of(graph):
@@ -120,21 +121,18 @@ def _require_alike(
     group: AxisGroup, problem: str | None, found: list[tuple[str, Tensor]], graph: Graph | None, options: str
 ) -> None:
     """Raise on all ranks what is wrong on one of them, or differs between them: else the others would wait for it."""
-    tensors = [f"{path}: {_dtype(tensor)} {list(tensor.shape)}" for path, tensor in found]
-    everyone = all_gather_object((problem, tensors, options, None if graph is None else graph.digest()), group)
-    problems = [theirs[0] for theirs in everyone]
+    digest = b"" if graph is None else graph.digest()
+    gives = [options, f"the graph {digest.hex()[:8]}", f"{len(found)} tensors"]
+    gives += [f"{path}: {_dtype(tensor)} {list(tensor.shape)}" for path, tensor in found]
+    everyone = all_gather_object((problem, gives), group)
+    problems = [theirs for theirs, _ in everyone]
     for rank, its_problem in zip(group.ranks, problems, strict=True):
         if its_problem is not None:
             where = "" if len(set(problems)) == 1 else f" on rank {rank}"
             raise ValueError(f"colossus.average{where}: {its_problem}")
-    (_, first, chosen, digest), rank = everyone[0], group.ranks[0]
-    for other, (_, theirs, their_choice, their_digest) in zip(group.ranks, everyone, strict=True):
-        pairs = [(chosen, their_choice), ("the graph", "another graph" if their_digest != digest else "the graph")]
-        if len(first) == len(theirs):
-            pairs += zip(first, theirs, strict=True)
-        else:
-            pairs.append((f"{len(first)} tensors", f"{len(theirs)}"))
-        for ours, its in pairs:
+    first, rank = everyone[0][1], group.ranks[0]
+    for other, (_, theirs) in zip(group.ranks, everyone, strict=True):
+        for ours, its in zip(first, theirs, strict=False):
             if ours != its:
                 raise ValueError(
                     f"colossus.average: rank {rank} gives {ours}, rank {other} gives {its}; all give the same"

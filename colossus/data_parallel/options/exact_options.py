@@ -9,11 +9,8 @@ from pydantic import Field
 from colossus.arithmetic import either
 from colossus.config import Config
 from colossus.config.schema import Parallel, ZeroSection
-from colossus.data_parallel.options.base import Count, CountOrZero, StrategyOptions
-from colossus.sparse.choice import first_fit
-from colossus.sparse.cost import WayName
-
-Fraction = Annotated[float, Field(gt=0, le=1)]
+from colossus.data_parallel.options.strategy_options import Count, CountOrZero, StrategyOptions
+from colossus.sparse.choice import WayName, first_fit
 
 _POWERSGD = ("rank", "start_step", "warm_start", "min_compression_rate")
 
@@ -116,20 +113,15 @@ class HierarchicalOptions(AllReduceOptions):
 
 
 class HybridOptions(StrategyOptions):
+    #: into how many parts of neighbouring rows an owned table is cut, which its owners are dealt in turn; None: one for
+    #: each owner
+    partitions: Count | None = None
     #: pattern of full names of tables -> "dense", "gather" or "owners"; the first that fits is taken
     ways: dict[str, WayName] = {}
-    #: pattern of full names of tables -> part of the rows that a rank touches in a step, for ``show --strategy``
-    alpha: dict[str, Fraction] = {}
-    #: whether ranks of a host add up rows before these leave it; "auto": where there are several hosts
-    aggregate: Literal["auto"] | bool = "auto"
     #: over how many hosts the data ranks are spread; None: found by what ranks know of their machines
     hosts: Count | None = None
     #: data ranks on each host, neighbours along data; the same said otherwise
     per_host: Count | None = None
-    #: into how many parts of neighbouring rows an owned table is cut; "search": found in the first steps
-    partitions: Count | Literal["search"] | None = None
-    #: steps after which parts are given to owners by the rows that were touched; 0: never
-    balance_after: CountOrZero = 20
 
     def describe(self, data: int) -> str:
         said = [f"{pattern} by {way}" for pattern, way in self.ways.items()]

@@ -8,8 +8,8 @@ from pydantic import AfterValidator
 
 from colossus.config import Config
 from colossus.config.sizes import describe_sizes
-from colossus.data_parallel.options.base import CountOrZero, PerReplicaOptions
-from colossus.graphs.graph import Graph, make_graph, parse_peers, phases_of
+from colossus.data_parallel.options.strategy_options import Count, CountOrZero, PerReplicaOptions
+from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.graph_checks import problems_of
 from colossus.graphs.spec import make_family, name_of_graph
 
@@ -38,8 +38,8 @@ class GraphOptions(PerReplicaOptions):
     graph: Annotated[Any, AfterValidator(_graph)] = "exponential"
 
     @property
-    def schedule(self) -> Any:
-        """To how many others a replica sends in a step, as `make_graph` takes it."""
+    def sends_to(self) -> int:
+        """To how many others a replica sends in a step."""
         return 1
 
     @property
@@ -63,7 +63,7 @@ class GraphOptions(PerReplicaOptions):
         if peers:
             return peers
         try:
-            graph = make_graph(family, replicas, self.schedule)
+            graph = make_graph(family, replicas, self.sends_to)
         except ValueError as error:
             return [f"{named} with data {replicas}: {error}"]
         return [f"{named} with data {replicas}: {problem}" for problem in self.problems_of(graph)]
@@ -84,28 +84,26 @@ class GraphOptions(PerReplicaOptions):
 class GossipOptions(GraphOptions):
     """Of all that mix in each step as the graph says."""
 
-    #: to how many others a replica sends in a step; {0: 1, 200: 2}: from that step on
-    peers: Annotated[Any, AfterValidator(parse_peers)] = 1
+    #: to how many others a replica sends in a step
+    peers: Count = 1
 
     @property
-    def schedule(self) -> Any:
+    def sends_to(self) -> int:
         return self.peers
 
     def _peers_problems(self, replicas: int) -> list[str]:
         family = make_family(self.graph)
-        largest = max(number for _, number in phases_of(self.peers))
         if not family.takes_peers:
             if self.peers == 1:
                 return []
             name = repr(name_of_graph(self.graph) or "matrices")
             return [f" = {self.peers}: graph {name} itself says to whom replicas send; leave peers out"]
         most = family.most_peers(replicas)
-        if largest >= replicas:
-            return [f" = {largest}: of data {replicas} replicas each has {replicas - 1} others; at most {most}"]
-        if largest > most:
-            return [
-                f" = {largest}: graph {name_of_graph(self.graph)!r} with data {replicas} has at most {most} in a step"
-            ]
+        if self.peers >= replicas:
+            return [f" = {self.peers}: of data {replicas} replicas each has {replicas - 1} others; at most {most}"]
+        if self.peers > most:
+            name = name_of_graph(self.graph)
+            return [f" = {self.peers}: graph {name!r} with data {replicas} has at most {most} in a step"]
         return []
 
 
@@ -121,7 +119,7 @@ class SGPOptions(GossipOptions):
         """Also an overlap in which a replica gives nearly all away before anything comes: an update of z = x / w grows
         as its weight w falls."""
         problems = super().problems_of(graph)
-        kept = min(float(step.matrix.diagonal().min()) for step in graph.phases[0].steps)
+        kept = min(float(step.matrix.diagonal().min()) for step in graph.steps)
         if not problems and self.overlap and kept**self.overlap < _LEAST_WEIGHT:
             problems.append(
                 f"with overlap = {self.overlap} a replica that keeps {kept:.3g} of its own in a step has a push-sum "

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from colossus.config import Config
-from colossus.data_parallel.options.base import Count, CountOrZero, PerReplicaOptions
+from colossus.data_parallel.options.strategy_options import Count, CountOrZero, PerReplicaOptions
 from colossus.server.environment import LEAST_TIMEOUT_SECONDS
 
 #: optimizers whose updates a server knows, by the names of torch's classes
@@ -86,8 +86,6 @@ class ServerOptions(PerReplicaOptions):
             refuse("pull_every", f"{self.algorithm} pulls where it pushes, every push_every steps; leave it out")
         if "beta" in given and not self.is_elastic:
             refuse("beta", f"means nothing with algorithm = {self.algorithm!r}; it is for 'easgd'")
-        if self.evaluate == "own" and not self.has_own_optimizer:
-            refuse("evaluate", "workers have no parameters of their own, those at the servers are evaluated")
         for key in ("prefetch", "log_every") if is_exact else ("prefetch",) if self.mode == "sync" else ():
             if key in given and getattr(self, key):
                 refuse(key, "in mode 'sync' there is nothing to do ahead, or beside" if key == "log_every" else _WAITS)

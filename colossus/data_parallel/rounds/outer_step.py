@@ -8,65 +8,61 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossus.data_parallel.options.averaging_options import DiLoCoOptions, SlowMoOptions
+from colossus.data_parallel.options.strategy_options import DiLoCoOptions, SlowMoOptions
 from colossus.data_parallel.rounds.averaging import Averaging
-from colossus.data_parallel.rounds.fragments import Fragment
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts
 
 
-@torch.no_grad()
-def outer_step(
-    fragment: Fragment,
-    average: Tensor,
-    *,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-    inner_lr: Sequence[float] | None = None,
-) -> None:
-    """SGD on the fragment's anchor, with the gradient ``(anchor - average) / inner_lr`` and the rate ``lr * inner_lr``.
+class OuterStep(Averaging):
+    """Base: what a round has changed is the gradient of an outer SGD, of which all replicas make the same step."""
 
-    With an inner rate that is slow momentum (1910.00643, algorithm 1), without one the outer step of DiLoCo
-    (2311.08105).
+    keeps_anchor = True
 
-    Args:
-        average: bytes of the fragment's vector; overwritten with what the anchor is then.
-        inner_lr: of each parameter, the mean over the round. Where it is 0 nothing has moved.
-    """
-    anchor, gradient = fragment.anchor, fragment.vector.views(average)
-    assert anchor is not None
-    if not anchor:
-        return
-    if fragment.momentum is None and momentum:
-        fragment.momentum = [torch.zeros_like(value) for value in anchor]
-    torch._foreach_neg_(gradient)
-    torch._foreach_add_(gradient, anchor)
-    if inner_lr is not None:
-        torch._foreach_mul_(gradient, [1 / rate if rate else 0.0 for rate in inner_lr])
-    if (buffer := fragment.momentum) is not None:
-        torch._foreach_mul_(buffer, momentum)
-        torch._foreach_add_(buffer, gradient)
-        if nesterov:
-            torch._foreach_add_(gradient, buffer, alpha=momentum)
-        else:
-            torch._foreach_copy_(gradient, buffer)
-    rates = [lr] * len(anchor) if inner_lr is None else [lr * rate for rate in inner_lr]
-    torch._foreach_mul_(gradient, rates)
-    torch._foreach_sub_(anchor, gradient)
-    torch._foreach_copy_(fragment.vector.views(average), anchor)
+    @torch.no_grad()
+    def outer_step(
+        self, average: Tensor, *, lr: float, momentum: float, nesterov: bool, inner_lr: Sequence[float] | None = None
+    ) -> None:
+        """SGD on the anchor, with the gradient ``(anchor - average) / inner_lr`` and the rate ``lr * inner_lr``.
+
+        With an inner rate that is slow momentum (1910.00643, algorithm 1), without one the outer step of DiLoCo
+        (2311.08105).
+
+        Args:
+            average: bytes of the vector; overwritten with what the anchor is then.
+            inner_lr: of each parameter, the mean over the round. Where it is 0 nothing has moved.
+        """
+        anchor, gradient = self.anchor, self.vector.views(average)
+        assert anchor is not None
+        if not anchor:
+            return
+        if self.momentum is None and momentum:
+            self.momentum = [torch.zeros_like(value) for value in anchor]
+        torch._foreach_neg_(gradient)
+        torch._foreach_add_(gradient, anchor)
+        if inner_lr is not None:
+            torch._foreach_mul_(gradient, [1 / rate if rate else 0.0 for rate in inner_lr])
+        if (buffer := self.momentum) is not None:
+            torch._foreach_mul_(buffer, momentum)
+            torch._foreach_add_(buffer, gradient)
+            if nesterov:
+                torch._foreach_add_(gradient, buffer, alpha=momentum)
+            else:
+                torch._foreach_copy_(gradient, buffer)
+        rates = [lr] * len(anchor) if inner_lr is None else [lr * rate for rate in inner_lr]
+        torch._foreach_mul_(gradient, rates)
+        torch._foreach_sub_(anchor, gradient)
+        torch._foreach_copy_(self.vector.views(average), anchor)
 
 
-class SlowMo(Averaging):
+class SlowMo(OuterStep):
     """u <- beta u + (x_0 - x) / gamma, x_0 <- x_0 - alpha gamma u, with x the replicas' average at the end of a round.
 
     Momentum of whole rounds, over local SGD (1910.00643). gamma is the optimizer's learning rate, of each parameter
-    group the mean over the round. ``buffers`` says what becomes of the optimizer's state at the end of a round (section
-    2 of the paper): each replica keeps its own, or all begin anew.
+    group the mean over the round. Each replica's optimizer keeps its own state ("maintain" in section 2 of the paper).
     """
 
     options: SlowMoOptions
-    keeps_anchor = True
 
     def __init__(self, **options: Any) -> None:
         super().__init__(SlowMoOptions(**options))
@@ -77,14 +73,6 @@ class SlowMo(Averaging):
         self._lr_sums: dict[nn.Parameter, float] = {}
         self._num_steps = 0
 
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.options.buffers == "reset" and optimizer.state:
-            raise ValueError(
-                f"parallel.strategy.buffers = 'reset': {type(optimizer).__name__} has a state before its first step, "
-                f"which forgetting would not bring back; take 'maintain'"
-            )
-        self._optimizer = optimizer
-
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._num_steps += 1
         for group in optimizer.param_groups:
@@ -92,20 +80,12 @@ class SlowMo(Averaging):
             for param in group["params"]:
                 self._lr_sums[param] = self._lr_sums.get(param, 0.0) + lr
 
-    def end_round(self, fragment: Fragment, average: Tensor) -> None:
+    def end_round(self, average: Tensor) -> None:
         options = self.options
-        outer_step(
-            fragment,
-            average,
-            lr=options.slow_lr,
-            momentum=options.slow_momentum,
-            nesterov=False,
-            inner_lr=[self._lr_sums.get(param, 0.0) / max(1, self._num_steps) for param in fragment.params],
-        )
+        rates = [self._lr_sums.get(param, 0.0) / max(1, self._num_steps) for param in self.params]
+        self.outer_step(average, lr=options.slow_lr, momentum=options.slow_momentum, nesterov=False, inner_lr=rates)
         self._lr_sums.clear()
         self._num_steps = 0
-        for param in fragment.params if options.buffers == "reset" else ():
-            self._optimizer.state.pop(param, None)
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -127,30 +107,16 @@ class SlowMo(Averaging):
         self._lr_sums = {param: held["lr_sum"] for param, held in state.items() if "lr_sum" in held}
 
 
-class DiLoCo(Averaging):
+class DiLoCo(OuterStep):
     """An outer optimizer steps by what a round of the replicas' own steps has changed (2311.08105): its gradient is
     what the parameters were when the round began minus the replicas' average at its end.
-
-    With ``fragments`` the model's blocks are averaged in turn (2501.18512, without its quantisation and overlap): each
-    fragment once in a round, after steps of its own, so that the bytes of a round are spread over it.
     """
 
     options: DiLoCoOptions
-    keeps_anchor = True
 
     def __init__(self, **options: Any) -> None:
         super().__init__(DiLoCoOptions(**options))
 
-    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
-        self.num_fragments = self.options.fragments
-        super().setup(store, parts)
-
-    def end_round(self, fragment: Fragment, average: Tensor) -> None:
+    def end_round(self, average: Tensor) -> None:
         options = self.options
-        outer_step(
-            fragment,
-            average,
-            lr=options.outer_lr,
-            momentum=options.outer_momentum,
-            nesterov=options.nesterov,
-        )
+        self.outer_step(average, lr=options.outer_lr, momentum=options.outer_momentum, nesterov=options.nesterov)

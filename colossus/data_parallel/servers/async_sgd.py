@@ -20,7 +20,6 @@ from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts
 from colossus.layout.split_parameter import as_shards
 from colossus.sparse.choice import Survey
-from colossus.sparse.usage import touched
 
 log = logging.getLogger("colossus.engine")
 
@@ -50,7 +49,6 @@ class AsyncServer(PerReplica):
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
-        self.usage = None  # nothing of tables goes by collectives along data
         self.at_servers = ServerParameters(
             self.options, parts, self.trained, lambda: self.on_progress(), self.tables or ()
         )
@@ -129,7 +127,7 @@ class AsyncServer(PerReplica):
     # -- besides ------------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, float]:
-        return self.at_servers.report() | touched(self.tables or ())
+        return self.at_servers.report() | (self.tables.report() if self.tables else {})
 
     def close(self) -> None:
         self.part()

@@ -14,7 +14,7 @@ from colossus.data_parallel.servers.server_shards import ServerShard
 from colossus.layout.parameter import spec_of
 from colossus.server.client import Servers
 from colossus.server.tensor_state import TensorState
-from colossus.sparse.row_update import row_rule
+from colossus.sparse.table_updates import row_rule
 
 
 class ServerOptimizer:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.sparse.tables import Tables
-from colossus.sparse.ways.table_sync import TableSync
+from colossus.sparse.ways import TableSync
 
 
 class ServerRows(TableSync):

@@ -18,7 +18,6 @@ from colossus.data_parallel.servers.server_tables import tables_of_replica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.reduction import GradientReduction, ModelParts
-from colossus.sparse.usage import touched
 
 
 class SyncServer(AllReduce):
@@ -38,7 +37,6 @@ class SyncServer(AllReduce):
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
-        self.usage = None  # nothing of tables goes by collectives along data
         self.at_servers = ServerParameters(
             self.options, parts, self.trained, lambda: self.on_progress(), self.tables or ()
         )
@@ -117,7 +115,7 @@ class SyncServer(AllReduce):
         return self.at_servers.optimizer_state(optimizer)
 
     def report(self) -> dict[str, float]:
-        return self.at_servers.report() | touched(self.tables or ())
+        return self.at_servers.report() | (self.tables.report() if self.tables else {})
 
     def close(self) -> None:
         self.at_servers.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from colossus.data_parallel.options.base import Count, PerReplicaOptions
+from colossus.data_parallel.options.strategy_options import Count, PerReplicaOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.engine import Hook
 from colossus.registry import STRATEGIES, STRATEGY_OPTIONS

@@ -10,7 +10,6 @@ from helpers.ranks import run_ranks
 from helpers.tables import SAMPLES, Run, batch_of, loss_fn, train
 from torch import Tensor, nn
 
-import colossus
 from colossus import layers
 
 ROWS, DIM = 37, 6
@@ -77,31 +76,6 @@ def compare(run: Run, way: str) -> None:
                 run.weights[step + 1][name], value, rtol=1e-10, atol=1e-10, msg=f"{way}: {name} after step {step}"
             )
     assert torch.equal(run.weights[-1]["frozen.weight"], run.weights[0]["frozen.weight"])
-
-
-def test_a_table_that_forward_multiplies_is_refused() -> None:
-    """Seen in the step, before anything is summed."""
-
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.out = nn.Embedding(ROWS, DIM, sparse=True), nn.Linear(DIM, ROWS)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.out(self.table(ids[:, 1:]).mean(1) * self.table.weight.square().sum())
-
-    def body(rank: int) -> str:
-        config = config_of(2, "dense")
-        config["parallel"]["strategy"] = "all_reduce"
-        engine = colossus.initialize(config, model=Product, loss_fn=loss_fn)
-        ids = torch.ones((SAMPLES // 2, 4), dtype=torch.int64)
-        with pytest.raises(ValueError, match="something else than a lookup") as caught:
-            engine.train_step((ids, torch.zeros(SAMPLES // 2, dtype=torch.int64)))
-        engine.close()
-        return str(caught.value)
-
-    for told in run_ranks(2, body, with_context=False):
-        assert told.startswith("table.weight has sparse=True, but something else than a lookup gave it a gradient")
 
 
 class Compiled(nn.Module):

@@ -8,20 +8,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_ranks
-from helpers.two_tables import DIM, Words, batch_of, loss_fn
-from torch import Tensor, nn
+from helpers.two_tables import Words, batch_of, loss_fn
 
 import colossus
-from colossus.checkpoint import CheckpointReader, full_state_dict, load_full_state_dict
+from colossus.checkpoint import CheckpointReader
 from colossus.engine.engine import Engine
-from colossus.layout.parameter import StoredSpec, spec_of
 
 SAMPLES = 12
-#: row ranges of two and of three owners, which leave nothing to the order of ranks
-PLACES = {
-    2: [((0, 3), (20, 31)), ((3, 20), (31, 37))],
-    3: [((30, 37),), ((0, 1), (2, 30)), ((1, 2),)],
-}
 
 
 def step(engine: Engine, number: int) -> float:
@@ -31,7 +24,7 @@ def step(engine: Engine, number: int) -> float:
 
 def make(data: int, way: str, folder: Path, **optimizer: Any) -> Engine:
     config = dict(
-        parallel=dict(data=data, strategy=dict(type="hybrid", ways={"*": way}, balance_after=1)),
+        parallel=dict(data=data, strategy=dict(type="hybrid", ways={"*": way})),
         optimizer=optimizer or dict(type="AdamW", lr=0.05),
         train=dict(steps=9, global_batch_size=SAMPLES, precision="fp64"),
         checkpoint=dict(dir=str(folder)),
@@ -93,36 +86,3 @@ def test_a_checkpoint_has_every_row_and_its_optimizer_state_once(tmp_path: Path)
         for key, entry in of_model.items():
             assert entry.shape == reference.manifest.tensors[key].shape
             torch.testing.assert_close(reader.tensor(key), reference.tensor(key), rtol=1e-12, atol=1e-14)
-
-
-def _placed(rank: int, world: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[int, ...]]]:
-    """A state dict out of rows in several ranges, and one that went into other ranges."""
-
-    def put(model: nn.Module, places: list[Any], whole: dict[str, Tensor]) -> None:
-        for name in ("table", "plain"):
-            weight = getattr(model, name).weight
-            spec = spec_of(weight)
-            assert isinstance(spec, StoredSpec)
-            spec.place(places[rank])
-            weight.data = torch.cat([whole[f"{name}.weight"][start:stop] for start, stop in places[rank]])
-
-    engine = make(world, "owners", Path("unused"))
-    before = full_state_dict(engine.model, engine.context)
-    put(engine.model, PLACES[world], before)
-    after = full_state_dict(engine.model, engine.context)
-    put(engine.model, PLACES[world][::-1], {name: torch.zeros_like(value) for name, value in before.items()})
-    load_full_state_dict(engine.model, before, engine.context)
-    again = full_state_dict(engine.model, engine.context)
-    shapes = [tuple(engine.model.table.weight.shape)]
-    engine.close()
-    for name, value in after.items():
-        assert torch.equal(value, before[name]), name
-    return before, again, shapes
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_state_dicts_are_whole_wherever_rows_are(world: int) -> None:
-    for rank, (before, again, shapes) in enumerate(run_ranks(world, _placed, world, with_context=False)):
-        assert shapes == [(sum(stop - start for start, stop in PLACES[world][world - 1 - rank]), DIM)]
-        for name, value in before.items():
-            assert torch.equal(again[name], value), name

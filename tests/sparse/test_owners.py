@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.long import long
 from helpers.ranks import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import colossus
 from colossus import layers
 from colossus.comm import accounting
 from colossus.gradients.hosts import BETWEEN
+from colossus.sparse.owners import Placement
 
 ROWS, DIM, CLASSES, SAMPLES, LENGTH, STEPS = 37, 6, 5, 8, 3, 3
 
@@ -95,11 +99,8 @@ CASES: list[dict[str, Any]] = [
     dict(checkpoint="full", microbatches=2, per_host=2),
     dict(partitions=9, through_memory=False),
     dict(checkpoint="selective"),
-    dict(ways={"*": "gather"}, per_host=2),
     dict(ways={"*": "dense"}, per_host=2),
     dict(microbatches=2),
-    dict(microbatches=2, per_host=2, aggregate=True),
-    dict(per_host=2, aggregate=False),
     dict(microbatches=2, per_host=2, through_memory=False),
     dict(ways={"*": "gather"}, through_memory=False),
     dict(type="hierarchical", per_host=2, ways=None),
@@ -116,11 +117,31 @@ def alone(rank: int) -> list[float]:
 
 @pytest.mark.parametrize("cases", ["first", *long("others")])
 def test_owners_follow_one_process(cases: str) -> None:
-    chosen = CASES[:5] if cases == "first" else CASES[5:]
+    chosen = CASES[:4] if cases == "first" else CASES[4:]
     wanted = run_ranks(1, alone, with_context=False)[0]
     for found in run_ranks(4, all_of, chosen, with_context=False):
         for case, values in zip(chosen, found, strict=True):
             assert values == pytest.approx(wanted, rel=1e-12, abs=1e-12), case
+
+
+@given(num_rows=st.integers(1, 300), num_owners=st.integers(1, 9), parts=st.none() | st.integers(1, 400))
+def test_every_row_has_one_owner_and_one_place(num_rows: int, num_owners: int, parts: int | None) -> None:
+    placement = Placement.of(num_rows, num_owners, parts)
+    stored = [[row for span in placement.intervals(owner) for row in range(*span)] for owner in range(num_owners)]
+    assert sorted(row for rows in stored for row in rows) == list(range(num_rows))
+    for owner, rows in enumerate(stored):
+        assert [(placement.owner_of(row), placement.place_of(row)) for row in rows] == [
+            (owner, place) for place in range(len(rows))
+        ]
+
+
+def test_a_hot_row_is_no_bottleneck_with_many_partitions() -> None:
+    """Of 100,000 rows by Zipf's law, as frequent words come first: the busiest of four owners over the mean."""
+    chances = 1 / np.arange(1, 100_001)
+    ids = np.unique(np.random.default_rng(0).choice(100_000, 40_000, p=chances / chances.sum()))
+    loads = [np.bincount(Placement.of(100_000, 4, parts).owner_of(ids), minlength=4) for parts in (None, 1024)]
+    assert loads[0].max() > 1.5 * loads[0].mean()
+    assert loads[1].max() < 1.15 * loads[1].mean()
 
 
 # -- what leaves a rank, or a host ---------------------------------------------------------------------------
@@ -149,7 +170,7 @@ def counted(rank: int, strategy: dict[str, Any], checkpoint: str = "none") -> ac
     """Of a step whose two microbatches look up the same rows."""
     modules = dict(type=checkpoint, modules=["table"]) if checkpoint != "none" else "none"
     config = dict(
-        parallel=dict(data=4, strategy=dict(type="hybrid", balance_after=0, **strategy)),
+        parallel=dict(data=4, strategy=dict(type="hybrid", **strategy)),
         optimizer=dict(type="SGD", lr=0.5),
         schedule=dict(microbatches=2),
         train=dict(steps=1, global_batch_size=8, precision="fp64", activation_checkpoint=modules),
@@ -169,7 +190,7 @@ def counted(rank: int, strategy: dict[str, Any], checkpoint: str = "none") -> ac
 
 def counts_of_all(rank: int) -> list[accounting.Counter]:
     ways: list[dict[str, Any]] = [dict(ways={"*": way}) for way in ("owners", "gather", "dense")]
-    found = [counted(rank, each) for each in (*ways, *(dict(each, per_host=2) for each in ways))]
+    found = [counted(rank, each) for each in (*ways, *(dict(each, per_host=2) for each in (ways[0], ways[2])))]
     again = counted(rank, ways[0], "full")
     assert {key: (tally.calls, tally.bytes) for key, tally in again.entries.items()} == {
         key: (tally.calls, tally.bytes) for key, tally in found[0].entries.items()
@@ -179,7 +200,7 @@ def counts_of_all(rank: int) -> list[accounting.Counter]:
 
 def test_what_is_sent_is_the_formula() -> None:
     n, hosts, alpha = 4, 2, 4 * PER_OWNER / TABLE_ROWS
-    of_hosts = torch.zeros(3)
+    of_hosts = torch.zeros(2)
     for owners, gather, dense, *in_hosts in run_ranks(4, counts_of_all, with_context=False):
         assert owners.bytes("data", "all_to_all rows") == pytest.approx(2 * alpha * W * (n - 1) / n, rel=1e-12)
         assert gather.bytes("data", "all_gather rows") == pytest.approx(alpha * W * (n - 1), rel=1e-12)
@@ -188,13 +209,13 @@ def test_what_is_sent_is_the_formula() -> None:
         assert owners.bytes("data", "all_to_all ids") == 2 * 3 * PER_OWNER * 8
         for counter in in_hosts:  # but for the buckets, nothing of the table goes over all ranks
             assert counter.bytes("data") == owners.bytes("data", "all_reduce")
-        operations = ("all_to_all rows", "all_gather rows", "all_reduce")
+        operations = ("all_to_all rows", "all_reduce")
         of_hosts += torch.tensor([c.bytes(BETWEEN, o) for c, o in zip(in_hosts, operations, strict=True)])
     touched = len({*uniform_ids(0), *uniform_ids(1)})  # of a host, each row once
     assert touched == 4 * (2 * PER_OWNER - 1) == len({*uniform_ids(2), *uniform_ids(3)})
     of_host = touched / TABLE_ROWS
     assert (of_hosts / hosts).tolist() == pytest.approx(
-        [2 * of_host * W * (hosts - 1) / hosts, of_host * W * (hosts - 1), 2 * W * (hosts - 1) / hosts], rel=1e-12
+        [2 * of_host * W * (hosts - 1) / hosts, 2 * W * (hosts - 1) / hosts], rel=1e-12
     )
 
 
@@ -248,32 +269,16 @@ def test_ranks_with_unequal_numbers_of_forwards(per_host: int | None) -> None:
             torch.testing.assert_close(found["own loop"], wanted["own loop"].expand(rank, -1, -1), rtol=0, atol=1e-12)
 
 
-def differing(rank: int, per_host: int | None, what: str) -> str:
-    engine = engine_of(4, **({} if per_host is None else dict(per_host=per_host)))
-    ids, labels = own(batch_of(0), engine)
-    engine.train_step((ids, labels))
-    if what == "lookups" and rank == 1:
+def differing(rank: int) -> str:
+    engine = engine_of(4)
+    if rank == 1:
         engine.model.register_forward_pre_hook(lambda module, args: (module.block.table(args[0]), None)[1])
-    elif what == "ids" and rank == 2:
-        ids = ids.clone()
-        ids[1, 1] = ROWS
-    try:
-        engine.train_step((ids, labels))
-    except (ValueError, RuntimeError) as error:
-        said = str(error)
-    else:
-        said = "nothing"
+    with pytest.raises(RuntimeError) as caught:
+        engine.train_step(own(batch_of(0), engine))
     engine.close()
-    return said
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("per_host", [2, *long(None)])
-def test_ranks_that_do_not_look_up_alike_end_in_words(per_host: int | None) -> None:
-    for rank, said in enumerate(run_ranks(4, differing, per_host, "lookups", with_context=False)):
-        if per_host is None or rank < 2:
-            assert "looks up in 'block.plain.weight' while rank 1 looks up in 'block.table.weight'" in said, rank
-        else:
-            assert "cannot go on with its lookups" in said, rank
-    for rank, said in enumerate(run_ranks(4, differing, per_host, "ids", with_context=False)):
-        wanted = f"rank 2 was given id {ROWS} in row 1" if rank == 2 else "rank 2 cannot go on with its lookups"
-        assert wanted in said, rank
+def test_ranks_that_do_not_look_up_alike_end_in_words() -> None:
+    for rank, said in enumerate(run_ranks(4, differing, with_context=False)):
+        assert "looks up in 'block.plain.weight' while rank 1 looks up in 'block.table.weight'" in said, rank

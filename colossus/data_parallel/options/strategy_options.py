@@ -1,8 +1,8 @@
-"""What all strategies' options have in common. No torch."""
+"""What all strategies' options have in common, and those of strategies that average after some own steps. No torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +11,8 @@ from colossus.config.schema import Parallel, ZeroSection
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
 class StrategyOptions(BaseModel):
@@ -41,10 +43,36 @@ class PerReplicaOptions(StrategyOptions):
 
     replicas_keep_step: ClassVar[bool] = False
 
-    #: what is evaluated and exported: the average of the replicas, or each replica's own (exported: the first's)
-    evaluate: Literal["average", "own"] = "average"
     #: steps after which the loss of all replicas is logged, beside those of evaluations and checkpoints; 0: none
     log_every: CountOrZero = 0
 
     def describe(self, data: int) -> str:
         return "inexact: each replica has parameters of its own" if data > 1 else ""
+
+
+class AveragingOptions(PerReplicaOptions):
+    #: steps of a round: a replica's own steps between two averages
+    period: Count = 8
+
+    def describe(self, data: int) -> str:
+        text = super().describe(data)
+        return text and f"{text}, averaged every {self.period} steps"
+
+
+class LocalSGDOptions(AveragingOptions):
+    pass
+
+
+class SlowMoOptions(AveragingOptions):
+    #: of the slow step, times the optimizer's own learning rate (alpha)
+    slow_lr: Rate = 1.0
+    #: of the slow step (beta)
+    slow_momentum: Momentum = 0.5
+
+
+class DiLoCoOptions(AveragingOptions):
+    period: Count = 30
+    outer_lr: Rate = 0.7
+    outer_momentum: Momentum = 0.9
+    #: whether the outer momentum is Nesterov's
+    nesterov: bool = True

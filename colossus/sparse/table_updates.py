@@ -1,19 +1,92 @@
-"""The parameter group of the tables, in an optimizer that a config names."""
+"""Which rule updates the rows of a table: that of the optimizer, or another one of the table's parameter group."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from colossus.config import Config
 from colossus.config.schema import Optimizer
 from colossus.registry import TABLE_OPTIMIZERS
-from colossus.sparse.row_update import no_sparse_form, rule_of_kind
+from colossus.rows.rules import RULES, Rule, rule_of
 
 log = logging.getLogger("colossus.engine")
+
+#: the ``step`` of torch's optimizers with a form for rows -> name of the rule
+_RULE_OF: dict[Any, str] = {
+    inspect.unwrap(torch.optim.SGD.step): "sgd",
+    inspect.unwrap(torch.optim.Adagrad.step): "adagrad",
+    inspect.unwrap(torch.optim.Adam.step): "adam",
+    inspect.unwrap(torch.optim.AdamW.step): "adam",
+    inspect.unwrap(torch.optim.SparseAdam.step): "adam",
+}
+
+
+def row_rule(optimizer: Any, group: dict[str, Any]) -> Rule | None:
+    """What updates the rows of the tables in a parameter group: its ``row_rule``, or the form of its optimizer.
+
+    None for an optimizer that has no form for rows: one whose ``step`` is not torch's may do anything.
+    """
+    if (name := group.get("row_rule")) is not None:
+        return rule_of(name)
+    return _rule_of_kind(type(optimizer), group)
+
+
+def _rule_of_kind(kind: type, group: dict[str, Any]) -> Rule | None:
+    name = _RULE_OF.get(inspect.unwrap(getattr(kind, "step", kind)))
+    if name is None:
+        return None
+    return RULES["momentum" if name == "sgd" and group["momentum"] else name]
+
+
+def _no_sparse_form(kind: str) -> str:
+    return (
+        f"{kind} has no form for sparse gradients, which update only the rows that a step has looked up. AdamW, Adam, "
+        f"SparseAdam, Adagrad, SGD have one; or give the tables a rule of their own: optimizer.tables = "
+        f"dict(type='SparseAdam'), in an optimizer of your own a parameter group with row_rule='adam' (one of "
+        f"{', '.join(map(repr, RULES))}); or leave sparse=True out"
+    )
+
+
+def table_problem(optimizer: Any, name_of: dict[int, str]) -> str | None:
+    """What keeps an optimizer from updating the tables that it holds, in words.
+
+    Args:
+        name_of: full name of each table, by the parameter's id.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        names = [name_of[id(param)] for param in group["params"] if id(param) in name_of]
+        if not names:
+            continue
+        try:
+            rule = row_rule(optimizer, group)
+        except ValueError as error:
+            return f"parameter group {number} has row_rule = {group['row_rule']!r}: {error}"
+        if rule is None:
+            return f"{names[0]} has sparse gradients, but {_no_sparse_form(type(optimizer).__name__)}"
+        holds = f"and holds {names[0]}, which has sparse gradients:"
+        if group.get("weight_decay"):
+            return (
+                f"its parameter group {number} has weight_decay = {group['weight_decay']} {holds} rows that a step has "
+                f"not looked up do not change, so they would not decay. Give it a group with weight_decay=0"
+            )
+        if group.get("amsgrad"):
+            return (
+                f"its parameter group {number} has amsgrad=True {holds} there is no form of amsgrad for rows. Give it "
+                f"a group without"
+            )
+        missing = [key for key, default in rule.options.items() if default is None and key not in group]
+        if missing:
+            return f"its parameter group {number}, which holds {names[0]}, has no {missing[0]}"
+    return None
+
+
+# -- an optimizer that a config names ---------------------------------------------------------------------------
 
 
 def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_given: bool) -> None:
@@ -40,8 +113,8 @@ def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_given: b
             "leave it out, or give the tables a rule of their own: optimizer.tables = dict(type='SparseAdam')"
         )
     kind = section.type
-    if isinstance(kind, type) and rule_of_kind(kind, {"momentum": 0}) is None:
-        raise ValueError(f"the model has tables with sparse gradients, and {no_sparse_form(kind.__name__)}")
+    if isinstance(kind, type) and _rule_of_kind(kind, {"momentum": 0}) is None:
+        raise ValueError(f"the model has tables with sparse gradients, and {_no_sparse_form(kind.__name__)}")
 
 
 def group_tables(optimizer: Any, config: Config, is_table: Callable[[nn.Parameter], bool]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,29 +132,6 @@ def test_a_users_optimizer_is_the_configs() -> None:
         assert adam.state["0.words.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
-@pytest.mark.long
-def test_sparse_adam_over_the_tables_alone() -> None:
-    """torch's class in ``optimizer=``: what it leaves out keeps its values, tables are its own updates."""
-
-    def body(rank: int) -> Run:
-        return train(
-            config_of(None, data=2, way="gather"),
-            optimizer=lambda named: torch.optim.SparseAdam([p for name, p in named if name in TABLES], lr=0.05),
-            steps=range(1),
-        )
-
-    found = run_ranks(2, body, with_context=False)[0]
-    model = Words(nn).double()
-    model.load_state_dict(found.weights[0])
-    batch = batch_of(0)
-    total, count = loss_fn(model(batch[0]), batch)
-    (total / count).backward()
-    named = dict(model.named_parameters())
-    torch.optim.SparseAdam([named[name] for name in TABLES], lr=0.05).step()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(found.weights[1][name], value, rtol=1e-10, atol=1e-10, msg=name)
-
-
 # -- refused --------------------------------------------------------------------------------------------------------
 
 
@@ -208,28 +184,6 @@ def test_an_optimizer_that_does_not_fit_is_refused_before_the_first_step() -> No
     for told in run_ranks(2, body, with_context=False):
         for name, (*_, words) in refusals().items():
             assert words in told[name], (name, told[name])
-
-
-def test_weight_decay_is_of_the_others_and_said_once() -> None:
-    def body(rank: int) -> tuple[list[str], list[dict[str, Any]]]:
-        lines: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logger = logging.getLogger("colossus.engine")
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        config = config_of(dict(type="AdamW", lr=0.01, weight_decay=0.2), data=2)
-        engine = colossus.initialize(config, model=Words, loss_fn=loss_fn)
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-        engine.train_step(own_part(batch_of(0), engine))
-        engine.close()
-        return lines, groups
-
-    (first, groups), (second, _) = run_ranks(2, body, with_context=False)
-    assert len([line for line in first if "optimizer.weight_decay = 0.2 is of all" in line]) == 1
-    assert not any("weight_decay" in line for line in second)
-    assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
-    assert groups[1]["name"] == "tables"
 
 
 # -- gradients that are not finite, clipping --------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +12,47 @@ from torch import Tensor, nn
 from colossus.error_place import located_error
 from colossus.layout.split_parameter import as_shards
 from colossus.rows.row_gradient import RowGradient
-from colossus.sparse.placement import Placement, bins_for
-from colossus.sparse.row_cache import RowCache
-from colossus.sparse.row_exchange import RowExchange
-from colossus.sparse.ways.table_sync import TableSync
+from colossus.sparse.row_exchange import RowCache, RowExchange
+from colossus.sparse.ways import TableSync
+
+_Ids = TypeVar("_Ids", int, Tensor)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank stores which rows of a table: it is cut into partitions of neighbouring rows, which its owners are
+    dealt in turn.
+
+    With many partitions owners send about as much as each other where ids are sorted by frequency, as words are.
+
+    Attributes:
+        width: rows of a partition; the last may have fewer.
+    """
+
+    num_rows: int
+    num_owners: int
+    width: int
+
+    @classmethod
+    def of(cls, num_rows: int, num_owners: int, num_partitions: int | None = None) -> Placement:
+        """Of about so many partitions; None: one for each owner."""
+        return cls(num_rows, num_owners, -(-num_rows // max(num_owners, num_partitions or 0)))
+
+    def owner_of(self, ids: _Ids) -> _Ids:
+        return ids // self.width % self.num_owners
+
+    def place_of(self, ids: _Ids) -> _Ids:
+        """Where among the rows of its owner a row is stored."""
+        return ids // (self.width * self.num_owners) * self.width + ids % self.width
+
+    def intervals(self, owner: int) -> list[tuple[int, int]]:
+        """The rows that an owner stores, in order: (start, stop) of each partition."""
+        starts = range(owner * self.width, self.num_rows, self.num_owners * self.width)
+        return [(start, min(start + self.width, self.num_rows)) for start in starts]
 
 
 class Owners(TableSync):
-    """Each partition of a table is stored by its owner (`Placement`).
+    """Each row of a table is stored by its owner (`Placement`).
 
     A step fetches each row once: what one microbatch has fetched the next one finds, as does a recomputation, which
     exchanges nothing.
@@ -28,44 +63,18 @@ class Owners(TableSync):
 
     def __init__(self, param: nn.Parameter, name: str, placement: Placement, exchange: RowExchange) -> None:
         super().__init__(param, placement.num_rows)
-        self.name, self._exchange = name, exchange
+        self.name, self._placement, self._exchange = name, placement, exchange
         self._number = exchange.add(self)
         self.caches = [RowCache(param.detach()) for _ in exchange.levels]
-        #: whether rows are counted that ranks send here, in equal bins of the table
-        self.counts = False
-        self.touched = torch.zeros(bins_for(self.num_rows), dtype=torch.int64, device=param.device)
-        self.place(placement)
-
-    def place(self, placement: Placement) -> None:
-        """Rows are where a placement says from now on."""
-        device = self.param.device
-        self.placement = placement
-        self._bounds = torch.tensor(placement.bounds[1:], device=device)
-        self._owners = torch.tensor(placement.owners, device=device)
-        #: of each partition, what its owner subtracts from an id
-        starts = torch.tensor(placement.bounds[:-1], device=device)
-        self._shifts = starts - torch.tensor(placement.offsets, device=device)
 
     # -- what `RowExchange` asks --------------------------------------------------------------------------
 
-    def count(self, ids: Tensor) -> None:
-        if self.counts:
-            bins = ((ids + 1) * len(self.touched) - 1) // self.num_rows
-            self.touched += torch.bincount(bins, minlength=len(self.touched))
-
     def owners_of(self, ids: Tensor) -> Tensor:
-        return self._owners[self._partitions(ids)]
+        return self._placement.owner_of(ids)
 
     def stored_rows(self, ids: Tensor) -> Tensor:
         with as_shards():
-            return self.param.detach().index_select(0, self._stored(ids))
-
-    def _partitions(self, ids: Tensor) -> Tensor:
-        return torch.searchsorted(self._bounds, ids, right=True)
-
-    def _stored(self, ids: Tensor) -> Tensor:
-        """The places of ids of this owner among the rows that it stores."""
-        return ids - self._shifts[self._partitions(ids)]
+            return self.param.detach().index_select(0, self._placement.place_of(ids))
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -97,14 +106,11 @@ class Owners(TableSync):
     def read(self, ids: Tensor) -> Tensor:
         return self._exchange.fetch(self._number, ids, keep=False)
 
-    def fail(self) -> None:
-        self._exchange.fail(self._number)
-
     def start_sum(self, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
         wait = self._exchange.start_sum(self._number, gradient, is_used=is_used)
 
         def finish() -> RowGradient | None:
             total = wait()
-            return None if total is None else RowGradient(self._stored(total.ids), total.rows)
+            return None if total is None else RowGradient(self._placement.place_of(total.ids), total.rows)
 
         return finish

@@ -45,7 +45,7 @@ class Net(nn.Module):
         flat = bags.reshape(-1, BAG)
         weights = torch.tanh(self.rate(flat)).squeeze(-1)
         x = self.largest(flat) + self.weighted(flat, per_sample_weights=weights) + self.mean(flat)
-        x = x.reshape(*ids.shape, DIM) + self.table(ids) + self.scaled(ids)
+        x = x.reshape(*ids.shape, DIM) + self.table(ids.int()) + self.scaled(ids)
         return torch.tanh(self.mix(x))
 
     def loss(self, x: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
