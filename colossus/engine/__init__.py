@@ -6,8 +6,7 @@ from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
-    from colossus.engine.fit import FitSummary
-    from colossus.engine.hooks import Hook
+    from colossus.engine.fit import FitSummary, Hook
     from colossus.engine.nonfinite import NonFiniteGradients
     from colossus.engine.results import EvalResult, EvalSummary, StepResult
 
@@ -20,7 +19,7 @@ __getattr__, __dir__ = lazy_names(
         "EvalResult": "results",
         "EvalSummary": "results",
         "FitSummary": "fit",
-        "Hook": "hooks",
+        "Hook": "fit",
         "NonFiniteGradients": "nonfinite",
         "StepResult": "results",
     },

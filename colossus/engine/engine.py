@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.data.loader import Loaders
+from colossus.data.loader import Loader, Loaders
 from colossus.engine.checkpoints import Checkpoints
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.inputs import Inputs, StepBatch
@@ -127,15 +127,23 @@ class Engine:
                 f"train_step was called under torch.{mode}, where nothing gets a gradient: call it outside of that "
                 f"block; for a loss without a step there is eval_step"
             )
-        with self.checkpoints.during_step():
-            step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
-            self._begin_run()
-            check, mark = self._optimizer_step.reduction.batch_check, None
-            if check.num_sharing > 1:
-                mark = check.mark(batch, step_batch.fingerprint)  # before the model writes to it
+        if self.strategy.is_averaged:
+            raise RuntimeError(
+                "a step cannot be trained inside of strategy.evaluation() or export(): the parameters are the average "
+                "of the replicas there, and the replica's own come back at its end; leave that block first"
+            )
+        step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
+        self._begin_run()
+        check, mark = self._optimizer_step.batch_check, None
+        if check.num_sharing > 1:
+            mark = check.mark(batch, step_batch.fingerprint)  # before the model writes to it
+        try:
             totals = self.accumulate_gradients(step_batch)
             result = self._optimizer_step.run(self.completed_steps, totals, self.run.stop, mark, self._before_update)
-            self.run.completed_steps = result.step
+        finally:
+            if self.loaders is not None and isinstance(self.loaders.train, Loader):
+                self.loaders.train.num_untrained = 0
+        self.run.completed_steps = result.step
         return result
 
     def accumulate_gradients(self, batch: StepBatch) -> StepTotals:
@@ -226,7 +234,9 @@ class Engine:
             result, complete, stops = self._evaluation.all_batches(
                 self.eval_loader, self.config.train.eval_batches, lambda: self.run.stop
             )
-        return EvalSummary.of(result, self.completed_steps, complete, signal_of(stops))
+        return EvalSummary(
+            result.loss, result.tokens, self.completed_steps, complete, signal_of(stops), result.mean_metrics
+        )
 
     def _forward(self, batch: Any) -> Tensor:
         """Sums of this rank over a batch of any size, see `Evaluation`; a pipeline takes as many microbatches as divide
@@ -256,7 +266,7 @@ class Engine:
         Args:
             signum: of the signal that is the reason; all ranks learn of it (`StepResult.stop_signal`).
         """
-        self.run.stop = addend(True, signum)
+        self.run.stop = addend(signum)
 
     def withdraw_stop(self) -> None:
         """Forget a request of this rank: what it was to stop has ended."""

@@ -15,8 +15,8 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
 from colossus.engine.loss_function import check_totals
+from colossus.engine.optimizer_step import loss_axes
 from colossus.engine.results import EvalResult
-from colossus.engine.step_numbers import loss_axes
 
 _NONE = object()
 

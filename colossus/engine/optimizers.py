@@ -100,28 +100,21 @@ def build_optimizer(
     named = [(spec_of(param).name, param) for param in params]
     made = _make(factory, config, named)
     problem = None if made is _EMPTY else _problem(made, dict(named), config)
-    #: how many parameters each group has, and its learning rate
-    groups: list[tuple[int, float | None]] = []
+    #: of each group
+    rates: list[float | None] = []
     if made is not _EMPTY and problem is None:
-        groups = [(len(group["params"]), _rate(group)) for group in made.param_groups]
+        rates = [float(group["lr"]) if "lr" in group else None for group in made.param_groups]
         if factory is None:
             _group_tables(made, config, context, tables)
         if tables:
             problem = table_problem(made, {id(param): name for name, param in named if id(param) in tables})
     source = "optimizer.type" if factory is None else "optimizer="
-    by_rank = all_gather_object((problem, groups), context.group(context.grid.names))
-    first_of_stage: dict[int, int] = {}
-    for rank, (of_rank, others) in enumerate(by_rank):
+    by_rank = all_gather_object((problem, rates), context.group(context.grid.names))
+    for rank, (of_rank, _) in enumerate(by_rank):
         if of_rank is not None:
             raise ValueError(f"{source}: {of_rank}" + (f" (rank {rank})" if context.world_size > 1 else ""))
-        first = first_of_stage.setdefault(context.grid.coordinates(rank)["pipeline"], rank)
-        if by_rank[first][1] != others:
-            raise ValueError(
-                f"{source}: the optimizers of ranks {first} and {rank}, which train the same stage, differ: "
-                f"(parameters, learning rate) of their groups are {by_rank[first][1]} and {others}"
-            )
-    rates = next(([rate for _, rate in groups] for _, groups in by_rank if groups), None)
-    if rates is None:
+    rates = next((found for _, found in by_rank if found), [])
+    if not rates:
         raise ValueError(f"{source}: the optimizer has no parameter on any rank, so nothing would be trained")
     if made is _EMPTY:
         made = _updates_nothing(rates)
@@ -167,11 +160,6 @@ def _problem(made: Any, named: dict[str, nn.Parameter], config: Config) -> str |
     kind, names = type(made).__name__, {id(param): name for name, param in named.items()}
     if not isinstance(made, torch.optim.Optimizer) and not all(hasattr(made, name) for name in _NEEDED):
         return f"the function returned a {kind}; it must return a torch.optim.Optimizer over what it is given"
-    if _needs_closure(made):
-        return (
-            f"{kind}.step needs a closure that computes the loss again, but the engine has computed the gradients of a "
-            f"step by then: take an optimizer whose step takes nothing"
-        )
     held = [param for group in made.param_groups for param in group["params"]]
     strangers = [f"one of shape {tuple(param.shape)}" for param in held if id(param) not in names]
     if strangers:
@@ -191,19 +179,6 @@ def _problem(made: Any, named: dict[str, nn.Parameter], config: Config) -> str |
     if config.checkpoint.every and (reason := why_not_saved(made)):
         return f"{reason}; or set checkpoint.every = 0"
     return None
-
-
-def _rate(group: dict[str, Any]) -> float | None:
-    return float(group["lr"]) if "lr" in group else None
-
-
-def _needs_closure(made: Any) -> bool:
-    try:
-        first = next(iter(inspect.signature(made.step).parameters.values()), None)
-    except (TypeError, ValueError):
-        return False
-    named = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
-    return named and first is not None and first.default is first.empty
 
 
 def _group_tables(made: Any, config: Config, context: ParallelContext, tables: Container[int] | None) -> None:

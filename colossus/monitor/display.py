@@ -17,7 +17,7 @@ from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.config import model_options
 from colossus.config.sizes import describe_zero
 from colossus.engine.engine import Engine
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook
 from colossus.engine.results import EvalSummary, StepResult
 from colossus.machine import gigabytes
 from colossus.monitor.late_results import LateResults

@@ -21,8 +21,7 @@ import colossus
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
 from colossus.comm.objects import all_gather_object
-from colossus.engine.fit import FitSummary, fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import FitSummary, Hook, fit
 from colossus.monitor.display import PlainDisplay
 from colossus.monitor.metrics import Metrics
 

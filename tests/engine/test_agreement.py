@@ -237,7 +237,7 @@ def test_a_model_made_outside_must_be_the_same_on_all_ranks(parallel: dict[str, 
 def test_one_value_that_differs_is_found_by_name() -> None:
     body = run_ranks(3, _start_with, dict(data=1, tensor=3), lambda rank: _outside(5, rank == 2), with_context=False)
     (error,) = set(body)
-    assert error.startswith("blocks.2.bias would start with other values on rank 2 than on rank 0")
+    assert error.startswith("blocks.2.bias would start with other values on rank 2 than on ranks 0, 1")
 
 
 @pytest.mark.parametrize("parallel", [dict(data=2), dict(pipeline=1, tensor=2)])

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import colossus
-from colossus.engine.fit import fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook, fit
 from colossus.monitor.metrics import Metrics
 
 VIT: dict[str, Any] = dict(

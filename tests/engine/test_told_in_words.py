@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import colossus
 from colossus.engine.engine import Engine
-from colossus.engine.fit import fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook, fit
 
 WIDTH, SAMPLES = 4, 8
 

@@ -13,7 +13,7 @@ import torch
 from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook
 from colossus.engine.results import EvalSummary
 
 
