@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from colossus.engine.evaluation import Evaluation
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.loss_function import LossFunction
 from colossus.engine.optimizer_step import OptimizerStep
-from colossus.engine.results import EvalResult, EvalSummary, StepResult, addend, signal_of
+from colossus.engine.results import EvalResult, StepResult, addend, signal_of
 from colossus.engine.stages import ModelStages, PipelineRuntime
 from colossus.error_place import add_place
 from colossus.layers.model_parallel import model_parallel_of
@@ -139,7 +140,7 @@ class Engine:
             mark = check.mark(batch, step_batch.fingerprint)  # before the model writes to it
         try:
             totals = self.accumulate_gradients(step_batch)
-            result = self._optimizer_step.run(self.completed_steps, totals, self.run.stop, mark, self._before_update)
+            result = self._optimizer_step.run(self.completed_steps, totals, self.run.stop, mark, self.observers)
         finally:
             if self.loaders is not None and isinstance(self.loaders.train, Loader):
                 self.loaders.train.num_untrained = 0
@@ -166,10 +167,6 @@ class Engine:
                 self.store.end_step()
                 self.strategy.finish()
         return totals
-
-    def _before_update(self) -> None:
-        for observer in self.observers:
-            observer.before_update()
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
@@ -222,7 +219,7 @@ class Engine:
         with self._ends_if_it_fails():
             return self._evaluation.one_batch(batch)
 
-    def evaluate(self) -> EvalSummary:
+    def evaluate(self) -> EvalResult:
         """Mean loss over at most ``train.eval_batches`` validation batches, and the model's metrics (`metrics_of`).
 
         Raises:
@@ -231,12 +228,10 @@ class Engine:
         if self.eval_loader is None:
             raise ValueError("there is no validation data to evaluate on")
         with self._ends_if_it_fails():
-            result, complete, stops = self._evaluation.all_batches(
+            result, stops = self._evaluation.all_batches(
                 self.eval_loader, self.config.train.eval_batches, lambda: self.run.stop
             )
-        return EvalSummary(
-            result.loss, result.tokens, self.completed_steps, complete, signal_of(stops), result.mean_metrics
-        )
+        return replace(result, step=self.completed_steps, complete=not stops, stop_signal=signal_of(stops))
 
     def _forward(self, batch: Any) -> Tensor:
         """Sums of this rank over a batch of any size, see `Evaluation`; a pipeline takes as many microbatches as divide

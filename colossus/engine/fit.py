@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from colossus.checkpoint.writer import SavedCheckpoint
-from colossus.engine.results import EvalSummary, StepResult
+from colossus.engine.results import EvalResult, StepResult
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
@@ -33,7 +33,7 @@ class Hook:
         reads them in the next ``on_step_end`` waits for nothing (`colossus.monitor.late_results` is a queue for that).
         """
 
-    def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
+    def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
         """After an evaluation, which follows the ``on_step_end`` of the step it belongs to."""
 
     def on_save(self, engine: Engine) -> None:

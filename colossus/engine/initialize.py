@@ -31,7 +31,6 @@ from colossus.engine.optimizers import OptimizerFactory, build_optimizer, requir
 from colossus.engine.stages import ModelStages, PipelineRuntime
 from colossus.gradients.reduction import ModelParts
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layers.patch import PatchEmbedding
 from colossus.layout.parameter import num_parameters
 from colossus.random import GlobalRng
 from colossus.registry import MODELS, STRATEGIES
@@ -165,30 +164,12 @@ def _build_model(
     for param in module.parameters():
         if param.dtype in LOW:
             set_gradient_dtype(param, precision.gradients)
-    _require_position_wise(module, context)
     if pipeline.partition is None and not any(param.requires_grad for param in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameter to train")
     # what is drawn outside of forwards (the shuffle of a user's own DataLoader, say): the same on all ranks of a model
     seed = context.rng.key("torch", context.index("data"))
     GlobalRng(tuple({torch.device("cpu"), context.device})).seed(seed)
     return module, with_tables, of_whole
-
-
-def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
-    """Under sequence parallelism, that no module is there to mix tokens: it would see the tokens of one rank.
-
-    What is seen when they run only, `ShardedTensor` refuses.
-    """
-    if model_parallel_of(context).sequence is None:
-        return
-    mixing = (nn.MultiheadAttention, nn.RNNBase, PatchEmbedding)
-    for name, module in model.named_modules():
-        if isinstance(module, mixing):
-            raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) mixes tokens, but parallel.sequence gives each of "
-                f"{context.size('sequence')} ranks a part of them: use colossus.layers.Attention, and what works on "
-                f"each token by itself"
-            )
 
 
 def _store_parameters(

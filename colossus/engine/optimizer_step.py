@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.consistency import BatchCheck
-from colossus.engine.loss_function import check_totals
 from colossus.engine.lr_schedules import LearningRate
 from colossus.engine.nonfinite import GradientWatch, LossScaler
 from colossus.engine.results import StepResult
@@ -22,6 +21,7 @@ from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import full_model_order
 from colossus.layout.split_parameter import as_shards
 from colossus.schedule.runtime.executor import StepTotals
+from colossus.schedule.runtime.observer import StepObserver
 
 
 class OptimizerStep:
@@ -59,7 +59,7 @@ class OptimizerStep:
         self._counts_norm = all(coordinates[axis] == 0 for axis in summed_axes - set(self._norm.axes))
 
     def run(
-        self, step: int, totals: StepTotals, stop: float, mark: Tensor | None, before_update: Callable[[], None]
+        self, step: int, totals: StepTotals, stop: float, mark: Tensor | None, observers: Sequence[StepObserver]
     ) -> StepResult:
         """Collective, once the gradients are summed.
 
@@ -67,15 +67,19 @@ class OptimizerStep:
             step: from 0.
             stop: this rank's request to end training (`results.addend`).
             mark: of the batch, where ranks share one (`BatchCheck.mark`).
-            before_update: called once the gradients are divided and clipped.
+            observers: told once the gradients are divided and clipped.
 
         Raises:
-            ValueError: on all ranks alike, when the losses cannot be divided by their number, or ranks that share a
-                batch were given different ones; see `BatchCheck.check`.
+            ValueError: on all ranks alike, when ranks that share a batch were given different ones.
             NonFiniteGradients: see `GradientWatch.check`.
         """
         scaler, strategy, context = self.loss_scaler, self._strategy, self._context
         loss_scale = None if scaler is None else scaler.scale.clone()
+
+        def before_update() -> None:
+            for observer in observers:
+                observer.before_update()
+
         with as_shards():
             own, scale = self._sum(totals, stop, mark)
             found_inf = self.watch.check(step + 1, own[2], totals.loss_sum)
@@ -121,8 +125,6 @@ class OptimizerStep:
         numbers = self._strategy.replica_scalars(numbers)
         if mark is not None:
             self.batch_check.check(numbers[4])
-        if numbers.device.type == "cpu":  # elsewhere it would wait for the device
-            check_totals(*numbers[:2].tolist())
         count = torch.where(numbers[1] == 0, 1.0, numbers[1])
         factor = None if self.loss_scaler is None else self.loss_scaler.factor
         divisor = count if factor is None else count * factor

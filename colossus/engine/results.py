@@ -158,12 +158,18 @@ class EvalResult:
     """Sums over the global batch of one or several evaluation steps.
 
     Attributes:
-        metrics: name -> (sum, count) of each of the model's ``eval_metrics``.
+        sums: name -> (sum, count) of each of the model's ``eval_metrics``.
+        step: optimizer steps done.
+        complete: whether no stop was requested during it.
+        stop_signal: number of the signal that was the reason, if one was.
     """
 
     loss_sum: float
     count: float
-    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    step: int = 0
+    complete: bool = True
+    stop_signal: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -176,22 +182,6 @@ class EvalResult:
         return self.loss_sum / self.count if self.count else float("nan")
 
     @property
-    def mean_metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Name -> sum / count."""
-        return {name: total / count if count else float("nan") for name, (total, count) in self.metrics.items()}
-
-
-@dataclass(frozen=True)
-class EvalSummary:
-    """Mean loss per valid token over an evaluation; not ``complete`` when a stop was requested during it.
-
-    ``stop_signal`` is the number of the signal that was the reason, if one was; ``metrics`` the mean of each of the
-    model's ``eval_metrics``.
-    """
-
-    loss: float
-    tokens: int
-    step: int
-    complete: bool = True
-    stop_signal: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+        return {name: total / count if count else float("nan") for name, (total, count) in self.sums.items()}

