@@ -49,7 +49,7 @@ class Checkpoints:
         self._world = self._run.context.group(self._run.context.grid.names)
         # what it means now, whatever the working directory will be
         self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
-        self._has_begun = self._config.weights is None
+        self._has_begun = False
         self.resume_from = self._config.resume
         self.resumed_from: Path | None = None
         self.resumed_plan = ""
@@ -92,7 +92,7 @@ class Checkpoints:
         Returns:
             What can be waited for; it raises there what went wrong.
         """
-        self.require_begun()
+        self.take_weights()
         self._require_own_parameters("saved")
         background = self._config.background if background is None else background
         self._run.strategy.sync_point()
@@ -160,29 +160,22 @@ class Checkpoints:
 
     # -- loads --------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Take the weights that ``checkpoint.weights`` names, unless the run may go on somewhere: what a checkpoint has
-        takes their place, and `resume` looks for it first. `colossus.initialize` calls this.
+    def take_weights(self) -> None:
+        """Take the weights that ``checkpoint.weights`` names into a run that begins, once.
+
+        `colossus.initialize` calls this, unless the run may go on from a checkpoint: `resume` looks for that first. The
+        first step does at the latest.
 
         Raises:
             CheckpointError: on all ranks, when they are not whole, or not of this model.
         """
-        if self.resume_from is None:
-            self._take_weights()
-
-    def require_begun(self) -> None:
-        """That weights which the config names have been looked at before something is made of others.
-
-        Raises:
-            CheckpointError: they are not, since `resume` comes first.
-        """
-        if not self._has_begun:
-            assert self._config.weights is not None
-            raise CheckpointError(
-                f"checkpoint.weights = {self._config.weights.path!r}: not loaded yet, since with checkpoint.resume = "
-                f"{self.resume_from!r} the run may go on from a checkpoint instead: call engine.checkpoints.resume() "
-                f"before the first step, or leave checkpoint.resume out"
-            )
+        weights, is_taken = self._config.weights, self._has_begun
+        self._has_begun = True
+        if weights is not None and not is_taken:
+            with under_key("checkpoint.weights"):
+                self.load_weights(
+                    weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow
+                )
 
     def resume(self) -> Path | None:
         """Go on where `resume_from` says, once; where that is nowhere, a run that begins takes the weights
@@ -209,18 +202,8 @@ class Checkpoints:
             with under_key(f"checkpoint.resume = {wanted!r}"):
                 found = self._restore_newest(lambda damaged: find(path, damaged))
         if found is None:
-            self._take_weights()
+            self.take_weights()
         return found
-
-    def _take_weights(self) -> None:
-        """Those that the config names, into a run that begins and has none."""
-        weights = self._config.weights
-        if weights is not None and self.weights_from is None and not self._run.completed_steps:
-            with under_key("checkpoint.weights"):
-                self.load_weights(
-                    weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow
-                )
-        self._has_begun = True
 
     def load(self, path: Path | str) -> None:
         """Take the whole state of a checkpoint: the run goes on behind its step, under any plan.

@@ -180,7 +180,7 @@ class Engine:
         """
         if self._ended is not None:
             raise RuntimeError(self._ended)
-        self.checkpoints.require_begun()
+        self.checkpoints.take_weights()
         self._num_runs += 1
 
     @contextmanager

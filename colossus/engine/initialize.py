@@ -72,7 +72,8 @@ def initialize(
         config = load_config(config, overrides, nproc=int(os.environ.get("WORLD_SIZE", "1")))
     engine = make_engine(config, model, loss_fn, data, optimizer)
     try:
-        engine.checkpoints.begin()
+        if engine.checkpoints.resume_from is None:
+            engine.checkpoints.take_weights()
     except BaseException:
         engine.close()
         raise
@@ -102,7 +103,10 @@ def make_engine(
     device = pick_device(config.device, config.comm.backend)
     context = ParallelContext.from_config(config, device=device, on_join=partial(require_same_settings, config))
     try:  # the parts of an engine, in the order in which they need each other
-        loaders = _make_loaders(config, data if data is not None else config.data, context)
+        data, index, size = data if data is not None else config.data, context.index("data"), context.size("data")
+        loaders = None
+        if data is not None:
+            loaders = loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
         pipeline = PipelineRuntime(config, context)
         strategy = STRATEGIES.build(config.parallel.data_strategy)
         module, with_tables, of_whole = _build_model(config, context, model, strategy, pipeline, optimizer is not None)
@@ -120,14 +124,6 @@ def make_engine(
     except BaseException:
         context.close()
         raise
-
-
-def _make_loaders(config: Config, data: Any, context: ParallelContext) -> Loaders | None:
-    """Of training and validation, None where there is no data."""
-    if data is None:
-        return None
-    index, size = context.index("data"), context.size("data")
-    return loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
 
 
 def _build_model(

@@ -24,13 +24,10 @@ from colossus.state.optimizer import why_not_saved
 NamedParameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
-_NEEDED = ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
 #: the types of a config that are torch's
 _TORCHS = ("AdamW", "Adam", "Adagrad", "SGD")
 #: in the place of the optimizer of a rank that has nothing to update
 _EMPTY: Any = object()
-#: names that a message lists
-_MOST = 5
 
 
 def torch_optimizer(name: str, params: Iterable[nn.Parameter], **options: Any) -> Any:
@@ -158,23 +155,21 @@ def _takes_names(kind: Callable[..., Any]) -> bool:
 def _problem(made: Any, named: dict[str, nn.Parameter], config: Config) -> str | None:
     """What is wrong with an optimizer of these parameters, in words."""
     kind, names = type(made).__name__, {id(param): name for name, param in named.items()}
-    if not isinstance(made, torch.optim.Optimizer) and not all(hasattr(made, name) for name in _NEEDED):
+    if not isinstance(made, torch.optim.Optimizer):
         return f"the function returned a {kind}; it must return a torch.optim.Optimizer over what it is given"
     held = [param for group in made.param_groups for param in group["params"]]
-    strangers = [f"one of shape {tuple(param.shape)}" for param in held if id(param) not in names]
+    strangers = sum(id(param) not in names for param in held)
     if strangers:
         return (
-            f"it holds {len(strangers)} parameter(s) that were not given to it: {_listed(strangers)}. Make it of the "
-            f"parameters in the pairs that the function is called with: they are what this rank stores and trains, "
-            f"those of the model need not be"
+            f"it holds {strangers} parameter(s) that were not given to it. Make it of the parameters in the pairs that "
+            f"the function is called with: they are what this rank stores and trains, those of the model need not be"
         )
     if isinstance(made, (torch.optim.Adafactor, torch.optim.Muon)):
-        split = [names[id(param)] for param in held if spec_of(param).layout.shard_axes]
-        if split:
+        split = next((names[id(param)] for param in held if spec_of(param).layout.shard_axes), None)
+        if split is not None:
             return (
-                f"{kind} computes with whole matrices, but this rank holds a shard of {_listed(split)}: the update "
-                f"would depend on the plan. Take one that works element by element (AdamW, SGD), or give this one the "
-                f"parameters that are whole"
+                f"{kind} computes with whole matrices, but this rank holds a shard of {split}: the update would depend "
+                f"on the plan. Take one that works element by element (AdamW, SGD), or give this one whole parameters"
             )
     if config.checkpoint.every and (reason := why_not_saved(made)):
         return f"{reason}; or set checkpoint.every = 0"
@@ -193,8 +188,3 @@ def _updates_nothing(rates: Sequence[float | None]) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [{"params": [], "lr": rate or 0.0} for rate in rates]
     groups[0]["params"] = [nn.Parameter(torch.zeros(0))]
     return torch.optim.SGD(groups, lr=0.0, fused=False, foreach=False)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + more
