@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import colossus
 from colossus.context.parallel_context import current_context
 from colossus.context.precision import Precision
 from colossus.engine.nonfinite import LossScaler, NonFiniteGradients, tokens_per_sample
+from colossus.monitor.metrics import Metrics
 
 WIDTH, CLIP, LR = 12, 0.05, 0.02
 FP16 = torch.autocast("cpu", torch.float16)
@@ -178,6 +181,22 @@ def test_from_the_second_step_on_the_factor_follows_what_the_loss_counted() -> N
     assert factors == [4096.0 / (8 * 512), 4096.0 / 8, 4096.0 / 8]
     assert norms[1] > 100 * norms[0]  # what backward began with
     assert engine.loss_scaler.state_dict()["num_tokens"] == 8
+
+
+def test_rows_of_metrics_have_the_scale_and_what_was_skipped(tmp_path: Path) -> None:
+    engine = engine_of(8)
+    at = with_overflows(engine.model, OVERFLOWS)
+    hook = Metrics(tmp_path / "metrics.jsonl")
+    hook.on_train_start(engine)
+    for step in range(5):
+        at["step"] = step
+        hook.on_step_start(engine)
+        hook.on_step_end(engine, engine.train_step(pairs(step, 8)))
+    hook.on_train_end(engine)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["loss_scale"], row["skipped"]) for row in rows] == [
+        (1024.0, 0), (1024.0, 0), (1024.0, 0), (2048.0, 1), (1024.0, 2)
+    ]  # fmt: skip
 
 
 # -- several ranks --------------------------------------------------------------------------------------------

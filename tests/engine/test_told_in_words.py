@@ -161,15 +161,6 @@ def test_a_step_without_gradients(mode: Any, parallel: dict[str, Any]) -> None:
     assert all(math.isfinite(loss) for loss in run_ranks(world, body, with_context=False))
 
 
-COUNTS: dict[str, Any] = {
-    "negative": -3,
-    "negative tensor": torch.tensor(-3),
-    "nan": float("nan"),
-    "nan tensor": torch.tensor(float("nan")),
-    "inf": float("inf"),
-}
-
-
 def _counted(rank: int, count: Any, evaluates: bool) -> None:
     """Only the last rank counts wrongly; the sum over ranks would look right."""
     wrong = rank == 1
@@ -178,13 +169,10 @@ def _counted(rank: int, count: Any, evaluates: bool) -> None:
     engine.eval_step(batch) if evaluates else engine.train_step(batch)
 
 
-@pytest.mark.rest("negative-True", "negative tensor-False", "nan-False", "nan tensor-True", "inf-True")
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("name", COUNTS)
-def test_a_count_that_is_no_count(name: str, evaluates: bool) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, _counted, COUNTS[name], evaluates, with_context=False, timeout=30)
-    assert "ValueError: the loss function returned a count of " in str(caught.value)
+@pytest.mark.parametrize(("count", "evaluates"), [(-3, False), (torch.tensor(float("nan")), True)], ids=str)
+def test_a_count_that_is_no_count(count: Any, evaluates: bool) -> None:
+    with pytest.raises(RankError, match="ValueError: the loss function returned a count of "):
+        run_ranks(2, _counted, count, evaluates, with_context=False, timeout=30)
 
 
 def _nothing_counted(rank: int) -> float:
