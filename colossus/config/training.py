@@ -219,5 +219,3 @@ class Checkpoint(Section):
     background: bool = True
     #: after a stop signal: for the step to end and a save to begin, then as long as writing never pauses for so long
     grace_seconds: Seconds = 60.0
-    #: what a save that fails (a full disk, say) does: "continue" says so and trains on, "stop" ends the run
-    on_error: Literal["continue", "stop"] = "continue"

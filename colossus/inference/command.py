@@ -37,7 +37,7 @@ from colossus.launch.preflight import check_devices, check_model
 
 if TYPE_CHECKING:
     from colossus.data.loader import Loaders
-    from colossus.engine.results import EvalSummary
+    from colossus.engine.results import EvalResult
     from colossus.inference.decoding import Decoding
 
 DONE, FAILED, USAGE = 0, 1, 2
@@ -273,7 +273,7 @@ def evaluate(
     return _exit_code("evaluate", work)
 
 
-def _numbers(summary: EvalSummary, config: Config, loaders: Loaders | None) -> dict[str, Any]:
+def _numbers(summary: EvalResult, config: Config, loaders: Loaders | None) -> dict[str, Any]:
     """Loss, perplexity, metrics, count; perplexity of a loss that is the negative log-likelihood of tokens."""
     found: dict[str, Any] = {"loss": summary.loss}
     options = model_options(config)

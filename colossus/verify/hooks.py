@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from colossus.engine.engine import Engine
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult
 from colossus.gradients.axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of

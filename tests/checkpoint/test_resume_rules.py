@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from colossus.checkpoint.folder import name_of
-from colossus.engine.fit import fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook, fit
 
 # -- the data and random generators ---------------------------------------------------------------------------
 

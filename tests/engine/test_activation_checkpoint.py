@@ -27,7 +27,6 @@ from colossus.engine.checkpointed_modules import chosen_modules, with_activation
 from colossus.launch.command import describe
 from colossus.launch.preflight import check_model
 from colossus.layers.checkpointed_forward import checkpoint_module
-from colossus.layers.host_memory import HostCopy, goes_to_host
 from colossus.layers.recomputation import is_kept
 
 KINDS: list[Any] = [
@@ -151,37 +150,6 @@ def test_in_training_only() -> None:
     engine.model(batch_of(0)["inputs"])
     assert block.seen[3:] == [(False, True)]
     engine.close()
-
-
-class Nested(nn.Module):
-    """A block that checkpoints a part of itself by torch's means."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.drop, self.down = nn.Linear(6, 6), layers.Dropout(0.3), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False))
-
-    def part(self, x: Tensor) -> Tensor:
-        return self.drop(torch.tanh(self.up(x)))
-
-
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_checkpoints_inside_of_each_other_and_several_backwards(reentrant: bool | None) -> None:
-    """One of torch's inside of ours, ours inside of one of torch's; twice over one graph."""
-    found = []
-    for kind in ("none", "full"):
-        wanted = ActivationCheckpoint(type=kind, modules=None if kind == "none" else ["*"])
-        net = colossus.build(with_activation_checkpoint(lambda: nn.Sequential(Nested(), Nested()), wanted))
-        x = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
-        colossus.current_context().rng.move_to(0, 0)
-        y = net(x) if reentrant is None else torch.utils.checkpoint.checkpoint(net, x, use_reentrant=reentrant)
-        if reentrant is None:
-            y.square().sum().backward(retain_graph=True)
-        y.square().sum().backward()
-        found.append([param.grad for param in (x, *net.parameters())])
-    assert_equal(*found)
 
 
 # -- which modules ----------------------------------------------------------------------------------------------
@@ -393,16 +361,3 @@ def test_a_forward_leaves_what_the_formula_says() -> None:
     # a mask of dropout is a byte for each feature; a recomputation needs none to be kept
     assert held_after_forward("none", 0.1) == pytest.approx(ALL - GIVEN + 2 / 8, rel=0.002)
     assert held_after_forward("full", 0.1) == 1 - GIVEN
-
-
-def test_what_goes_to_the_host() -> None:
-    weight = nn.Parameter(torch.randn(4, 6))
-    x = torch.randn(4, 6).t()
-    assert [goes_to_host(each) for each in (x, weight, weight.view(-1), x > 0)] == [True, False, False, False]
-    copied = HostCopy(x)
-    first, wanted = copied.fetch(), x.clone()
-    x.zero_()
-    first.zero_()
-    again = copied.fetch()
-    assert torch.equal(again, wanted)
-    assert again.stride() == x.stride()

@@ -9,7 +9,7 @@ from colossus.schedule.actions import Action
 
 class StepObserver:
     """Base of what is called while a step runs on this rank: override what you need, and append it to
-    ``engine.observers``. What is around steps is a `colossus.engine.hooks.Hook`.
+    ``engine.observers``. What is around steps is a `colossus.engine.fit.Hook`.
 
     Attributes:
         needs_samples: whether `before_forward` wants the samples.
