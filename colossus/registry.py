@@ -200,7 +200,16 @@ LR_SCHEDULES = Registry(
         "linear": "colossus.engine.lr_schedules:linear",
     },
 )
-SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
+SCHEDULES = Registry(
+    "schedule",
+    {
+        "1f1b": "colossus.schedule.builtin:one_f_one_b",
+        "gpipe": "colossus.schedule.builtin:gpipe",
+        "interleaved": "colossus.schedule.builtin:interleaved",
+        "zb-h1": "colossus.schedule.builtin:zb_h1",
+        "zb-v": "colossus.schedule.builtin:zb_v",
+    },
+)
 STRATEGIES = Registry(
     "data-parallel strategy",
     {
@@ -238,9 +247,9 @@ NORMS = Registry("norm", {"layernorm": "colossus.layers.norm:LayerNorm", "rmsnor
 MLPS = Registry(
     "MLP",
     {
-        "gelu": "colossus.layers.mlp:MLP",
-        "gelu_tanh": "colossus.layers.mlp:TanhMLP",
-        "swiglu": "colossus.layers.mlp:GatedMLP",
+        "gelu": "colossus.layers.block:MLP",
+        "gelu_tanh": "colossus.layers.block:TanhMLP",
+        "swiglu": "colossus.layers.block:GatedMLP",
     },
 )
 HOOKS = Registry("hook", {"TensorBoard": "colossus.monitor.tensorboard:TensorBoard"})

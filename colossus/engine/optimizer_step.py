@@ -18,7 +18,7 @@ from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.host_transfer import LateValue
 from colossus.layout.parameter import full_model_order
 from colossus.layout.split_parameter import as_shards
-from colossus.schedule.runtime.executor import StepTotals
+from colossus.schedule.executor import StepTotals
 
 
 class OptimizerStep:

@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.error_place import located_error
-from colossus.layers.children import call
+from colossus.layers.block_options import RotaryScaling
 from colossus.layers.dropout import Dropout
-from colossus.layers.few_kv_heads import ReplicatedKV
+from colossus.layers.heads import ReplicatedKV
 from colossus.layers.kv_cache import KeyValueCache
-from colossus.layers.layer import Layer
+from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear
 from colossus.layers.rotary import Rotary, rotate
-from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves

@@ -17,8 +17,7 @@ from colossus.construct.init import Normal, ZeroRow
 from colossus.context.precision import LOW, Precision
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
-from colossus.layers.lookup import look_up
-from colossus.layers.sparse_lookup import sparse_embedding
+from colossus.layers.lookup import look_up, sparse_embedding
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from colossus.context.parallel_context import current_context
 from colossus.error_place import located_error
+from colossus.layers.block_options import RotaryScaling
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.model_parallel import RotaryTable, model_parallel_of
-from colossus.layers.rotary_scaling import RotaryScaling
 
 
 class Rotary(nn.Module):

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.error_place import located_error
-from colossus.layers.lookup import look_up_wide
-from colossus.layers.sparse_lookup import distinct_rows
+from colossus.layers.lookup import distinct_rows, look_up_wide
 from colossus.rows.row_source import row_source
 from colossus.tensor_parallel.dtypes import gradient_dtype
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from colossus.comm.uncompiled import uncompiled
-from colossus.layers.sparse_lookup import sparse_embedding
+from colossus.layers.lookup import sparse_embedding
 from colossus.layout.parameter import spec_of
 from colossus.rows.row_source import row_source
 from colossus.sharded_tensor.place import Place

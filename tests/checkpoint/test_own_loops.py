@@ -17,7 +17,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.engine.engine import Engine
 from colossus.engine.fit import fit
 from colossus.engine.hooks import Hook
-from colossus.schedule.runtime.observer import StepObserver
+from colossus.schedule.observer import StepObserver
 
 
 def engine_of(root: Path | None, **options: Any) -> Engine:

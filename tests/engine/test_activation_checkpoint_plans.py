@@ -19,7 +19,7 @@ from colossus import layers
 from colossus.comm import accounting
 from colossus.comm.cost import Traffic
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.checkpointed_forward import checkpoint_module
+from colossus.layers.checkpointing import checkpoint_module
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.sharded_tensor.place import Place
 from colossus.sharded_tensor.regions import with_sequence
@@ -138,7 +138,7 @@ def test_a_ring_is_repeated_once_and_the_reduction_behind_it_not() -> None:
 KINDS: list[Any] = [
     "full",
     "selective",
-    dict(type="full", every=2, offload=True),
+    dict(type="full", every=2),
     dict(type="full", modules=["*.mlp", "*.attention"]),
 ]
 DROPPED = dict(dropout=0.2, num_layers=3)
@@ -266,15 +266,14 @@ class Heads(nn.Module):
 def test_what_is_split_is_an_input_like_others() -> None:
     def body(context: ParallelContext) -> list[Tensor]:
         found = []
-        for options in (None, {}, dict(offload=True)):
+        for is_checkpointed in (False, True):
             net = colossus.build(Heads, context)
-            for name in () if options is None else ("core", "gate"):
-                checkpoint_module(net.get_submodule(name), "full", context, **options)
+            for name in ("core", "gate") if is_checkpointed else ():
+                checkpoint_module(net.get_submodule(name), "full", context)
             context.rng.move_to(0, 0)
             net(torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8)).square().sum().backward()
             found.append(torch.cat([param.grad.flatten() for param in net.parameters() if param.grad is not None]))
         return found
 
-    for plain, full, offloaded in run_ranks(2, body):
+    for plain, full in run_ranks(2, body):
         assert torch.equal(full, plain)
-        assert torch.equal(offloaded, plain)

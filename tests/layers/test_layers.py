@@ -19,9 +19,9 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.axes import gradient_sum_axes
+from colossus.layers.block_options import RotaryScaling
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.rotary import Rotary
-from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.models.options import GPTOptions
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.float64: dict(rtol=1e-10, atol=1e-10)}

@@ -27,9 +27,8 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.schedule.actions import Actions, placement
 from colossus.schedule.build import make_schedule
-from colossus.schedule.runtime.executor import Executor, forward_only
-from colossus.schedule.runtime.transport import Transport
-from colossus.schedule.runtime.values import ValueSpec, flatten_value
+from colossus.schedule.executor import Executor, forward_only
+from colossus.schedule.transport import Transport, ValueSpec, flatten_value
 
 META = torch.device("meta")
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")

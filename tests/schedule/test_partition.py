@@ -24,8 +24,8 @@ from colossus.layers import PipelineBlock
 from colossus.layers.pipeline_block import pipeline_blocks
 from colossus.layout.parameter import logical_parameters
 from colossus.models.gpt import GPT
-from colossus.schedule.partition.bounds import split_chain
-from colossus.schedule.partition.partition import Partition, keep_stages_of, make_partition
+from colossus.schedule.bounds import split_chain
+from colossus.schedule.partition import Partition, keep_stages_of, make_partition
 
 SIZES: dict[str, Any] = dict(num_layers=4, hidden_size=16, num_heads=2, vocab_size=19, seq_len=6)
 

@@ -13,7 +13,7 @@ import pytest
 from colossus.cli.main import main
 from colossus.registry import SCHEDULES
 from colossus.schedule.build import make_schedule
-from colossus.schedule.draw.timeline import draw, summary
+from colossus.schedule.draw import draw, summary
 from colossus.schedule.simulate import Times, simulate
 
 REPOSITORY = Path(__file__).parents[2]
