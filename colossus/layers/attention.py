@@ -40,9 +40,8 @@ class Attention(Layer):
     """Self-attention, with grouped keys and values (2305.13245) when ``num_kv_heads`` < ``num_heads``.
 
     Shape:
-        input and output [batch, tokens, hidden_size], or [tokens, hidden_size] of one sample; each rank computes
-        heads / ranks of the heads. Key/value heads that are fewer than the ranks have a copy on each of
-        ranks / num_kv_heads neighbours.
+        input and output [batch, tokens, hidden_size]; each rank computes heads / ranks of the heads. Key/value heads
+        that are fewer than the ranks have a copy on each of ranks / num_kv_heads neighbours.
         ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch in the user
         layout, with all heads and tokens. Not under sequence parallelism, where each rank has its tokens only.
         ``documents``: integers [batch, tokens] in the whole layout: a token looks only at tokens with the same number.
@@ -105,9 +104,10 @@ class Attention(Layer):
         self.dropout: nn.Module = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        if x.dim() == 2:  # the tokens of one sample, not samples
-            documents = documents if documents is None or documents.dim() == 2 else documents.unsqueeze(0)
-            return self(x.unsqueeze(0), mask, documents).squeeze(0)
+        if x.dim() < 3:
+            raise located_error(
+                f"{self.title}: x has shape {tuple(x.shape)}; it takes [batch, tokens, hidden_size] (x.unsqueeze(0))"
+            )
         require_sequences(x)
         inner = self.parallel.regions.inner
         outputs = call(self.qkv, x, self.parallel, inner, outputs=3)

@@ -37,6 +37,7 @@ class Layer(NamedModule):
     def __init__(self) -> None:
         super().__init__()
         self.parallel = model_parallel_of(current_context())
+        self._seen: set[Activation] = set()  # layouts of inputs that were checked and recorded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """A copy whose parameters keep their specs, which torch's copy of a parameter would drop."""
@@ -126,11 +127,36 @@ class Layer(NamedModule):
                 f"ties a head to an embedding in every mode"
             )
 
+    def require_batch(self, x: Tensor) -> None:
+        """That x [batch, ..] has the dim that ranks may split: [batch, features], or ids [batch], at least.
+
+        Raises:
+            ValueError: when it has not.
+        """
+        if x.dim() < 1 + x.is_floating_point():
+            raise located_error(f"{self.title}: x has shape {tuple(x.shape)}, without a batch: x.unsqueeze(0)")
+
     def record_uses(self, activation: Activation) -> None:
         """Record that this layer's own parameters meet an activation of this layout, element by element."""
         for parameter in self.parameters(recurse=False):
             spec = spec_of(parameter)
             spec.record(gradient_axes(spec.layout, activation))
+
+    def meet_between_blocks(self, x: Tensor, activation: Activation, features: tuple[str, ...]) -> None:
+        """`record_uses` of a local x laid out as ``activation``, with a parameter split over ``features``, or by none.
+
+        Raises:
+            ValueError: inside of a column/row pair, where features are split otherwise.
+        """
+        if activation in self._seen:
+            return
+        if activation.features not in ((), features):
+            raise located_error(
+                f"{self.title}: features are split over {','.join(activation.features)} (local shape "
+                f"{tuple(x.shape)}), inside of a column/row pair: put it before the pair, or behind it"
+            )
+        self.record_uses(activation)
+        self._seen.add(activation)
 
     def name_error(self, error: Exception, x: Tensor, source: Activation, in_features: int) -> None:
         """Give an error of the product of a plain local x laid out as ``source`` the name of this layer.

@@ -13,23 +13,20 @@ from colossus.rows.row_source import row_source
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
-def look_up(ids: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
+def look_up(ids: Tensor, table: Tensor, padding_idx: int | None = None, *, wide: bool = False) -> Tensor:
     """``F.embedding(ids, table, padding_idx)``: ids [..], table [words, dim], result [.., dim].
 
     torch adds up the gradients of a word in the dtype of the table. Of bfloat16 that loses those of a frequent word:
     they are added up in the dtype of ``table.grad``.
+
+    Args:
+        wide: the result has that dtype, too.
     """
-    if gradient_dtype(table) == table.dtype:
+    summed = gradient_dtype(table)
+    if summed == table.dtype:
         return F.embedding(ids, table, padding_idx)
-    rows: Tensor = _WideGradient.apply(ids, table, -1 if padding_idx is None else padding_idx, table.dtype)
-    return rows
-
-
-def look_up_wide(ids: Tensor, table: Tensor) -> Tensor:
-    """``F.embedding(ids, table)`` in the dtype of ``table.grad``, in which the gradients of a word are added up."""
-    if gradient_dtype(table) == table.dtype:
-        return F.embedding(ids, table)
-    rows: Tensor = _WideGradient.apply(ids, table, -1, gradient_dtype(table))
+    dtype = summed if wide else table.dtype
+    rows: Tensor = _WideGradient.apply(ids, table, -1 if padding_idx is None else padding_idx, dtype)
     return rows
 
 
@@ -83,7 +80,7 @@ def row_of_each(ids: Tensor, table: Tensor, *, sparse: bool) -> Tensor:
     """
     if not sparse and row_source(table) is None:
         with torch._C.DisableTorchFunctionSubclass():
-            return look_up_wide(ids, table)
+            return look_up(ids, table, wide=True)
     rows, where = distinct_rows(ids, table, sparse=sparse)
     return F.embedding(where, rows)
 

@@ -111,21 +111,19 @@ class ClassToken(Layer):
             features = ()
         self.layout = Layout((features,))
         self.weight = self.make_parameter({"": (hidden_size,)}, self.layout, init or Normal(0.02), dtype=dtype)
-        self._seen: set[Activation] = set()
 
     def forward(self, x: Tensor) -> Tensor:
         require_sequences(x)
         x, placement = unwrap(x, self.parallel)
         activation = placement.activation
-        if activation not in self._seen:
-            self._check_and_record(x, activation)
+        self._check(x, activation)
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             token = self.weight.to(x.dtype) if x.dtype in LOW else self.weight
             token = redistribute(token, self.layout, Layout((activation.features,)), self.context)
             y = torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)
         return wrap(y, placement)
 
-    def _check_and_record(self, x: Tensor, activation: Activation) -> None:
+    def _check(self, x: Tensor, activation: Activation) -> None:
         if x.dim() != 3:
             raise located_error(f"{self.title}: x has shape {tuple(x.shape)}; it takes [batch, tokens, hidden_size]")
         if activation.tokens:
@@ -133,10 +131,4 @@ class ClassToken(Layer):
                 f"{self.title}: tokens are split over {','.join(activation.tokens)}, of which one rank alone has the "
                 f"first; put it where they are whole: behind colossus.layers.to_whole, or before to_residual"
             )
-        if activation.features not in ((), *self.layout.dims):
-            raise located_error(
-                f"{self.title}: features are split over {','.join(activation.features)} (local shape "
-                f"{tuple(x.shape)}), inside of a column/row pair: put it before the pair, or behind it"
-            )
-        self.record_uses(activation)
-        self._seen.add(activation)
+        self.meet_between_blocks(x, activation, self.layout.dims[0])
