@@ -143,7 +143,14 @@ MODEL_OPTIONS = Registry(
 )
 #: options of ``dict(type=.., **options)`` -> (our own model, the path of its weights, that of its tokenizer), or None
 MODEL_SOURCES = Registry("source of models", {"hf": "colossus.hf.model_config:resolve"})
-HF_FAMILIES = Registry("model type of Hugging Face", package="colossus.hf.families")
+HF_FAMILIES = Registry(
+    "model type of Hugging Face",
+    {
+        "gpt2": "colossus.hf.families:GPT2",
+        "llama": "colossus.hf.families:Llama",
+        "vit": "colossus.hf.families:ViT",
+    },
+)
 #: folders of weights that are no checkpoints of ours, by what tells them
 WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.folder:HuggingFace"})
 #: what `colossus checkpoint convert --to` writes

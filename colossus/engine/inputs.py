@@ -31,7 +31,7 @@ from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.nest import tensors
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
-from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.placement import Place
 from colossus.sharded_tensor.regions import with_sequence
 
 #: a label that losses ignore

@@ -24,7 +24,7 @@ from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import attend
-from colossus.sharded_tensor.mask import local_mask
+from colossus.sharded_tensor.placement import local_mask
 from colossus.sharded_tensor.regions import local, require_sequences
 from colossus.sharded_tensor.tensor import placement_of, plain, wrap
 from colossus.tensor_parallel.attention_heads import are_replicated, head_problems, indivisible_heads, uneven_kv_heads

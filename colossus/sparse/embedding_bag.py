@@ -15,7 +15,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.rows.row_source import row_source
-from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.placement import Place
 from colossus.sharded_tensor.regions import local, move, sequence_place, with_sequence
 from colossus.sparse.bag_lookup import BagMode, embedding_bag
 from colossus.tensor_parallel.dtypes import activation_dtype

@@ -13,7 +13,7 @@ from colossus.comm.uncompiled import uncompiled
 from colossus.layers.lookup import sparse_embedding
 from colossus.layout.parameter import spec_of
 from colossus.rows.row_source import row_source
-from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.placement import Place
 from colossus.sharded_tensor.regions import local, sequence_place, with_sequence
 from colossus.sharded_tensor.tensor import ShardedTensor
 from colossus.sparse.bag_lookup import embedding_bag

@@ -21,7 +21,7 @@ from colossus.comm.cost import Traffic
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.checkpointing import checkpoint_module
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.placement import Place
 from colossus.sharded_tensor.regions import with_sequence
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.traffic import matmul_traffic

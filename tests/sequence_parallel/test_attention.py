@@ -27,8 +27,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layers import checkpointing
 from colossus.sequence_parallel import kernels, ring, tiles
 from colossus.sequence_parallel.attend import attend
-from colossus.sequence_parallel.traffic import attention_traffic, cheaper
-from colossus.sequence_parallel.zigzag import require_divisible, zigzag_order
+from colossus.sequence_parallel.modes import attention_traffic, cheaper, require_divisible, zigzag_order
 
 ALONE = AxisGroup((), (0,), 0, None)
 

@@ -16,7 +16,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.placement import Place
 
 BATCH, TOKENS = 4, 13
 
