@@ -10,7 +10,7 @@ from colossus.schedule.actions import COMPUTE, Action
 from colossus.schedule.simulate import Simulation, Span
 
 #: kind -> (letter, what fills the rest of its cell)
-_STYLE = {"forward": ("F", "-"), "backward": ("B", "="), "backward_input": ("B", "="), "backward_weight": ("W", "~")}
+_LETTERS = {"forward": ("F", "-"), "backward": ("B", "="), "backward_input": ("B", "="), "backward_weight": ("W", "~")}
 _IDLE = "."
 #: a short schedule is stretched until its shortest action has this many columns, and no further
 _WIDEST = 6
@@ -49,7 +49,7 @@ def _chunks(simulation: Simulation) -> dict[int, int]:
 
 
 def _label(action: Action, chunk: dict[int, int]) -> str:
-    letter = _STYLE[action.kind][0]
+    letter = _LETTERS[action.kind][0]
     return f"{letter.lower() if chunk[action.stage] % 2 else letter}{action.microbatch}"
 
 
@@ -69,7 +69,7 @@ def _scale(simulation: Simulation, computed: list[list[Span]], available: int) -
 def _row(own: list[Span], chunk: dict[int, int], columns: float, makespan: float, numbered: bool) -> str:
     row = [_IDLE] * round(columns * makespan)
     for span in own:
-        label, fill = _label(span.action, chunk), _STYLE[span.action.kind][1]
+        label, fill = _label(span.action, chunk), _LETTERS[span.action.kind][1]
         if numbered:
             start, stop = round(columns * span.start), round(columns * span.end)
             row[start:stop] = f"{label:{fill}<{stop - start}}"[: stop - start]
@@ -106,18 +106,12 @@ def summary(simulation: Simulation) -> str:
     return "\n".join(lines)
 
 
-#: kind -> (colour, hatch); the hatch tells them apart in print without colours
-_STYLE = {
-    "forward": ("#9ecae1", ""),
-    "backward": ("#fdae6b", "//"),
-    "backward_input": ("#fdae6b", "//"),
-    "backward_weight": ("#a1d99b", ".."),
-}
-_NAMES = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward_input": "backward of inputs",
-    "backward_weight": "backward of weights",
+#: kind -> (name, colour, hatch); the hatch tells them apart in print without colours
+_BARS = {
+    "forward": ("forward", "#9ecae1", ""),
+    "backward": ("backward", "#fdae6b", "//"),
+    "backward_input": ("backward of inputs", "#fdae6b", "//"),
+    "backward_weight": ("backward of weights", "#a1d99b", ".."),
 }
 
 
@@ -155,8 +149,7 @@ def _rows(rows: Any, simulation: Simulation) -> None:
             action = span.action
             if action.kind not in COMPUTE:
                 continue
-            colour, hatch = _STYLE[action.kind]
-            name = _NAMES[action.kind]
+            name, colour, hatch = _BARS[action.kind]
             rows.barh(
                 rank,
                 span.end - span.start,

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import colossus
 import colossus.hf
 from colossus.checkpoint import CheckpointError, CheckpointReader, read_state_dict
-from colossus.checkpoint.assets import Assets
-from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from colossus.checkpoint.manifest import read_manifest
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
 from colossus.config import ConfigError, load_config
@@ -200,16 +199,6 @@ def test_what_a_folder_says_of_tokens_stays_with_a_run(tmp_path: Path) -> None:
         assert generation == {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": [3, 4]}
 
 
-def test_another_tokenizer_leaves_nothing_of_the_first() -> None:
-    beside = Assets(
-        {"token_ids": {"eos_token_id": 3}, "labels": {"id2label": {}}}, {**BESIDE, "preprocessor_config.json": b"{}"}
-    )
-    assert beside.for_tokenizer(None) == beside.for_tokenizer(BESIDE["tokenizer.json"]) == beside
-    for content in (b"", b"another"):
-        kept = beside.for_tokenizer(content)
-        assert (kept.config.keys(), kept.files.keys()) == ({"labels"}, {"preprocessor_config.json"})
-
-
 def _grown(rank: int, target: Path) -> tuple[int, int]:
     """Bytes that saving adds to this rank at most, and those of the largest tensor."""
     sizes = dict(hidden_size=256, num_layers=16, vocab_size=4096, num_heads=4)
@@ -295,39 +284,6 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: Captured) -> None:
     (source / "model.safetensors").write_bytes(data[:-1])
     assert convert(source, tmp_path / "x", "--to", "colossus") == 1
     assert "is truncated" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["source"]
-
-
-def test_a_model_of_ones_own_is_no_family(tmp_path: Path, capsys: Captured) -> None:
-    ours = tmp_path / "ours"
-    assert convert(make_folder(tmp_path / "source", GPT2), ours, "--to", "colossus") == 0
-    for model, said in (
-        (dict(type="my_models:Net"), "it is a my_models:Net; those that can be are GPT, Llama, ViT"),
-        (None, "it is a model that its checkpoint says nothing of"),
-        (dict(type="GPT", num_layers=-1), "its model cannot be understood"),
-        (dict(type="GPT", num_layers=1), "of another shape than its options say is embedding.weight"),
-        (dict(type="GPT", num_layers=2), "it has no blocks.1.attention_norm.weight"),
-    ):
-        manifest = read_manifest(ours)
-        changed = Manifest(**{**vars(manifest), "config": {"model": model}})
-        (ours / MANIFEST).write_bytes(changed.to_bytes())
-        assert convert(ours, tmp_path / "hf", "--to", "hf") == 2
-        assert said in capsys.readouterr().err, model
-
-
-def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    source = make_folder(tmp_path / "source", LLAMA)
-    read, left = CheckpointReader.tensor, [4]
-
-    def stopped(reader: CheckpointReader, key: str) -> Tensor:
-        left[0] -= 1
-        if not left[0]:
-            raise KeyboardInterrupt
-        return read(reader, key)
-
-    monkeypatch.setattr(CheckpointReader, "tensor", stopped)
-    assert convert(source, tmp_path / "hf", "--to", "hf") == 130
-    assert "stopped by Ctrl-C" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["source"]
 
 

@@ -27,7 +27,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layers import checkpointing
 from colossus.sequence_parallel import kernels, ring, tiles
 from colossus.sequence_parallel.attend import attend
-from colossus.sequence_parallel.modes import attention_traffic, cheaper, require_divisible, zigzag_order
+from colossus.sequence_parallel.modes import attention_traffic, require_divisible, zigzag_order
 
 ALONE = AxisGroup((), (0,), 0, None)
 
@@ -243,39 +243,6 @@ def test_exact_as_on_an_accelerator(ring_ranks: int, ulysses_ranks: int, tile: i
 # -- what can go wrong around it ---------------------------------------------------------------------------
 
 
-def _strided(context: ParallelContext) -> None:
-    groups = sequence_groups(context)
-    for case in (Case(documents="packed"), Case(), Case(causal=False)):
-        run = Run(case, groups)
-        wanted = run.results()
-
-        def strided(x: Tensor, turn: int) -> Tensor:
-            """The same values, laid out in another way."""
-            if turn == 0:  # heads after tokens, as a projection gives them
-                return x.transpose(1, 2).contiguous().transpose(1, 2)
-            if turn == 1:  # the elements of one head apart
-                return x.mT.contiguous().mT
-            return torch.cat([x, x], -1)[..., : x.shape[-1]]
-
-        dense = run.inputs
-        if run.documents is not None:
-            run.documents = run.documents.t().contiguous().t()
-        for turn in range(3):
-            run.inputs = [strided(x, turn) for x in dense]
-            for got, same in zip(run.results(), wanted, strict=True):
-                torch.testing.assert_close(got, same, rtol=0, atol=1e-14)
-        q, k, v, dout = dense
-        run.inputs = [q, k, v, torch.ones((), dtype=dout.dtype).expand_as(dout)]  # the gradient of a sum
-        of_sum = run.results()
-        run.inputs = [q, k, v, torch.ones_like(dout)]
-        for got, same in zip(of_sum, run.results(), strict=True):
-            torch.testing.assert_close(got, same, rtol=0, atol=1e-14)
-
-
-def test_inputs_need_not_be_contiguous() -> None:
-    run_ranks(4, _strided, plan=plan(2, 2))
-
-
 def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple[float, float]:
     """Bytes sent round the ring in forward and in backward, both with recomputation."""
     if keep_ring:
@@ -324,23 +291,6 @@ def test_gradients_stay_the_same_under_activation_checkpointing(kind: str, keep_
         assert sent[1] == backward * sent[0] > 0
 
 
-def _two_rings(context: ParallelContext) -> None:
-    """Two attentions that do not depend on each other, in one backward, and another group between."""
-    groups = sequence_groups(context)
-    other = groups[::-1]
-    one, two, third = Run(Case(), groups), Run(Case(seed=5, documents="any", local=6), groups), Run(Case(seed=9), other)
-    runs = [one, two, third]
-    inputs = [[x.detach().requires_grad_() for x in run.inputs[:3]] for run in runs]
-    outs = [run.attend(*given_) for run, given_ in zip(runs, inputs, strict=True)]
-    torch.autograd.backward(outs, [run.inputs[3] for run in runs])
-    for run, given_, out in zip(runs, inputs, outs, strict=True):
-        run.check([out.detach(), *(x.grad for x in given_ if x.grad is not None)])
-
-
-def test_several_rings_in_one_backward() -> None:
-    run_ranks(4, _two_rings, plan=plan(2, 2))
-
-
 # -- what is sent and computed -----------------------------------------------------------------------------
 
 
@@ -374,14 +324,6 @@ def test_what_is_sent_is_what_the_formula_says(ring_ranks: int, ulysses_ranks: i
     if ulysses_ranks == 1:
         assert values.forward == 2 * (ring_ranks - 1) / ring_ranks * tokens * 4 * 3
         assert values.backward == 2 * values.forward
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "ranks", "wanted"),
-    [(8, 8, 2, "ulysses"), (8, 8, 3, "ring"), (8, 2, 4, "ring"), (64, 8, 4, "ring"), (64, 8, 8, "ulysses")],
-)
-def test_the_cheaper_of_the_two(heads: int, kv_heads: int, ranks: int, wanted: str) -> None:
-    assert cheaper(1024, heads, kv_heads, 64, ranks) == wanted
 
 
 def computed(ranks: int, index: int, length: int, causal: bool = True) -> int:
@@ -506,11 +448,6 @@ def test_these_tests_can_fail(wrong: Any, what: str) -> None:
 
 
 # -- order, kernels, errors --------------------------------------------------------------------------------
-
-
-def test_the_zigzag() -> None:
-    assert zigzag_order(8, 2) == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert zigzag_order(5, 1) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.sharded_tensor.placement import Place
 
 BATCH, TOKENS = 4, 13
 
@@ -142,28 +141,6 @@ def test_the_way_out_and_back() -> None:
     assert type(x.grad) is layers.ShardedTensor
     whole = torch.randn(2, 3)
     assert layers.local(whole) is whole
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_reshapes_are_followed(count: int) -> None:
-    x = tokens(4, count, 12)
-    flat = x.reshape(-1, 12)
-    assert flat.placement.place("sequence") == Place(0, 4)
-    assert flat.view(4, count, 3, 4).transpose(1, 2).placement.place("sequence").dim == 2
-    assert x.flatten(1).placement.place("sequence") == Place(1, 1, 12)
-    assert x.flatten(1).unflatten(1, (count, 12)).placement.place("sequence") == Place(1)
-    assert x.permute(2, 0, 1).flatten(0, 1).placement.place("sequence") == Place(1)
-    assert x.mT.unsqueeze(0).expand(5, -1, -1, -1).placement.place("sequence") == Place(3)
-    if count == 1:
-        for call, words in (
-            (x.squeeze, "squeeze removes the split dim, of which this rank has one"),
-            (lambda: x.reshape(4, 12), "reshape leaves open which dim is split"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                call()
-    else:
-        assert x.squeeze().placement.place("sequence") == Place(1)
-        assert x.reshape(4 * count, 12).placement.place("sequence") == Place(0, 4)
 
 
 # -- our layers, pipelines -----------------------------------------------------------------------------------------
