@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from colossus.picture import check_picture, new_figure
 from colossus.schedule.actions import COMPUTE, Action
@@ -116,7 +115,7 @@ _BARS = {
 
 
 def save(simulation: Simulation, path: str | Path, title: str) -> None:
-    """Draw the timeline of each rank above the activations it holds.
+    """Draw the timeline of each rank.
 
     Raises:
         ValueError: when the file's ending is none of `FORMATS`, its folder is not there, or matplotlib is not.
@@ -124,24 +123,11 @@ def save(simulation: Simulation, path: str | Path, title: str) -> None:
     path = Path(path)
     check_picture(path)
     ranks = len(simulation.spans)
-    figure = new_figure(12, 1.6 + 0.7 * ranks)
-    rows, memory = figure.subplots(2, 1, sharex=True, height_ratios=(ranks, max(1.0, ranks / 2)))
-    rows.set_title(title, loc="left", fontsize=10)
-    _rows(rows, simulation)
-    for rank, curve in enumerate(simulation.memory):
-        times = [time for time, _ in curve] + [simulation.makespan]
-        held = [number for _, number in curve]
-        memory.step(times, [*held, held[-1]], where="post", label=f"rank {rank}", linewidth=1)
-    memory.set_ylabel("in flight")
-    memory.set_xlabel("time, in forwards of a rank")
-    memory.set_xlim(0, simulation.makespan)
-    memory.yaxis.get_major_locator().set_params(integer=True)
-    memory.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=-(-ranks // 8))
-    figure.savefig(path)
-
-
-def _rows(rows: Any, simulation: Simulation) -> None:
-    ranks = len(simulation.spans)
+    figure = new_figure(12, 1.6 + 0.4 * ranks)
+    axes = figure.subplots()
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel("time, in forwards of a rank")
+    axes.set_xlim(0, simulation.makespan)
     named: set[str] = set()
     for rank, own in enumerate(simulation.spans):
         stages = sorted({span.action.stage for span in own if span.action.kind in COMPUTE})
@@ -150,7 +136,7 @@ def _rows(rows: Any, simulation: Simulation) -> None:
             if action.kind not in COMPUTE:
                 continue
             name, colour, hatch = _BARS[action.kind]
-            rows.barh(
+            axes.barh(
                 rank,
                 span.end - span.start,
                 left=span.start,
@@ -164,7 +150,8 @@ def _rows(rows: Any, simulation: Simulation) -> None:
                 label=None if name in named else name,
             )
             named.add(name)
-            rows.text((span.start + span.end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=6)
-    rows.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-    rows.invert_yaxis()
-    rows.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4)
+            axes.text((span.start + span.end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=6)
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    axes.invert_yaxis()
+    axes.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4)
+    figure.savefig(path)

@@ -124,11 +124,11 @@ def test_numbers_that_a_dtype_has_no_room_for(tmp_path: Path, capsys: Captured) 
         assert convert(source, tmp_path / to, "--to", to, "--dtype", "bf16") == 0
 
 
-def _train(rank: int, config: dict[str, Any], target: Path, companions: Path) -> dict[str, Tensor]:
+def _train(rank: int, config: dict[str, Any], target: Path) -> dict[str, Tensor]:
     engine = colossus.initialize(config)
     engine.train_step(batch_of(0))
     engine.checkpoints.save(background=False).wait()
-    colossus.hf.save(engine, target, dtype=torch.bfloat16, max_shard_bytes=3000, companions_of=companions)
+    colossus.hf.save(engine, target, dtype=torch.bfloat16, max_shard_bytes=3000)
     whole = full_state_dict(engine.model, engine.context)
     engine.close()
     return whole
@@ -138,12 +138,7 @@ def test_a_run_is_converted_and_saved(tmp_path: Path) -> None:
     """What ranks write together is what is converted out of their checkpoint, which has optimizer state, too."""
     llama_like = dict(positions="rotary", norm="rmsnorm", mlp="swiglu", bias=True, num_kv_heads=2)
     config = config_of(dict(tensor=2), 1, "fp32", model=llama_like, checkpoint=dict(dir=str(tmp_path / "run")))
-    companions = make_folder(tmp_path / "like", LLAMA)
-    for name in ("tokenizer.json", "generation_config.json"):
-        (companions / name).write_text(f'{{"of": "{name}"}}')
-    whole, _ = run_ranks(2, _train, config, tmp_path / "saved", companions, with_context=False)
-    for name in ("tokenizer.json", "generation_config.json"):
-        assert (tmp_path / "saved" / name).read_text() == f'{{"of": "{name}"}}'
+    whole, _ = run_ranks(2, _train, config, tmp_path / "saved", with_context=False)
     assert convert(tmp_path / "run", tmp_path / "converted", "--to", "hf") == 0
     assert convert(tmp_path / "run", tmp_path / "narrow", "--to", "hf", "--dtype", "bf16") == 0
     assert convert(tmp_path / "run", tmp_path / "weights", "--to", "colossus") == 0
@@ -176,9 +171,6 @@ def _tuned(rank: int, root: Path, companions: Path) -> None:
         engine.checkpoints.save(background=False).wait()
         if resume is not None:
             colossus.hf.save(engine, root / "saved")
-            with pytest.raises(CheckpointError, match=r"companions_of = '.*misspelt': there is no such folder"):
-                colossus.hf.save(engine, root / "never", companions_of=root / "misspelt")
-            colossus.hf.save(engine, root / "like", companions_of=root / "run")
         engine.close()
 
 
@@ -190,7 +182,7 @@ def test_what_a_folder_says_of_tokens_stays_with_a_run(tmp_path: Path) -> None:
     run_ranks(2, _tuned, tmp_path, companions, with_context=False)
     assert convert(tmp_path / "run", tmp_path / "converted", "--to", "hf") == 0
     assert read_manifest(tmp_path / "run" / "step-00000002").tokenizer == "tokenizer.json"
-    for name in ("saved", "like", "converted"):
+    for name in ("saved", "converted"):
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert (config["bos_token_id"], config["eos_token_id"]) == (1, [3, 4]), name
         assert "pad_token_id" not in config
