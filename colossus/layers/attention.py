@@ -144,18 +144,14 @@ class Attention(Layer):
     def _rotated(
         self, rotary: nn.Module, query: Tensor, key: Tensor, positions: Tensor | None, cache: KeyValueCache | None
     ) -> tuple[Tensor, Tensor]:
-        if type(rotary) is not Rotary or rotary._forward_hooks or rotary._forward_pre_hooks:
-            if cache is not None:
-                positions = cache.positions(query.shape[-2], query.device)
-            return rotary(query, positions), rotary(key, positions)
+        is_listened_to = rotary._forward_hooks or rotary._forward_pre_hooks
+        if not isinstance(rotary, Rotary) or type(rotary).forward is not Rotary.forward or is_listened_to:
+            raise located_error(
+                f"{self.title}: its rotary, a {type(rotary).__name__}, is not called: for other angles put a subclass "
+                f"of colossus.layers.rotary.Rotary in its place, with frequencies() of its own, and no hooks on it"
+            )
         cos, sin = rotary.cos_sin(query, positions, cache)
         return rotate(query, cos, sin), rotate(key, cos, sin)
-
-    def decide_uses(self) -> None:
-        """A module in the place of ours that turns positions works on the rank's heads and samples."""
-        if self.rotary is not None and type(self.rotary) is not Rotary:
-            for parameter in self.rotary.parameters():
-                self.decide_gradients(parameter, self.parallel.regions.inner)
 
     def _refuse_cache(self, mask: Tensor | None, documents: Tensor | None) -> NoReturn:
         found = [name for name, given in (("a mask", mask), ("documents", documents)) if given is not None]
@@ -221,7 +217,7 @@ class Attention(Layer):
         return x.view((*x.shape[:-1], -1, self.head_dim)).transpose(-3, -2)
 
     def _local_mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
-        if mask is None or not self.is_split:
+        if mask is None or self.parallel.shardings is None:
             return mask
         return local_mask(mask, batch, self.parallel.regions.inner, self.parallel)
 

@@ -58,11 +58,6 @@ class Layer(NamedModule):
     def context(self) -> ParallelContext:
         return self.parallel.context
 
-    @property
-    def is_split(self) -> bool:
-        """Whether there is any tensor parallelism to do."""
-        return self.parallel.shardings is not None
-
     def make_parameter(
         self,
         shapes: Mapping[str, Sequence[int]],

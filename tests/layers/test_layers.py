@@ -19,6 +19,7 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.axes import gradient_sum_axes
+from colossus.layers.rotary import Rotary
 from colossus.models.options import GPTOptions
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.float64: dict(rtol=1e-10, atol=1e-10)}
@@ -367,3 +368,25 @@ def test_a_deep_copy_keeps_what_its_parameters_mean() -> None:
             assert spec_of(copied) is spec_of(mine), name
 
     run_ranks(2, body)
+
+
+def test_other_angles_are_those_of_a_subclass() -> None:
+    class Slow(Rotary):
+        def frequencies(self, device: torch.device) -> Tensor:
+            return super().frequencies(device) / 4
+
+    def turned(change: Any) -> Tensor:
+        net = colossus.build(lambda: layers.Attention(16, 2, rotary=True), dtype=torch.float64)
+        change(net)
+        out: Tensor = net(numbers(2, 5, 16))
+        return out
+
+    def slower(net: Any) -> None:
+        net.rotary = Slow(8)
+
+    linear = dict(rope_type="linear", factor=4.0)
+    scaled = colossus.build(lambda: layers.Attention(16, 2, rotary=True, rotary_scaling=linear), dtype=torch.float64)
+    torch.testing.assert_close(turned(slower), scaled(numbers(2, 5, 16)), rtol=1e-12, atol=1e-12)
+    assert not torch.equal(turned(slower), turned(lambda net: None))
+    with pytest.raises(ValueError, match="its rotary, a Identity, is not called: for other angles put a subclass"):
+        turned(lambda net: setattr(net, "rotary", nn.Identity()))

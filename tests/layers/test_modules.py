@@ -124,22 +124,6 @@ def replace_out(block: Any, ours: bool) -> None:
     block.attention.out = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN))
 
 
-class Stretched(nn.Module):
-    """In the place of rotary positions: features of a head by a trained scale, more so at later positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN // HEADS))
-
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        return x * self.scale * torch.arange(1, x.shape[-2] + 1, dtype=x.dtype).unsqueeze(1)
-
-
-def replace_rotary(block: Any, ours: bool) -> None:
-    block.attention.rotary = rotary = Stretched()
-    block.attention.turn = lambda x: rotary(x)
-
-
 def lora_up(block: Any, ours: bool) -> None:
     second = layers.Linear(RANK, WIDE, bias=False, split="column") if ours else nn.Linear(RANK, WIDE, bias=False)
     block.mlp.up = Lora(block.mlp.up, HIDDEN, second)
@@ -181,7 +165,7 @@ CHANGES: dict[str, Callable[[Any, bool], None]] = {
                                                                     "attention", "attention_norm", "attention.out")},
     "hooks of the block": lambda block, ours: (block.register_forward_hook(doubled), None)[1],
     **{change.__name__: change for change in (replace_mlp, replace_up, replace_norm, replace_by_ours, replace_out,
-                                              replace_rotary, lora_up, lora_down, own_norm, own_row, own_mlp,
+                                              lora_up, lora_down, own_norm, own_row, own_mlp,
                                               own_attention, instance_forward)},
 }  # fmt: skip
 
