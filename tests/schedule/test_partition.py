@@ -247,17 +247,6 @@ def test_more_stages_than_blocks() -> None:
         make_partition(meta(lambda: GPT(**SIZES)), {stage: stage % 4 for stage in range(8)})
 
 
-def test_describe() -> None:
-    made = make_partition(meta(lambda: GPT(**SIZES)), {0: 0, 1: 1, 2: 0}, [1, 4, 1])
-    assert made.describe() == [
-        "stage 0 on rank 0: embedding (1 block), 400 parameters",
-        "stage 1 on rank 1: blocks.0 to blocks.3 (4 blocks), 13,120 parameters",
-        "stage 2 on rank 0: head (1 block), 336 parameters",
-    ]
-    assert made.stages_on(0) == [0, 2]
-    assert made.ranks_of("embedding.weight") == (0,)
-
-
 # -- what a rank holds ----------------------------------------------------------------------------------------
 
 

@@ -392,13 +392,6 @@ def test_blocks_without_a_common_document_are_skipped() -> None:
     assert not list(tiles.attention_tiles(4, 2, 0, 1, False, between[:, :4], between[:, 4:]))
 
 
-def test_no_mask_is_larger_than_a_tile() -> None:
-    documents = torch.arange(3000)[None] // 7
-    for tile in tiles.attention_tiles(3000, 1, 0, 0, True, documents, documents):
-        assert tile.mask is not None
-        assert tile.mask.numel() <= tiles.TILE**2
-
-
 # -- the tests can fail ------------------------------------------------------------------------------------
 
 
