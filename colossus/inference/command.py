@@ -172,6 +172,7 @@ def _decoding(source: Source, config: Config, **options: Any) -> Iterator[Callab
     sizes = (math.prod(entry.shape) for key, entry in source.manifest.tensors.items() if key.startswith("model/"))
     threads = 1 if world_size(config.parallel) == 1 and sum(sizes) < _FEW_PARAMETERS else None
     with on_ranks(config, partial(decoding_of, source, config, **options), threads) as call:
+        call(bool)  # each rank loads the model before anything is printed
         yield lambda: call(_step)
 
 
