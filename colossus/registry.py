@@ -143,7 +143,14 @@ MODEL_OPTIONS = Registry(
 )
 #: options of ``dict(type=.., **options)`` -> (our own model, the path of its weights, that of its tokenizer), or None
 MODEL_SOURCES = Registry("source of models", {"hf": "colossus.hf.model_config:resolve"})
-HF_FAMILIES = Registry("model type of Hugging Face", package="colossus.hf.families")
+HF_FAMILIES = Registry(
+    "model type of Hugging Face",
+    {
+        "gpt2": "colossus.hf.families:GPT2",
+        "llama": "colossus.hf.families:Llama",
+        "vit": "colossus.hf.families:ViT",
+    },
+)
 #: folders of weights that are no checkpoints of ours, by what tells them
 WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.folder:HuggingFace"})
 #: what `colossus checkpoint convert --to` writes
@@ -200,7 +207,16 @@ LR_SCHEDULES = Registry(
         "linear": "colossus.engine.lr_schedules:linear",
     },
 )
-SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
+SCHEDULES = Registry(
+    "schedule",
+    {
+        "1f1b": "colossus.schedule.builtin:one_f_one_b",
+        "gpipe": "colossus.schedule.builtin:gpipe",
+        "interleaved": "colossus.schedule.builtin:interleaved",
+        "zb-h1": "colossus.schedule.builtin:zb_h1",
+        "zb-v": "colossus.schedule.builtin:zb_v",
+    },
+)
 STRATEGIES = Registry(
     "data-parallel strategy",
     {
@@ -238,9 +254,9 @@ NORMS = Registry("norm", {"layernorm": "colossus.layers.norm:LayerNorm", "rmsnor
 MLPS = Registry(
     "MLP",
     {
-        "gelu": "colossus.layers.mlp:MLP",
-        "gelu_tanh": "colossus.layers.mlp:TanhMLP",
-        "swiglu": "colossus.layers.mlp:GatedMLP",
+        "gelu": "colossus.layers.block:MLP",
+        "gelu_tanh": "colossus.layers.block:TanhMLP",
+        "swiglu": "colossus.layers.block:GatedMLP",
     },
 )
 HOOKS = Registry("hook", {"TensorBoard": "colossus.monitor.tensorboard:TensorBoard"})

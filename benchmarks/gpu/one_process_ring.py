@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colossus.context.groups import AxisGroup
 from colossus.sequence_parallel import ring
-from colossus.sequence_parallel.zigzag import zigzag_order
+from colossus.sequence_parallel.modes import zigzag_order
 
 
 class _Group(AxisGroup):

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from colossus.layers.class_token import ClassToken
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
 from colossus.layers.lm_head import Classifier, LMHead
 from colossus.layers.norm import LayerNorm, RMSNorm
-from colossus.layers.patch import PatchEmbedding
+from colossus.layers.patch import ClassToken, PatchEmbedding
 from colossus.sparse.embedding_bag import EmbeddingBag
 from colossus.sparse.sampled_softmax import SampledSoftmax
 

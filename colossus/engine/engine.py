@@ -22,7 +22,7 @@ from colossus.error_place import add_place
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
 from colossus.schedule.actions import Action
-from colossus.schedule.runtime.executor import Executor, StepTotals
+from colossus.schedule.executor import Executor, StepTotals
 from colossus.state.run import Run
 from colossus.state.state import State
 

@@ -25,12 +25,11 @@ from colossus.data.batch import (
 )
 from colossus.engine.consistency import fingerprint
 from colossus.gradients.host_transfer import send_to
-from colossus.layers.batch_info import BatchInfo
-from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.nest import tensors
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
-from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.placement import Place
 from colossus.sharded_tensor.regions import with_sequence
 
 #: a label that losses ignore

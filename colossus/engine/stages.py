@@ -29,11 +29,10 @@ from colossus.nest import tensors
 from colossus.random import GlobalRng, hash_key
 from colossus.schedule.actions import Action, placement
 from colossus.schedule.build import make_schedule
-from colossus.schedule.partition.partition import Partition, keep_stages_of, make_partition
-from colossus.schedule.runtime.executor import Executor, Stages, WgradTasks, forward_only
-from colossus.schedule.runtime.observer import StepObserver
-from colossus.schedule.runtime.stage_scope import MUST_NAME_ALL, MetaTensorGuard
-from colossus.schedule.runtime.transport import Transport
+from colossus.schedule.executor import Executor, Stages, WgradTasks, forward_only
+from colossus.schedule.observer import StepObserver
+from colossus.schedule.partition import MUST_NAME_ALL, MetaTensorGuard, Partition, keep_stages_of, make_partition
+from colossus.schedule.transport import Transport
 from colossus.sharded_tensor.regions import without_sequence
 from colossus.sharded_tensor.tensor import ShardedTensor
 
@@ -149,7 +148,7 @@ class PipelineRuntime:
 
 
 class ModelStages:
-    """Implements `colossus.schedule.runtime.executor.Stages`.
+    """Implements `colossus.schedule.executor.Stages`.
 
     Args:
         model: of this rank.

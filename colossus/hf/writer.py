@@ -13,17 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from colossus.checkpoint.assets import (
-    ASSET_FILES,
     GENERATION,
     TOKEN_IDS,
     Assets,
-    read_assets,
     write_assets,
 )
 from colossus.checkpoint.durable import new_folder, require_new, write_flushed
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.folder import locate
-from colossus.checkpoint.manifest import MANIFEST, read_manifest
 from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.state_dict import WholeTensor, stream_state_dict, whole_tensors
 from colossus.checkpoint.tensor_file import make_header, write_file
@@ -31,7 +27,7 @@ from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, sp
 from colossus.context.parallel_context import ParallelContext
 from colossus.hf.family import Family, Row, family_of
 from colossus.hf.folder import listed
-from colossus.hf.model_config import CONFIG, INDEX, SINGLE, beside_of, read_json
+from colossus.hf.model_config import CONFIG, INDEX, SINGLE
 from colossus.registry import MODEL_OPTIONS
 from colossus.state.replicas import exported
 
@@ -76,7 +72,6 @@ def save(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    companions_of: Path | str | None = None,
     on_tensor: Callable[[int], None] = lambda num_bytes: None,
 ) -> Path:
     """Write the model of an engine, under any plan, as a model folder of Hugging Face that is not there yet.
@@ -91,8 +86,6 @@ def save(
     Args:
         dtype: of the weights; None is that in which the engine holds them.
         max_shard_bytes: of one file, unless a single tensor is larger.
-        companions_of: a folder, of Hugging Face or a checkpoint, whose tokenizer, generation config, ids of special
-            tokens and names of classes are taken; by default those that went with the engine's weights.
         on_tensor: called on rank 0 with the bytes of each tensor that is written.
 
     Returns:
@@ -100,68 +93,32 @@ def save(
 
     Raises:
         CheckpointError: on all ranks: the model is none of Hugging Face's that colossus writes, the folder is there, or
-            it cannot be written, or ``companions_of`` is not there.
+            it cannot be written.
     """
     target = Path(target).expanduser()
     with exported(engine):
-        _save(engine, target, dtype, max_shard_bytes, companions_of, on_tensor)
+        context = engine.context
+        world = context.group(context.grid.names)
+        known = whole_tensors(engine.model, context)
+        options = getattr(engine.model, "options", None)
+        kind = next((name for name in MODEL_OPTIONS.names() if MODEL_OPTIONS.get(name) is type(options)), None)
+        is_writer = context.is_logging_rank
+
+        assets = getattr(getattr(engine, "checkpoints", None), "assets", None) or Assets()
+        plan = plan_folder(kind or type(engine.model).__name__, options, known, dtype, max_shard_bytes, assets)
+        on_all_ranks(world, lambda: require_new(target) if is_writer else None, tells_ranks=False)
+        parts = stream_state_dict(engine.model, context, aliases=False, order=plan.part_names)
+
+        def write() -> None:
+            try:
+                if is_writer:
+                    write_folder(target, plan, parts, on_tensor=on_tensor)
+            finally:
+                for _ in parts:  # ranks gather together to the end, also where writing has failed
+                    pass
+
+        on_all_ranks(world, write, tells_ranks=False)
     return target
-
-
-def _save(
-    engine: Trained,
-    target: Path,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-    companions_of: Path | str | None,
-    on_tensor: Callable[[int], None],
-) -> None:
-    context = engine.context
-    world = context.group(context.grid.names)
-    known = whole_tensors(engine.model, context)
-    options = getattr(engine.model, "options", None)
-    kind = next((name for name in MODEL_OPTIONS.names() if MODEL_OPTIONS.get(name) is type(options)), None)
-    is_writer = context.is_logging_rank
-
-    def beside() -> Assets:
-        if companions_of is not None:
-            return _assets_in(Path(companions_of).expanduser())
-        given: Assets | None = getattr(getattr(engine, "checkpoints", None), "assets", None)
-        return given or Assets()
-
-    assets = on_all_ranks(world, lambda: beside() if is_writer else Assets(), tells_ranks=False)
-    plan = plan_folder(kind or type(engine.model).__name__, options, known, dtype, max_shard_bytes, assets)
-    on_all_ranks(world, lambda: require_new(target) if is_writer else None, tells_ranks=False)
-    parts = stream_state_dict(engine.model, context, aliases=False, order=plan.part_names)
-
-    def write() -> None:
-        try:
-            if is_writer:
-                write_folder(target, plan, parts, on_tensor=on_tensor)
-        finally:
-            for _ in parts:  # ranks gather together to the end, also where writing has failed
-                pass
-
-    on_all_ranks(world, write, tells_ranks=False)
-
-
-def _assets_in(folder: Path) -> Assets:
-    """Of a model folder of Hugging Face, which needs no weights; of a checkpoint, a folder of them or a run folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if not folder.is_dir():
-        raise CheckpointError(f"companions_of = {str(folder)!r}: there is no such folder")
-    if not (folder / MANIFEST).exists():
-        config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-        if "model_type" in config or any((folder / name).is_file() for name in ASSET_FILES):
-            return read_assets(folder, beside_of(config))
-    try:
-        found = locate(folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"companions_of = {str(folder)!r}: {error}") from None
-    return read_assets(found, read_manifest(found).config)
 
 
 def plan_folder(

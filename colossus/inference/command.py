@@ -172,16 +172,8 @@ def _decoding(source: Source, config: Config, **options: Any) -> Iterator[Callab
     sizes = (math.prod(entry.shape) for key, entry in source.manifest.tensors.items() if key.startswith("model/"))
     threads = 1 if world_size(config.parallel) == 1 and sum(sizes) < _FEW_PARAMETERS else None
     with on_ranks(config, partial(decoding_of, source, config, **options), threads) as call:
-        if not call(_has_cache):
-            _say(
-                "whole sequences are computed for each token: where nothing but colossus.layers.Attention mixes tokens "
-                "or counts positions, write key_value_cache = True in the class of the model"
-            )
+        call(bool)  # each rank loads the model before anything is printed
         yield lambda: call(_step)
-
-
-def _has_cache(decoding: Decoding) -> bool:
-    return decoding.model.can_cache
 
 
 def _step(decoding: Decoding) -> tuple[list[int | None], list[str | None]]:

@@ -40,7 +40,6 @@ class _Norm(Layer):
         shape = tuple(normalized_shape) if isinstance(normalized_shape, Sequence) else (normalized_shape,)
         self.normalized_shape = tuple(map(operator.index, shape))
         self.eps = eps
-        self._seen: set[Activation] = set()
 
     def _parameter(self, value: float, init: Initializer | None, dtype: torch.dtype | None) -> nn.Parameter:
         shape = self.normalized_shape

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from colossus.construct.init import Normal
 from colossus.error_place import located_error
-from colossus.layers.children import call
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
+from colossus.layers.layer import call
 from colossus.layers.pipeline_block import PipelineBlock
 from colossus.models.transformer import INIT, Transformer
 from colossus.registry import MODELS

@@ -21,7 +21,7 @@ from colossus.comm import accounting, collectives, log, shared_memory
 from colossus.comm.conjugate import conjugate, start
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.recomputation import recompute
+from colossus.layers.checkpointing import recompute
 
 PAIRS = [
     ("gather", "reduce_scatter"),

@@ -26,14 +26,12 @@ from colossus.config.training import ActivationCheckpoint
 from colossus.engine.checkpointed_modules import chosen_modules, with_activation_checkpoint
 from colossus.launch.command import describe
 from colossus.launch.preflight import check_model
-from colossus.layers.checkpointed_forward import checkpoint_module
-from colossus.layers.recomputation import is_kept
+from colossus.layers.checkpointing import checkpoint_module, is_kept
 
 KINDS: list[Any] = [
     "full",
     "selective",
     dict(type="full", every=2),
-    dict(type="full", offload=True),
 ]
 
 
@@ -204,7 +202,6 @@ def test_which_modules(model: type[nn.Module], options: dict[str, Any], names: l
             dict(activation_checkpoint="selective"),
             "= 'selective' and train.activation_checkpoint = 'full': keep",
         ),
-        (dict(type="selective", offload=True), {}, "offload = True is for inputs, .* say type='full'"),
         (dict(every=2), {}, "every = 2, but type is 'none': say type='full'"),
         (dict(type="full", modules=[]), {}, "modules: must not be empty"),
         ("some", {}, "must be 'none', 'full' or 'selective'"),
@@ -233,9 +230,9 @@ def resolved(**train: Any) -> Config:
 
 
 def test_it_is_shown_and_checked_before_anything_runs() -> None:
-    wanted = dict(type="full", every=2, offload=True)
+    wanted = dict(type="full", every=2)
     config = resolved(activation_checkpoint=wanted)
-    line = "full, blocks (every 2), kept on the host"
+    line = "full, blocks (every 2)"
     assert f"recomputed  {line}" in render(config)
     assert f"recomputed  {line}" in describe(config, check_model(config), None, 1, 1)
     with pytest.raises(ConfigError, match=r"^train\.activation_checkpoint\.modules: '\*\.mpl' matches no module"):
@@ -356,7 +353,6 @@ def test_a_forward_leaves_what_the_formula_says() -> None:
         "full": 1 - GIVEN,
         "selective": PRODUCTS - GIVEN,
         str(dict(type="full", every=2)): (1 + ALL) / 2 - GIVEN,
-        str(dict(type="full", offload=True)): 1,  # copies, on this machine in the same memory
     }
     # a mask of dropout is a byte for each feature; a recomputation needs none to be kept
     assert held_after_forward("none", 0.1) == pytest.approx(ALL - GIVEN + 2 / 8, rel=0.002)

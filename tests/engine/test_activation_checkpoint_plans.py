@@ -105,7 +105,7 @@ def test_a_repeated_reduction_would_be_seen(name: str, broken: Any, monkeypatch:
 KINDS: list[Any] = [
     "full",
     "selective",
-    dict(type="full", every=2, offload=True),
+    dict(type="full", every=2),
     dict(type="full", modules=["*.mlp", "*.attention"]),
 ]
 DROPPED = dict(dropout=0.2, num_layers=3)

@@ -15,7 +15,7 @@ from helpers.twins import llama3_rates
 from torch import Tensor, nn
 
 from colossus.hf.folder import read_folder
-from colossus.layers.rotary_scaling import RotaryScaling
+from colossus.layers.block_options import RotaryScaling
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

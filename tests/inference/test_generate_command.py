@@ -236,7 +236,6 @@ def test_a_model_of_ones_own_is_cached_where_it_says_so(tmp_path: Path, capfd: C
         for plan in ([], ["parallel.tensor=2"]):
             code, out, err = run(capfd, *words, *plan, "--config", str(file))
             assert code == 0, err
-            assert ("whole sequences are computed for each token" in err) is not says
             texts.append(out)
     assert len(set(texts)) == 1
 

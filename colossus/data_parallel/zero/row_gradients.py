@@ -10,7 +10,7 @@ from colossus.comm.collectives import Pending
 from colossus.data_parallel.zero.flat_rows import FlatRows
 from colossus.gradients.buckets import LocalSum, sum_of_all
 from colossus.layout.parameter import attach, spec_of
-from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
+from colossus.tensor_parallel.gathered_weights import run_grad_hooks
 
 
 class RowGradients:

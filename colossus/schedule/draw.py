@@ -1,12 +1,15 @@
-"""A simulated schedule as lines of text: one row per rank, time to the right. No torch."""
+"""A simulated schedule as lines of text, or as a picture. No torch."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from colossus.picture import check_picture, new_figure
 from colossus.schedule.actions import COMPUTE, Action
 from colossus.schedule.simulate import Simulation, Span
 
 #: kind -> (letter, what fills the rest of its cell)
-_STYLE = {"forward": ("F", "-"), "backward": ("B", "="), "backward_input": ("B", "="), "backward_weight": ("W", "~")}
+_LETTERS = {"forward": ("F", "-"), "backward": ("B", "="), "backward_input": ("B", "="), "backward_weight": ("W", "~")}
 _IDLE = "."
 #: a short schedule is stretched until its shortest action has this many columns, and no further
 _WIDEST = 6
@@ -45,7 +48,7 @@ def _chunks(simulation: Simulation) -> dict[int, int]:
 
 
 def _label(action: Action, chunk: dict[int, int]) -> str:
-    letter = _STYLE[action.kind][0]
+    letter = _LETTERS[action.kind][0]
     return f"{letter.lower() if chunk[action.stage] % 2 else letter}{action.microbatch}"
 
 
@@ -65,7 +68,7 @@ def _scale(simulation: Simulation, computed: list[list[Span]], available: int) -
 def _row(own: list[Span], chunk: dict[int, int], columns: float, makespan: float, numbered: bool) -> str:
     row = [_IDLE] * round(columns * makespan)
     for span in own:
-        label, fill = _label(span.action, chunk), _STYLE[span.action.kind][1]
+        label, fill = _label(span.action, chunk), _LETTERS[span.action.kind][1]
         if numbered:
             start, stop = round(columns * span.start), round(columns * span.end)
             row[start:stop] = f"{label:{fill}<{stop - start}}"[: stop - start]
@@ -100,3 +103,55 @@ def summary(simulation: Simulation) -> str:
     for rank, (bubble, peak) in enumerate(zip(simulation.bubbles, simulation.peaks, strict=True)):
         lines.append(f"{rank:>4}  {100 * bubble:>4.1f} %  {peak:>14}")
     return "\n".join(lines)
+
+
+#: kind -> (name, colour, hatch); the hatch tells them apart in print without colours
+_BARS = {
+    "forward": ("forward", "#9ecae1", ""),
+    "backward": ("backward", "#fdae6b", "//"),
+    "backward_input": ("backward of inputs", "#fdae6b", "//"),
+    "backward_weight": ("backward of weights", "#a1d99b", ".."),
+}
+
+
+def save(simulation: Simulation, path: str | Path, title: str) -> None:
+    """Draw the timeline of each rank.
+
+    Raises:
+        ValueError: when the file's ending is none of `FORMATS`, its folder is not there, or matplotlib is not.
+    """
+    path = Path(path)
+    check_picture(path)
+    ranks = len(simulation.spans)
+    figure = new_figure(12, 1.6 + 0.4 * ranks)
+    axes = figure.subplots()
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel("time, in forwards of a rank")
+    axes.set_xlim(0, simulation.makespan)
+    named: set[str] = set()
+    for rank, own in enumerate(simulation.spans):
+        stages = sorted({span.action.stage for span in own if span.action.kind in COMPUTE})
+        for span in own:
+            action = span.action
+            if action.kind not in COMPUTE:
+                continue
+            name, colour, hatch = _BARS[action.kind]
+            axes.barh(
+                rank,
+                span.end - span.start,
+                left=span.start,
+                height=0.9,
+                color=colour,
+                hatch=hatch,
+                # later stages of a rank are paler
+                alpha=1.0 / (1 + stages.index(action.stage)) ** 0.5,
+                edgecolor="white",
+                linewidth=0.5,
+                label=None if name in named else name,
+            )
+            named.add(name)
+            axes.text((span.start + span.end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=6)
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    axes.invert_yaxis()
+    axes.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4)
+    figure.savefig(path)

@@ -14,9 +14,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from colossus.layers.model_parallel import ModelParallel
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action
-from colossus.schedule.runtime.observer import StepObserver
-from colossus.schedule.runtime.transport import Transport
-from colossus.schedule.runtime.values import ValueSpec, batch_signature, flatten_value, gradients, unflatten_value
+from colossus.schedule.observer import StepObserver
+from colossus.schedule.transport import Transport, ValueSpec, batch_signature, flatten_value, gradients, unflatten_value
 
 #: (stage, microbatch)
 StageMicrobatch = tuple[int, int]

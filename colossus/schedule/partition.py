@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from colossus.construct.tensor_replacer import keep_attributes_on_meta
+from colossus.error_place import located_error
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks, run_blocks
 from colossus.layout.parameter import record_full_order, spec_of
-from colossus.schedule.partition.bounds import Split, name_ranges, stage_bounds
+from colossus.schedule.bounds import Split, name_ranges, stage_bounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,3 +162,37 @@ def _stages_by(
         for name in {name for block in blocks[start:stop] for name in names_of(block)}:
             out[name] = (*out.get(name, ()), stage)
     return out
+
+
+class MetaTensorGuard(TorchFunctionMode):
+    """Inside, an operation on a tensor of the meta device is an error: it belongs to a stage of another rank.
+
+    Without it, some operations on CPU would return any numbers (uninitialized memory).
+
+    Raises:
+        ValueError: naming the stage, the operation, and the shape of the tensor.
+    """
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") != "__get__":
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and leaf.is_meta:
+                    name = getattr(func, "__name__", str(func))
+                    raise located_error(
+                        f"stage {self._stage}: {name} on a tensor of shape {tuple(leaf.shape)} that has no values "
+                        f"here. It belongs to another stage, or somebody took hold of it while the model was built "
+                        f"(w = self.head.weight in pipeline_blocks, say). {MUST_NAME_ALL}"
+                    )
+        return func(*args, **kwargs)
+
+
+MUST_NAME_ALL = (
+    "A PipelineBlock must name every module, parameter and buffer that it uses, and look them up when it is called"
+)
