@@ -20,7 +20,7 @@ from torch import Tensor
 
 from colossus import machine
 from colossus.comm import accounting
-from colossus.comm.buffer_pool import BufferPool
+from colossus.comm.host_staging import BufferPool
 from colossus.comm.net import Listener, Stream, WireError, dial
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup

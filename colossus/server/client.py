@@ -11,16 +11,13 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from colossus.server.handles import Handle, Waits
-from colossus.server.messages import Reply, ServerGone
-from colossus.server.pieces import Pieces, Splitter, Value, header_of
-from colossus.server.rpc_client import RpcClient
+from colossus.server.frames import Reply, ServerGone
+from colossus.server.pieces import Pieces, Splitter, TensorState, Value
+from colossus.server.rpc_client import Handle, RpcClient, Waits
 from colossus.server.shard import ShardSpec, check_optimizer
 from colossus.server.sharding import Sharding, TensorSpec
-from colossus.server.tensor_state import TensorState, gathered_state, split_state
 
 Options = Mapping[str, Any]
 _NONE: Options = MappingProxyType({})
@@ -48,12 +45,8 @@ class Servers:
         if worker not in self.workers:
             raise ValueError(f"worker {worker} is none of the workers {list(self.workers)}")
         self.sharding = Sharding(len(self._clients))
-        self._splitter = Splitter()
-        self._splitter.ranges = self.sharding.ranges
+        self._splitter = Splitter(self.sharding)
         self._versions: dict[tuple[str, int], int] = {}
-        self._prefetched: dict[tuple[str, ...], tuple[Handle[None], dict[str, Tensor]]] = {}
-        #: by names, buffers that no pull takes any more
-        self._spare: dict[tuple[str, ...], list[dict[str, Tensor]]] = {}
         #: that nobody may wait for
         self._pushes: list[Handle[dict[str, int | None]]] = []
         self._lock = threading.RLock()
@@ -138,9 +131,6 @@ class Servers:
             for name in names:
                 self.sharding.remove(name)
                 del self._splitter.shapes[name], self._splitter.dtypes[name]
-            for key in [key for key in (*self._spare, *self._prefetched) if not set(key).isdisjoint(names)]:
-                self._prefetched.pop(key, None)
-                self._spare.pop(key, None)
             self._versions = {key: version for key, version in self._versions.items() if key[0] not in names}
         return Handle([self._call(server, "free", {"names": of}) for server, of in servers.items()], _nothing)
 
@@ -177,7 +167,7 @@ class Servers:
         for server, pieces in found.items():
             bases = [self._versions.get((name, server)) if counts else None for name in pieces.names]
             chosen = [dict(options_of.get(name, options)) for name in pieces.names]
-            header = header_of(pieces, rule=rule, options=chosen, bases=bases)
+            header = pieces.header(rule=rule, options=chosen, bases=bases)
             calls.append(self._call(server, "push", header, pieces.arrays))
 
         def staleness(replies: list[Reply]) -> dict[str, int | None]:
@@ -194,48 +184,22 @@ class Servers:
         return handle
 
     def pull(self, into: Mapping[str, Tensor]) -> Handle[None]:
-        """Values of tensors, of each shard at one time. They are written to until the handle was waited for.
-
-        What was prefetched for just these names is taken instead.
-        """
+        """Values of tensors, of each shard at one time. They are written to until the handle was waited for."""
         self._require_accepted()
-        for name, target in into.items():
-            if target.shape != (shape := self._shape(name)):
-                raise ValueError(f"{name!r} is {list(shape)}: it does not go into {list(target.shape)}")
-        key = tuple(into)
-        with self._lock:
-            ready = self._prefetched.pop(key, None)
-        if ready is None:
-            return self._pull(into)
+        found, copy = self._splitter.targets(into)
+        calls = [self._call(server, "pull", pieces.header(), (), pieces.into) for server, pieces in found.items()]
 
-        def taken(_: None) -> None:
-            _copy(ready[1], into)
-            with self._lock:  # only now another prefetch may write to it
-                if all(name in self._splitter.shapes for name in key):
-                    self._spare.setdefault(key, []).append(ready[1])
+        def finish(replies: list[Reply]) -> None:
+            copy()
+            self._pulled(found, replies)
 
-        return ready[0].then(taken)
-
-    def prefetch(self, names: Sequence[str]) -> Handle[None]:
-        """Start to pull into spare buffers, for the next `pull` of just these names, in this order."""
-        key = tuple(names)
-        with self._lock:
-            if key in self._prefetched:
-                return self._prefetched[key][0]
-            if spare := self._spare.get(key):
-                buffers = spare.pop()
-            else:
-                buffers = {name: torch.empty(self._shape(name), dtype=self._splitter.dtypes[name]) for name in names}
-            handle = self._pull(buffers)
-            self._prefetched[key] = handle, buffers
-        return handle
+        return Handle(calls, finish)
 
     def pull_rows(self, ids: Mapping[str, Tensor]) -> Handle[dict[str, Tensor]]:
         """Some rows of tensors: by name ids int64 [n], ascending and each once -> rows [n, ...]."""
         found, rows = self._splitter.wanted_rows(ids)
         calls = [
-            self._call(server, "pull", header_of(pieces), pieces.arrays, pieces.into)
-            for server, pieces in found.items()
+            self._call(server, "pull", pieces.header(), pieces.arrays, pieces.into) for server, pieces in found.items()
         ]
 
         def finish(replies: list[Reply]) -> dict[str, Tensor]:
@@ -244,25 +208,11 @@ class Servers:
 
         return Handle(calls, finish)
 
-    def _pull(self, into: Mapping[str, Tensor]) -> Handle[None]:
-        found, copy = self._splitter.targets(into)
-        calls = [self._call(server, "pull", header_of(pieces), (), pieces.into) for server, pieces in found.items()]
-
-        def finish(replies: list[Reply]) -> None:
-            copy()
-            self._pulled(found, replies)
-
-        return Handle(calls, finish)
-
     def _pulled(self, found: Mapping[int, Pieces], replies: Sequence[Reply]) -> None:
         for (server, pieces), reply in zip(found.items(), replies, strict=True):
             for name, version in zip(pieces.names, reply.header["versions"], strict=True):
                 if name in self._splitter.shapes:  # it may have been freed meanwhile
                     self._versions[name, server] = version
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        self._splitter.ranges_of(name)
-        return self._splitter.shapes[name]
 
     # -- synchronous steps ----------------------------------------------------------------------------------
 
@@ -275,7 +225,7 @@ class Servers:
         """
         found = self._splitter.split(values)
         calls = [
-            self._call(server, "accumulate", header_of(pieces, step=step, workers=list(self.workers)), pieces.arrays)
+            self._call(server, "accumulate", pieces.header(step=step, workers=list(self.workers)), pieces.arrays)
             for server, pieces in found.items()
         ]
         return Handle(calls, _nothing)
@@ -355,16 +305,36 @@ class Servers:
 
     def state(self, names: Sequence[str]) -> Handle[dict[str, TensorState]]:
         """Values and what optimizers keep."""
-        return gathered_state(self._splitter, names, self._call)
+        servers = self._splitter.by_server(names)
+        calls = [self._call(server, "dump", {"names": of}) for server, of in servers.items()]
+        rows_of = {name: (self._splitter.shapes[name] or (1,))[0] for name in names}
+
+        def finish(replies: list[Reply]) -> dict[str, TensorState]:
+            found: dict[str, list[tuple[int, TensorState]]] = {name: [] for name in names}
+            for of, reply in zip(servers.values(), replies, strict=True):
+                arrays = iter(reply.arrays)
+                for name, given in zip(of, reply.header["tensors"], strict=True):
+                    rows = {key: next(arrays) for key in given["keys"]}
+                    found[name].append((given["start"], TensorState(rows, given["scalars"])))
+            return {name: TensorState.joined(rows_of[name], parts) for name, parts in found.items()}
+
+        return Handle(calls, finish)
 
     def load_state(self, states: Mapping[str, TensorState]) -> Handle[None]:
         """Take back what `state` gave, of all rows or of some, for tensors that are there."""
-        return split_state(self._splitter, states, self._call)
-
-    def stats(self) -> Handle[list[dict[str, Any]]]:
-        """Of each server what it has done; see `ServerLoad`, and by tensor its updates."""
-        calls = [self._call(server, "stats", {}) for server in range(self.num_servers)]
-        return Handle(calls, lambda replies: [reply.header for reply in replies])
+        tensors: dict[int, list[dict[str, Any]]] = {}
+        arrays: dict[int, list[Tensor]] = {}
+        for name, state in states.items():
+            for part in self._splitter.ranges_of(name):
+                here = {key: x[part.start : part.stop].contiguous() for key, x in state.rows.items()}
+                about = {"name": name, "start": part.start, "keys": list(here), "scalars": state.scalars}
+                tensors.setdefault(part.server, []).append(about)
+                arrays.setdefault(part.server, []).extend(here.values())
+        calls = [
+            self._call(server, "load", {"names": [given["name"] for given in of], "tensors": of}, arrays[server])
+            for server, of in tensors.items()
+        ]
+        return Handle(calls, _nothing)
 
     def _call(
         self,
@@ -379,9 +349,3 @@ class Servers:
 
 def _nothing(replies: list[Reply]) -> None:
     pass
-
-
-@torch.no_grad()
-def _copy(source: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
-    for name, target in into.items():
-        target.copy_(source[name])

@@ -27,7 +27,7 @@ from colossus.data_parallel.servers.server_shards import (
 from colossus.data_parallel.servers.server_tables import ServerRows
 from colossus.gradients.host_transfer import HostRead
 from colossus.gradients.reduction import ModelParts
-from colossus.server.handles import Handle, wait_or_name_missing
+from colossus.server.rpc_client import Handle, wait_or_name_missing
 from colossus.sparse.table import Table
 
 T = TypeVar("T")

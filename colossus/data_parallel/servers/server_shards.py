@@ -17,7 +17,7 @@ from colossus.layout.layout import Box
 from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.layout.split_parameter import as_shards
 from colossus.rows.row_gradient import RowGradient
-from colossus.server.handles import Handle
+from colossus.server.rpc_client import Handle
 
 #: of one shard: its gradient, whole or of some rows
 Gradient = Tensor | RowGradient | None
