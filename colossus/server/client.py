@@ -91,6 +91,7 @@ class Servers:
         *,
         optimizers: Mapping[str, Options] = _NONE,
         source: int | None = None,
+        workers: Sequence[int] | None = None,
     ) -> Handle[None]:
         """Make tensors. All workers call it with tensors of the same names, shapes and dtypes, and wait for the handle.
 
@@ -100,6 +101,7 @@ class Servers:
                 momentum, adagrad, rowwise_adagrad, adam; None: these tensors take no gradients.
             optimizers: by name, where it differs.
             source: the worker whose values count; None: the first.
+            workers: all that call it; None: those that take part in synchronous steps.
         """
         source = self.workers[0] if source is None else source
         has_values = source == self.worker
@@ -117,7 +119,7 @@ class Servers:
                 spec = ShardSpec(name, tuple(tensor.shape), dtype, part.start, part.stop, chosen)
                 specs.setdefault(part.server, []).append(asdict(spec))
         values = self._splitter.split(tensors) if has_values else {}
-        common = {"has_values": has_values, "source": source, "workers": list(self.workers)}
+        common = {"has_values": has_values, "source": source, "workers": list(workers or self.workers)}
         calls = []
         for server, of_server in specs.items():
             header = {"names": [spec["name"] for spec in of_server], "specs": of_server, **common}

@@ -1,8 +1,8 @@
 """The end of a server: requests of workers, handed over one after the other; and the process of a server.
 
-``python -m colossus.server.rpc_server STATUS`` is started by `ServerProcess`. It reads what it is from the first line of
-its input (so that the token is in no list of processes), says where it is through the descriptor STATUS, and ends when
-its input says so or is closed, when its parent has gone, or by SIGTERM.
+``python -m colossus.server.rpc_server STATUS`` is started by `ServerProcess`. It reads what it is from the first line
+of its input (so that the token is in no list of processes), says where it is through the descriptor STATUS, and ends
+when its input says so or is closed, when its parent has gone, or by SIGTERM.
 """
 
 from __future__ import annotations
