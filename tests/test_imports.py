@@ -263,7 +263,7 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.layout.layout",
         "colossus.layout.activation",
         "colossus.layout.moves",
-        "colossus.comm.cost",
+        "colossus.comm.accounting",
         "colossus.tensor_parallel.mode",
         "colossus.tensor_parallel.choose_sharding",
         "colossus.tensor_parallel.attention_heads",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from colossus.comm.recorded import is_recorded
+from colossus.comm.autograd import is_recorded
 from colossus.context.groups import AxisGroup
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_leaves
 
-from colossus.comm.cost import sent
+from colossus.comm.accounting import sent
 from colossus.config import Config, ConfigError
 from colossus.config.plans import strategy_options
 from colossus.construct.build_model import build

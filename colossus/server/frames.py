@@ -233,7 +233,7 @@ class Messages:
         end: Callable[[str | None], object],
     ) -> None:
         self._buffers, self._most_bytes, self._into_of = buffers, most_bytes, into_of
-        self._take, self.on_end = take, end
+        self._take, self._end = take, end
         self._came: tuple[list[Tensor], Tensor | None] | None = None
 
     def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
@@ -258,6 +258,9 @@ class Messages:
             self._came = packing.views(torch.empty(0, dtype=torch.uint8)), None
         came, self._came = self._came, None
         self._take(described, *came)
+
+    def on_end(self, reason: str | None) -> None:
+        self._end(reason)
 
 
 def _decode(raw: bytes) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from colossus import machine
 from colossus.comm.host_staging import BufferPool
-from colossus.comm.net import BEAT_SECONDS, WireError, dial
+from colossus.comm.listener import dial
+from colossus.comm.net import BEAT_SECONDS, WireError
 from colossus.server.frames import Messages, Packing, Refused, Reply, ServerGone, copy, send
 from colossus.server.process import LEAST_TIMEOUT_SECONDS
 

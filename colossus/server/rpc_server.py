@@ -27,7 +27,8 @@ from torch import Tensor
 
 from colossus import machine
 from colossus.comm.host_staging import BufferPool
-from colossus.comm.net import Listener, Stream, WireError
+from colossus.comm.listener import Listener
+from colossus.comm.net import Stream, WireError
 from colossus.server.frames import Messages, Request, send
 from colossus.server.rpc_client import WORKER
 from colossus.server.store import ShardStore

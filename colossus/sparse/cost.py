@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from colossus.comm.cost import sent
+from colossus.comm.accounting import sent
 
 WayName = Literal["dense", "gather", "owners"]
 

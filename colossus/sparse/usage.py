@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from colossus.comm import accounting
-from colossus.comm.cost import sent
+from colossus.comm.accounting import sent
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.axes import gradient_sum_axes
 from colossus.sparse.table import Table

@@ -15,7 +15,7 @@ import torch
 from helpers.ranks import grid, run_ranks
 
 from colossus.comm import accounting, peers
-from colossus.comm.net import Listener
+from colossus.comm.listener import Listener
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peers import PeerGone, PeerLinks
 from colossus.context.local_ranks import run_local_ranks

@@ -225,7 +225,7 @@ def test_rows_over_data_and_sequence() -> None:
 
 def test_a_missing_sum_over_data_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parity above would not pass if gradients stayed those of one replica."""
-    monkeypatch.setattr("colossus.data_parallel.zero.row_gradients.in_parts.reduce_scatter", _own_rows)
+    monkeypatch.setattr("colossus.data_parallel.zero.row_gradients.uneven.reduce_scatter_filled", _own_rows)
     trace = train_with(dict(type="zero", stage=3), PLANS["data"])[0]
     with pytest.raises(AssertionError, match="loss of step 2"):
         assert_same_run(trace, alone(), **EXACT)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.comm import accounting
-from colossus.comm.cost import Traffic
+from colossus.comm.accounting import Traffic
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.checkpointed_forward import checkpoint_module
 from colossus.layers.model_parallel import model_parallel_of

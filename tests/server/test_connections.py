@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from colossus.comm import net
-from colossus.comm.net import Stream, WireError, dial
+from colossus.comm.listener import Listener, dial
+from colossus.comm.net import Stream, WireError
 from colossus.server.frames import Packing, Refused, Request, ServerGone
 from colossus.server.process import new_token
 from colossus.server.rpc_client import WORKER, RpcClient
@@ -223,7 +224,7 @@ def test_a_silent_worker_is_given_up_and_a_quiet_one_is_not() -> None:
     with serving(timeout_seconds=1.5) as (handler, server):
         quiet = RpcClient(server.endpoint, TOKEN, 0)
         silent = RpcClient(server.endpoint, TOKEN, 7)
-        net._loop().call(lambda: [task.cancel() for task in silent._stream._tasks])
+        net.running_loop().call(lambda: [task.cancel() for task in silent._stream._tasks])
         until(lambda: handler.gone)
         assert handler.gone == [(7, "it gave no sign of life for 1.5 s")]
         assert quiet.call("echo").result(10).header == {}
@@ -246,7 +247,7 @@ def test_a_slow_server_is_waited_for_and_a_silent_one_is_not() -> None:
         stream.start(Silent())
         stream.send(b'{"welcome": null}')
 
-    listener = net.Listener("127.0.0.1", TOKEN, welcome, "nobody")
+    listener = Listener("127.0.0.1", TOKEN, welcome, "nobody")
     silent = dict(index=1, host="127.0.0.1", port=listener.address[1], process=os.getpid())
     with serving() as (_, server):
         slow, none = (RpcClient(endpoint, TOKEN, 0, 3.0) for endpoint in (server.endpoint, silent))

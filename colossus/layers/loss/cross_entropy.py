@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.comm import collectives
-from colossus.comm.first_order import first_order
+from colossus.comm.autograd import first_order
 from colossus.layers.embedding import check_range
 from colossus.layers.loss.split_logits import SplitLogits, local_logits_and_labels
 from colossus.sharded_tensor.regions import local
