@@ -56,7 +56,11 @@ class Listener:
         #: connections that have not said who they are
         self._unknown: set[asyncio.Task[None]] = set()
         running_loop().sockets.add(self._sock)
-        self._task = running_loop().run(self._accept())
+
+        async def begin() -> asyncio.Task[None]:
+            return asyncio.create_task(self._accept())
+
+        self._task = running_loop().run(begin()).result()
 
     def close(self) -> None:
         """Listen no more; streams stay."""

@@ -54,12 +54,6 @@ def test_counters_nest() -> None:
     assert accounting.listeners == []
 
 
-def test_a_counter_ends_with_its_block() -> None:
-    with pytest.raises(RuntimeError), accounting.count():
-        raise RuntimeError
-    assert accounting.listeners == []
-
-
 # -- collectives ----------------------------------------------------------------------------------------------
 
 
@@ -186,15 +180,6 @@ def test_block_1d_sequence_sharded(world: int, options: dict[str, Any]) -> None:
         assert counted["backward"] == (6, 6 * one)
         assert counted["axes"] == {"tensor"}
         assert counted["operations"].keys() == {"all_gather", "reduce_scatter"}
-
-
-def test_a_block_without_tensor_parallelism_moves_nothing() -> None:
-    for counted in run_ranks(2, _data_parallel_block):
-        assert counted["forward"] == counted["backward"] == (0, 0)
-
-
-def _data_parallel_block(context: ParallelContext) -> dict[str, Any]:
-    return _block(ParallelContext(grid(data=2), context.rank), {})
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])

@@ -169,27 +169,6 @@ def test_rows_follow_torch() -> None:
         torch.testing.assert_close(rows, table.weight.detach()[wanted], rtol=1e-13, atol=1e-14)
 
 
-def test_elastic_averaging_alone() -> None:
-    """1412.6651, equation 5 without a gradient, beta 0.9, alpha = beta / 4, all forces from the same anchor."""
-    alpha = 0.9 / 4
-    x = [torch.tensor(float(value), dtype=torch.float64) for value in (1, 2, 3, 4)]
-    anchor = torch.zeros((), dtype=torch.float64)
-    with local_servers(2, 4) as workers:
-        made(workers, {"anchor": anchor})
-        gaps = [-2.5]
-        for _ in range(3):
-            anchors = [pulled(worker, "anchor", anchor) for worker in workers]
-            forces = [alpha * (own - at) for own, at in zip(x, anchors, strict=True)]
-            x = [own - force for own, force in zip(x, forces, strict=True)]
-            for worker, force in zip(workers, forces, strict=True):
-                worker.push({"anchor": force}, "add").wait()
-            now = pulled(workers[0], "anchor", anchor)
-            mean = torch.stack(x).mean()
-            gaps.append(float(now - mean))
-            assert float(sum(x) + now) == pytest.approx(10, abs=1e-12)
-    assert gaps == pytest.approx([-2.5, 0.3125, -0.0390625, 0.0048828125], abs=1e-12)
-
-
 def test_tensors_that_are_not_contiguous_or_are_narrower() -> None:
     with local_servers(2) as [worker]:
         whole = torch.randn(5, 4)
@@ -300,11 +279,3 @@ def test_an_ended_server_is_named_with_what_was_asked() -> None:
     with pytest.raises(ServerGone, match=r"it was to push 'w'"):
         worker.push({"w": torch.ones(3)})
     worker.close()
-
-
-def test_elements_of_a_gradient_are_clipped_after_it_was_scaled() -> None:
-    with local_servers(2) as [worker]:
-        made([worker], {"w": torch.zeros(4)}, optimizer=dict(type="sgd", lr=-1.0))
-        options = {"scale": 0.5, "clip_value": 2.0}
-        worker.push({"w": torch.tensor([1.0, -3.0, 5.0, -7.0])}, "gradient", options).wait()
-        assert pulled(worker, "w", torch.empty(4)).tolist() == [0.5, -1.5, 2.0, -2.0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +19,8 @@ from hypothesis import strategies as st
 
 from colossus.comm import net
 from colossus.comm.listener import Listener, dial
-from colossus.comm.net import Stream, WireError
-from colossus.server.frames import Packing, Refused, Request, ServerGone
+from colossus.comm.net import Stream
+from colossus.server.frames import Refused, Request, ServerGone
 from colossus.server.process import new_token
 from colossus.server.rpc_client import WORKER, RpcClient
 from colossus.server.rpc_server import RpcServer
@@ -178,32 +177,6 @@ def test_a_request_is_applied_at_most_once_whereever_the_connection_is_cut(lengt
         assert set(handler.times.values()) == {1}
         assert torch.equal(handler.total, torch.full_like(handler.total, expected))
         assert expected
-
-
-def test_a_worker_killed_in_the_midst_of_its_requests() -> None:
-    with serving(5000) as (handler, server):
-        child = os.fork()
-        if not child:
-            try:
-                signal.alarm(20)
-                client = RpcClient(server.endpoint, TOKEN, 3)
-                for number in range(100_000):
-                    client.call("add", {"number": number}, [torch.ones(5000, dtype=torch.float64)])
-            finally:
-                os._exit(1)
-        until(lambda: len(handler.times) > 20)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        until(lambda: handler.gone)
-        assert handler.gone[0][0] == 3
-        assert str(handler.gone[0][1]).startswith("its connection ")
-        assert list(handler.times) == [f"3 {number}" for number in range(len(handler.times))]
-        assert torch.equal(handler.total, torch.full_like(handler.total, len(handler.times)))
-        client = RpcClient(server.endpoint, TOKEN, 3)  # one that starts in its place
-        assert client.call("total").result(10).header["gone"] == [[3, handler.gone[0][1]]]
-        client.close()
-        until(lambda: len(handler.gone) == 2)
-        assert handler.gone[1] == (3, None)
 
 
 def test_two_clients_of_one_number(server: RpcServer) -> None:
@@ -381,25 +354,6 @@ def test_any_bytes_after_a_greeting(server: RpcServer, garbage: bytes, size: int
 
 def test_a_server_serves_after_all_this(server: RpcServer) -> None:
     serves(server)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("float32"),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(JSON | st.lists(st.tuples(st.sampled_from(["float32", "int8"]), st.lists(st.integers(-1, 1 << 65))).map(list)))
-@settings(max_examples=40, deadline=None)
-def test_a_description_is_understood_or_refused(described: Any) -> None:
-    try:
-        packing = Packing.described(described, 1 << 16)
-    except WireError:
-        return
-    assert packing.describe() == described
-    views = packing.views(torch.zeros(packing.num_bytes, dtype=torch.uint8))
-    assert [list(view.shape) for view in views] == [shape for _, shape in described]
 
 
 DTYPES = [torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.uint8]
