@@ -51,10 +51,6 @@ class Servers:
         self._pushes: list[Handle[dict[str, int | None]]] = []
         self._lock = threading.RLock()
 
-    @property
-    def num_servers(self) -> int:
-        return len(self._clients)
-
     def close(self, patience_seconds: float | None = None) -> None:
         """Say goodbye to all servers, which go on.
 
@@ -113,9 +109,8 @@ class Servers:
                 self._splitter.shapes[name], self._splitter.dtypes[name] = tuple(tensor.shape), tensor.dtype
         specs: dict[int, list[dict[str, Any]]] = {}
         for name, tensor in tensors.items():
+            chosen, dtype = dict(optimizers.get(name, optimizer or {})), str(tensor.dtype).removeprefix("torch.")
             for part in self.sharding.ranges[name]:
-                chosen = dict(optimizers.get(name, optimizer or {}))
-                dtype = str(tensor.dtype).removeprefix("torch.")
                 spec = ShardSpec(name, tuple(tensor.shape), dtype, part.start, part.stop, chosen)
                 specs.setdefault(part.server, []).append(asdict(spec))
         values = self._splitter.split(tensors) if has_values else {}
@@ -123,7 +118,7 @@ class Servers:
         calls = []
         for server, of_server in specs.items():
             header = {"names": [spec["name"] for spec in of_server], "specs": of_server, **common}
-            calls.append(self._call(server, "create", header, values[server].arrays if has_values else ()))
+            calls.append(self._clients[server].call("create", header, values[server].arrays if has_values else ()))
         return Handle(calls, _nothing)
 
     def free(self, names: Sequence[str]) -> Handle[None]:
@@ -134,7 +129,7 @@ class Servers:
                 self.sharding.remove(name)
                 del self._splitter.shapes[name], self._splitter.dtypes[name]
             self._versions = {key: version for key, version in self._versions.items() if key[0] not in names}
-        return Handle([self._call(server, "free", {"names": of}) for server, of in servers.items()], _nothing)
+        return Handle([self._clients[server].call("free", {"names": of}) for server, of in servers.items()], _nothing)
 
     def push(
         self,
@@ -163,14 +158,13 @@ class Servers:
             Refused: an earlier push that nobody waited for was refused.
         """
         self._require_accepted()
-        counts = rule in ("add", "gradient")
-        found = self._splitter.split(values)
+        found, counts = self._splitter.split(values), rule in ("add", "gradient")
         calls = []
         for server, pieces in found.items():
             bases = [self._versions.get((name, server)) if counts else None for name in pieces.names]
             chosen = [dict(options_of.get(name, options)) for name in pieces.names]
             header = pieces.header(rule=rule, options=chosen, bases=bases)
-            calls.append(self._call(server, "push", header, pieces.arrays))
+            calls.append(self._clients[server].call("push", header, pieces.arrays))
 
         def staleness(replies: list[Reply]) -> dict[str, int | None]:
             most: dict[str, int | None] = dict.fromkeys(values)
@@ -189,26 +183,22 @@ class Servers:
         """Values of tensors, of each shard at one time. They are written to until the handle was waited for."""
         self._require_accepted()
         found, copy = self._splitter.targets(into)
-        calls = [self._call(server, "pull", pieces.header(), (), pieces.into) for server, pieces in found.items()]
 
         def finish(replies: list[Reply]) -> None:
             copy()
             self._pulled(found, replies)
 
-        return Handle(calls, finish)
+        return Handle(self._of_pieces("pull", found), finish)
 
     def pull_rows(self, ids: Mapping[str, Tensor]) -> Handle[dict[str, Tensor]]:
         """Some rows of tensors: by name ids int64 [n], ascending and each once -> rows [n, ...]."""
         found, rows = self._splitter.wanted_rows(ids)
-        calls = [
-            self._call(server, "pull", pieces.header(), pieces.arrays, pieces.into) for server, pieces in found.items()
-        ]
 
         def finish(replies: list[Reply]) -> dict[str, Tensor]:
             self._pulled(found, replies)
             return rows
 
-        return Handle(calls, finish)
+        return Handle(self._of_pieces("pull", found), finish)
 
     def _pulled(self, found: Mapping[int, Pieces], replies: Sequence[Reply]) -> None:
         for (server, pieces), reply in zip(found.items(), replies, strict=True):
@@ -226,18 +216,14 @@ class Servers:
             step: ascending.
         """
         found = self._splitter.split(values)
-        calls = [
-            self._call(server, "accumulate", pieces.header(step=step, workers=list(self.workers)), pieces.arrays)
-            for server, pieces in found.items()
-        ]
-        return Handle(calls, _nothing)
+        return Handle(self._of_pieces("accumulate", found, step=step, workers=list(self.workers)), _nothing)
 
     def squares(self, step: int, names: Sequence[str]) -> Handle[dict[str, float]]:
         """By name the squares of the norms of the sums over workers, each element once; done when all parts are at the
         servers."""
         servers = self._splitter.by_server(names)
         calls = [
-            self._call(server, "squares", {"names": of, "step": step, "workers": list(self.workers)})
+            self._clients[server].call("squares", {"names": of, "step": step, "workers": list(self.workers)})
             for server, of in servers.items()
         ]
 
@@ -270,16 +256,11 @@ class Servers:
         """
         servers = self._splitter.by_server(names)
         targets, copy = self._splitter.targets({} if into is None else {name: into[name] for name in names})
+        common = {"step": step, "found_inf": found_inf, "pull": into is not None}
         calls = []
         for server, of in servers.items():
-            header = {
-                "names": of,
-                "step": step,
-                "options": [dict(options_of.get(name, options)) for name in of],
-                "found_inf": found_inf,
-                "pull": into is not None,
-            }
-            calls.append(self._call(server, "apply", header, (), targets[server].into if into is not None else ()))
+            header = common | {"names": of, "options": [dict(options_of.get(name, options)) for name in of]}
+            calls.append(self._clients[server].call("apply", header, (), targets[server].into if into else ()))
         return Handle(calls, lambda replies: copy())
 
     # -- workers --------------------------------------------------------------------------------------------
@@ -288,11 +269,11 @@ class Servers:
         """Done when this worker, which has finished ``step`` steps, may begin the next: no other worker that lives has
         finished fewer than ``step - max_staleness`` (SSP; Ho et al., NIPS 2013). Kept by server 0."""
         header = {"step": step, "max_staleness": max_staleness, "workers": list(self.workers)}
-        return Handle([self._call(0, "clock", header)], _nothing)
+        return Handle([self._clients[0].call("clock", header)], _nothing)
 
     def waiting_for(self) -> Handle[list[Waits]]:
         """What the calls of this worker that are under way wait for at the servers, now."""
-        calls = [self._call(server, "waiting_for", {}) for server in range(self.num_servers)]
+        calls = [client.call("waiting_for") for client in self._clients]
 
         def finish(replies: list[Reply]) -> list[Waits]:
             return [
@@ -308,7 +289,7 @@ class Servers:
     def state(self, names: Sequence[str]) -> Handle[dict[str, TensorState]]:
         """Values and what optimizers keep."""
         servers = self._splitter.by_server(names)
-        calls = [self._call(server, "dump", {"names": of}) for server, of in servers.items()]
+        calls = [self._clients[server].call("dump", {"names": of}) for server, of in servers.items()]
         rows_of = {name: (self._splitter.shapes[name] or (1,))[0] for name in names}
 
         def finish(replies: list[Reply]) -> dict[str, TensorState]:
@@ -324,29 +305,15 @@ class Servers:
 
     def load_state(self, states: Mapping[str, TensorState]) -> Handle[None]:
         """Take back what `state` gave, of all rows or of some, for tensors that are there."""
-        tensors: dict[int, list[dict[str, Any]]] = {}
-        arrays: dict[int, list[Tensor]] = {}
-        for name, state in states.items():
-            for part in self._splitter.ranges_of(name):
-                here = {key: x[part.start : part.stop].contiguous() for key, x in state.rows.items()}
-                about = {"name": name, "start": part.start, "keys": list(here), "scalars": state.scalars}
-                tensors.setdefault(part.server, []).append(about)
-                arrays.setdefault(part.server, []).extend(here.values())
-        calls = [
-            self._call(server, "load", {"names": [given["name"] for given in of], "tensors": of}, arrays[server])
-            for server, of in tensors.items()
-        ]
+        found = self._splitter.split_states(states)
+        calls = [self._clients[server].call("load", header, arrays) for server, (header, arrays) in found.items()]
         return Handle(calls, _nothing)
 
-    def _call(
-        self,
-        server: int,
-        op: str,
-        header: Mapping[str, Any],
-        arrays: Sequence[Tensor] = (),
-        into: Sequence[Tensor] | None = None,
-    ) -> Future[Reply]:
-        return self._clients[server].call(op, dict(header), arrays, into)
+    def _of_pieces(self, op: str, found: Mapping[int, Pieces], **more: Any) -> list[Future[Reply]]:
+        return [
+            self._clients[server].call(op, pieces.header(**more), pieces.arrays, pieces.into or None)
+            for server, pieces in found.items()
+        ]
 
 
 def _nothing(replies: list[Reply]) -> None:

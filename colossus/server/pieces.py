@@ -162,6 +162,20 @@ class Splitter:
                 pieces.into.append(rows[name][here])
         return found, rows
 
+    def split_states(self, states: Mapping[str, TensorState]) -> dict[int, tuple[dict[str, Any], list[Tensor]]]:
+        """By server what is said of its part of each state, and its arrays."""
+        found: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}
+        for name, state in states.items():
+            for part in self.ranges_of(name):
+                header, arrays = found.setdefault(part.server, ({"names": [], "tensors": []}, []))
+                here = {key: x[part.start : part.stop].contiguous() for key, x in state.rows.items()}
+                header["names"].append(name)
+                header["tensors"].append(
+                    {"name": name, "start": part.start, "keys": list(here), "scalars": state.scalars}
+                )
+                arrays.extend(here.values())
+        return found
+
 
 def _of_sparse(value: Value) -> Value:
     """A sparse tensor as rows."""

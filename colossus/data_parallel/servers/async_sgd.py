@@ -122,7 +122,7 @@ class AsyncServer(PerReplica):
 
     def parameters_loaded(self) -> None:
         self._drop_pull()
-        self.at_servers.forget()
+        self.at_servers.is_placed = False  # they are to be placed again
 
     # -- besides ------------------------------------------------------------------------------------------
 

@@ -114,10 +114,6 @@ class ServerParameters:
         """What `place` makes instead of the parameters, for each of these."""
         self._begin = values
 
-    def forget(self) -> None:
-        """The parameters were loaded: they are to be placed again."""
-        self.is_placed = False
-
     @torch.no_grad()
     def place(self) -> None:
         """Let the servers have what the first replica has, unless they do: parameters, and the state of the optimizer,

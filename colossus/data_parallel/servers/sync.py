@@ -110,7 +110,7 @@ class SyncServer(AllReduce):
             yield
 
     def parameters_loaded(self) -> None:
-        self.at_servers.forget()
+        self.at_servers.is_placed = False  # they are to be placed again
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
         return self.at_servers.optimizer_state(optimizer)
