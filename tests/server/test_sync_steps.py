@@ -67,6 +67,20 @@ def test_a_step_does_not_depend_on_the_order_of_arrival(orders: list[list[int]],
                 assert all(torch.equal(into[name], first[name]) for name in NAMES)
 
 
+def test_a_sum_is_the_same_whatever_comes_first() -> None:
+    """Of numbers whose sum depends on the order."""
+    found = []
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        with local_servers(2, 3) as workers:
+            made(workers, {"w": torch.zeros(3)}, optimizer=dict(type="sgd", lr=-1.0))
+            for worker in order:
+                workers[worker].accumulate(0, {"w": torch.full((3,), [1e8, -1e8, 1.0][worker])}).wait()
+            workers[0].squares(0, ["w"]).wait()
+            workers[0].apply(0, ["w"]).wait()
+            found.append(pulled(workers[0], "w", torch.empty(3)).tolist())
+    assert found == [[1.0] * 3] * 3
+
+
 def test_squares_wait_for_all_parts_and_an_overflow_drops_them() -> None:
     with local_servers(2, 2) as workers:
         made(workers, {"w": torch.ones(4)}, optimizer=dict(type="sgd", lr=1.0))
