@@ -227,7 +227,7 @@ STRATEGIES = Registry(
         "hierarchical": "colossus.data_parallel.all_reduce:Hierarchical",
         "hybrid": "colossus.data_parallel.hybrid:Hybrid",
         "local_sgd": "colossus.data_parallel.rounds.averaging:LocalSGD",
-        "server": "colossus.data_parallel.servers.own_optimizers:make_server",
+        "server": "colossus.data_parallel.servers.async_sgd:make_server",
         "sgp": "colossus.data_parallel.gossip.gossip:SGP",
         "slowmo": "colossus.data_parallel.rounds.outer_step:SlowMo",
         "zero": "colossus.data_parallel.zero.zero:Zero",

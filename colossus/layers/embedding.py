@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossus.comm.autograd import first_order, save_for_backward, saved_tensors
 from colossus.comm.conjugate import not_a_view
-from colossus.comm.early_save import save_for_backward, saved_tensors
-from colossus.comm.first_order import first_order
 from colossus.construct.init import Normal, ZeroRow
 from colossus.context.precision import LOW, Precision
 from colossus.error_place import located_error

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.comm.first_order import first_order
+from colossus.comm.autograd import first_order
 from colossus.rows.row_gradient import row_source
 from colossus.tensor_parallel.dtypes import gradient_dtype
 

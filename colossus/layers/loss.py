@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.comm import collectives
-from colossus.comm.first_order import first_order
+from colossus.comm.autograd import first_order
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.layers.embedding import check_range

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.comm import collectives
-from colossus.comm.first_order import first_order
+from colossus.comm.autograd import first_order
 from colossus.construct.init import Constant
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW

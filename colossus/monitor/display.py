@@ -23,7 +23,7 @@ from colossus.machine import gigabytes
 from colossus.monitor.late_results import LateResults
 from colossus.monitor.metrics import StepTimer, peak_memory
 from colossus.monitor.mfu import Utilisation
-from colossus.server import environment
+from colossus.server.process import has_servers, read_environment
 
 
 def make_display(folder: Path, stream: TextIO | None = None) -> Display:
@@ -77,8 +77,8 @@ class Display(Hook):
             f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}, "
             f"{engine.num_parameters:,} parameters{zero and f', {zero}'}"
         ]
-        if environment.is_given():
-            places = [f"{each['host']} (process {each['process']})" for each in environment.read().endpoints]
+        if has_servers():
+            places = [f"{each['host']} (process {each['process']})" for each in read_environment().endpoints]
             lines.append(f"parameters at {len(places)} server(s): {', '.join(places)}")
         if loaders is not None:
             lines.append(loaders.description)

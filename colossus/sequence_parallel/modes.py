@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from colossus.arithmetic import nearest_multiples
-from colossus.comm import cost
+from colossus.comm import accounting
 
 
 def zigzag_order(num_tokens: int, ring: int) -> list[int]:
@@ -80,9 +80,9 @@ def attention_traffic(
         ring, ulysses: ranks of either kind; both above one is the hybrid, one of each sends nothing.
     """
     local = tokens / (ring * ulysses)
-    exchanged = cost.sent("all_to_all", ulysses, local * 2 * (heads + kv_heads) * head_dim)
+    exchanged = accounting.sent("all_to_all", ulysses, local * 2 * (heads + kv_heads) * head_dim)
     # the exchange gives a rank more tokens of fewer key and value heads: as many elements as before
-    passed = cost.sent("all_gather", ring, local * 2 * kv_heads * head_dim)
+    passed = accounting.sent("all_gather", ring, local * 2 * kv_heads * head_dim)
     return AttentionTraffic(exchanged + passed, exchanged + 2 * passed)
 
 

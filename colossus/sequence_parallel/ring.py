@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.comm.first_order import first_order
+from colossus.comm.autograd import first_order, uncompiled
 from colossus.comm.ring import rotate
-from colossus.comm.uncompiled import uncompiled
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.sequence_parallel.kernels import block_backward, block_forward

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colossus.comm.uncompiled import uncompiled
+from colossus.comm.autograd import uncompiled
 from colossus.layers.lookup import sparse_embedding
 from colossus.layout.parameter import spec_of
 from colossus.rows.row_gradient import row_source

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from colossus.comm.autograd import is_recorded
 from colossus.comm.collectives import Pending, Ready
-from colossus.comm.recorded import is_recorded
 from colossus.context.precision import Precision
 from colossus.tensor_parallel.dtypes import gradient_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, reduce_wgrad, run

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import colossus
 from colossus import layers
 from colossus.cli.show import render
-from colossus.comm.early_save import is_hooked
+from colossus.comm.autograd import is_hooked
 from colossus.config import Config, ConfigError, load_config, resolve_sizes
 from colossus.config.training import ActivationCheckpoint
 from colossus.engine.checkpointed_modules import chosen_modules, with_activation_checkpoint

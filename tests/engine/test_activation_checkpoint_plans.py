@@ -16,7 +16,7 @@ from torch import Tensor
 import colossus
 from colossus import layers
 from colossus.comm import accounting
-from colossus.comm.cost import Traffic
+from colossus.comm.accounting import Traffic
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.tensor_parallel.mode import MatmulSharding

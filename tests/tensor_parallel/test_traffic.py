@@ -13,7 +13,7 @@ from helpers.parts import laid_out
 
 from colossus import layers
 from colossus.comm import accounting
-from colossus.comm.cost import Traffic
+from colossus.comm.accounting import Traffic
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
