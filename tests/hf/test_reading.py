@@ -16,6 +16,7 @@ from torch import Tensor
 import colossus
 from colossus.checkpoint import CheckpointError, read_state_dict
 from colossus.checkpoint.state_dict import full_state_dict
+from colossus.config import load_config
 from colossus.engine.initialize import make_engine
 from colossus.hf.folder import read_folder
 from colossus.hf.model_config import options_of
@@ -146,7 +147,7 @@ def test_the_weights_of_a_folder_go_into_a_model_that_differs(tmp_path: Path) ->
         with pytest.raises(CheckpointError) as raised:
             colossus.initialize(config)
         told.append(str(raised.value))
-        engine = make_engine(config)
+        engine = make_engine(load_config(config))
         told.append(str(engine.checkpoints.load_weights(folder, strict=False)))
         with pytest.raises(CheckpointError) as raised:
             engine.checkpoints.load(folder)
