@@ -175,8 +175,9 @@ def renamed(names: Sequence[str], rename: Rename | None) -> dict[str, str | None
         pattern = re.compile("(.*)".join(map(re.escape, starred.split("*"))))
         for name in names:
             if stars := pattern.fullmatch(name):
-                each = iter(stars.groups())
-                met[name] = None if into is None else re.sub(r"\*", lambda _, each=each: next(each), into)
+                first, *others = (into or "").split("*")
+                filled = first + "".join(star + part for star, part in zip(stars.groups(), others, strict=False))
+                met[name] = None if into is None else filled
         if not met:
             raise CheckpointError(f"rename: {key!r} meets no name of the checkpoint{nearest_names(key, names)}")
         found |= met
