@@ -15,7 +15,7 @@ from colossus.sparse.cost import WayName
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
-_POWERSGD = ("rank", "start_step", "warm_start", "min_compression_rate")
+_POWERSGD = ("rank", "start_step", "min_compression_rate")
 
 
 class AllReduceOptions(StrategyOptions):
@@ -25,8 +25,6 @@ class AllReduceOptions(StrategyOptions):
     rank: Count = 1
     #: of PowerSGD: steps from the first on that are not compressed
     start_step: CountOrZero = 10
-    #: of PowerSGD: whether a step begins with the factors of the one before
-    warm_start: bool = True
     #: of PowerSGD: matrices travel as factors where these have fewer than one in so many of their elements
     min_compression_rate: Annotated[float, Field(ge=0)] = 2.0
 
