@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import run_ranks
-from helpers.small_run import Counter, Net, Numbers, make_engine
+from helpers.small_run import Counter, Numbers, make_engine
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.errors import CheckpointError
