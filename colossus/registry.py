@@ -129,7 +129,7 @@ MODELS = Registry(
         "GPT": "colossus.models.gpt:GPT",
         "Llama": "colossus.models.llama:Llama",
         "ViT": "colossus.models.vit:ViT",
-        "WordsLM": "colossus.sparse.words:WordsLM",
+        "WordsLM": "colossus.sparse.words_model:WordsLM",
     },
 )
 MODEL_OPTIONS = Registry(
@@ -152,12 +152,12 @@ HF_FAMILIES = Registry(
     },
 )
 #: folders of weights that are no checkpoints of ours, by what tells them
-WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.folder:HuggingFace"})
+WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.hf_folder:HuggingFace"})
 #: what `colossus checkpoint convert --to` writes
 WEIGHT_WRITERS = Registry(
     "form of weights",
     {
-        "hf": "colossus.hf.convert:to_hf",
+        "hf": "colossus.hf.conversion:to_hf",
         "colossus": "colossus.checkpoint.weights_only:to_colossus",
     },
 )

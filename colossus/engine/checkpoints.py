@@ -15,7 +15,7 @@ from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under
 from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.sources import find_weights, open_weights
+from colossus.checkpoint.weight_sources import find_weights, open_weights
 from colossus.checkpoint.writer import CheckpointWriter, Save, SavedCheckpoint
 from colossus.comm.objects import broadcast_object
 from colossus.state.run_values import SavedHook

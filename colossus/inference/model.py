@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.checkpoint.rank_errors import on_all_ranks
-from colossus.checkpoint.sources import open_weights
+from colossus.checkpoint.weight_sources import open_weights
 from colossus.comm import collectives, shared_memory
 from colossus.config import Config, model_options
 from colossus.construct.build_model import build

@@ -17,7 +17,7 @@ from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
 from colossus.error_place import located_error
 from colossus.random import GlobalRng
-from colossus.sequence_parallel.ring import RING_ATTENTION
+from colossus.sequence_parallel.ring_attention import RING_ATTENTION
 from colossus.sharded_tensor.placement import Placement
 from colossus.sharded_tensor.tensor import mark, placement_of, plain
 

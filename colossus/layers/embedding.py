@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colossus.comm.autograd import first_order, save_for_backward, saved_tensors
 from colossus.comm.conjugate import not_a_view
-from colossus.construct.init import Normal, ZeroRow
+from colossus.construct.initial_values import Normal, ZeroRow
 from colossus.context.precision import LOW, Precision
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colossus.arithmetic import either, nearest_multiples, not_a_multiple
 from colossus.comm.collectives import Pending, Ready
-from colossus.construct.init import torch_linear
+from colossus.construct.initial_values import torch_linear
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layout.activation import Activation

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.construct.init import torch_linear
+from colossus.construct.initial_values import torch_linear
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layout.activation import Activation

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from colossus.construct.init import torch_linear
+from colossus.construct.initial_values import torch_linear
 from colossus.error_place import located_error
 from colossus.layers.embedding import Embedding, vocabulary_sharding
 from colossus.layers.layer import Layer

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.comm.autograd import first_order
-from colossus.construct.init import Constant
+from colossus.construct.initial_values import Constant
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
 from colossus.error_place import located_error

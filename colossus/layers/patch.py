@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from colossus.arithmetic import either, nearest_multiples
-from colossus.construct.init import Normal
+from colossus.construct.initial_values import Normal
 from colossus.context.precision import LOW
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer

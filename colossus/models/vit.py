@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.arithmetic import round_up
-from colossus.construct.init import Constant
+from colossus.construct.initial_values import Constant
 from colossus.error_place import located_error
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import PositionEmbedding

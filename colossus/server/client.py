@@ -93,7 +93,7 @@ class Servers:
 
         Args:
             tensors: of ``source`` the values count, of others shapes and dtypes (they may be on the meta device).
-            optimizer: of the rule ``gradient``: dict(type=.., **options) by a name of `colossus.rows.rules`: sgd,
+            optimizer: of the rule ``gradient``: dict(type=.., **options) by a name of `colossus.rows.row_rules`: sgd,
                 momentum, adagrad, rowwise_adagrad, adam; None: these tensors take no gradients.
             optimizers: by name, where it differs.
             source: the worker whose values count; None: the first.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from colossus.rows.row_gradient import RowGradient
-from colossus.rows.rules import rule_of
+from colossus.rows.row_rules import rule_of
 
 #: what a push may do; ``gradient`` is an update by the optimizer of the tensor
 RULES = ("zero", "copy", "add", "gradient")
@@ -30,7 +30,7 @@ class ShardSpec:
     Attributes:
         name, shape, dtype: of the whole tensor.
         start, stop: rows of it that are here.
-        optimizer: for the rule ``gradient``: dict(type=name of a rule of `colossus.rows.rules`, **options).
+        optimizer: for the rule ``gradient``: dict(type=name of a rule of `colossus.rows.row_rules`, **options).
     """
 
     name: str

@@ -96,7 +96,7 @@ def init(tensor: Tensor, name: str | None = None, *, optimizer: Mapping[str, Any
         tensor: of any dtype, shape and device. The values of rank 0 count.
         name: unique; by default a number.
         optimizer: of the rule ``gradient``: dict(type="sgd", lr=0.1), say; momentum, adagrad, rowwise_adagrad and adam
-            with their options (`colossus.rows.rules`).
+            with their options (`colossus.rows.row_rules`).
 
     Raises:
         ValueError: something is no such tensor, there is one of this name, or no such optimizer.

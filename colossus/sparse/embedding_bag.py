@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.construct.init import Normal, ZeroRow
+from colossus.construct.initial_values import Normal, ZeroRow
 from colossus.error_place import located_error
 from colossus.layers.embedding import check_range
 from colossus.layers.layer import Layer

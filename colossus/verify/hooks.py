@@ -29,7 +29,7 @@ from colossus.verify.capture import (
     held_weights,
 )
 from colossus.verify.difference import FLOOR, difference_of, difference_of_rows, factor_of, norm_of
-from colossus.verify.report import Finding
+from colossus.verify.verify_report import Finding
 
 SMALL, NOISE = 1e-6, 1e-9
 """An element of a gradient below `SMALL` of its parameter's root mean square, or below `NOISE` of that of all

@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.sources import open_weights
+from colossus.checkpoint.weight_sources import open_weights
 from colossus.engine import checkpoints
 from colossus.engine.engine import Engine
 

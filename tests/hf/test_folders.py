@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from colossus.checkpoint import CheckpointError, DamagedCheckpoint
-from colossus.hf.folder import read_folder
+from colossus.hf.hf_folder import read_folder
 from colossus.hf.model_config import options_of, spec_of
 from colossus.registry import HF_FAMILIES
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.comm import accounting
-from colossus.construct.init import Normal
+from colossus.construct.initial_values import Normal
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.parameter import spec_of
 

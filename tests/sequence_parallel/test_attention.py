@@ -25,7 +25,7 @@ from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers import checkpointing
-from colossus.sequence_parallel import kernels, ring, tiles
+from colossus.sequence_parallel import kernels, ring_attention, tiles
 from colossus.sequence_parallel.attend import attend
 from colossus.sequence_parallel.modes import attention_traffic, require_divisible, zigzag_order
 
@@ -246,9 +246,9 @@ def test_exact_as_on_an_accelerator(ring_ranks: int, ulysses_ranks: int, tile: i
 def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple[float, float]:
     """Bytes sent round the ring in forward and in backward, both with recomputation."""
     if keep_ring:
-        checkpointing.SAVED.add(ring.RING_ATTENTION)
+        checkpointing.SAVED.add(ring_attention.RING_ATTENTION)
     else:
-        checkpointing.SAVED.discard(ring.RING_ATTENTION)
+        checkpointing.SAVED.discard(ring_attention.RING_ATTENTION)
     groups = sequence_groups(context)
     for case in (Case(documents="padding"), Case(causal=False, kv_heads=2), Case()):
         run = Run(case, groups)
@@ -360,8 +360,8 @@ def _kernel_calls(context: ParallelContext, case: Case, documents: Tensor | None
         return count
 
     with (
-        patch.object(ring, "block_forward", counting(kernels.block_forward, calls[0])),
-        patch.object(ring, "block_backward", counting(kernels.block_backward, calls[1])),
+        patch.object(ring_attention, "block_forward", counting(kernels.block_forward, calls[0])),
+        patch.object(ring_attention, "block_backward", counting(kernels.block_backward, calls[1])),
     ):
         run.results()
     return calls
@@ -400,15 +400,15 @@ def _own_share_dropped(context: ParallelContext) -> None:
 
     def backward(*args: Any) -> Any:
         dq, dk, dv = ring_backward(*args)
-        with patch.object(ring, "_rotating_blocks", first_only):
+        with patch.object(ring_attention, "_rotating_blocks", first_only):
             _, own_dk, own_dv = ring_backward(*args)
         return dq, dk - own_dk, dv - own_dv
 
     def first_only(k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup) -> Any:
         yield group.index, [k, v]
 
-    ring_backward = ring._backward
-    with patch.object(ring, "_backward", backward):
+    ring_backward = ring_attention._backward
+    with patch.object(ring_attention, "_backward", backward):
         _exact(context, [Case()])
 
 

@@ -30,7 +30,7 @@ from colossus.inference.config import (
     prompt_problems,
     training_data,
 )
-from colossus.inference.text import Texts, special_ids, tokenizer_of
+from colossus.inference.generated_text import Texts, special_ids, tokenizer_of
 from colossus.launch.command import worker_variables
 from colossus.launch.data_check import check_data, is_ours
 from colossus.launch.preflight import check_devices, check_model

@@ -19,7 +19,7 @@ from colossus.context.grid import build_grid
 from colossus.launch import command
 from colossus.launch.inside import environment_kept, output_to
 from colossus.launch.preflight import check_devices, check_model
-from colossus.verify import report
+from colossus.verify import verify_report
 
 AGREE, FAILED, USAGE, DIFFERENT = 0, 1, 2, 3
 
@@ -58,8 +58,8 @@ def run(config_path: str, overrides: list[str], *, nproc: int | None = None, ste
                 keep = code == FAILED  # what was printed names the failure records
                 return code
         grid = build_grid(config.parallel)
-        verdict = report.read(folder, grid.world_size, steps, tolerance)
-        print(report.render(verdict, config, grid, steps, tolerance))
+        verdict = verify_report.read(folder, grid.world_size, steps, tolerance)
+        print(verify_report.render(verdict, config, grid, steps, tolerance))
         return DIFFERENT if verdict.differing else AGREE
     finally:
         if not keep:
@@ -110,7 +110,7 @@ def write_config(
     file = folder / f"{'reference' if tolerance is None else 'plan'}.py"
     arguments = (str(Path(path).resolve()), list(overrides), nproc, steps, str(folder), tolerance)
     file.write_text(
-        f"from colossus.verify.command import sections as _sections\n\n"
+        f"from colossus.verify.run_verify import sections as _sections\n\n"
         f"globals().update(_sections({', '.join(map(repr, arguments))}))\n"
     )
     return file

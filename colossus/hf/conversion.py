@@ -15,7 +15,7 @@ from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.state_dict import WholeTensor
 from colossus.checkpoint.tensor_file import DTYPES
 from colossus.checkpoint.weights_only import MAX_SHARD_BYTES
-from colossus.hf.writer import plan_folder, write_folder
+from colossus.hf.hf_writer import plan_folder, write_folder
 from colossus.registry import MODEL_OPTIONS
 
 

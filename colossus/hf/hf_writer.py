@@ -26,7 +26,7 @@ from colossus.checkpoint.tensor_file import make_header, write_file
 from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, split_into_shards
 from colossus.context.parallel_context import ParallelContext
 from colossus.hf.family import Family, Row, family_of
-from colossus.hf.folder import listed
+from colossus.hf.hf_folder import listed
 from colossus.hf.model_config import CONFIG, INDEX, SINGLE
 from colossus.registry import MODEL_OPTIONS
 from colossus.state.replicas import exported

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from colossus.arithmetic import clock
 from colossus.compare.jobs import Job, check_jobs, make_jobs
+from colossus.compare.results_table import print_table
 from colossus.compare.summary import Comparison, Ended, compare
-from colossus.compare.table import print_table
 from colossus.config import ConfigError, model_options
 from colossus.config.plans import describe_plan
 from colossus.launch import command, run_folder

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colossus.construct.init import Normal
+from colossus.construct.initial_values import Normal
 from colossus.error_place import located_error
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding

@@ -12,7 +12,7 @@ from colossus.checkpoint.manifest import Chunk
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.context.groups import AxisGroup
-from colossus.hf.folder import read_folder
+from colossus.hf.hf_folder import read_folder
 from colossus.layout.layout import Box
 
 

@@ -233,7 +233,7 @@ def _are_equal(folder: Path, *tensors: StoredTensor) -> bool:
 
 
 class HuggingFace:
-    """What `colossus.checkpoint.sources` asks of a format of weights."""
+    """What `colossus.checkpoint.weight_sources` asks of a format of weights."""
 
     title = "a model folder of Hugging Face"
 
@@ -248,4 +248,4 @@ class HuggingFace:
 
     @staticmethod
     def open(path: Path) -> Any:
-        return importlib.import_module("colossus.hf.reader").HFReader(path)
+        return importlib.import_module("colossus.hf.hf_reader").HFReader(path)
