@@ -143,11 +143,9 @@ def _recomputing() -> dict[str, Kind]:
             ),
         ]
     every_other = (("recompute", {"type": "full", "every": 2}),)
-    offloaded = (("recompute", {"type": "full", "offload": True}),)
-    kinds += [
-        Kind("colossus-full-every-2", 1, "ours", "ColossusCase", every_other, peers=("colossus",), in_default=False),
-        Kind("colossus-full-offload", 1, "ours", "ColossusCase", offloaded, peers=("colossus",), in_default=False),
-    ]
+    kinds.append(
+        Kind("colossus-full-every-2", 1, "ours", "ColossusCase", every_other, peers=("colossus",), in_default=False)
+    )
     return {kind.name: kind for kind in kinds}
 
 

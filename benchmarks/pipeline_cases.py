@@ -17,7 +17,7 @@ from benchmarks.pipeline_model import chain, filled_chain, loss_sum, split
 from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload
 from colossus.checkpoint import load_full_state_dict
 from colossus.engine.engine import Engine
-from colossus.schedule.runtime.executor import StepTotals
+from colossus.schedule.executor import StepTotals
 
 
 @dataclass(frozen=True)

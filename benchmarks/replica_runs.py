@@ -13,8 +13,7 @@ from benchmarks.hosts import INTERFACE
 from colossus.comm import accounting
 from colossus.config.overrides import apply_overrides, strategy_overrides
 from colossus.engine.engine import Engine
-from colossus.engine.fit import fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook, fit
 from colossus.engine.results import StepResult
 
 

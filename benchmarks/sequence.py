@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.common import Spread, make_parser, print_table, progress, write_json
 from benchmarks.ranks import RankGroup
 from benchmarks.sequence_cases import AttentionCase, Counted, Shape, TrainWorker
-from colossus.sequence_parallel.traffic import attention_traffic
+from colossus.sequence_parallel.modes import attention_traffic
 
 MB = 1e6
 

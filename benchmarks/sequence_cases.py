@@ -19,7 +19,7 @@ from colossus.context.grid import RankGrid
 from colossus.context.layer_options import LayerOptions
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.sequence_parallel import ring
+from colossus.sequence_parallel import ring_attention
 from colossus.sequence_parallel.attend import attend
 from colossus.sequence_parallel.modes import Hybrid
 
@@ -102,21 +102,21 @@ class AttentionCase:
 
     def count(self) -> Counted:
         scores = 0
-        real = ring.block_forward
+        real = ring_attention.block_forward
 
         def counted(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -> Any:
             nonlocal scores
             scores += _scores(q, k, causal)
             return real(q, k, v, causal=causal, **options)
 
-        ring.block_forward = counted
+        ring_attention.block_forward = counted
         try:
             with accounting.count() as there:
                 out = self.forward()
             with accounting.count() as back:
                 out.backward(self.gradient)
         finally:
-            ring.block_forward = real
+            ring_attention.block_forward = real
         size = self.q.element_size()
         return Counted(there.bytes() / size, back.bytes() / size, scores)
 

@@ -27,31 +27,11 @@ import torch  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 
 from colossus.context.local_ranks import run_local_ranks  # noqa: E402
-from colossus.server.environment import new_token  # noqa: E402
-from colossus.server.messages import Request  # noqa: E402
-from colossus.server.process import start_server  # noqa: E402
+from colossus.server.client import Servers  # noqa: E402
+from colossus.server.process import new_token, start_servers  # noqa: E402
 from colossus.server.rpc_client import RpcClient  # noqa: E402
 
 _UNDER_WAY = 64
-
-
-class Vector:
-    """The handler: a vector that is overwritten and read."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, torch.Tensor] = {}
-
-    def handle(self, request: Request) -> None:
-        if request.op == "push":
-            pushed = request.arrays[0]
-            if pushed.numel() not in self._values:
-                self._values[pushed.numel()] = torch.empty_like(pushed)
-            self._values[pushed.numel()].copy_(pushed)
-            request.reply()
-        elif request.op == "pull":
-            request.reply({}, [self._values[request.header["size"]]])
-        else:
-            request.reply()
 
 
 def repeated(seconds: float, action: Callable[[], object]) -> float:
@@ -68,27 +48,26 @@ def repeated(seconds: float, action: Callable[[], object]) -> float:
 
 
 def measure(client: RpcClient, megabytes: list[float], seconds: float) -> dict[str, Any]:
+    worker = Servers([client], 0)
     rates: dict[str, Any] = {"push": {}, "pull": {}}
     for size in megabytes:
         vector = torch.rand(int(size * (1 << 20)) // 4)
-        into = [torch.empty_like(vector)]
-        push = repeated(seconds, lambda vector=vector: client.call("push", {}, [vector]).result())
-        header = {"size": vector.numel()}
-        pull = repeated(seconds, lambda header=header, into=into: client.call("pull", header, (), into).result())
-        assert torch.equal(into[0], vector)
+        into, name = torch.empty_like(vector), f"of {size} MiB"
+        worker.create({name: vector}).wait()
+        push = repeated(seconds, lambda vector=vector, name=name: worker.push({name: vector}, "copy").wait())
+        pull = repeated(seconds, lambda into=into, name=name: worker.pull({name: into}).wait())
+        assert torch.equal(into, vector)
         rates["push"][size], rates["pull"][size] = vector.nbytes / push / 1e9, vector.nbytes / pull / 1e9
-    rates["round trips/s"] = 1 / repeated(seconds, lambda: client.call("nothing").result())
+    rates["round trips/s"] = 1 / repeated(seconds, lambda: worker.waiting_for().wait())
 
-    calls = deque(client.call("nothing") for _ in range(_UNDER_WAY))
+    calls = deque(worker.waiting_for() for _ in range(_UNDER_WAY))
 
     def next_call() -> None:
-        calls.popleft().result()
-        calls.append(client.call("nothing"))
+        calls.popleft().wait()
+        calls.append(worker.waiting_for())
 
     rates["calls/s"] = 1 / repeated(seconds, next_call)
-    for call in calls:
-        call.result()
-    client.close()
+    worker.close()
     return rates
 
 
@@ -134,7 +113,7 @@ def main() -> int:
     torch.set_num_threads(1)
     results = {"gloo": gloo(given.megabytes, given.seconds)}
     token = new_token()
-    with start_server(0, token, {"handler": "benchmarks.server_transport:Vector"}) as server:
+    with start_servers(1, token)[0] as server:
         results["server"] = measure(RpcClient(server.endpoint, token, 0), given.megabytes, given.seconds)
     if given.json:
         print(json.dumps(results))

@@ -33,7 +33,7 @@ from benchmarks.tensor_cases import CASES, DTENSOR, PLAIN, Case, block_traffic, 
 from benchmarks.tensor_report import ITEM, MB, Bench, Result, Scoped, as_json, draw, report
 from benchmarks.tensor_worker import Values, Worker
 from benchmarks.workload import Workload
-from colossus.comm.cost import Traffic
+from colossus.comm.accounting import Traffic
 from colossus.tensor_parallel.gathered_weights import SCOPES
 
 TOLERANCE = 1e-4

@@ -17,7 +17,7 @@ from benchmarks.tensor_cases import DTENSOR, PLAIN, Case
 from benchmarks.workload import State, Workload, fuse_qkv
 from colossus import build
 from colossus.checkpoint import full_state_dict, load_full_state_dict
-from colossus.comm import accounting, cost
+from colossus.comm import accounting
 from colossus.comm.accounting import Counter
 from colossus.gradients.axes import gradient_sum_axes
 from colossus.layers import TransformerBlock
@@ -168,7 +168,7 @@ class ColossusRun(Run):
         sent = [0.0, 0.0]
         for param in self.module.parameters():
             n = self.context.size(gradient_sum_axes(param, self.context))
-            sent[param.dim() == 1] += cost.sent("all_reduce", n, param.nbytes)
+            sent[param.dim() == 1] += accounting.sent("all_reduce", n, param.nbytes)
         return Owed(*sent)
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class _FunctionalCounter(TorchDispatchMode):
         if namespace == "_c10d_functional" and name not in self.SILENT:
             group: Any = next(arg for arg in reversed(args) if isinstance(arg, str))
             operation, ranks = self.OPERATIONS[name.rstrip("_")], _resolve_process_group(group).size()
-            self.counter.add(name, "tensor", args[0].dtype, cost.sent(operation, ranks, args[0].nbytes))
+            self.counter.add(name, "tensor", args[0].dtype, accounting.sent(operation, ranks, args[0].nbytes))
         return func(*args, **(kwargs or {}))
 
 

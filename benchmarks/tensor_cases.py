@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.workload import Workload
-from colossus.comm.cost import Traffic, move_traffic
+from colossus.comm.accounting import Traffic, move_traffic
 from colossus.context.grid import RankGrid
 from colossus.context.layer_options import LayerOptions
 from colossus.context.parallel_context import ParallelContext

@@ -12,7 +12,7 @@ from benchmarks.common import Spread
 from benchmarks.tensor_block import Counted, Owed
 from benchmarks.tensor_cases import PLAIN, Case
 from benchmarks.workload import Workload
-from colossus.comm.cost import Traffic
+from colossus.comm.accounting import Traffic
 
 MB = 1e6
 ITEM = 4  # bytes of a float32

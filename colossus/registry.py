@@ -129,7 +129,7 @@ MODELS = Registry(
         "GPT": "colossus.models.gpt:GPT",
         "Llama": "colossus.models.llama:Llama",
         "ViT": "colossus.models.vit:ViT",
-        "WordsLM": "colossus.sparse.words:WordsLM",
+        "WordsLM": "colossus.sparse.words_model:WordsLM",
     },
 )
 MODEL_OPTIONS = Registry(
@@ -143,14 +143,21 @@ MODEL_OPTIONS = Registry(
 )
 #: options of ``dict(type=.., **options)`` -> (our own model, the path of its weights, that of its tokenizer), or None
 MODEL_SOURCES = Registry("source of models", {"hf": "colossus.hf.model_config:resolve"})
-HF_FAMILIES = Registry("model type of Hugging Face", package="colossus.hf.families")
+HF_FAMILIES = Registry(
+    "model type of Hugging Face",
+    {
+        "gpt2": "colossus.hf.families:GPT2",
+        "llama": "colossus.hf.families:Llama",
+        "vit": "colossus.hf.families:ViT",
+    },
+)
 #: folders of weights that are no checkpoints of ours, by what tells them
-WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.folder:HuggingFace"})
+WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.hf_folder:HuggingFace"})
 #: what `colossus checkpoint convert --to` writes
 WEIGHT_WRITERS = Registry(
     "form of weights",
     {
-        "hf": "colossus.hf.convert:to_hf",
+        "hf": "colossus.hf.conversion:to_hf",
         "colossus": "colossus.checkpoint.weights_only:to_colossus",
     },
 )
@@ -200,7 +207,16 @@ LR_SCHEDULES = Registry(
         "linear": "colossus.engine.lr_schedules:linear",
     },
 )
-SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
+SCHEDULES = Registry(
+    "schedule",
+    {
+        "1f1b": "colossus.schedule.builtin:one_f_one_b",
+        "gpipe": "colossus.schedule.builtin:gpipe",
+        "interleaved": "colossus.schedule.builtin:interleaved",
+        "zb-h1": "colossus.schedule.builtin:zb_h1",
+        "zb-v": "colossus.schedule.builtin:zb_v",
+    },
+)
 STRATEGIES = Registry(
     "data-parallel strategy",
     {
@@ -211,7 +227,7 @@ STRATEGIES = Registry(
         "hierarchical": "colossus.data_parallel.all_reduce:Hierarchical",
         "hybrid": "colossus.data_parallel.hybrid:Hybrid",
         "local_sgd": "colossus.data_parallel.rounds.averaging:LocalSGD",
-        "server": "colossus.data_parallel.servers.own_optimizers:make_server",
+        "server": "colossus.data_parallel.servers.async_sgd:make_server",
         "sgp": "colossus.data_parallel.gossip.gossip:SGP",
         "slowmo": "colossus.data_parallel.rounds.outer_step:SlowMo",
         "zero": "colossus.data_parallel.zero.zero:Zero",
@@ -238,9 +254,9 @@ NORMS = Registry("norm", {"layernorm": "colossus.layers.norm:LayerNorm", "rmsnor
 MLPS = Registry(
     "MLP",
     {
-        "gelu": "colossus.layers.mlp:MLP",
-        "gelu_tanh": "colossus.layers.mlp:TanhMLP",
-        "swiglu": "colossus.layers.mlp:GatedMLP",
+        "gelu": "colossus.layers.block:MLP",
+        "gelu_tanh": "colossus.layers.block:TanhMLP",
+        "swiglu": "colossus.layers.block:GatedMLP",
     },
 )
 HOOKS = Registry("hook", {"TensorBoard": "colossus.monitor.tensorboard:TensorBoard"})

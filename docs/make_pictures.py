@@ -19,9 +19,9 @@ from colossus.picture import new_figure
 from colossus.registry import TENSOR_MODES
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
-from colossus.schedule.draw.picture import save
+from colossus.schedule.draw import save
 from colossus.schedule.simulate import Times, simulate
-from colossus.sequence_parallel.zigzag import zigzag_order
+from colossus.sequence_parallel.modes import zigzag_order
 from colossus.tensor_parallel.choose_sharding import Shardings
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.traffic import matmul_traffic

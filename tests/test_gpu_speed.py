@@ -31,7 +31,7 @@ from benchmarks.tensor_cases import CASES, PLAIN  # noqa: E402
 from benchmarks.tensor_worker import Worker  # noqa: E402
 from benchmarks.workload import Workload  # noqa: E402
 from colossus.context.local_ranks import LocalRanks, RanksFailed  # noqa: E402
-from colossus.sequence_parallel import ring  # noqa: E402
+from colossus.sequence_parallel import ring_attention  # noqa: E402
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -60,13 +60,13 @@ def test_a_ring_in_one_process_is_the_whole_attention(ranks: int, num_documents:
 def test_a_block_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = Attention("fp64", 3, 60, heads=2, kv_heads=2, head_dim=8)
     in_ring, whole = ring_and_whole(attention)
-    real = ring.block_backward
+    real = ring_attention.block_backward
 
     def without_one(dout: Any, q: Any, *rest: Any, **options: Any) -> Any:
         dq, dk, dv = real(dout, q, *rest, **options)
         return dq, dk * options["causal"], dv
 
-    monkeypatch.setattr(ring, "block_backward", without_one)
+    monkeypatch.setattr(ring_attention, "block_backward", without_one)
     gaps = in_ring.gaps(whole)
     assert gaps["dk"] > 0.01
     assert max(gaps["output"], gaps["dq"], gaps["dv"]) < 1e-13
@@ -131,7 +131,9 @@ def test_large_weights_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Workload] = []
     real = Workload.state
     monkeypatch.setattr(Workload, "state", lambda self, device: drawn.append(self) or real(self, device))
-    monkeypatch.setattr("colossus.construct.init.Normal.__call__", lambda *given: pytest.fail("drawn by colossus"))
+    monkeypatch.setattr(
+        "colossus.construct.initial_values.Normal.__call__", lambda *given: pytest.fail("drawn by colossus")
+    )
     monkeypatch.setattr(timing, "BLOCKS", (1, 1))
     monkeypatch.setattr(timing, "MOST_CALLS", 1)
     monkeypatch.setattr(step, "CHECKED_STEPS", 2)

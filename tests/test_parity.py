@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.long import long
-from helpers.parts import laid_out
-from helpers.ranks import run_ranks
 from helpers.training import (
     SIZES,
     Trace,
@@ -21,11 +18,6 @@ from helpers.training import (
     shared_run,
 )
 from helpers.twins import PlainGPT
-from torch.utils.checkpoint import checkpoint
-
-import colossus
-from colossus import layers
-from colossus.sharded_tensor.tensor import plain
 
 STEPS = 20
 #: in float64 a few steps tell as much as many, of a plan and of what a variant changes
@@ -122,6 +114,13 @@ def test_every_plan_follows_the_one_process_run(plan: str, precision: str, steps
             assert_same_numbers(trace, reference)
 
 
+def test_depth_is_a_data_axis() -> None:
+    """2.5D with a depth of 2 is 2D on two data ranks, to the last bit."""
+    deep, wide = (run_of(plan, "fp64", FEW_STEPS)[0] for plan in ("2.5d", "data2_2d"))
+    assert deep.losses == wide.losses
+    assert all(torch.equal(deep.end[name], value) for name, value in wide.end.items())
+
+
 #: each variant under some plan, and those that touch what differs between the modes under several; the rest of the
 #: product runs with -m long
 CHOSEN = {
@@ -179,69 +178,3 @@ def test_a_halved_layernorm_gradient_is_seen() -> None:
             assert_same_run(traces[0], reference, **tolerance)
         with pytest.raises(AssertionError, match=name):
             assert_same_run(traces[0], reference, loss=1e9, norm=1e9, parameter=tolerance["parameter"])
-
-
-class DropsInACheckpoint(torch.nn.Module):
-    """torch's own checkpoint around our dropout."""
-
-    def __init__(self, recompute: bool) -> None:
-        super().__init__()
-        self.inner, self.drop, self.outer = layers.Linear(6, 8), layers.Dropout(0.5), layers.Linear(8, 3)
-        self.recompute = recompute
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def part(y: torch.Tensor) -> torch.Tensor:
-            return self.drop(torch.tanh(self.inner(y)))
-
-        return self.outer(checkpoint(part, x, use_reentrant=False) if self.recompute else part(x))
-
-
-def _drops(rank: int, recompute: bool, schedule: str) -> tuple[list[float], list[float]]:
-    config = dict(schedule=dict(type=schedule, microbatches=2), train=dict(global_batch_size=8, seed=1), device="cpu",
-                  parallel=dict(tensor=2))  # fmt: skip
-    engine = colossus.initialize(
-        config,
-        model=lambda: DropsInACheckpoint(recompute),
-        loss_fn=lambda outputs, batch: (outputs.square().sum(), outputs.numel()),
-    )
-    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
-    results = [engine.train_step(batch) for _ in range(3)]
-    return [result.loss for result in results], [result.grad_norm for result in results]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_torchs_checkpoint_repeats_the_mask_of_its_own_microbatch(schedule: str) -> None:
-    """With gpipe all forwards are over before the first recomputation."""
-    kept, recomputed = (run_ranks(2, _drops, flag, schedule, with_context=False)[0] for flag in (False, True))
-    for mine, other in zip(kept, recomputed, strict=True):
-        assert mine == pytest.approx(other, rel=1e-6)
-
-
-def _masks(rank: int, parallel: dict[str, Any]) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
-    engine = colossus.initialize(config_of(parallel, 1, "fp32", model=dict(dropout=0.5)))
-    model: Any = engine.model
-    regions = model.parallel.regions
-    drop, x = model.dropout.train(), torch.ones(4, 6, 8)
-    torch.distributed.barrier()  # a rank that ends breaks the groups that others are still connecting
-    return engine.context.coordinates, {
-        name: plain(drop(laid_out(x, getattr(regions, name), model.parallel)))
-        for name in ("whole", "residual", "inner")
-    }
-
-
-@pytest.mark.rest("2.5d")
-@pytest.mark.parametrize("plan", ["2d", "2.5d", "3d", *long("data2_2d")])
-def test_dropout_masks_agree_where_replicated_and_differ_where_split(plan: str) -> None:
-    world, parallel = PLANS[plan]
-    split = {
-        "2d": dict(whole={"row"}, residual={"row", "col"}, inner={"row", "col"}),
-        "2.5d": dict(whole={"depth", "row"}, residual={"depth", "row", "col"}, inner={"depth", "row", "col"}),
-        "3d": dict(whole={"i", "j"}, residual={"i", "j", "k"}, inner={"i", "j", "k"}),
-        "data2_2d": dict(whole={"data", "row"}, residual={"data", "row", "col"}, inner={"data", "row", "col"}),
-    }[plan]
-    ranks = run_ranks(world, _masks, parallel, with_context=False)
-    for region, axes in split.items():
-        for at, masks in ranks:
-            for other, others in ranks:
-                same = all(at[axis] == other[axis] for axis in axes)
-                assert torch.equal(masks[region], others[region]) is same, (region, at, other)

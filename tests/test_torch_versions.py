@@ -11,19 +11,19 @@ from torch import Tensor
 from torch import distributed as dist
 
 from colossus import torch_versions
-from colossus.comm import early_save
+from colossus.comm import autograd as comm_autograd
 
 
 class Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
-        early_save.save_for_backward(ctx, x, None)
+        comm_autograd.save_for_backward(ctx, x, None)
         SEEN.append(hasattr(ctx, "saved_early"))
         return x**3
 
     @staticmethod
     def backward(ctx: object, dy: Tensor) -> Tensor:
-        x, none = early_save.saved_tensors(ctx)
+        x, none = comm_autograd.saved_tensors(ctx)
         assert none is None
         return dy * 3 * x**2
 

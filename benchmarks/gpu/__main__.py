@@ -1,4 +1,4 @@
-"""Run everything that wants a real GPU: parity, ranks that share one device, streams, precisions, saves, speed.
+"""Run everything that wants a real GPU: parity, ranks that share one device, precisions, saves, speed.
 
     scripts/test-gpu                                   # all, in ten minutes
     scripts/test-gpu --only layers waits --json gpu.json

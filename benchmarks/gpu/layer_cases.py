@@ -160,15 +160,6 @@ class Checkpointed(nn.Module):
         return layers.to_whole(self.second(self.first(torch.tanh(x))))
 
 
-class Offloaded(Checkpointed):
-    """What is kept for the recomputation waits in the memory of the host."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        context = self.first.context
-        y = layers.recompute(self.first, torch.tanh(x), context=context, kind="full", offload=True)
-        return layers.to_whole(self.second(y))
-
-
 def block(**options: Any) -> Callable[[], nn.Module]:
     return partial(layers.TransformerBlock, HIDDEN, HEADS, ffn_size=WIDE, **options)
 
@@ -202,7 +193,6 @@ CASES: dict[str, LayerCase] = {
     "TransformerBlock checkpointed, selective": LayerCase(
         partial(Checkpointed, activation_checkpoint="selective"), (X,)
     ),
-    "TransformerBlock checkpointed, on the host": LayerCase(Offloaded, (X,)),
     "LoRALinear": LayerCase(partial(lora, None), (X,)),
     "LMHead, cross_entropy": LayerCase(Loss, (X, LABELS)),
     "LMHead, cross_entropy smoothed, z-loss": LayerCase(partial(Loss, label_smoothing=0.1, z_loss=0.02), (X, LABELS)),

@@ -1,6 +1,6 @@
 """The attention of all ranks of a ring, one rank after the other in one process, with nothing sent.
 
-All but the messages is what ranks do: `colossus.sequence_parallel.ring` with its tiles, kernels and merging.
+All but the messages is what ranks do: `colossus.sequence_parallel.ring_attention` with its tiles, kernels and merging.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from colossus.context.groups import AxisGroup
-from colossus.sequence_parallel import ring
-from colossus.sequence_parallel.zigzag import zigzag_order
+from colossus.sequence_parallel import ring_attention
+from colossus.sequence_parallel.modes import zigzag_order
 
 
 class _Group(AxisGroup):
@@ -47,9 +47,9 @@ class OneProcessRing:
         results, shares = [], [[torch.zeros_like(x) for x in inputs[1:]] for inputs in self.inputs]
         for rank in range(self.num_ranks):
             group = _Group(("sequence",), tuple(range(self.num_ranks)), rank, None)
-            with patch.object(ring, "rotate", self._rotate(rank, shares)):
+            with patch.object(ring_attention, "rotate", self._rotate(rank, shares)):
                 q, k, v = (x.detach().requires_grad_() for x in self.inputs[rank])
-                out = ring.ring_attention(q, k, v, group, causal=True, documents=self.documents[rank])
+                out = ring_attention.ring_attention(q, k, v, group, causal=True, documents=self.documents[rank])
                 out.backward(self.dout[rank])
             results.append([out.detach(), q.grad, k.grad, v.grad])
         for result, (dk, dv) in zip(results, shares, strict=True):

@@ -1,7 +1,7 @@
 """The words model in plain torch, under torch's DistributedDataParallel.
 
-The same layers, sample of negatives and optimizer as `colossus.sparse.words.WordsLM` with an LSTM; what a user would
-write who knows torch well. Tables are `torch.nn.Embedding`, with dense gradients or with sparse=True.
+The same layers, sample of negatives and optimizer as `colossus.sparse.words_model.WordsLM` with an LSTM; what a user
+would write who knows torch well. Tables are `torch.nn.Embedding`, with dense gradients or with sparse=True.
 """
 
 from __future__ import annotations

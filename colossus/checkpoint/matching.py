@@ -175,8 +175,10 @@ def renamed(names: Sequence[str], rename: Rename | None) -> dict[str, str | None
         pattern = re.compile("(.*)".join(map(re.escape, starred.split("*"))))
         for name in names:
             if stars := pattern.fullmatch(name):
-                each = iter(stars.groups())
-                met[name] = None if into is None else re.sub(r"\*", lambda _, each=each: next(each), into)
+                target = into
+                for star in stars.groups() if target is not None else ():
+                    target = target and target.replace("*", star, 1)
+                met[name] = target
         if not met:
             raise CheckpointError(f"rename: {key!r} meets no name of the checkpoint{nearest_names(key, names)}")
         found |= met

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.matching import matches, natural_order, nearest_names
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.sources import find_weights, open_weights
 from colossus.checkpoint.tensor_box import Entry, Position, entries_of
+from colossus.checkpoint.weight_sources import find_weights, open_weights
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext

@@ -16,7 +16,9 @@ from colossus.checkpoint.durable import new_folder, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import MANIFEST, About, TensorEntry, merge
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.tensor_file import DTYPES, dtype_name, make_header, write_file
+from colossus.checkpoint.tensor_box import TensorBox
+from colossus.checkpoint.tensor_file import DTYPES, dtype_name
+from colossus.checkpoint.writer import write_boxes
 
 T = TypeVar("T")
 
@@ -54,15 +56,12 @@ def to_colossus(
         for number, names in enumerate(shards, 1):
             file = f"weights-{number:05d}.safetensors"
             wanted = {name: entries[name] for name in names}
-            header = make_header([(f"model/{name}", DTYPES[each.dtype], each.shape) for name, each in wanted.items()])
-            crc = write_file(folder / file, header, _read_cast(reader, wanted, on_tensor))
-            tensors = []
-            for name, each in wanted.items():
-                key = f"model/{name}"
-                tensors.append([key, each.dtype, each.shape, header.offsets[key], [0] * len(each.shape), each.shape])
-            parts.append(
-                {"file": [file, header.num_bytes, crc], "tensors": tensors, "values": {}, "aliases": source.aliases}
-            )
+            boxes = [
+                TensorBox.whole(f"model/{name}", torch.empty(each.shape, dtype=DTYPES[each.dtype], device="meta"))
+                for name, each in wanted.items()
+            ]
+            part = write_boxes(folder / file, boxes, _read_cast(reader, wanted, on_tensor))
+            parts.append(part | {"values": {}, "aliases": source.aliases})
         plan = {"axes": {}, "text": f"no plan: weights only, converted from {reader.folder.name}", "num_ranks": 1}
         beside = read_assets(reader.folder, source.config).files
         write_assets(beside, folder)

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -214,20 +214,9 @@ class CheckpointWriter:
         state, written = snapshot.state, snapshot.written
         part: dict[str, Any] = {"values": state.values, "aliases": state.aliases, "file": None, "tensors": []}
         self._make_folder(target)
-        if not written:
-            return part
-        file = f"rank-{self._context.rank:05d}.safetensors"
-        names = _names_in_file(written)
-        header = make_header(
-            [(name, box.local.dtype, tuple(box.local.shape)) for name, box in zip(names, written, strict=True)]
-        )
-        crc = write_file(target / file, header, snapshot.tensors, self._on_block)
-        part["file"] = [file, header.num_bytes, crc]
-        for name, box in zip(names, written, strict=True):
-            start = [low for low, _ in box.box]
-            part["tensors"].append(
-                [box.key, dtype_name(box.local.dtype), box.shape, header.offsets[name], start, tuple(box.local.shape)]
-            )
+        if written:
+            path = target / f"rank-{self._context.rank:05d}.safetensors"
+            part |= write_boxes(path, written, snapshot.tensors, self._on_block)
         return part
 
     def _make_folder(self, target: Path) -> None:
@@ -295,7 +284,21 @@ class _Snapshot:
     tensors: Sequence[Tensor]
 
 
-def _names_in_file(written: Sequence[TensorBox]) -> list[str]:
-    """What each tensor is called in the rank's file: its key, with the rows where it has several boxes of one."""
-    times = Counter(box.key for box in written)
-    return [box.key if times[box.key] == 1 else f"{box.key}[{box.box[0][0]}:{box.box[0][1]}]" for box in written]
+def write_boxes(
+    path: Path, boxes: Sequence[TensorBox], tensors: Iterable[Tensor], on_block: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Write and flush a file of these boxes, whose numbers ``tensors`` gives one after the other.
+
+    Returns:
+        What the manifest says of it.
+    """
+    times = Counter(box.key for box in boxes)
+    names = [box.key if times[box.key] == 1 else f"{box.key}[{box.box[0][0]}:{box.box[0][1]}]" for box in boxes]
+    header = make_header([(n, box.local.dtype, tuple(box.local.shape)) for n, box in zip(names, boxes, strict=True)])
+    crc = write_file(path, header, tensors, on_block)
+    rows = []
+    for name, box in zip(names, boxes, strict=True):
+        start = [low for low, _ in box.box]
+        dtype, size = dtype_name(box.local.dtype), tuple(box.local.shape)
+        rows.append([box.key, dtype, box.shape, header.offsets[name], start, size])
+    return {"file": [path.name, header.num_bytes, crc], "tensors": rows}

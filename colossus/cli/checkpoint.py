@@ -19,7 +19,7 @@ from colossus.checkpoint.describe import as_data, describe, printable
 from colossus.checkpoint.durable import problem_of
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import IN_RUN_FOLDER, locate, named, require_files
-from colossus.checkpoint.sources import find_weights, manifest_of, open_weights
+from colossus.checkpoint.weight_sources import find_weights, manifest_of, open_weights
 from colossus.cli import convert
 from colossus.cli.checkpoint_parsers import parse
 from colossus.cli.parser import path_of

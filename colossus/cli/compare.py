@@ -66,4 +66,4 @@ def make_parser() -> Parser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return call("colossus.compare.command", "run", arguments, "file", "overrides")
+    return call("colossus.compare.run_compare", "run", arguments, "file", "overrides")

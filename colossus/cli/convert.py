@@ -13,7 +13,7 @@ from colossus.checkpoint.describe import printable
 from colossus.checkpoint.durable import require_new
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import ITEM_BYTES, Manifest
-from colossus.checkpoint.sources import find_weights, open_weights
+from colossus.checkpoint.weight_sources import find_weights, open_weights
 from colossus.cli.checkpoint_parsers import DTYPES
 from colossus.cli.parser import path_of
 from colossus.cli.progress import Progress

@@ -59,4 +59,4 @@ def make_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     arguments.checkpoint = path_of(arguments.checkpoint)
-    return call("colossus.inference.command", "evaluate", arguments, "checkpoint", "overrides")
+    return call("colossus.inference.run_inference", "evaluate", arguments, "checkpoint", "overrides")

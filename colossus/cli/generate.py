@@ -103,4 +103,4 @@ def _ids(text: str) -> list[int]:
 
 def run(arguments: argparse.Namespace) -> int:
     arguments.checkpoint = path_of(arguments.checkpoint)
-    return call("colossus.inference.command", "generate", arguments, "checkpoint", "overrides")
+    return call("colossus.inference.run_inference", "generate", arguments, "checkpoint", "overrides")

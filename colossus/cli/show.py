@@ -19,8 +19,7 @@ from colossus.launch.servers import describe_servers, num_servers
 from colossus.picture import FORMATS
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
-from colossus.schedule.draw.picture import save
-from colossus.schedule.draw.timeline import draw, summary
+from colossus.schedule.draw import draw, save, summary
 from colossus.schedule.simulate import Times, simulate
 
 MANY = 64

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_leaves
 
 from colossus.arithmetic import aligned, byte_count, counted
-from colossus.comm.cost import sent
+from colossus.comm.accounting import sent
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of, strategy_options
 from colossus.config.sizes import describe_sizes

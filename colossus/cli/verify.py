@@ -39,7 +39,7 @@ def make_parser() -> Parser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return call("colossus.verify.command", "run", arguments, "file", "overrides")
+    return call("colossus.verify.run_verify", "run", arguments, "file", "overrides")
 
 
 def _positive_number(text: str) -> float:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from colossus.comm.forked import close_in_children
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 
@@ -89,7 +88,6 @@ class Channel:
         self.slot_bytes = slots[0][0].numel()
         self._sequence = 0
         self._open: _Collective | None = None
-        close_in_children(self)
 
     def start(self, x: Tensor, consume: Consume) -> Callable[[], Tensor]:
         """Share ``x`` with the group; the function returned waits for the others and gives ``consume`` of all tensors.
@@ -145,11 +143,6 @@ class Channel:
             ) from error
         except OSError as error:
             raise RuntimeError(f"Connection closed by peer: rank {self._ranks[rank]} is gone ({error})") from error
-
-    def close_in_child(self) -> None:
-        """In a forked process: a peer that waits would not see this rank's end."""
-        for peer in self.peers.values():
-            peer.close()
 
 
 def read_exactly(peer: socket.socket, size: int) -> bytes:

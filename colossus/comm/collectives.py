@@ -9,7 +9,7 @@ copied to the host first (`host_staging`), and then goes one of these ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 
 import torch
@@ -18,8 +18,8 @@ from torch import distributed as dist
 
 from colossus import torch_versions
 from colossus.arithmetic import either, nearest_multiples
-from colossus.comm import accounting, cost, host_staging, log, ring
-from colossus.comm.recorded import is_recorded
+from colossus.comm import accounting, host_staging, log, ring
+from colossus.comm.autograd import is_recorded
 from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
@@ -62,6 +62,41 @@ class Ready(Pending):
         return self._value
 
 
+#: yields what was started, is sent its result, and returns that of the whole
+Stages = Generator[Pending, Tensor, Tensor]
+
+
+class Staged(Pending):
+    """Each of the stages begins once the one before has been waited for: by `advance`, or in the end by `wait`.
+
+    What is started in between on the same groups has to be the same on all ranks.
+    """
+
+    __slots__ = ("_result", "_stages", "_under_way")
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._result: Tensor | None = None
+        self._under_way: Pending | None = None
+        self._go_on(None)
+
+    def advance(self) -> None:
+        """Wait for the stage that is under way, and start the next. Nothing where the last is over."""
+        if self._under_way is not None:
+            self._go_on(self._under_way.wait())
+
+    def wait(self) -> Tensor:
+        while self._result is None:
+            self.advance()
+        return self._result
+
+    def _go_on(self, value: Tensor | None) -> None:
+        try:
+            self._under_way = next(self._stages) if value is None else self._stages.send(value)
+        except StopIteration as end:
+            self._result, self._under_way = end.value, None
+
+
 def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False, what: str = "") -> Pending:
     """Sum (or max) of ``x`` over the group, on every rank.
 
@@ -79,7 +114,8 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
         return host_staging.through_host(x, again, into=x if keep else None)
     entry = record("all_reduce", x, group, what=what)
     if is_recorded():
-        return _functional_pending(_functional.all_reduce(x, op, group.name), entry)
+        out = _functional.all_reduce(x, op, group.name)
+        return Pending(lambda: _functional.wait_tensor(out), entry)
     channel = channel_for(x, group)
     if channel is not None:
         into = x if keep else None
@@ -135,7 +171,7 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     stacked = _stack_chunks(x, n, dim, group)
     if is_recorded():
         out = _functional.reduce_scatter_tensor(stacked.flatten(0, 1), "sum", n, group.name)
-        return _functional_pending(out, entry)
+        return Pending(lambda: _functional.wait_tensor(out), entry)
     if _is_slow_on_gloo(stacked):
         received = torch.empty_like(stacked)
         work = dist.all_to_all_single(
@@ -226,21 +262,23 @@ def _chunk_size(x: Tensor, dim: int, group: AxisGroup) -> int:
     """Elements of each rank's chunk along ``dim``, which must divide."""
     size, rest = divmod(x.shape[_dim(x, dim)], group.size)
     if rest:
-        raise located_error(_indivisible(x, _dim(x, dim), group))
+        dim = _dim(x, dim)
+        raise located_error(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} elements, which do not divide over "
+            f"the {group.size} ranks of axis {group}. Pad it or choose sizes so that it has "
+            f"{either(nearest_multiples(x.shape[dim], group.size))}; of an activation, dim 0 is the samples, the last "
+            f"the features, and the one before the last the tokens"
+        )
     return size
 
 
 def _combine(tensors: list[Tensor], op: str, into: Tensor | None) -> Tensor:
     """Sum or maximum of the ranks' tensors, in rank order on every rank: the same to the last bit."""
-    first, rest = (torch.add, torch.Tensor.add_) if op == "sum" else (torch.maximum, _maximum_)
-    total = first(tensors[0], tensors[1]) if into is None else first(tensors[0], tensors[1], out=into)
+    combine = torch.add if op == "sum" else torch.maximum
+    total = combine(tensors[0], tensors[1]) if into is None else combine(tensors[0], tensors[1], out=into)
     for x in tensors[2:]:
-        rest(total, x)
+        combine(total, x, out=total)
     return total
-
-
-def _maximum_(total: Tensor, x: Tensor) -> Tensor:
-    return torch.maximum(total, x, out=total)
 
 
 def record(operation: str, x: Tensor, group: AxisGroup, *, what: str = "") -> log.Entry | None:
@@ -249,12 +287,8 @@ def record(operation: str, x: Tensor, group: AxisGroup, *, what: str = "") -> lo
         return None
     axes, name = str(group), f"{operation} {what}" if what else operation
     for counter in accounting.listeners:
-        counter.add(name, axes, x.dtype, cost.sent(operation, group.size, x.nbytes))
+        counter.add(name, axes, x.dtype, accounting.sent(operation, group.size, x.nbytes))
     return log.record(name, axes, tuple(x.shape), x.dtype)
-
-
-def _functional_pending(out: Tensor, entry: log.Entry | None) -> Pending:
-    return Pending(lambda: _functional.wait_tensor(out), entry)
 
 
 def _work_pending(
@@ -269,28 +303,17 @@ def _work_pending(
 
 def _stack_chunks(x: Tensor, n: int, dim: int, group: AxisGroup) -> Tensor:
     """[.., n s, ..] -> contiguous [n, .., s, ..]."""
-    dim = _dim(x, dim)
-    return x.unflatten(dim, (n, _chunk_size(x, dim, group))).movedim(dim, 0).contiguous()
+    return x.unflatten(dim, (n, _chunk_size(x, dim, group))).movedim(_dim(x, dim), 0).contiguous()
 
 
 def _unstack(x: Tensor, n: int, dim: int) -> Tensor:
     """[n s0, ..], as gathered along the first dim, to a concatenation along ``dim``."""
     if dim == 0:
         return x
-    shards = x.unflatten(0, (n, x.shape[0] // n))
-    return shards.movedim(0, dim).flatten(dim, dim + 1)
+    return x.unflatten(0, (n, x.shape[0] // n)).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _dim(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise located_error(f"a tensor of shape {tuple(x.shape)} has no dim {dim}")
     return dim % x.dim()
-
-
-def _indivisible(x: Tensor, dim: int, group: AxisGroup) -> str:
-    return (
-        f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} elements, which do not divide over the "
-        f"{group.size} ranks of axis {group}. Pad it or choose sizes so that it has "
-        f"{either(nearest_multiples(x.shape[dim], group.size))}; of an activation, dim 0 is the samples, the last the "
-        f"features, and the one before the last the tokens"
-    )

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from colossus.comm import collectives
+from colossus.comm.autograd import first_order
 from colossus.comm.collectives import Pending, Ready
-from colossus.comm.first_order import first_order
 from colossus.context.groups import AxisGroup
 
 

@@ -13,13 +13,14 @@ page-locked: torch gives it to nobody else before a copy that was queued has rea
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from colossus.comm.recorded import is_recorded
+from colossus.comm.autograd import is_recorded
 from colossus.context.groups import AxisGroup
 
 if TYPE_CHECKING:
@@ -70,3 +71,46 @@ def to_device(x: Tensor, device: torch.device, into: Tensor | None = None) -> Te
         return x.to(device)
     at_once = not x.is_pinned()  # memory that torch does not watch over
     return x.to(device, non_blocking=not at_once) if into is None else into.copy_(x, non_blocking=not at_once)
+
+
+class BufferPool:
+    """Buffers on the host that are used again: memory that is touched for the first time costs more than to be written
+    to. From any thread.
+
+    Args:
+        most_bytes: of what is kept for later; None: all that comes back.
+        pinned: memory is page-locked, for copies to and from an accelerator.
+    """
+
+    def __init__(self, most_bytes: int | None = None, *, pinned: bool = False) -> None:
+        self._most_bytes, self._pinned = most_bytes, pinned
+        self._lock = threading.Lock()
+        self._free: dict[int, list[torch.UntypedStorage]] = {}
+        self._kept = 0
+
+    def take(self, size: int) -> Tensor:
+        """Memory of ``size`` bytes, uint8."""
+        rounded = rounded_size(size)
+        with self._lock:
+            free = self._free.get(rounded)
+            if free:
+                self._kept -= rounded
+                return torch.empty(0, dtype=torch.uint8).set_(free.pop(), 0, (size,), (1,))
+        return torch.empty(rounded, dtype=torch.uint8, pin_memory=self._pinned)[:size]
+
+    def give_back(self, data: Tensor) -> None:
+        """Give back the memory of `take`; nothing of it may be used any more."""
+        storage = data.untyped_storage()
+        size = storage.nbytes()
+        if not size:
+            return
+        with self._lock:
+            if self._most_bytes is None or self._kept + size <= self._most_bytes:
+                self._kept += size
+                self._free.setdefault(size, []).append(storage)
+
+
+def rounded_size(size: int, least: int = 64) -> int:
+    """To an eighth of a power of two, so that sizes which differ a little share memory."""
+    step = max(least, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from colossus.comm import accounting, host_staging, log
-from colossus.comm.forked import close_in_children
 from colossus.comm.mailbox import Receiver, Sender, message_bytes
 from colossus.comm.objects import from_bytes, to_bytes, unpickled
 from colossus.comm.shared_memory import map_segments
@@ -103,7 +102,6 @@ class Links:
             elif to == me:
                 self._receivers[source] = Receiver(mapped.segment(number), mapped.incoming[source], self._name(source))
                 self._posted[source] = deque()
-        close_in_children(self)
 
     def send(self, to: int, tensors: Sequence[Tensor], label: str, key: object = None) -> Wait:
         """Start sending. The function returned waits until the tensors may be changed.
@@ -227,10 +225,6 @@ class Links:
             sender.close()
         for receiver in self._receivers.values():
             receiver.close()
-
-    def close_in_child(self) -> None:
-        """In a forked process: a peer that waits would not see this rank's end."""
-        self.close()
 
     def _receive_up_to(self, source: int, wanted: Incoming) -> None:
         """Read messages of a source up to the one that is wanted, and meanwhile those that come from others."""

@@ -4,19 +4,15 @@
 One thread of each process runs an asyncio loop that reads and writes all streams, by raw sockets into and out of the
 callers' memory. A frame is a *head*, some bytes, and a *payload*, which is read to where its receiver wants it.
 
-Who connects and who listens prove to each other that they know the key (HMAC-SHA256 over both their challenges, which
-are new for each stream, and over what the dialer says of itself), so a recorded greeting is of no use.
-Frames are neither authenticated nor encrypted: who can change what the network carries can change them. A stream is
-never made again: when it breaks, both ends are told.
+How streams are made is in `colossus.comm.listener`. A stream is never made again: when it breaks, both ends are told.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
-import secrets
+import os
 import socket
 import struct
 import threading
@@ -28,27 +24,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
-from colossus.comm.forked import close_in_children
-
 T = TypeVar("T")
-Address = tuple[str, int]
 Done = Callable[[], object]
 
 _log = logging.getLogger("colossus.comm")
 
-#: within which who connects must have proven to know the key
-GREETING_SECONDS = 10.0
-#: connections that have not, of one listener; of more the oldest gives way
-MOST_UNKNOWN = 256
-#: until the system is asked again for a connection that it could not make: too many files are open, say
-PAUSE_SECONDS = 1.0
 #: of silence, after which an end that gives signs of life gives one
 BEAT_SECONDS = 1.0
-
-_CHALLENGE = struct.Struct("<4s32s")
-_MAGIC = b"CLS2"
-_ABOUT = struct.Struct("<H")
-_PROOF_BYTES = 32
 
 _FRAME = struct.Struct("<IQ")  # bytes of the head, bytes of the payload
 _MOST_HEAD_BYTES = 1 << 20
@@ -103,7 +85,7 @@ class Stream:
         self._ended = threading.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._receiver: Receiver | None = None
-        _loop().sockets.add(sock)
+        running_loop().sockets.add(sock)
 
     def start(self, receiver: Receiver, silence_seconds: float | None = None) -> None:
         """Begin to read. From any thread.
@@ -120,7 +102,7 @@ class Stream:
                 work.append(self._beat(silence_seconds))
             self._tasks = [asyncio.create_task(each) for each in work]
 
-        _loop().call(begin)
+        running_loop().call(begin)
 
     # -- out, from any thread -------------------------------------------------------------------------------
 
@@ -146,7 +128,7 @@ class Stream:
                 self._queue.append(frame)
                 self._num_bytes += frame.num_bytes
         if takes:
-            _loop().call(self._changed.set)
+            running_loop().call(self._changed.set)
         elif frame.done is not None:
             frame.done()
 
@@ -163,7 +145,7 @@ class Stream:
 
     def abort(self) -> None:
         """End at once."""
-        _loop().call(lambda: self._end("it was closed", tells=False))
+        running_loop().call(lambda: self._end("it was closed", tells=False))
 
     # -- the loop -------------------------------------------------------------------------------------------
 
@@ -257,178 +239,6 @@ class Stream:
         self._ended.set()
 
 
-class Listener:
-    """Listens from the beginning.
-
-    Whoever connects must prove within `GREETING_SECONDS` to know the key; of those that have not there are at most
-    `MOST_UNKNOWN`, so that strangers can neither keep others out nor use up what the process may open.
-
-    Args:
-        host: address to listen at.
-        key: known to those that may connect alone.
-        on_stream: called by the thread of the loop with each stream that is greeted: takes it, by `Stream.start`.
-        name: of what listens, for the log.
-
-    Attributes:
-        address: at which it listens.
-    """
-
-    def __init__(self, host: str, key: bytes, on_stream: Callable[[Stream], object], name: str) -> None:
-        self._key, self._on_stream, self._name = key, on_stream, name
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._sock = socket.create_server((host, 0), family=family, backlog=1024)
-        self._sock.setblocking(False)
-        self.address: Address = self._sock.getsockname()[:2]
-        #: connections that have not said who they are, from the oldest on
-        self._unknown: list[asyncio.Task[None]] = []
-        self._refusal = ""
-        loop = _loop()
-        loop.sockets.add(self._sock)
-        self._task: asyncio.Task[None] = loop.run(_as_task(self._accept())).result()
-
-    def close(self) -> None:
-        """Listen no more; streams stay."""
-
-        def end() -> None:
-            for task in (self._task, *self._unknown):
-                task.cancel()
-            asyncio.get_running_loop().call_soon(self._sock.close)  # once the loop watches it no more
-
-        _loop().run(_called(end)).result()
-
-    async def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = await asyncio.get_running_loop().sock_accept(self._sock)
-            except OSError as error:
-                if self._refusal != str(error):
-                    self._refusal = str(error)
-                    _log.warning("%s cannot make a connection and tries it again: %s", self._name, error)
-                await asyncio.sleep(PAUSE_SECONDS)
-                continue
-            _loop().sockets.add(sock)
-            task = asyncio.create_task(self._let_in(sock))
-            self._unknown.append(task)
-            await asyncio.sleep(0)  # it begins: one that is cancelled before would not close its socket
-            if len(self._unknown) > MOST_UNKNOWN:
-                self._unknown[0].cancel()
-
-    async def _let_in(self, sock: socket.socket) -> None:
-        why = ""
-        try:
-            async with asyncio.timeout(GREETING_SECONDS):
-                sock.setblocking(False)
-                about = await _greet_dialer(sock, self._key)
-            self._on_stream(Stream(sock, about))
-            return
-        except WireError as error:
-            why = str(error)
-        except (TimeoutError, asyncio.CancelledError):
-            why = "it did not say who it is"
-        except (OSError, EOFError):  # it has gone again, as who looks for open ports does
-            pass
-        finally:
-            task = asyncio.current_task()
-            assert task is not None
-            self._unknown.remove(task)
-        sock.close()
-        if why:
-            _log.warning("something connected to %s and was dropped: %s", self._name, why)
-
-
-def dial(address: Address, key: bytes, about: bytes = b"", seconds: float = 10.0) -> Stream:
-    """Connect to a `Listener`. From any thread but the loop's.
-
-    Args:
-        about: what the other end is told of this one, at most 64 KiB.
-        seconds: in which it must have answered.
-
-    Raises:
-        WireError: what answers does not know the key.
-        OSError: it cannot be reached, or does not answer in time (`TimeoutError`).
-    """
-
-    async def connect() -> Stream:
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        _loop().sockets.add(sock)
-        try:
-            sock.setblocking(False)
-            async with asyncio.timeout(seconds):
-                await asyncio.get_running_loop().sock_connect(sock, address)
-                await _greet_listener(sock, key, about)
-            return Stream(sock, about)
-        except TimeoutError:
-            sock.close()
-            raise TimeoutError(f"nothing has answered at {_shown(address)} within {seconds:g} s") from None
-        except EOFError:
-            sock.close()
-            raise WireError(f"what answers at {_shown(address)} does not take the key of this process") from None
-        except BaseException:
-            sock.close()
-            raise
-
-    return _loop().run(connect()).result()
-
-
-def _shown(address: Address) -> str:
-    host, port = address
-    return f"{f'[{host}]' if ':' in host else host}:{port}"
-
-
-# -- the greeting ---------------------------------------------------------------------------------------------
-
-
-async def _greet_dialer(sock: socket.socket, key: bytes) -> bytes:
-    """At the end that listens: what the other says of itself."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    mine = secrets.token_bytes(32)
-    await _send(sock, _CHALLENGE.pack(_MAGIC, mine))
-    theirs = _read_challenge(await _receive(sock, _CHALLENGE.size))
-    (size,) = _ABOUT.unpack(await _receive(sock, _ABOUT.size))
-    proof = await _receive(sock, _PROOF_BYTES)
-    about = await _receive(sock, size)
-    if not hmac.compare_digest(proof, _proof(key, b"dials", mine, theirs, about)):
-        raise WireError("it does not know the key of this run")
-    await _send(sock, _proof(key, b"listens", mine, theirs, about))
-    return about
-
-
-async def _greet_listener(sock: socket.socket, key: bytes, about: bytes) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    mine = secrets.token_bytes(32)
-    theirs = _read_challenge(await _receive(sock, _CHALLENGE.size))
-    proof = _proof(key, b"dials", theirs, mine, about)
-    await _send(sock, _CHALLENGE.pack(_MAGIC, mine) + _ABOUT.pack(len(about)) + proof + about)
-    if not hmac.compare_digest(await _receive(sock, _PROOF_BYTES), _proof(key, b"listens", theirs, mine, about)):
-        raise WireError("what answers there does not know the key of this run")
-
-
-def _read_challenge(raw: bytes) -> bytes:
-    magic, challenge = _CHALLENGE.unpack(raw)
-    if magic != _MAGIC:
-        raise WireError("it is no process of this version of colossus")
-    return bytes(challenge)
-
-
-def _proof(key: bytes, role: bytes, of_listener: bytes, of_dialer: bytes, about: bytes) -> bytes:
-    return hmac.digest(key, b"colossus %s:" % role + of_listener + of_dialer + about, "sha256")
-
-
-async def _send(sock: socket.socket, data: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, data)
-
-
-async def _receive(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        received = await asyncio.get_running_loop().sock_recv(sock, size - len(data))
-        if not received:
-            raise EOFError
-        data += received
-    return data
-
-
 # -- the thread -----------------------------------------------------------------------------------------------
 
 
@@ -440,7 +250,6 @@ class _Loop:
         #: those that a forked process is to close
         self.sockets: WeakSet[socket.socket] = WeakSet()
         threading.Thread(target=self._asyncio.run_forever, name="colossus-net", daemon=True).start()
-        close_in_children(self)
 
     def call(self, function: Callable[[], object]) -> None:
         """Have the thread call it, soon."""
@@ -450,15 +259,6 @@ class _Loop:
         """Have the thread run it."""
         return asyncio.run_coroutine_threadsafe(work, self._asyncio)
 
-    def close_in_child(self) -> None:
-        """After a fork, where the thread does not run: a connection stays open as long as anybody has it."""
-        global _running
-        for sock in tuple(self.sockets):
-            with contextlib.suppress(OSError):
-                sock.close()
-        _left_behind.append(self)
-        _running = None
-
 
 _running: _Loop | None = None
 #: those of the processes that this one was forked from: Python would close what their selectors watch
@@ -466,7 +266,7 @@ _left_behind: list[_Loop] = []
 _lock = threading.Lock()
 
 
-def _loop() -> _Loop:
+def running_loop() -> _Loop:
     global _running
     if _running is None:
         with _lock:
@@ -474,9 +274,15 @@ def _loop() -> _Loop:
     return _running
 
 
-async def _as_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    return asyncio.create_task(work)
+def _after_fork() -> None:
+    """In a child, where the thread does not run: a connection stays open as long as anybody has it."""
+    global _running
+    if _running is not None:
+        for sock in tuple(_running.sockets):
+            with contextlib.suppress(OSError):
+                sock.close()
+        _left_behind.append(_running)
+        _running = None
 
 
-async def _called(function: Callable[[], T]) -> T:
-    return function()
+os.register_at_fork(after_in_child=_after_fork)

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from colossus import machine
 from colossus.comm import accounting
-from colossus.comm.buffer_pool import BufferPool
-from colossus.comm.net import Listener, Stream, WireError, dial
+from colossus.comm.host_staging import BufferPool
+from colossus.comm.listener import Listener, dial
+from colossus.comm.net import Stream, WireError
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 

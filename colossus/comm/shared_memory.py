@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import socket
+import struct
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakSet
@@ -21,8 +24,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from colossus.comm.channel import DTYPES, Channel
-from colossus.comm.local_streams import LocalStreams
+from colossus.comm.channel import DTYPES, Channel, read_exactly
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 from colossus.machine import memory_bytes
@@ -31,12 +33,26 @@ SLOT_BYTES = 8 << 20
 _MIN_SEGMENT_BYTES = 64 << 10
 _PAGE = 4096
 _MAX_RANKS = 255
+_INDEX = struct.Struct("<H")
+_BACKLOG = 4096
+#: a connection takes microseconds
+_CONNECT_SECONDS = 5.0
 
 _channels: WeakKeyDictionary[AxisGroup, Channel | None] = WeakKeyDictionary()
 _maps: WeakSet[mmap.mmap] = WeakSet()
 #: those whose memory this rank has made
 _allocated: WeakSet[mmap.mmap] = WeakSet()
 _enabled = True
+#: that a forked process (a data loader's worker) closes: a rank that dies would not be seen to while anybody has them
+_streams: WeakSet[socket.socket] = WeakSet()
+
+
+def _after_fork() -> None:
+    for stream in tuple(_streams):
+        stream.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def enable(enabled: bool) -> None:
@@ -97,7 +113,7 @@ def map_segments(
     if group.process_group is None or dist.get_backend(group.process_group) != "gloo":
         return None
     timeout = group.process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    streams, made, memory = LocalStreams(group.index, timeout), None, None
+    streams, made, memory = _LocalStreams(group.index, timeout), None, None
     try:
         if group.index == 0:
             made = _allocate(num_segments, max_bytes)
@@ -122,6 +138,8 @@ def map_segments(
         streams.close(keeps_streams=memory is not None)
         if made is not None:
             os.close(made.descriptor)
+    for stream in (*streams.outgoing.values(), *streams.incoming.values()):
+        _streams.add(stream)
     _maps.add(memory)
     if group.index == 0:
         _allocated.add(memory)
@@ -136,6 +154,83 @@ def _open_channel(group: AxisGroup) -> Channel | None:
         return None
     slots = [[mapped.segment(rank * 2 + turn) for turn in (0, 1)] for rank in range(group.size)]
     return Channel(group, slots, dict(sorted((mapped.outgoing | mapped.incoming).items())))
+
+
+class _LocalStreams:
+    """UNIX streams between the ranks of one group on one host, made in steps; between two of them all ranks must have
+    finished the one before. Each rank listens in a folder that no other user can enter: the kernel keeps others out.
+
+    1. Construct: from then on it listens at ``address``.
+    2. `connect` to others.
+    3. `accept` all who have connected. Nothing is waited for: they are in the queue.
+
+    Args:
+        index: of this rank in the group.
+        timeout: of the streams, in seconds.
+
+    Attributes:
+        address: None when nobody can connect to this rank.
+        outgoing, incoming: streams that this rank and others have made, by the index at the other end. They are the
+            caller's once all ranks are through.
+    """
+
+    def __init__(self, index: int, timeout: float) -> None:
+        self.index, self._timeout = index, timeout
+        self.outgoing: dict[int, socket.socket] = {}
+        self.incoming: dict[int, socket.socket] = {}
+        self.address: str | None = None
+        self._folder = tempfile.mkdtemp(prefix="colossus-")  # for this user alone
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with suppress(OSError):  # the path of the folder is too long, say
+            self._listener.bind(f"{self._folder}/{index}")
+            self._listener.listen(_BACKLOG)
+            self._listener.setblocking(False)
+            self.address = f"{self._folder}/{index}"
+
+    def connect(self, addresses: Sequence[str | None], wanted: Iterable[int]) -> bool:
+        """Connect to others.
+
+        Args:
+            addresses: of all ranks.
+
+        Returns:
+            Whether that went well: ranks of other hosts, or of containers with files of their own, are not found.
+        """
+        try:
+            for to in wanted:
+                stream = self.outgoing[to] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                stream.settimeout(min(self._timeout, _CONNECT_SECONDS))
+                stream.connect(addresses[to] or "")
+                stream.sendall(_INDEX.pack(self.index))
+                stream.settimeout(self._timeout)
+        except OSError:
+            return False
+        return True
+
+    def accept(self, expected: Iterable[int]) -> bool:
+        """Whether those that were to connect have."""
+        missing = set(expected)
+        try:
+            while missing:
+                stream, _ = self._listener.accept()
+                stream.settimeout(self._timeout)
+                (source,) = _INDEX.unpack(read_exactly(stream, _INDEX.size))
+                self.incoming[source] = stream
+                missing.discard(source)
+        except OSError:  # the queue is empty
+            pass
+        return not missing
+
+    def close(self, *, keeps_streams: bool) -> None:
+        """Listen no more.
+
+        Args:
+            keeps_streams: those that were made are the caller's now.
+        """
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for stream in () if keeps_streams else (*self.outgoing.values(), *self.incoming.values()):
+            stream.close()
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
-"""Collectives of parts of any length: an all-to-all, and an all-gather.
+"""Collectives of tensors that exist in parts: of another length on each rank, or written where they travel from.
 
 How long the parts are is exchanged first (`agree`), once for all tensors that are cut alike. Within a host the parts go
 through shared memory: each rank writes all of its own into its slot, and reads what is for it in those of the others.
 Nothing is filled up: what is counted is what leaves a rank.
+
+Many small tensors that travel together (`gather_filled`, `reduce_scatter_filled`) are written to where they travel from
+and read where they arrive: through shared memory these are the only copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -16,11 +19,17 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from colossus.comm import accounting, host_staging, log
+from colossus.comm import accounting, collectives, host_staging, log
+from colossus.comm.autograd import is_recorded
 from colossus.comm.channel import Channel
 from colossus.comm.collectives import Pending, Ready
 from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
+
+#: writes a flat tensor
+Fill = Callable[[Tensor], object]
+#: reads flat tensors, which are valid during the call only
+Take = Callable[[list[Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -215,3 +224,43 @@ def _finished(work: dist.Work, out: Tensor, entry: log.Entry) -> Pending:
         return out
 
     return Pending(finish, entry)
+
+
+def gather_filled(
+    size: int, dtype: torch.dtype, device: torch.device, group: AxisGroup, fill: Fill, take: Take
+) -> Pending:
+    """All-gather of a flat tensor of ``size`` elements that ``fill`` writes; ``take`` gets those of all ranks.
+
+    ``wait()`` returns nothing of use: all is done when ``take`` has been called.
+    """
+    x = torch.empty(size, dtype=dtype, device=device)
+    channel = None if is_recorded() or group.size == 1 else channel_for(x, group)
+    if channel is not None:
+        entry = collectives.record("all_gather", x, group)
+        return Pending(channel.start_filled(x.shape, dtype, fill, lambda shards: _taken(take, shards)), entry)
+    fill(x)
+    return collectives.all_gather(x, group).then(lambda whole: _taken(take, list(whole.split(size))))
+
+
+def reduce_scatter_filled(
+    size: int, dtype: torch.dtype, device: torch.device, group: AxisGroup, fill: Fill, take: Take
+) -> Pending:
+    """Reduce-scatter of [ranks, size] that ``fill`` writes; ``take`` gets addends whose sum is this rank's row.
+
+    How many addends there are depends on the way the tensors travelled; their order does not depend on the rank.
+    """
+    x = torch.empty(group.size, size, dtype=dtype, device=device)
+    channel = None if is_recorded() or group.size == 1 else channel_for(x, group)
+    if channel is not None:
+        entry = collectives.record("reduce_scatter", x, group)
+        start = channel.start_filled(
+            x.shape, dtype, fill, lambda stacked: _taken(take, [rows[group.index] for rows in stacked])
+        )
+        return Pending(start, entry)
+    fill(x)
+    return collectives.reduce_scatter(x, group).then(lambda row: _taken(take, [row.view(-1)]))
+
+
+def _taken(take: Take, tensors: list[Tensor]) -> Tensor:
+    take(tensors)
+    return tensors[0]

@@ -93,8 +93,6 @@ class ActivationCheckpoint(ShortSection):
     every: Count = 1
     #: names of modules, with * and ?; None: the blocks of the model
     modules: Annotated[Names, Field(min_length=1)] | None = None
-    #: the inputs that "full" keeps wait in the memory of the host
-    offload: bool = False
 
     @classmethod
     def keys_of(cls, bare: Any) -> dict[str, Any] | None:
@@ -102,19 +100,17 @@ class ActivationCheckpoint(ShortSection):
 
     @model_validator(mode="after")
     def _is_meant(self) -> ActivationCheckpoint:
-        values = {key: getattr(self, key) for key in ("every", "modules", "offload")}
-        given = [f"{key} = {value!r}" for key, value in values.items() if value not in (1, None, False)]
+        values = {key: getattr(self, key) for key in ("every", "modules")}
+        given = [f"{key} = {value!r}" for key, value in values.items() if value not in (1, None)]
         if self.type == "none" and given:
             raise ValueError(f"{', '.join(given)}, but type is 'none': say type='full' or type='selective'")
-        if self.offload and self.type == "selective":
-            raise ValueError("offload = True is for inputs, and type is 'selective', which keeps more: say type='full'")
         return self
 
     def __str__(self) -> str:
-        """``full, blocks (every 2), kept on the host``, say."""
+        """``full, blocks (every 2)``, say."""
         which = f"modules {', '.join(self.modules)}" if self.modules is not None else "blocks"
         every = f" (every {self.every})" if self.every > 1 else ""
-        return f"{self.type}, {which}{every}" + (", kept on the host" if self.offload else "")
+        return f"{self.type}, {which}{every}"
 
 
 class Train(Section):
@@ -128,7 +124,7 @@ class Train(Section):
     precision: PrecisionSection = PrecisionSection()
     #: of fp16; None there: the defaults
     loss_scale: LossScale | None = None
-    #: "none", "full" or "selective", or dict(type=, every=, modules=, offload=): what backward computes again
+    #: "none", "full" or "selective", or dict(type=, every=, modules=): what backward computes again
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     #: largest norm of the gradient of the mean loss; None does not clip
     clip_grad_norm: Positive | None = None
@@ -219,5 +215,3 @@ class Checkpoint(Section):
     background: bool = True
     #: after a stop signal: for the step to end and a save to begin, then as long as writing never pauses for so long
     grace_seconds: Seconds = 60.0
-    #: what a save that fails (a full disk, say) does: "continue" says so and trains on, "stop" ends the run
-    on_error: Literal["continue", "stop"] = "continue"

@@ -32,10 +32,6 @@ class NamedModule(nn.Module):
         super().__init__()
         self.full_name = ""
 
-    def decide_uses(self) -> None:
-        """Record what the parameters of a user's modules inside of this one meet, where that is not in the whole
-        layout. Called by `colossus.build` on the constructed model, on every rank, before any use."""
-
 
 def build(
     factory: Callable[[], nn.Module],
@@ -100,9 +96,6 @@ def _name_parts(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, UninitializedParameter):
             spec_of(parameter).name = name
-    for module in model.modules():
-        if isinstance(module, NamedModule):
-            module.decide_uses()
     name_modules_of(model)
 
 

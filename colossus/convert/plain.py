@@ -16,9 +16,9 @@ from colossus.comm.objects import all_gather_object
 from colossus.construct.allocate import trace_constructor
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
-from colossus.convert.table import Row, row_of
-from colossus.layers.checkpointed_forward import is_checkpointed
-from colossus.layers.few_kv_heads import ReplicatedKV
+from colossus.convert.layer_table import Row, row_of
+from colossus.layers.checkpointing import is_checkpointed
+from colossus.layers.heads import ReplicatedKV
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
 from colossus.layers.model_parallel import model_parallel_of
@@ -50,7 +50,7 @@ def plain(engine: HasModel, *, everywhere: bool = True) -> nn.Module | None:
         model.eval()(ids)
 
     Collective: all ranks call, between steps, under any plan. The modules are those of the model, copied as
-    ``copy.deepcopy`` does; of ours, what torch has itself becomes torch's (the table in `colossus.convert.table`), the
+    ``copy.deepcopy`` does; of ours, what torch has itself becomes torch's (`colossus.convert.layer_table`), the
     others are made for a context of one rank, in which they compute with plain torch and need no process group. So it
     is trained, saved and copied as any module, also after the engine is closed. The state dict has the names and shapes
     of `full_state_dict`; what is tied is one parameter. Dropout keeps its rates (torch draws its masks), each module
@@ -221,7 +221,7 @@ class _Copy:
         if isinstance(module, Layer) and own:
             raise ValueError(
                 f"{self._names.get(id(module)) or 'the model'} ({type(module).__name__}) makes {', '.join(own)} "
-                f"itself, and has no row in colossus.convert.table: derive it from a layer that has one, or hold its "
+                f"itself, and has no row in convert/layer_table.py: derive it from a layer that has one, or hold its "
                 f"parameters in a plain module of torch"
             )
         try:

@@ -81,7 +81,7 @@ class StreamSource(Source):
             self.read()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "passes": self.passes.state_dict(), "per_rank": self.per_rank}
+        return {**super().state_dict(), "passes": self.passes.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "passes" not in state:  # saved when the data was of another kind

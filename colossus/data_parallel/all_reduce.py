@@ -17,7 +17,7 @@ from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.bucket_sum import BucketSum, FlatSum, TwoLevelSum
 from colossus.gradients.buckets import LocalSum
-from colossus.gradients.compressed_sum import Bf16Sum, ErrorFeedback, PowerSGD, PowerSum
+from colossus.gradients.compressed_sum import Bf16Sum, ErrorFeedback, PowerSum
 from colossus.gradients.hosts import Hosts
 from colossus.gradients.reduction import GradientReduction, ModelParts
 from colossus.sparse.choice import Survey
@@ -89,8 +89,10 @@ class AllReduce(Strategy):
             return FlatSum(context.group(axes))
         replica = tuple(axis for axis in axes if axis != "data")
         if options.compress == "powersgd":
-            power = PowerSGD(options.rank, options.start_step, options.warm_start, options.min_compression_rate)
-            return PowerSum(params, *self.levels(axes), power, self._feedback)
+            return PowerSum(
+                params, *self.levels(axes), self._feedback, rank=options.rank, start_step=options.start_step,
+                min_compression_rate=options.min_compression_rate,
+            )  # fmt: skip
         return Bf16Sum(params, context.group(replica), *self.levels(("data",)), self._feedback)
 
     def levels(self, axes: tuple[str, ...]) -> tuple[AxisGroup, AxisGroup]:

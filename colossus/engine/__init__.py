@@ -6,21 +6,19 @@ from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
-    from colossus.engine.fit import FitSummary
-    from colossus.engine.hooks import Hook
+    from colossus.engine.fit import FitSummary, Hook
     from colossus.engine.nonfinite import NonFiniteGradients
-    from colossus.engine.results import EvalResult, EvalSummary, StepResult
+    from colossus.engine.results import EvalResult, StepResult
 
-__all__ = ["Engine", "EvalResult", "EvalSummary", "FitSummary", "Hook", "NonFiniteGradients", "StepResult"]
+__all__ = ["Engine", "EvalResult", "FitSummary", "Hook", "NonFiniteGradients", "StepResult"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "Engine": "engine",
         "EvalResult": "results",
-        "EvalSummary": "results",
         "FitSummary": "fit",
-        "Hook": "hooks",
+        "Hook": "fit",
         "NonFiniteGradients": "nonfinite",
         "StepResult": "results",
     },

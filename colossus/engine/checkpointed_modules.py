@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
@@ -12,7 +13,7 @@ from colossus.config.training import ActivationCheckpoint
 from colossus.context.parallel_context import current_context
 from colossus.data_parallel.zero.blocks import modules_of_blocks
 from colossus.layers.block import TransformerBlock
-from colossus.layers.checkpointed_forward import checkpoint_module, has_forward, is_checkpointed
+from colossus.layers.checkpointing import checkpoint_module, has_forward, is_checkpointed
 from colossus.layers.pipeline_block import is_chain, pipeline_blocks
 
 _KEY = "train.activation_checkpoint"
@@ -33,7 +34,7 @@ def with_activation_checkpoint(
         model = factory()
         if isinstance(model, nn.Module):  # else the build refuses it
             for name in chosen_modules(model, wanted):
-                checkpoint_module(model.get_submodule(name), wanted.type, current_context(), offload=wanted.offload)
+                checkpoint_module(model.get_submodule(name), wanted.type, current_context())
         return model
 
     return make
@@ -67,7 +68,7 @@ def chosen_modules(model: nn.Module, wanted: ActivationCheckpoint) -> list[str]:
     called = [name for name, module in model.named_modules() if name and has_forward(module)]
     for pattern in wanted.modules:
         if not any(fnmatchcase(name, pattern) for name in called):
-            some = ", ".join(map(repr, dict.fromkeys(_with_stars(name) for name in called)))
+            some = ", ".join(map(repr, dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in called)))
             raise ConfigError(f"{_KEY}.modules: {pattern!r} matches no module that the model calls; it has {some}")
     matched: list[str] = []
     for name in called:
@@ -83,8 +84,3 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
         return ours
     blocks = modules_of_blocks(model, pipeline_blocks(model) if is_chain(model) else None)
     return [block for block in blocks if any(True for _ in block.parameters())]
-
-
-def _with_stars(name: str) -> str:
-    """The name of a module, the numbers in it as ``*``."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,8 +1,9 @@
-"""The checkpoints of a run: where it goes on, and with what; `save_schedule` saves them."""
+"""The checkpoints of a run: where it goes on, and with what; when a save is due, and how each ended."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,15 +11,13 @@ from pathlib import Path
 import torch
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.assets import Assets
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under_key
 from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.sources import find_weights, open_weights
-from colossus.checkpoint.writer import Save
+from colossus.checkpoint.weight_sources import find_weights, open_weights
+from colossus.checkpoint.writer import CheckpointWriter, Save, SavedCheckpoint
 from colossus.comm.objects import broadcast_object
-from colossus.engine.save_schedule import SaveSchedule
 from colossus.state.run_values import SavedHook
 from colossus.state.state import State
 
@@ -28,7 +27,7 @@ log = logging.getLogger("colossus.engine")
 Find = Callable[[dict[Path, CheckpointError]], Path | None]
 
 
-class Checkpoints(SaveSchedule):
+class Checkpoints:
     """Saves and loads the whole state of a run. What is not told otherwise is collective: every rank calls.
 
     `fit` follows the config's section ``checkpoint``. In a loop of your own call `resume` before it and `after_step` in
@@ -41,16 +40,28 @@ class Checkpoints(SaveSchedule):
         resumed_plan: the plan it was saved under, in words.
         weights_from: the checkpoint of which weights were loaded, None where none were.
         weights_match: what of it went where.
+        stall_seconds: that training has waited for checkpoints so far, since the engine was made.
+        on_progress: called from any thread when a part of a checkpoint was written or read: nothing is stuck.
     """
 
     def __init__(self, state: State) -> None:
-        super().__init__(state)
-        self._has_begun = self._config.weights is None
+        self._run, self._state, self._config = state.run, state, state.run.config.checkpoint
+        self._world = self._run.context.group(self._run.context.grid.names)
+        # what it means now, whatever the working directory will be
+        self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
+        self._has_begun = False
         self.resume_from = self._config.resume
         self.resumed_from: Path | None = None
         self.resumed_plan = ""
         self.weights_from: Path | None = None
         self.weights_match: WeightMatch | None = None
+        self.on_progress: Callable[[], None] = lambda: None
+        self.stall_seconds = 0.0
+        self._writer: CheckpointWriter | None = None
+        self._save: Save | None = None
+        self._ended: list[SavedCheckpoint] = []
+        #: steps done when the last checkpoint was begun; None where none has the state as it is
+        self._saved_step: int | None = None
 
     @property
     def hooks(self) -> Sequence[SavedHook]:
@@ -61,37 +72,110 @@ class Checkpoints(SaveSchedule):
         self._state.hooks = hooks
 
     @property
-    def assets(self) -> Assets:
-        """What lies beside the weights in a checkpoint, on the first rank: tokenizer, ids of special tokens, .."""
-        return self._state.assets
+    def root(self) -> Path:
+        """The folder of this run's checkpoints; a ValueError outside of a launch, where the config does not name it."""
+        if self._dir is None and self._run.folder is None:
+            raise ValueError("checkpoint.dir: name a folder for checkpoints; only `colossus launch` has a run folder")
+        return folder.root_of(self._dir, self._run.folder or Path())
+
+    # -- saves --------------------------------------------------------------------------------------------
 
     def save(self, *, background: bool | None = None) -> Save:
-        self.require_begun()
-        return super().save(background=background)
+        """Start to save the state as it is now, between two steps; waits for the end of the save before.
 
-    def begin(self) -> None:
-        """Take the weights that ``checkpoint.weights`` names, unless the run may go on somewhere: what a checkpoint has
-        takes their place, and `resume` looks for it first. `colossus.initialize` calls this.
+        In a loop over ``engine.loader`` call it after `train_step`: a batch that was taken and not trained on yet comes
+        again when the run goes on only where the order of the data follows from the step; else a warning says so.
+
+        Args:
+            background: whether the step waits for a copy in memory only; by default as the config has it.
+
+        Returns:
+            What can be waited for; it raises there what went wrong.
+        """
+        self.take_weights()
+        self._require_own_parameters("saved")
+        background = self._config.background if background is None else background
+        self._run.strategy.sync_point()
+        self.finish()
+        began = time.perf_counter()
+        if self._writer is None:
+            config = self._config
+            self._writer = CheckpointWriter(
+                self.root, self._run.context, keep_last=config.keep_last, keep_every=config.keep_every,
+                on_block=lambda: self.on_progress(),
+            )  # fmt: skip
+        with torch.inference_mode(False):  # the memory for copies is kept
+            self._save = self._writer.save(self._state.collect, self._state.about(), background=background)
+        self._saved_step = self._run.completed_steps
+        self.stall_seconds += time.perf_counter() - began
+        return self._save
+
+    def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
+        """Save if ``checkpoint.every`` says so; tell which saves have ended since the last call.
+
+        A save that fails is an error in the log of rank 0, and the next one is tried.
+
+        Args:
+            is_last: no step follows: save what is not saved yet, and wait until it is.
+
+        Raises:
+            CheckpointError: on all ranks, when the save after the last step failed.
+        """
+        if not self._config.every:
+            return []
+        is_due = is_last or self._run.completed_steps % self._config.every == 0
+        if self._save is not None and (is_due or self._save.is_done):
+            self.finish()
+        if is_due:
+            self._run.strategy.sync_point()
+            if self._saved_step != self._run.completed_steps:
+                save = self.save(background=self._config.background and not is_last)
+                if is_last:
+                    save.wait()
+                if is_last or not self._config.background:
+                    self.finish()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def finish(self) -> None:
+        """Wait for the end of the save under way. If it failed, and nobody was told, rank 0 says so in the log."""
+        if self._save is None:
+            return
+        assert self._writer is not None
+        save, self._save = self._save, None
+        began = time.perf_counter()
+        self._writer.finish()
+        self.stall_seconds += time.perf_counter() - began
+        try:
+            self._ended.append(save.wait())
+        except CheckpointError:
+            self._saved_step = None
+
+    def _require_own_parameters(self, what: str) -> None:
+        if self._run.strategy.is_averaged:
+            raise CheckpointError(
+                f"a checkpoint cannot be {what} inside of strategy.evaluation() or export(): the parameters are the "
+                f"average of the replicas there, not each replica's own; leave that block first"
+            )
+
+    # -- loads --------------------------------------------------------------------------------------------
+
+    def take_weights(self) -> None:
+        """Take the weights that ``checkpoint.weights`` names into a run that begins, once.
+
+        `colossus.initialize` calls this, unless the run may go on from a checkpoint: `resume` looks for that first. The
+        first step does at the latest.
 
         Raises:
             CheckpointError: on all ranks, when they are not whole, or not of this model.
         """
-        if self.resume_from is None:
-            self._take_weights()
-
-    def require_begun(self) -> None:
-        """That weights which the config names have been looked at before something is made of others.
-
-        Raises:
-            CheckpointError: they are not, since `resume` comes first.
-        """
-        if not self._has_begun:
-            assert self._config.weights is not None
-            raise CheckpointError(
-                f"checkpoint.weights = {self._config.weights.path!r}: not loaded yet, since with checkpoint.resume = "
-                f"{self.resume_from!r} the run may go on from a checkpoint instead: call engine.checkpoints.resume() "
-                f"before the first step, or leave checkpoint.resume out"
-            )
+        weights, is_taken = self._config.weights, self._has_begun
+        self._has_begun = True
+        if weights is not None and not is_taken:
+            with under_key("checkpoint.weights"):
+                self.load_weights(
+                    weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow
+                )
 
     def resume(self) -> Path | None:
         """Go on where `resume_from` says, once; where that is nowhere, a run that begins takes the weights
@@ -107,7 +191,8 @@ class Checkpoints(SaveSchedule):
             CheckpointError: on all ranks, when it is no whole checkpoint of this model.
         """
         wanted = self.resume_from
-        self._require_root()
+        if self._config.every:
+            _ = self.root  # that there is one is found now, and not at the first save
         if self.resumed_from is not None:
             return None
         found = None
@@ -117,18 +202,8 @@ class Checkpoints(SaveSchedule):
             with under_key(f"checkpoint.resume = {wanted!r}"):
                 found = self._restore_newest(lambda damaged: find(path, damaged))
         if found is None:
-            self._take_weights()
+            self.take_weights()
         return found
-
-    def _take_weights(self) -> None:
-        """Those that the config names, into a run that begins and has none."""
-        weights = self._config.weights
-        if weights is not None and self.weights_from is None and not self._run.completed_steps:
-            with under_key("checkpoint.weights"):
-                self.load_weights(
-                    weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow
-                )
-        self._has_begun = True
 
     def load(self, path: Path | str) -> None:
         """Take the whole state of a checkpoint: the run goes on behind its step, under any plan.
@@ -202,26 +277,29 @@ class Checkpoints(SaveSchedule):
         if found is not None:
             self.resumed_from = found
             self.weights_from = self.weights_match = None
-            self._goes_on_from(found)
+            is_own = (self._dir or self._run.folder) and found.parent.resolve() == self.root.resolve()
+            self._saved_step = self._run.completed_steps if is_own else None
+            if is_own and self._config.every and self._run.context.is_logging_rank:
+                # perhaps an older one: a run that is killed before its next save goes on with this branch
+                folder.name_latest(found)
         return found
 
     def _read_newest(self, find: Find, take: Callable[[CheckpointReader], None]) -> Path | None:
         """Read what rank 0 finds; if a checksum then shows that it is damaged, what it finds without that."""
-        self._require_between_steps("loaded")
+        self._require_own_parameters("loaded")
         self._run.strategy.sync_point()
         self.finish()
         self._saved_step = None
-        world = self._run.context.group(self._run.context.grid.names)
         damaged: dict[Path, CheckpointError] = {}
         is_first = self._run.context.is_logging_rank
         while True:
-            mine = on_all_ranks(world, lambda: find(damaged) if is_first else None, tells_ranks=False)
-            found = broadcast_object(mine, world, 0)
+            mine = on_all_ranks(self._world, lambda: find(damaged) if is_first else None, tells_ranks=False)
+            found = broadcast_object(mine, self._world, 0)
             if found is None:
                 return None
             try:
                 # what inference mode makes, nothing could train
-                with torch.inference_mode(False), on_all_ranks(world, partial(open_weights, found)) as reader:
+                with torch.inference_mode(False), on_all_ranks(self._world, partial(open_weights, found)) as reader:
                     take(reader)
             except DamagedCheckpoint as error:
                 damaged[found] = error

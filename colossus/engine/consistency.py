@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,17 +41,34 @@ def require_same_settings(config: Config, group: AxisGroup) -> None:
         ConfigError: on all ranks, with each key that differs, its values, and the ranks that have them.
     """
     versions = {"version of colossus": colossus.__version__, "version of torch": torch.__version__}
-    settings = dict(_flat(as_dict(config), "")) | versions
-    if len(set(all_gather_object(_digest(settings), group))) == 1:
-        return
-    by_rank = all_gather_object(settings, group)
-    keys = _differing_keys(by_rank)
-    problems = [f"{key}: {_values(key, by_rank)}" for key in keys[:_MOST]]
-    if len(keys) > _MOST:
-        problems.append(f"and {len(keys) - _MOST} more keys")
-    raise ConfigError(
-        ["the ranks of this run were started with different settings: give all of them the same config", *problems]
-    )
+    found = _differences(dict(_flat(as_dict(config), "")) | versions, group)
+    if found:
+        problems = [
+            f"{key}: {'; '.join(f'{value} on {named_ranks(ranks)}' for value, ranks in values.items())}"
+            for key, values in [*found.items()][:_MOST]
+        ]
+        more = [f"and {len(found) - _MOST} more keys"] if len(found) > _MOST else []
+        raise ConfigError(
+            ["the ranks of this run were started with different settings: give all of them the same config"]
+            + problems
+            + more
+        )
+
+
+def _differences(own: Mapping[str, Any], group: AxisGroup, stage: int = 0) -> dict[str, dict[str, list[int]]]:
+    """Name -> value -> the ranks that have it, of what is not the same on all ranks of a stage. Collective."""
+    digest = hashlib.blake2b(repr(sorted(own.items())).encode(), digest_size=16).digest()
+    digests = set(all_gather_object((stage, digest), group))
+    stages = {stage for stage, _ in digests}
+    if len(digests) == len(stages):
+        return {}
+    ranks_of: dict[tuple[int, str], dict[str, list[int]]] = {}
+    by_rank = [*zip(group.ranks, all_gather_object((stage, own), group), strict=True)]
+    for key in dict.fromkeys((stage, name) for _, (stage, values) in by_rank for name in values):
+        for rank, (_, values) in filter(lambda each: each[1][0] == key[0], by_rank):
+            value = repr(values[key[1]]) if key[1] in values else "absent"
+            ranks_of.setdefault(key, {}).setdefault(value, []).append(rank)
+    return {name: ranks for (_, name), ranks in ranks_of.items() if len(ranks) > 1}
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -60,23 +77,6 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         return
     for name, item in value.items():
         yield from _flat(item, f"{key}.{name}" if key else name)
-
-
-def _digest(values: Mapping[str, Any]) -> bytes:
-    return hashlib.blake2b(repr(sorted(values.items())).encode(), digest_size=16).digest()
-
-
-def _differing_keys(by_rank: Iterable[Mapping[str, Any]]) -> list[str]:
-    keys = dict.fromkeys(key for one in by_rank for key in one)
-    return [key for key in keys if len({repr(one.get(key)) for one in by_rank}) > 1]
-
-
-def _values(key: str, by_rank: list[dict[str, Any]]) -> str:
-    """``3 on rank 0; 4 on ranks 1, 2``."""
-    ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(by_rank):
-        ranks.setdefault(repr(one[key]) if key in one else "absent", []).append(rank)
-    return "; ".join(f"{value} on {named_ranks(found)}" for value, found in ranks.items())
 
 
 def fingerprints_of_existing(model: nn.Module) -> dict[str, int]:
@@ -102,31 +102,19 @@ def require_same_values(model: nn.Module, existing: Mapping[str, int], context: 
         for name, param in model.named_parameters()
         if (spec := spec_of(param)).is_plain and not spec.layout.stored  # else ranks hold different rows
     }
-    world, stage = context.group(context.grid.names), context.index("pipeline")
-    digests = set(all_gather_object((stage, _digest(plain), _digest(existing)), world))
-    if len(digests) == len({stage for stage, _, _ in digests}) and len({of_whole for _, _, of_whole in digests}) == 1:
-        return
-    own: dict[tuple[int | None, str], int] = {(stage, name): value for name, value in plain.items()}
-    own |= {(None, name): value for name, value in existing.items()}
-    first_of: dict[tuple[int | None, str], tuple[int, int]] = {}
-    names: dict[str, None] = {}
-    differ: set[int] = set()
-    firsts: set[int] = set()
-    for rank, of_rank in enumerate(all_gather_object(own, world)):
-        for key, value in of_rank.items():
-            first, expected = first_of.setdefault(key, (rank, value))
-            if value != expected:
-                names[key[1]] = None
-                differ.add(rank)
-                firsts.add(first)
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    raise ValueError(
-        f"{', '.join([*names][:_MOST])}{more} would start with other values on {named_ranks(sorted(differ))} than on "
-        f"{named_ranks(sorted(firsts))}, so they would train different models: made outside of the model's factory, "
-        f"or from something that differs between processes (a generator without a seed, the rank, the time). Build the "
-        f"whole model inside of the factory (model=Net, or model=lambda: Net(...)), from torch's generators and the "
-        f"config alone"
-    )
+    world = context.group(context.grid.names)
+    found = _differences(existing, world) | _differences(plain, world, context.index("pipeline"))
+    if found:
+        more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
+        first, *others = next(iter(found.values())).values()
+        differ = named_ranks(sorted(rank for ranks in others for rank in ranks))
+        raise ValueError(
+            f"{', '.join([*found][:_MOST])}{more} would start with other values on {differ} than on "
+            f"{named_ranks(first)}, so they would train different models: made outside of the model's factory, or from "
+            f"something that differs between processes (a generator without a seed, the rank, the time). Build the "
+            f"whole model inside of the factory (model=Net, or model=lambda: Net(...)), from torch's generators and "
+            f"the config alone"
+        )
 
 
 class BatchCheck:

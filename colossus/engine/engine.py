@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from colossus.data.loader import Loaders
+from colossus.data.loader import Loader, Loaders
 from colossus.engine.checkpoints import Checkpoints
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.loss_function import LossFunction
 from colossus.engine.optimizer_step import OptimizerStep
-from colossus.engine.results import EvalResult, EvalSummary, StepResult, addend, signal_of
+from colossus.engine.results import EvalResult, StepResult, addend, signal_of
 from colossus.engine.stages import ModelStages, PipelineRuntime
 from colossus.error_place import add_place
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
 from colossus.schedule.actions import Action
-from colossus.schedule.runtime.executor import Executor, StepTotals
+from colossus.schedule.executor import Executor, StepTotals
 from colossus.state.run import Run
 from colossus.state.state import State
 
@@ -127,15 +128,23 @@ class Engine:
                 f"train_step was called under torch.{mode}, where nothing gets a gradient: call it outside of that "
                 f"block; for a loss without a step there is eval_step"
             )
-        with self.checkpoints.during_step():
-            step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
-            self._begin_run()
-            check, mark = self._optimizer_step.reduction.batch_check, None
-            if check.num_sharing > 1:
-                mark = check.mark(batch, step_batch.fingerprint)  # before the model writes to it
+        if self.strategy.is_averaged:
+            raise RuntimeError(
+                "a step cannot be trained inside of strategy.evaluation() or export(): the parameters are the average "
+                "of the replicas there, and the replica's own come back at its end; leave that block first"
+            )
+        step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
+        self._begin_run()
+        check, mark = self._optimizer_step.batch_check, None
+        if check.num_sharing > 1:
+            mark = check.mark(batch, step_batch.fingerprint)  # before the model writes to it
+        try:
             totals = self.accumulate_gradients(step_batch)
-            result = self._optimizer_step.run(self.completed_steps, totals, self.run.stop, mark, self._before_update)
-            self.run.completed_steps = result.step
+            result = self._optimizer_step.run(self.completed_steps, totals, self.run.stop, mark, self.observers)
+        finally:
+            if self.loaders is not None and isinstance(self.loaders.train, Loader):
+                self.loaders.train.num_untrained = 0
+        self.run.completed_steps = result.step
         return result
 
     def accumulate_gradients(self, batch: StepBatch) -> StepTotals:
@@ -159,10 +168,6 @@ class Engine:
                 self.strategy.finish()
         return totals
 
-    def _before_update(self) -> None:
-        for observer in self.observers:
-            observer.before_update()
-
     def lr_at(self, step: int) -> float:
         """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
         return self._optimizer_step.learning_rate.at(step)
@@ -175,7 +180,7 @@ class Engine:
         """
         if self._ended is not None:
             raise RuntimeError(self._ended)
-        self.checkpoints.require_begun()
+        self.checkpoints.take_weights()
         self._num_runs += 1
 
     @contextmanager
@@ -214,7 +219,7 @@ class Engine:
         with self._ends_if_it_fails():
             return self._evaluation.one_batch(batch)
 
-    def evaluate(self) -> EvalSummary:
+    def evaluate(self) -> EvalResult:
         """Mean loss over at most ``train.eval_batches`` validation batches, and the model's metrics (`metrics_of`).
 
         Raises:
@@ -223,10 +228,10 @@ class Engine:
         if self.eval_loader is None:
             raise ValueError("there is no validation data to evaluate on")
         with self._ends_if_it_fails():
-            result, complete, stops = self._evaluation.all_batches(
+            result, stops = self._evaluation.all_batches(
                 self.eval_loader, self.config.train.eval_batches, lambda: self.run.stop
             )
-        return EvalSummary.of(result, self.completed_steps, complete, signal_of(stops))
+        return replace(result, step=self.completed_steps, complete=not stops, stop_signal=signal_of(stops))
 
     def _forward(self, batch: Any) -> Tensor:
         """Sums of this rank over a batch of any size, see `Evaluation`; a pipeline takes as many microbatches as divide
@@ -256,7 +261,7 @@ class Engine:
         Args:
             signum: of the signal that is the reason; all ranks learn of it (`StepResult.stop_signal`).
         """
-        self.run.stop = addend(True, signum)
+        self.run.stop = addend(signum)
 
     def withdraw_stop(self) -> None:
         """Forget a request of this rank: what it was to stop has ended."""

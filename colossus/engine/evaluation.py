@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
-from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
-from colossus.engine.loss_function import check_totals
+from colossus.engine.optimizer_step import loss_axes
 from colossus.engine.results import EvalResult
-from colossus.engine.step_numbers import loss_axes
 
-_NONE = object()
+_END = object()
 
 
 class Evaluation:
@@ -50,8 +48,8 @@ class Evaluation:
     @torch.no_grad()
     def all_batches(
         self, loader: Any, max_batches: int | None, stop_request: Callable[[], float]
-    ) -> tuple[EvalResult, bool, float]:
-        """Sums over a loader's batches, whether they were all evaluated, and the requests to stop if not.
+    ) -> tuple[EvalResult, float]:
+        """Sums over a loader's batches, and the requests to stop that have ended it before its end.
 
         Args:
             stop_request: of this rank, asked before each batch (`results.addend`); one ends all.
@@ -60,36 +58,29 @@ class Evaluation:
             ValueError: on all ranks, when the batches of some end before those of others.
         """
         totals = torch.zeros(1 + len(self._metrics), 2, dtype=torch.float64, device=self._context.device)
-        complete, has_ended, stops = True, False, 0.0
-        batches = iter(loader)
+        stops = 0.0
         with self._eval_mode():
-            for _ in range(max_batches) if max_batches is not None else count():
-                asked = torch.tensor([stop_request(), has_ended], dtype=torch.float32, device=self._context.device)
+            for batch in chain(islice(loader, max_batches), (_END,)):
+                asked = torch.tensor([stop_request(), batch is _END], dtype=torch.float32, device=self._context.device)
                 stops, ended = collectives.all_reduce(asked, self._world, owned=True).wait().tolist()
-                _check_all_ended(ended, self._world)
+                if 0 < ended < self._world.size:
+                    raise ValueError(
+                        f"the validation data ended on {ended:.0f} of {self._world.size} ranks after fewer batches "
+                        f"than on the others: with data.validation per_rank, or a DistributedSampler, every data rank "
+                        f"must give as many. Set train.eval_batches to the smallest number, or let the sampler fill up "
+                        f"or drop what is left over"
+                    )
+                if ended:
+                    stops = 0.0
                 if stops or ended:
-                    complete = has_ended
                     break
-                batch = next(batches, _NONE)
-                has_ended = batch is _NONE
-                if not has_ended:
-                    totals += self._forward(batch)
-                else:  # all ranks hear of it before the next batch, or with the sums
-                    with self._strategy.forwards():
-                        pass
-            return self._result(totals, has_ended), complete, stops
+                totals += self._forward(batch)
+            return self._result(totals), stops
 
-    def _result(self, totals: Tensor, has_ended: bool = False) -> EvalResult:
-        """Sums over all ranks.
-
-        Raises:
-            ValueError: on all ranks alike, see `all_batches` and `check_totals`.
-        """
-        numbers = torch.cat((totals.flatten(), totals.new_full((1,), float(has_ended))))
-        numbers = collectives.all_reduce(numbers, self._loss_group, owned=True).wait()
-        total, tokens, *of_metrics, ended = numbers.tolist()
-        _check_all_ended(ended, self._loss_group)
-        check_totals(total, tokens)
+    def _result(self, totals: Tensor) -> EvalResult:
+        """Sums over all ranks."""
+        numbers = collectives.all_reduce(totals.flatten(), self._loss_group, owned=True).wait()
+        total, tokens, *of_metrics = numbers.tolist()
         pairs = zip(of_metrics[::2], of_metrics[1::2], strict=True)
         return EvalResult(total, tokens, dict(zip(self._metrics, pairs, strict=True)))
 
@@ -103,12 +94,3 @@ class Evaluation:
         finally:
             for module, mode in was_training:  # one by one: a user may have put some into eval mode
                 module.training = mode
-
-
-def _check_all_ended(ended: float, group: AxisGroup) -> None:
-    if 0 < ended < group.size:
-        raise ValueError(
-            f"the validation data ended on {ended:.0f} of {group.size} ranks after fewer batches than on the others: "
-            f"with data.validation per_rank, or a DistributedSampler, every data rank must give as many. Set "
-            f"train.eval_batches to the smallest number, or let the sampler fill up or drop what is left over"
-        )

@@ -1,4 +1,4 @@
-"""The training loop around ``engine.train_step``: how many steps, when to evaluate, when to stop."""
+"""The training loop around ``engine.train_step``: how many steps, when to evaluate, when to stop; its hooks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,62 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from colossus.engine.hooks import Hook
-from colossus.engine.results import StepResult
+from colossus.checkpoint.writer import SavedCheckpoint
+from colossus.engine.results import EvalResult, StepResult
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
+
+
+class Hook:
+    """Base class: override the methods you need; each does nothing by default.
+
+    ``fit`` calls hooks on every rank, in the order they were given. A hook that calls a collective must
+    therefore do so on all ranks, and one that prints should check ``engine.context.is_logging_rank`` first.
+    """
+
+    def on_train_start(self, engine: Engine) -> None:
+        """Once, before the first batch is read."""
+
+    def on_step_start(self, engine: Engine) -> None:
+        """Before each step's batch is read: time measured from here includes waiting for data."""
+
+    def on_step_end(self, engine: Engine, result: StepResult) -> None:
+        """After each optimizer step; ``result.step`` counts from 1, its loss and norm are global values.
+
+        On an accelerator who reads them here waits for the step. `StepResult.send_to_host` starts their copy, and who
+        reads them in the next ``on_step_end`` waits for nothing (`colossus.monitor.late_results` is a queue for that).
+        """
+
+    def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
+        """After an evaluation, which follows the ``on_step_end`` of the step it belongs to."""
+
+    def on_save(self, engine: Engine) -> None:
+        """A checkpoint of the state as it is between two steps is about to be saved: what belongs to the steps so far
+        and lies elsewhere (rows of metrics) must be on the disk before it is complete, so before this returns. What it
+        raises fails the save."""
+
+    def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
+        """A checkpoint is complete: between two steps, at the latest before ``on_train_end``."""
+
+    def on_train_end(self, engine: Engine) -> None:
+        """Once, after the last step, also when a stop was requested; not after an error."""
+
+    def on_exception(self, engine: Engine, error: BaseException) -> None:
+        """When a step, an evaluation or a hook raised on this rank; it is raised again after all hooks ran."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to keep of this hook: numbers, strings, lists, dicts, tensors.
+
+        Called on all ranks; that of rank 0 is saved, and given to all.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, on all ranks before ``on_train_start``; not called if it gave nothing.
+
+        It is found by the name of the class, and among several of one name by the order of the hooks.
+        """
 
 
 @dataclass(frozen=True)
@@ -50,25 +101,21 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     stop (`Checkpoints`).
 
     Every rank calls this. A request to stop is summed in each step's all-reduce, so that all ranks leave the loop after
-    the same step. The evaluation due at that step is left out: a stop should be quick. Where the run goes on from a
-    checkpoint it is made up for.
+    the same step. The evaluation due at that step is left out: a stop should be quick.
 
     Raises:
         ValueError: when the loader ends although training has not.
         Exception: whatever a step or a hook raised, after every hook's ``on_exception``.
     """
     steps = engine.config.train.steps
-    evaluations = DueEvaluations(engine)
-    engine.checkpoints.hooks = [*hooks, evaluations]
-    result, stopped, stop_signal = None, False, None
+    engine.checkpoints.hooks = hooks
+    result, validation_loss, stopped, stop_signal = None, None, False, None
     completed = engine.completed_steps
     try:
         engine.checkpoints.resume()
         completed = engine.completed_steps
         for hook in hooks:
             hook.on_train_start(engine)
-        if evaluations.is_owed:
-            stopped, stop_signal = evaluations.run(hooks)
         batches = iter(engine.loader)
         while completed < steps and not stopped:
             for hook in hooks:
@@ -78,7 +125,12 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
             for hook in hooks:
                 hook.on_step_end(engine, result)
             if not stopped and evaluation_due(engine, completed):
-                stopped, stop_signal = evaluations.run(hooks)
+                summary = engine.evaluate()
+                stopped, stop_signal = not summary.complete, summary.stop_signal
+                if summary.complete:
+                    validation_loss = summary.loss
+                    for hook in hooks:
+                        hook.on_eval_end(engine, summary)
             _save_if_due(engine, hooks)
         engine.strategy.sync_point()  # a replica that is through answers those that are not
         _save_if_due(engine, hooks, is_last=True)
@@ -90,51 +142,13 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
         raise
     finally:
         engine.withdraw_stop()  # a later call is not meant
-    reason: Literal["finished", "stopped"] = "finished" if completed >= steps else "stopped"
-    loss = _loss_of_all(engine, result) if result is not None else None
-    return FitSummary(completed, reason, loss, evaluations.last_loss, stop_signal)
-
-
-def _loss_of_all(engine: Engine, result: StepResult) -> float:
-    """The loss of the last step, which is the replica's own where a stop has made it the last."""
-    if result.replica is None:
-        return result.loss
-    engine.strategy.sync_point()
-    return result.of_all_replicas(engine.strategy.sum_over_replicas).loss
-
-
-class DueEvaluations(Hook):
-    """Evaluates, and remembers in checkpoints that an evaluation was left out because of a stop: it is made up for.
-
-    The name of the class is in checkpoints.
-
-    Attributes:
-        is_owed: whether the run goes on behind a step whose evaluation was left out.
-        last_loss: of the last evaluation, None when there was none.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._step: int | None = None
-        self.is_owed = False
-        self.last_loss: float | None = None
-
-    def run(self, hooks: Sequence[Hook]) -> tuple[bool, int | None]:
-        """Evaluate. Returns whether it was stopped, and the signal that was the reason."""
-        summary = self._engine.evaluate()
-        if summary.complete:
-            self._step, self.last_loss, self.is_owed = summary.step, summary.loss, False
-            for hook in hooks:
-                hook.on_eval_end(self._engine, summary)
-        return not summary.complete, summary.stop_signal
-
-    def state_dict(self) -> dict[str, Any]:
-        step = self._engine.completed_steps
-        is_owed = self.is_owed or (evaluation_due(self._engine, step) and self._step != step)
-        return {"is_owed": True} if is_owed else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.is_owed = bool(state["is_owed"]) and self._engine.eval_loader is not None
+    loss = None
+    if result is not None:
+        if result.replica is not None:  # of this replica alone, where a stop has made it the last
+            engine.strategy.sync_point()
+            result = result.of_all_replicas(engine.strategy.sum_over_replicas)
+        loss = result.loss
+    return FitSummary(completed, "finished" if completed >= steps else "stopped", loss, validation_loss, stop_signal)
 
 
 def _save_if_due(engine: Engine, hooks: Sequence[Hook], *, is_last: bool = False) -> None:

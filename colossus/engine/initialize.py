@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from colossus.comm import log, shared_memory
@@ -23,7 +24,6 @@ from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.consistency import fingerprints_of_existing, require_same_settings, require_same_values
 from colossus.engine.engine import Engine
-from colossus.engine.forward_rng import seed_outside
 from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
@@ -31,8 +31,8 @@ from colossus.engine.optimizers import OptimizerFactory, build_optimizer, requir
 from colossus.engine.stages import ModelStages, PipelineRuntime
 from colossus.gradients.reduction import ModelParts
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layers.patch import PatchEmbedding
 from colossus.layout.parameter import num_parameters
+from colossus.random import GlobalRng
 from colossus.registry import MODELS, STRATEGIES
 from colossus.sparse.table_updates import require_optimizer_of_tables
 from colossus.sparse.tables import survey
@@ -68,9 +68,12 @@ def initialize(
         ValueError: for a config that does not fit the processes or the model, with the arithmetic.
         CheckpointError: for weights that are not whole, or not those of the model.
     """
-    engine = make_engine(config, model, loss_fn, data, optimizer=optimizer, overrides=overrides)
+    if not isinstance(config, Config):
+        config = load_config(config, overrides, nproc=int(os.environ.get("WORLD_SIZE", "1")))
+    engine = make_engine(config, model, loss_fn, data, optimizer)
     try:
-        engine.checkpoints.begin()
+        if engine.checkpoints.resume_from is None:
+            engine.checkpoints.take_weights()
     except BaseException:
         engine.close()
         raise
@@ -78,19 +81,14 @@ def initialize(
 
 
 def make_engine(
-    config: Config | Mapping[str, Any] | str | Path,
+    config: Config,
     model: Callable[[], nn.Module] | None = None,
     loss_fn: LossFunction | None = None,
     data: Any = None,
-    *,
     optimizer: OptimizerFactory | None = None,
-    overrides: Sequence[str] = (),
 ) -> Engine:
     """The engine of `initialize`, which has loaded nothing yet: for what knows later where its weights come from."""
-    nproc = int(os.environ.get("WORLD_SIZE", "1"))
-    if not isinstance(config, Config):
-        config = load_config(config, overrides, nproc=nproc)
-    config = resolve_sizes(config, nproc)
+    config = resolve_sizes(config, int(os.environ.get("WORLD_SIZE", "1")))
     if model is None and config.model is None:
         raise ValueError("no model: give the config a `model`, or pass model= to colossus.initialize")
     if isinstance(model, nn.Module):
@@ -102,50 +100,30 @@ def make_engine(
         require_factory(optimizer, config)
     log.resize(config.comm.log_size)
     shared_memory.enable(config.comm.shared_memory)
-    context = ParallelContext.from_config(
-        config,
-        device=pick_device(config.device, config.comm.backend),
-        on_join=partial(require_same_settings, config),
-    )
-    try:
-        return _assemble(config, context, model, loss_fn, data, optimizer)
+    device = pick_device(config.device, config.comm.backend)
+    context = ParallelContext.from_config(config, device=device, on_join=partial(require_same_settings, config))
+    try:  # the parts of an engine, in the order in which they need each other
+        data, index, size = data if data is not None else config.data, context.index("data"), context.size("data")
+        loaders = None
+        if data is not None:
+            loaders = loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
+        pipeline = PipelineRuntime(config, context)
+        strategy = STRATEGIES.build(config.parallel.data_strategy)
+        module, with_tables, of_whole = _build_model(config, context, model, strategy, pipeline, optimizer is not None)
+        loss = loss_of(module, loss_fn)
+        store = _store_parameters(config, context, module, strategy, pipeline, loaders)
+        tables = {id(table.param) for table in strategy.tables or ()} if with_tables else None
+        updates, config = build_optimizer(config, optimizer, strategy.trained, context, tables)
+        strategy.optimizer_made(updates)
+        step = OptimizerStep(config, module, updates, store, strategy)
+        inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
+        stages = ModelStages(context, module, pipeline, store, strategy, inputs, loss)
+        executor = pipeline.make_executor(stages, model_parallel_of(context), stages.observers)
+        run = Run(config, context, module, updates, store, strategy, step.watch, step.loss_scaler, loaders)
+        return Engine(run, step, pipeline, stages, executor, inputs, of_whole)
     except BaseException:
         context.close()
         raise
-
-
-def _assemble(
-    config: Config,
-    context: ParallelContext,
-    model: Callable[[], nn.Module] | None,
-    loss_fn: LossFunction | None,
-    data: Any,
-    optimizer: OptimizerFactory | None,
-) -> Engine:
-    """The parts of an engine, in the order in which they need each other."""
-    loaders = _make_loaders(config, data if data is not None else config.data, context)
-    pipeline = PipelineRuntime(config, context)
-    strategy = STRATEGIES.build(config.parallel.data_strategy)
-    module, with_tables, of_whole = _build_model(config, context, model, strategy, pipeline, optimizer is not None)
-    loss = loss_of(module, loss_fn)
-    store = _store_parameters(config, context, module, strategy, pipeline, loaders)
-    tables = {id(table.param) for table in strategy.tables or ()} if with_tables else None
-    updates, config = build_optimizer(config, optimizer, strategy.trained, context, tables)
-    strategy.optimizer_made(updates)
-    step = OptimizerStep(config, module, updates, store, strategy)
-    inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
-    stages = ModelStages(context, module, pipeline, store, strategy, inputs, loss)
-    executor = pipeline.make_executor(stages, model_parallel_of(context), stages.observers)
-    run = Run(config, context, module, updates, store, strategy, step.watch, step.loss_scaler, loaders)
-    return Engine(run, step, pipeline, stages, executor, inputs, of_whole)
-
-
-def _make_loaders(config: Config, data: Any, context: ParallelContext) -> Loaders | None:
-    """Of training and validation, None where there is no data."""
-    if data is None:
-        return None
-    index, size = context.index("data"), context.size("data")
-    return loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
 
 
 def _build_model(
@@ -182,28 +160,12 @@ def _build_model(
     for param in module.parameters():
         if param.dtype in LOW:
             set_gradient_dtype(param, precision.gradients)
-    _require_position_wise(module, context)
     if pipeline.partition is None and not any(param.requires_grad for param in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameter to train")
-    seed_outside(context)
+    # what is drawn outside of forwards (the shuffle of a user's own DataLoader, say): the same on all ranks of a model
+    seed = context.rng.key("torch", context.index("data"))
+    GlobalRng(tuple({torch.device("cpu"), context.device})).seed(seed)
     return module, with_tables, of_whole
-
-
-def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
-    """Under sequence parallelism, that no module is there to mix tokens: it would see the tokens of one rank.
-
-    What is seen when they run only, `ShardedTensor` refuses.
-    """
-    if model_parallel_of(context).sequence is None:
-        return
-    mixing = (nn.MultiheadAttention, nn.RNNBase, PatchEmbedding)
-    for name, module in model.named_modules():
-        if isinstance(module, mixing):
-            raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) mixes tokens, but parallel.sequence gives each of "
-                f"{context.size('sequence')} ranks a part of them: use colossus.layers.Attention, and what works on "
-                f"each token by itself"
-            )
 
 
 def _store_parameters(

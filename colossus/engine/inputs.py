@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch import Tensor
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import (
@@ -27,12 +25,11 @@ from colossus.data.batch import (
 )
 from colossus.engine.consistency import fingerprint
 from colossus.gradients.host_transfer import send_to
-from colossus.layers.batch_info import BatchInfo
-from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.nest import tensors
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
-from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.placement import Place
 from colossus.sharded_tensor.regions import with_sequence
 
 #: a label that losses ignore
@@ -168,43 +165,6 @@ def sequence_length(batch: Any) -> int:
             "no tensor of it has two dims or more"
         )
     return int(found[0].shape[1])
-
-
-@contextmanager
-def refuse_writes(value: Any, model: nn.Module) -> Iterator[None]:
-    """Around the first forward of a pipeline's first stage: an error if it writes to a tensor that it is called with.
-
-    The last stage calls the loss with the batch as it was, where one process would call it with what the model has
-    written. Without a pipeline both see the same memory, as in plain torch.
-
-    Args:
-        value: what the stage is called with: a nest of tensors.
-        model: whose modules are named.
-
-    Raises:
-        ValueError: with the path of the tensor, and the module.
-    """
-    watched = [(path, x, x._version) for path, x in tensors(value) if not x.is_inference()]
-    writers: list[nn.Module] = []
-
-    def look(module: nn.Module, args: Any, output: Any) -> None:
-        if not writers and any(x._version != version for _, x, version in watched):
-            writers.append(module)
-
-    hook = register_module_forward_hook(look)
-    try:
-        yield
-    finally:
-        hook.remove()
-    for path, x, version in watched:
-        if x._version != version:
-            names = {id(module): name for name, module in model.named_modules()}
-            who = [f"{names.get(id(module), '')} ({type(module).__name__})".lstrip() for module in writers]
-            raise ValueError(
-                f"{who[0] if who else 'the model'} writes to its input in place (inputs{path}, {list(x.shape)}): under "
-                f"a pipeline the loss, which is computed on the last stage, would read the batch as it was. Write to a "
-                f"copy: x = x - mean instead of x -= mean, or x = x.clone() first"
-            )
 
 
 def _holds_tokens(x: Tensor, num_tokens: int) -> bool:

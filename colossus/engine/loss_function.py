@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,13 +11,8 @@ from torch import Tensor, nn
 
 from colossus.gradients.host_transfer import send_to
 
-log = logging.getLogger("colossus.engine")
-
 #: (outputs of the model, this rank's shard of the microbatch) -> (sum, count), both of this rank
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
-
-#: what an evaluation itself reports under these names, here and in `colossus evaluate`
-_TAKEN = ("loss", "perplexity", "bits_per_byte", "tokens", "images", "checkpoint", "step", "split", "plan", "seconds")
 
 
 def loss_of(model: nn.Module, loss_fn: LossFunction | None) -> LossFunction:
@@ -28,16 +21,11 @@ def loss_of(model: nn.Module, loss_fn: LossFunction | None) -> LossFunction:
     Raises:
         ValueError: when there is none, or it has parameters, which nothing would train.
     """
-    function: Any = loss_fn
-    while isinstance(function, functools.partial):
-        function = function.func
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    if isinstance(owner, nn.Module) and any(param.requires_grad for param in owner.parameters()):
-        kind = type(owner).__name__
+    if isinstance(loss_fn, nn.Module) and any(param.requires_grad for param in loss_fn.parameters()):
+        kind = type(loss_fn).__name__
         raise ValueError(
-            f"loss_fn is a {kind} with parameters of its own, which are never trained: the optimizer has those of the "
-            f"model. Make it a part of the model (self.criterion = {kind}(...) in its constructor, and a method "
-            f"loss(outputs, batch) that calls it); or freeze it with requires_grad_(False)"
+            f"loss_fn is a {kind} with parameters of its own, which are never trained: make it a part of the model, "
+            f"with a method loss(outputs, batch) that calls it"
         )
     loss: LossFunction | None = loss_fn or getattr(model, "loss", None)
     if loss is None:
@@ -52,7 +40,7 @@ def metrics_of(model: nn.Module) -> dict[str, LossFunction]:
     """A model's ``eval_metrics``: name -> (outputs, batch) -> (sum, count); none where it has no such attribute.
 
     Raises:
-        ValueError: when it is something else, or has a name that is taken.
+        ValueError: when it is something else.
     """
     metrics = getattr(model, "eval_metrics", None) or {}
     if not isinstance(metrics, Mapping) or not all(isinstance(k, str) and callable(f) for k, f in metrics.items()):
@@ -60,12 +48,6 @@ def metrics_of(model: nn.Module) -> dict[str, LossFunction]:
             f"{type(model).__name__}.eval_metrics is a {type(metrics).__name__}; it must be a dict of name -> function "
             f"of (outputs, batch) that returns (sum, count), as loss does"
         )
-    for name in metrics:
-        if name.replace(" ", "_") in _TAKEN:
-            raise ValueError(
-                f"{type(model).__name__}.eval_metrics has the name {name!r}, which is taken: an evaluation itself "
-                f"reports it; give it another (taken: {', '.join(_TAKEN)})"
-            )
     return dict(metrics)
 
 
@@ -103,7 +85,7 @@ def checked_sum(result: Any, what: str = "the loss function") -> tuple[Tensor, T
         what: names the function in messages.
 
     Raises:
-        ValueError: when it is no (sum, count).
+        ValueError: when it is no (sum, count), or the count is negative or not finite.
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
         returned = f"one tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
@@ -126,20 +108,8 @@ def checked_sum(result: Any, what: str = "the loss function") -> tuple[Tensor, T
     if count.device != total.device:
         count = send_to(total.device, count)
     if count.device.type == "cpu" and not 0 <= count.item() < math.inf:
-        log.error("%s returned a count of %s", what, count.item())
-        count = torch.tensor(math.nan, dtype=torch.float64)  # makes the sum over ranks NaN, which all of them refuse
+        raise ValueError(
+            f"{what} returned a count of {count.item()}; it must be the number of samples or tokens whose losses it "
+            f"summed, 0 or more"
+        )
     return total, count
-
-
-def check_totals(loss_sum: float, count: float) -> None:
-    """Of the global batch, the same on all ranks: raise ValueError when losses cannot be divided by their number."""
-    if not 0 <= count < math.inf:
-        raise ValueError(
-            "the loss function returned a count that is negative, infinite or not a number (on the rank that logged "
-            "it): it must be the number of samples or tokens whose losses it summed, 0 or more"
-        )
-    if count == 0 and loss_sum != 0:
-        raise ValueError(
-            f"the loss function counted 0 samples or tokens in the global batch, but their losses sum to "
-            f"{loss_sum:.6g}: it must return (sum, count) of the same samples or tokens"
-        )

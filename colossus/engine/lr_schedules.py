@@ -37,8 +37,10 @@ class LearningRate:
         self._schedule, self._train, self._peak = config.lr_schedule, config.train, config.optimizer.lr
         shape = config.lr_schedule.type
         self._shape = shape if callable(shape) else LR_SCHEDULES.get(shape)
-        self._optimizer, self._num_groups = optimizer, 0
-        self._keep_scales()
+        self._optimizer = optimizer
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group.setdefault("lr_scale", float(group["lr"]) / self._peak)
 
     def at(self, step: int) -> float:
         """Of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
@@ -52,16 +54,6 @@ class LearningRate:
     def set(self, step: int) -> float:
         """Set that of step ``step``, and return it."""
         lr = self.at(step)
-        self._keep_scales()
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         return lr
-
-    def _keep_scales(self) -> None:
-        """The lr that a group was made with is its share of the peak: ``lr_scale``. Of groups that are new: others have
-        theirs, or were loaded from a state that knows none."""
-        groups = self._optimizer.param_groups
-        for group in groups[self._num_groups :]:
-            if "lr" in group:
-                group.setdefault("lr_scale", float(group["lr"]) / self._peak)
-        self._num_groups = len(groups)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,23 +47,14 @@ class NonFiniteGradients(FloatingPointError):
         return type(self), (str(self), self.step, self.culprit, self.parameter)
 
 
-@dataclass(frozen=True)
-class _Evidence:
-    """What a rank keeps of a step until it is known whether its gradients are finite: scalars on the device.
+class _Evidence(NamedTuple):
+    """What a rank keeps of a step until it is known whether its gradients are finite: scalars on the device."""
 
-    Attributes:
-        step: from 1.
-        loss_sum: of this rank.
-        local_sums: of `Strategy.local_sums`.
-        norms: of each parameter's gradient after all sums; None where this rank has none.
-        loss_scale: of the mean loss in this step; None where it is not scaled.
-    """
-
-    step: int
-    loss_sum: Tensor
-    local_sums: list[LocalSum]
-    norms: Tensor | None
-    loss_scale: Tensor | None
+    step: int  # from 1
+    loss_sum: Tensor  # of this rank
+    local_sums: list[LocalSum]  # of `Strategy.local_sums`
+    norms: Tensor | None  # of each parameter's gradient after all sums; None where this rank has none
+    loss_scale: Tensor | None  # of the mean loss in this step; None where it is not scaled
 
 
 class GradientWatch:
@@ -106,7 +96,7 @@ class GradientWatch:
 
         Args:
             step: its number, from 1.
-            norm: of the gradients, as `StepReduction.finish_step` has it.
+            norm: of the gradients, over all ranks.
             loss_sum: of this rank alone.
 
         Returns:
@@ -157,20 +147,14 @@ class GradientWatch:
             return
         self._num_in_row += 1
         if scale is not None:
-            remedy = (
-                f", although the loss is scaled by {scale.item():g} only: some value is not finite by itself, or "
-                f"overflows in the forward pass. train.precision = 'bf16' has the range of float32"
-            )
+            remedy = f", although the loss is scaled by {scale.item():g} only; train.precision = 'bf16' overflows later"
         elif self._train.on_nonfinite == "raise":
             remedy = (
                 ". The step changed nothing. train.on_nonfinite = 'skip' leaves such a step out and goes on, at most "
                 "train.max_skips times in a row"
             )
         elif self._num_in_row > most:
-            remedy = (
-                f". It is step {self._num_in_row} of that kind in a row, and train.max_skips = {most}: start again "
-                f"from before these steps with a smaller learning rate, or with train.clip_grad_norm"
-            )
+            remedy = f". It is step {self._num_in_row} of that kind in a row, and train.max_skips = {most}"
         else:
             self._warn(f"{words}: the step is skipped ({self._num_in_row} in a row, train.max_skips = {most})")
             return
@@ -180,31 +164,29 @@ class GradientWatch:
     def _find_origin(self, evidence: _Evidence) -> tuple[int | None, str | None, str]:
         """The rank where it began, the parameter, and both in words. Collective over the ranks that sum a step.
 
-        That is the first rank whose loss is not finite; else the one whose own gradient, before any sum, was not finite
-        of the parameter that backward came to first.
+        That is the first rank whose loss is not finite; else the first that has found it in its own gradients before
+        any sum. The parameter is the one that backward came to first.
         """
         norms = [] if evidence.norms is None else evidence.norms.tolist()
-        pairs = zip(self._norm.params, norms, strict=True)
-        summed = {_name(param): norm for param, norm in pairs if not math.isfinite(norm)}
+        bad = {_name(param) for param, norm in zip(self._norm.params, norms, strict=True) if not math.isfinite(norm)}
         sent = {name for names, _ in evidence.local_sums for name in names}
-        own = {name for names, total in evidence.local_sums if not total.isfinite() for name in names}
-        found = all_gather_object((evidence.loss_sum.item(), own | (summed.keys() - sent), summed), self._group)
-        of_any = {name: norm for _, _, summed in found for name, norm in summed.items()}
-        order = {name: (self._order.get(name, -1), name) for name in of_any}
-        parameter = max(of_any, key=order.__getitem__, default=None)
-        culprit: int | None = None
-        first: str | None = None
-        for rank, (loss, suspects, _) in sorted(zip(self._group.ranks, found, strict=True)):
+        own = {name for names, total in evidence.local_sums if not total.isfinite() for name in names} | (bad - sent)
+        found = all_gather_object((evidence.loss_sum.item(), own, bad), self._group)
+        of_any = set().union(*(bad for _, _, bad in found))
+
+        def last(names: set[str]) -> str | None:
+            return max(names, key=lambda name: (self._order.get(name, -1), name), default=None)
+
+        parameter = last(of_any)
+        by_rank = sorted(zip(self._group.ranks, found, strict=True))
+        for rank, (loss, _, _) in by_rank:
             if not math.isfinite(loss):
                 return rank, parameter, f"the loss of {self._place(rank)} is {loss}"
-            last = max(suspects & of_any.keys(), key=order.__getitem__, default=None)
-            if last is not None and (first is None or order[last] > order[first]):
-                culprit, first = rank, last
-        if culprit is not None and first is not None:
-            return culprit, first, f"the gradient norm of {first} on {self._place(culprit)} is {of_any[first]}"
-        if parameter is not None:
-            return None, parameter, f"the gradient norm of {parameter} is {of_any[parameter]} after the sum over ranks"
-        return None, None, "the gradient norm of the global batch is not finite"
+        for rank, (_, own, _) in by_rank:
+            if parameter is not None and parameter in own:
+                return rank, parameter, f"the gradient of {parameter} on {self._place(rank)} is not finite"
+        of = "" if parameter is None else f" of {parameter}"
+        return None, parameter, f"the gradient{of} is not finite after the sum over ranks"
 
     def _place(self, rank: int) -> str:
         where = self._grid.where(rank)

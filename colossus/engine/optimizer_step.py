@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from colossus.config import Config
+from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
+from colossus.engine.consistency import BatchCheck
 from colossus.engine.lr_schedules import LearningRate
 from colossus.engine.nonfinite import GradientWatch, LossScaler
 from colossus.engine.results import StepResult
-from colossus.engine.step_numbers import StepReduction
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.host_transfer import LateValue
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import full_model_order
 from colossus.layout.split_parameter import as_shards
-from colossus.schedule.runtime.executor import StepTotals
+from colossus.schedule.executor import StepTotals
+from colossus.schedule.observer import StepObserver
 
 
 class OptimizerStep:
     """Divides, watches and clips the gradients of a step, and updates the parameters or skips the step.
 
     Attributes:
-        reduction: adds up the step's numbers.
+        batch_check: that ranks which share a batch were given the same one.
         watch: for gradients that are not finite.
         loss_scaler: of fp16, else None.
         learning_rate: of each step.
@@ -40,46 +43,53 @@ class OptimizerStep:
         strategy: Strategy,
     ) -> None:
         train, parts, context = config.train, strategy.parts, strategy.parts.context
-        self._optimizer, self._strategy, self._clip_value = optimizer, strategy, train.clip_grad_value
-        norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
+        self._optimizer, self._strategy, self._train, self._context = optimizer, strategy, train, context
+        self._norm = GradientNorm(
+            store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere}
+        )
         self.loss_scaler: LossScaler | None = None
         if context.precision.scales_loss:
             self.loss_scaler = LossScaler(train.loss_scale, context, train.global_batch_size)
-        self.reduction = StepReduction(context, norm, strategy, train.clip_grad_norm)
-        self.watch = GradientWatch(train, context, strategy, norm, full_model_order(model), self.loss_scaler)
+        self.watch = GradientWatch(train, context, strategy, self._norm, full_model_order(model), self.loss_scaler)
+        self.batch_check = BatchCheck(context)
         self.learning_rate, self._late_stops = LearningRate(config, optimizer), LateValue()
-        self._replica, self._num_replicas = context.index("data"), context.size("data")
+        # where several ranks have the same loss, or the same squares, one of them counts it
+        coordinates, summed_axes = context.coordinates, set(strategy.summed_axes)
+        self._counts_loss = all(coordinates[axis] == 0 for axis in summed_axes - set(loss_axes(context)))
+        self._counts_norm = all(coordinates[axis] == 0 for axis in summed_axes - set(self._norm.axes))
 
     def run(
-        self, step: int, totals: StepTotals, stop: float, mark: Tensor | None, before_update: Callable[[], None]
+        self, step: int, totals: StepTotals, stop: float, mark: Tensor | None, observers: Sequence[StepObserver]
     ) -> StepResult:
         """Collective, once the gradients are summed.
 
         Args:
             step: from 0.
             stop: this rank's request to end training (`results.addend`).
-            mark: of the batch (`BatchCheck.mark`).
-            before_update: called once the gradients are divided and clipped.
+            mark: of the batch, where ranks share one (`BatchCheck.mark`).
+            observers: told once the gradients are divided and clipped.
 
         Raises:
-            ValueError: see `StepReduction.finish_step`.
+            ValueError: on all ranks alike, when ranks that share a batch were given different ones.
             NonFiniteGradients: see `GradientWatch.check`.
         """
-        scaler, strategy = self.loss_scaler, self._strategy
+        scaler, strategy, context = self.loss_scaler, self._strategy, self._context
         loss_scale = None if scaler is None else scaler.scale.clone()
+
+        def before_update() -> None:
+            for observer in observers:
+                observer.before_update()
+
         with as_shards():
-            own, scale = self.reduction.finish_step(
-                totals.loss_sum, totals.tokens, stop, mark, None if scaler is None else scaler.factor
-            )
+            own, scale = self._sum(totals, stop, mark)
             found_inf = self.watch.check(step + 1, own[2], totals.loss_sum)
             lr = self.learning_rate.set(step)
-            strategy.step(self._optimizer, scale, before_update, found_inf, self._clip_value)
+            strategy.step(self._optimizer, scale, before_update, found_inf, self._train.clip_grad_value)
             strategy.after_step(step)
             numbers = strategy.reduce_scalars(step, own)
             stops = strategy.agree_on_stop(step, self._late_stops.push(own[3]) or 0.0)
             if scaler is not None:
                 scaler.update(found_inf, own[1])
-        is_own = not strategy.is_summed(step)
         torch.clear_autocast_cache()  # an outer block would keep casts of the weights from before the step
         return StepResult(
             step + 1,
@@ -89,6 +99,45 @@ class OptimizerStep:
             skipped=False if found_inf is None else found_inf,
             num_skipped=self.watch.num_skipped,
             loss_scale=loss_scale,
-            replica=self._replica if is_own else None,
-            own_tokens=None if self._num_replicas == 1 else strategy.replica_count(own),
+            replica=None if strategy.is_summed(step) else context.index("data"),
+            own_tokens=None if context.size("data") == 1 else strategy.replica_count(own),
         )
+
+    def _sum(self, totals: StepTotals, stop: float, mark: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The step's numbers in one small all-reduce, and what the gradients are to be multiplied by.
+
+        The loss is a sum over the axes that split samples or tokens, the squared norm over the axes that shard
+        parameters, and the mark of the batch over those that share one: all but data. One all-reduce goes over all. The
+        stages of a pipeline that do not have the loss, or a parameter, add zeros.
+
+        Returns:
+            Of the global batch (under an inexact strategy of the replica's): loss sum, tokens, gradient norm before
+            clipping, requests to stop. The norm is not finite where a gradient of any rank is not.
+            The factor, a float64 scalar: one over the tokens and the scale of the loss, and what clips the gradient of
+            the mean loss.
+        """
+        zero = torch.zeros((), dtype=torch.float64, device=self._context.device)
+        squares = self._strategy.squares_of_step(self._norm, self._norm.local_squares(self._context.device))
+        if not self._counts_norm:  # another rank counts the same; what is not finite here stays so
+            squares = squares * 0.0
+        loss = [totals.loss_sum, totals.tokens] if self._counts_loss else [zero, zero]
+        numbers = torch.stack([*loss, squares.sum(), zero + stop, *([] if mark is None else [mark])])
+        numbers = self._strategy.replica_scalars(numbers)
+        if mark is not None:
+            self.batch_check.check(numbers[4])
+        count = torch.where(numbers[1] == 0, 1.0, numbers[1])
+        factor = None if self.loss_scaler is None else self.loss_scaler.factor
+        divisor = count if factor is None else count * factor
+        norm = numbers[2].sqrt() / divisor
+        scale = 1.0 / divisor
+        if self._train.clip_grad_norm is not None:
+            scale = scale * (self._train.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        return torch.stack([numbers[0], numbers[1], norm, numbers[3]]), scale
+
+
+def loss_axes(context: ParallelContext) -> tuple[str, ...]:
+    """The axes over which losses are summed: those that split samples or tokens, and the pipeline's."""
+    split = model_parallel_of(context).regions.whole.shard_axes
+    return tuple(
+        axis for axis in context.grid.names if axis in split or (axis == "pipeline" and context.size("pipeline") > 1)
+    )

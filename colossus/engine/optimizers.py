@@ -23,13 +23,10 @@ from colossus.state.optimizer import why_not_saved
 NamedParameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
-_NEEDED = ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
 #: the types of a config that are torch's
 _TORCHS = ("AdamW", "Adam", "Adagrad", "SGD")
 #: in the place of the optimizer of a rank that has nothing to update
 _EMPTY: Any = object()
-#: names that a message lists
-_MOST = 5
 
 
 def torch_optimizer(name: str, params: Iterable[nn.Parameter], **options: Any) -> Any:
@@ -99,28 +96,21 @@ def build_optimizer(
     named = [(spec_of(param).name, param) for param in params]
     made = _make(factory, config, named)
     problem = None if made is _EMPTY else _problem(made, dict(named), config)
-    #: how many parameters each group has, and its learning rate
-    groups: list[tuple[int, float | None]] = []
+    #: of each group
+    rates: list[float | None] = []
     if made is not _EMPTY and problem is None:
-        groups = [(len(group["params"]), _rate(group)) for group in made.param_groups]
+        rates = [float(group["lr"]) if "lr" in group else None for group in made.param_groups]
         if factory is None:
             _group_tables(made, config, context, tables)
         if tables:
             problem = table_problem(made, {id(param): name for name, param in named if id(param) in tables})
     source = "optimizer.type" if factory is None else "optimizer="
-    by_rank = all_gather_object((problem, groups), context.group(context.grid.names))
-    first_of_stage: dict[int, int] = {}
-    for rank, (of_rank, others) in enumerate(by_rank):
+    by_rank = all_gather_object((problem, rates), context.group(context.grid.names))
+    for rank, (of_rank, _) in enumerate(by_rank):
         if of_rank is not None:
             raise ValueError(f"{source}: {of_rank}" + (f" (rank {rank})" if context.world_size > 1 else ""))
-        first = first_of_stage.setdefault(context.grid.coordinates(rank)["pipeline"], rank)
-        if by_rank[first][1] != others:
-            raise ValueError(
-                f"{source}: the optimizers of ranks {first} and {rank}, which train the same stage, differ: "
-                f"(parameters, learning rate) of their groups are {by_rank[first][1]} and {others}"
-            )
-    rates = next(([rate for _, rate in groups] for _, groups in by_rank if groups), None)
-    if rates is None:
+    rates = next((found for _, found in by_rank if found), [])
+    if not rates:
         raise ValueError(f"{source}: the optimizer has no parameter on any rank, so nothing would be trained")
     if made is _EMPTY:
         made = _updates_nothing(rates)
@@ -164,45 +154,25 @@ def _takes_names(kind: Callable[..., Any]) -> bool:
 def _problem(made: Any, named: dict[str, nn.Parameter], config: Config) -> str | None:
     """What is wrong with an optimizer of these parameters, in words."""
     kind, names = type(made).__name__, {id(param): name for name, param in named.items()}
-    if not isinstance(made, torch.optim.Optimizer) and not all(hasattr(made, name) for name in _NEEDED):
+    if not isinstance(made, torch.optim.Optimizer):
         return f"the function returned a {kind}; it must return a torch.optim.Optimizer over what it is given"
-    if _needs_closure(made):
-        return (
-            f"{kind}.step needs a closure that computes the loss again, but the engine has computed the gradients of a "
-            f"step by then: take an optimizer whose step takes nothing"
-        )
     held = [param for group in made.param_groups for param in group["params"]]
-    strangers = [f"one of shape {tuple(param.shape)}" for param in held if id(param) not in names]
+    strangers = sum(id(param) not in names for param in held)
     if strangers:
         return (
-            f"it holds {len(strangers)} parameter(s) that were not given to it: {_listed(strangers)}. Make it of the "
-            f"parameters in the pairs that the function is called with: they are what this rank stores and trains, "
-            f"those of the model need not be"
+            f"it holds {strangers} parameter(s) that were not given to it. Make it of the parameters in the pairs that "
+            f"the function is called with: they are what this rank stores and trains, those of the model need not be"
         )
     if isinstance(made, (torch.optim.Adafactor, torch.optim.Muon)):
-        split = [names[id(param)] for param in held if spec_of(param).layout.shard_axes]
-        if split:
+        split = next((names[id(param)] for param in held if spec_of(param).layout.shard_axes), None)
+        if split is not None:
             return (
-                f"{kind} computes with whole matrices, but this rank holds a shard of {_listed(split)}: the update "
-                f"would depend on the plan. Take one that works element by element (AdamW, SGD), or give this one the "
-                f"parameters that are whole"
+                f"{kind} computes with whole matrices, but this rank holds a shard of {split}: the update would depend "
+                f"on the plan. Take one that works element by element (AdamW, SGD), or give this one whole parameters"
             )
     if config.checkpoint.every and (reason := why_not_saved(made)):
         return f"{reason}; or set checkpoint.every = 0"
     return None
-
-
-def _rate(group: dict[str, Any]) -> float | None:
-    return float(group["lr"]) if "lr" in group else None
-
-
-def _needs_closure(made: Any) -> bool:
-    try:
-        first = next(iter(inspect.signature(made.step).parameters.values()), None)
-    except (TypeError, ValueError):
-        return False
-    named = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
-    return named and first is not None and first.default is first.empty
 
 
 def _group_tables(made: Any, config: Config, context: ParallelContext, tables: Container[int] | None) -> None:
@@ -217,8 +187,3 @@ def _updates_nothing(rates: Sequence[float | None]) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [{"params": [], "lr": rate or 0.0} for rate in rates]
     groups[0]["params"] = [nn.Parameter(torch.zeros(0))]
     return torch.optim.SGD(groups, lr=0.0, fused=False, foreach=False)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + more

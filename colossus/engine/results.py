@@ -18,20 +18,15 @@ _REASONS = (None, signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, 
 _MOST_RANKS = 1 << 20
 
 
-def addend(is_requested: bool, signum: int | None) -> float:
-    """What a rank adds; 0 when it asks for nothing. A signal that is no stop signal counts as the program itself."""
-    if not is_requested:
-        return 0.0
+def addend(signum: int | None) -> float:
+    """What a rank adds that asks for a stop; a signal that is no stop signal counts as the program itself."""
     return float(_MOST_RANKS ** (_REASONS.index(signum) if signum in _REASONS else 0))
 
 
 def signal_of(total: float) -> int | None:
     """The signal that stopped the run, None where nobody asked or no signal did."""
-    reason = None
-    for index, signum in enumerate(_REASONS):
-        if signum is not None and total >= _MOST_RANKS**index:
-            reason = int(signum)
-    return reason
+    found = [int(signum) for index, signum in enumerate(_REASONS) if signum and total >= _MOST_RANKS**index]
+    return found[-1] if found else None
 
 
 class StepResult:
@@ -53,11 +48,8 @@ class StepResult:
         stop_signal: number of the signal that made a rank ask, None when none did.
 
     Args:
-        numbers: of `StepReduction.finish_step`.
-        stops: requests to stop of all ranks, summed (`results.addend`).
-        skipped: whether the step changed nothing.
-        num_skipped: steps that did not, so far.
-        loss_scale: of the mean loss in this step.
+        numbers: of the global batch: loss sum, tokens, gradient norm, requests to stop.
+        stops: requests to stop that all ranks act on now, summed (`results.addend`).
         own_tokens: of the replica alone, where replicas count for themselves.
     """
 
@@ -101,27 +93,22 @@ class StepResult:
         """Whether nobody waits who reads the numbers."""
         return self._reading is not None and self._reading.is_there
 
-    def wait(self) -> None:
-        """Until the numbers are there, `send_to_host` or not."""
-        self._read()
-
-    def _read(self) -> list[float]:
+    def wait(self) -> dict[str, float]:
+        """All numbers by name, once they are there, `send_to_host` or not."""
         self.send_to_host()
         assert self._reading is not None
-        return self._reading.wait().tolist()
-
-    def _one_of_more(self, name: str) -> float | None:
-        return self._read()[len(self._numbers) + list(self._more).index(name)] if name in self._more else None
+        names = ("loss_sum", "tokens", "grad_norm", "stops", *self._more)
+        return dict(zip(names, self._reading.wait().tolist(), strict=True))
 
     @property
     def tokens(self) -> int:
         """Valid tokens of the global batch."""
-        return round(self._read()[1])
+        return round(self.wait()["tokens"])
 
     @property
     def replica_tokens(self) -> int | None:
         """Those of this rank's replica, under an inexact strategy; None where nobody counts them alone."""
-        tokens = self._one_of_more("own_tokens")
+        tokens = self.wait().get("own_tokens")
         return None if tokens is None else round(tokens)
 
     def of_all_replicas(self, add: Callable[[Tensor], Tensor]) -> StepResult:
@@ -137,28 +124,28 @@ class StepResult:
     @property
     def loss(self) -> float:
         """Mean loss per valid token of the global batch, before the step."""
-        loss_sum, tokens = self._read()[:2]
-        return loss_sum / tokens if tokens else float("nan")
+        numbers = self.wait()
+        return numbers["loss_sum"] / numbers["tokens"] if numbers["tokens"] else float("nan")
 
     @property
     def grad_norm(self) -> float:
         """Global gradient norm before clipping, each element counted once."""
-        return self._read()[2]
+        return self.wait()["grad_norm"]
 
     @property
     def skipped(self) -> bool:
         """Whether gradients were not finite, and the step changed neither parameters nor the optimizer's state."""
-        return bool(self._one_of_more("skipped"))
+        return bool(self.wait()["skipped"])
 
     @property
     def num_skipped(self) -> int:
         """Steps skipped so far, this one included."""
-        return int(self._one_of_more("num_skipped") or 0)
+        return int(self.wait()["num_skipped"])
 
     @property
     def loss_scale(self) -> float | None:
         """What the mean loss was scaled by in this step; None unless ``train.precision`` is fp16."""
-        return self._one_of_more("loss_scale")
+        return self.wait().get("loss_scale")
 
     def __repr__(self) -> str:
         numbers = f"loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g}, tokens={self.tokens}"
@@ -171,12 +158,18 @@ class EvalResult:
     """Sums over the global batch of one or several evaluation steps.
 
     Attributes:
-        metrics: name -> (sum, count) of each of the model's ``eval_metrics``.
+        sums: name -> (sum, count) of each of the model's ``eval_metrics``.
+        step: optimizer steps done.
+        complete: whether no stop was requested during it.
+        stop_signal: number of the signal that was the reason, if one was.
     """
 
     loss_sum: float
     count: float
-    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    step: int = 0
+    complete: bool = True
+    stop_signal: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -189,27 +182,6 @@ class EvalResult:
         return self.loss_sum / self.count if self.count else float("nan")
 
     @property
-    def mean_metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Name -> sum / count."""
-        return {name: total / count if count else float("nan") for name, (total, count) in self.metrics.items()}
-
-
-@dataclass(frozen=True)
-class EvalSummary:
-    """Mean loss per valid token over an evaluation; not ``complete`` when a stop was requested during it.
-
-    ``stop_signal`` is the number of the signal that was the reason, if one was; ``metrics`` the mean of each of the
-    model's ``eval_metrics``.
-    """
-
-    loss: float
-    tokens: int
-    step: int
-    complete: bool = True
-    stop_signal: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, result: EvalResult, step: int, complete: bool, stop_signal: int | None) -> EvalSummary:
-        """The means of sums over all batches."""
-        return cls(result.loss, result.tokens, step, complete, stop_signal, result.mean_metrics)
+        return {name: total / count if count else float("nan") for name, (total, count) in self.sums.items()}

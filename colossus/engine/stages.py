@@ -1,12 +1,17 @@
-"""The stages of a model on this rank: which there are, by a pipeline's schedule; and how the executor runs them."""
+"""The stages of a model on this rank: which there are, by a pipeline's schedule; how the executor runs them; what a
+forward draws at random."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
-from torch import nn
+import numpy as np
+import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colossus.comm.links import Links
@@ -14,20 +19,20 @@ from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.engine.forward_rng import ForwardRng
-from colossus.engine.inputs import Inputs, model_input, refuse_writes
+from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum, metrics_of
 from colossus.layers.deferred_wgrad import DeferredWgrad
-from colossus.layers.model_parallel import ModelParallel
+from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks
 from colossus.layout.split_parameter import as_shards
+from colossus.nest import tensors
+from colossus.random import GlobalRng, hash_key
 from colossus.schedule.actions import Action, placement
 from colossus.schedule.build import make_schedule
-from colossus.schedule.partition.partition import Partition, keep_stages_of, make_partition
-from colossus.schedule.runtime.executor import Executor, Stages, WgradTasks, forward_only
-from colossus.schedule.runtime.observer import StepObserver
-from colossus.schedule.runtime.stage_scope import MUST_NAME_ALL, MetaTensorGuard
-from colossus.schedule.runtime.transport import Transport
+from colossus.schedule.executor import Executor, Stages, WgradTasks, forward_only
+from colossus.schedule.observer import StepObserver
+from colossus.schedule.partition import MUST_NAME_ALL, MetaTensorGuard, Partition, keep_stages_of, make_partition
+from colossus.schedule.transport import Transport
 from colossus.sharded_tensor.regions import without_sequence
 from colossus.sharded_tensor.tensor import ShardedTensor
 
@@ -143,7 +148,7 @@ class PipelineRuntime:
 
 
 class ModelStages:
-    """Implements `colossus.schedule.runtime.executor.Stages`.
+    """Implements `colossus.schedule.executor.Stages`.
 
     Args:
         model: of this rank.
@@ -167,7 +172,7 @@ class ModelStages:
         inputs: Inputs,
         loss_fn: LossFunction,
     ) -> None:
-        self._context, self._model, self._last_stage = context, model, pipeline.last_stage
+        self._context, self._last_stage = context, pipeline.last_stage
         self._forwards = pipeline.stage_forwards(model)
         self._inputs, self.loss_fn = inputs, loss_fn
         self.metrics = EvalMetrics(metrics_of(model), context.device)
@@ -188,22 +193,22 @@ class ModelStages:
             self._context.rng.move_to(self.step, microbatch)
         with self._context, self._wgrad_mode:
             own = self._inputs.local(batch) if stage in (0, self._last_stage) else None
-            watch: AbstractContextManager[None] = nullcontext()
+            versions: list[tuple[str, Tensor, int]] = []
             if stage == 0:
                 value = model_input(own)
                 if stage in self._to_guard:
-                    watch = refuse_writes(value, self._model)
+                    versions = [(path, x, x._version) for path, x in tensors(value) if not x.is_inference()]
                 value = self._inputs.mark_tokens(value, batch)
             for observer in self.observers:
                 samples = self._inputs.local_samples(batch) if observer.needs_samples else None
                 observer.before_forward(stage, microbatch, samples)
             self._store.begin_action()
             self._store.gather_lasting()
-            rng = self._rng.at(stage, microbatch, training=self.step is not None)
+            rng = self._rng.forward(stage, microbatch, training=self.step is not None)
             with self._autocast, rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
-                    with watch:
-                        out = self._forwards[stage](value)
+                    out = self._forwards[stage](value)
+                    _refuse_writes(versions)
                     for observer in self.observers:
                         observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
@@ -213,9 +218,7 @@ class ModelStages:
                             self.metrics.add(outputs, own)
                 except AttributeError as error:
                     if self._is_partitioned:
-                        error.add_note(
-                            f"If it is an attribute of a module: it may be on another stage. {MUST_NAME_ALL}"
-                        )
+                        error.add_note(f"An attribute of a module may be on another stage. {MUST_NAME_ALL}")
                     raise
             self._to_guard.discard(stage)
             return out
@@ -256,3 +259,60 @@ class ModelStages:
         with as_shards():
             self._weights.flush(self._ids[stage])
             self._strategy.reduce(stage)
+
+
+class ForwardRng:
+    """Inside, the global generators start from the place in the run; outside they are untouched.
+
+    So what a forward draws does not depend on what was drawn before it: on this rank or another one, by the user's loop
+    or by the stages of a pipeline, before a resume or after it.
+
+    Torch's generators draw for samples and tokens: ranks that hold the same ones draw the same numbers, others draw
+    other ones. Python's ``random`` and numpy's legacy generator draw for the program (which layers to skip, say): all
+    ranks of one model draw the same.
+    """
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._context = context
+        self._torch = GlobalRng(tuple({torch.device("cpu"), context.device}), torch_only=True)
+        self._numpy = np.random.MT19937(0)
+        shard = model_parallel_of(context).regions.whole.batch
+        self._shard_index = context.index(shard), context.index("sequence")
+        self._data_index = context.index("data")
+        #: number of evaluation forwards of each stage since the last training step
+        self._evaluations: dict[int, int] = {}
+
+    @contextmanager
+    def forward(self, stage: int, microbatch: int, *, training: bool) -> Iterator[None]:
+        """Around a forward of a stage at the current step."""
+        if training:
+            self._evaluations.clear()
+            position: tuple[object, ...] = self._context.rng.step, microbatch, stage
+        else:
+            count = self._evaluations[stage] = self._evaluations.get(stage, 0) + 1
+            position = "evaluation", self._context.rng.step, count, stage
+        seed = self._context.rng.seed
+        of_torch, of_python, of_numpy = self._torch.get_state(), random.getstate(), get_bit_generator()
+        self._torch.seed(hash_key(seed, "torch", *self._shard_index, *position))
+        for_program = hash_key(seed, "python", self._data_index, *position)
+        random.seed(for_program)
+        # swapped, because copying its state in and out takes longer than all the rest
+        set_bit_generator(self._numpy)
+        np.random.seed(for_program % 2**32)
+        try:
+            yield
+        finally:
+            self._torch.set_state(of_torch)
+            random.setstate(of_python)
+            set_bit_generator(of_numpy)
+
+
+def _refuse_writes(versions: Sequence[tuple[str, Tensor, int]]) -> None:
+    """An error if the first forward of a pipeline has written to the batch: the last stage has it as it was."""
+    for path, x, version in versions:
+        if x._version != version:
+            raise ValueError(
+                f"the model writes to its input in place (inputs{path}, {list(x.shape)}): under a pipeline the loss, "
+                f"which is computed on the last stage, would read the batch as it was. Write to a copy: x = x - mean "
+                f"instead of x -= mean, or x = x.clone() first"
+            )

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
-from colossus.comm.collectives import Pending
-from colossus.comm.staged import Staged, Stages
+from colossus.comm.collectives import Pending, Staged, Stages
 from colossus.context.groups import AxisGroup
 
 

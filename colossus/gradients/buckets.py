@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from colossus.comm.collectives import Pending
+from colossus.comm.collectives import Pending, Staged
 from colossus.comm.shared_memory import SLOT_BYTES
-from colossus.comm.staged import Staged
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.axes import agree_on_axes
 from colossus.gradients.bucket_sum import BucketSum, SumFactory

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
-from colossus.comm.collectives import Pending
-from colossus.comm.staged import Staged, Stages
+from colossus.comm.collectives import Pending, Staged, Stages
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
 from colossus.gradients.bucket_sum import padded
@@ -98,9 +97,9 @@ class ErrorFeedback:
 
     # -- PowerSGD's factors ---------------------------------------------------------------------------------
 
-    def start_of(self, param: nn.Parameter, shape: tuple[int, int], like: Tensor, *, warm: bool) -> Tensor:
+    def start_of(self, param: nn.Parameter, shape: tuple[int, int], like: Tensor) -> Tensor:
         """Orthonormal [cols, rank], the same on all ranks that exchange factors: of the step before, or random."""
-        kept = self.starts.get(self._stored(param)) if warm else None
+        kept = self.starts.get(self._stored(param))
         if kept is None:
             kept = self.random_start(spec_of(param).name, shape, like.dtype, like.device)
         return torch.linalg.qr(kept.flatten()[: math.prod(shape)].view(shape))[0]
@@ -138,7 +137,27 @@ class ErrorFeedback:
                 self.errors[param] = held[_ERROR]
 
 
-class Bf16Sum:
+class CompressedSum:
+    """A bucket's sum that leaves something out, which `ErrorFeedback` keeps for the next step."""
+
+    def __init__(self, params: Sequence[nn.Parameter], feedback: ErrorFeedback) -> None:
+        self._params, self._feedback = list(params), feedback
+        self._made: ErrorBuffer | None = None
+
+    def start(self, flat: Tensor) -> Pending:
+        return Staged(self._stages(flat))
+
+    def _stages(self, flat: Tensor) -> Stages:
+        raise NotImplementedError
+
+    def _errors(self, dtype: torch.dtype) -> ErrorBuffer:
+        """Of this bucket, made at its first use."""
+        if self._made is None:
+            self._made = self._feedback.buffer(self._params, dtype)
+        return self._made
+
+
+class Bf16Sum(CompressedSum):
     """Half the bytes of an all-reduce, or a quarter in float64: bfloat16 on the way, summed as they are.
 
     Every rank sends each other the chunk that this one is to sum, and gets sums back. What rounding takes away, of an
@@ -159,16 +178,11 @@ class Bf16Sum:
         between: AxisGroup,
         feedback: ErrorFeedback,
     ) -> None:
-        self._params, self._replica, self._host, self._between = list(params), replica, host, between
-        self._feedback = feedback
-        self._errors: ErrorBuffer | None = None
-
-    def start(self, flat: Tensor) -> Pending:
-        return Staged(self._stages(flat))
+        super().__init__(params, feedback)
+        self._replica, self._host, self._between = replica, host, between
 
     def _stages(self, flat: Tensor) -> Stages:
-        if self._errors is None:
-            self._errors = self._feedback.buffer(self._params, flat.dtype)
+        errors = self._errors(flat.dtype)
         num_flags, low = len(self._params), torch.bfloat16
         flat = yield collectives.all_reduce(flat, self._replica, owned=True)
         numbers, flags = flat[:-num_flags], flat[-num_flags:]
@@ -176,7 +190,7 @@ class Bf16Sum:
         size = -(-numbers.numel() // (num_shares * num_ranks))  # of a chunk
         flags = yield collectives.all_reduce(flags, self._host)
         share = yield collectives.reduce_scatter(padded(numbers, num_shares * num_ranks), self._host)
-        owed = padded(self._feedback.owed(self._errors).to(share.dtype), num_shares * num_ranks)
+        owed = padded(self._feedback.owed(errors).to(share.dtype), num_shares * num_ranks)
         share = share.view(num_ranks, size) + owed.view(num_shares, num_ranks, size)[self._host.index]
         sent = share.to(low)
         error = share - sent.to(share.dtype)
@@ -193,41 +207,14 @@ class Bf16Sum:
         sent = total[None].to(low)
         error[me] = total - sent[0].to(share.dtype)
         received = yield collectives.all_gather(sent, self._between)
-        self._keep(error.flatten())
+        kept = errors.left[self._host.index * error.numel() :][: error.numel()]
+        # errors of gradients that are not finite are none
+        kept.copy_(error.flatten()[: kept.numel()].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
         whole = yield collectives.all_gather(received.to(share.dtype).flatten(), self._host)
         return torch.cat((whole[: numbers.numel()], used))
 
-    def _keep(self, error: Tensor) -> None:
-        """This rank's errors, for the next step; those of gradients that are not finite are none."""
-        assert self._errors is not None
-        start = error.numel() * self._host.index
-        kept = self._errors.left[start : start + error.numel()]
-        kept.copy_(error[: kept.numel()].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
-
-@dataclass(frozen=True)
-class PowerSGD:
-    """Options of `PowerSum`, as torch's `PowerSGDState` has them.
-
-    Attributes:
-        rank: of the factors, at most.
-        start_step: steps from the first on that are not compressed.
-        warm_start: begin each step with the factor of the one before, else with a random one.
-        min_compression_rate: a matrix travels as factors if they have fewer than one in so many of its elements.
-    """
-
-    rank: int
-    start_step: int
-    warm_start: bool
-    min_compression_rate: float
-
-    def rank_of(self, rows: int, cols: int) -> int | None:
-        """Of the factors of a matrix; None where it travels whole."""
-        rank = min(rows, cols, self.rank)
-        return rank if rank and (rows + cols) * rank * self.min_compression_rate < rows * cols else None
-
-
-class PowerSum:
+class PowerSum(CompressedSum):
     """PowerSGD (1905.13727): M = sum of M_i as P Q^T, with P = orthonormal basis of sum of M_i Q', Q = sum of M_i^T P,
     and Q' of the step before.
 
@@ -236,6 +223,9 @@ class PowerSum:
     Args:
         exact: the ranks that are summed over exactly before: of a replica, and of a host.
         between: the ranks that exchange factors.
+        rank: of the factors, at most.
+        start_step: steps from the first on that are not compressed.
+        min_compression_rate: a matrix travels as factors if they have fewer than one in so many of its elements.
     """
 
     def __init__(
@@ -243,38 +233,36 @@ class PowerSum:
         params: Sequence[nn.Parameter],
         exact: AxisGroup,
         between: AxisGroup,
-        options: PowerSGD,
         feedback: ErrorFeedback,
+        *,
+        rank: int,
+        start_step: int,
+        min_compression_rate: float,
     ) -> None:
-        self._params, self._exact, self._between = list(params), exact, between
-        self._options, self._feedback = options, feedback
-        self._errors: ErrorBuffer | None = None
+        super().__init__(params, feedback)
+        self._exact, self._between, self._start_step = exact, between, start_step
         self._sizes = [param.numel() for param in params]
         #: number of a parameter in the bucket -> (rows, cols, rank) where it travels as factors
         self._matrices: dict[int, tuple[int, int, int]] = {}
         for number, param in enumerate(params):
             rows = param.shape[0] if param.dim() else 0
             cols = param.numel() // max(1, rows)
-            if (rank := options.rank_of(rows, cols)) is not None:
-                self._matrices[number] = rows, cols, rank
-
-    def start(self, flat: Tensor) -> Pending:
-        return Staged(self._stages(flat))
+            most = min(rows, cols, rank)
+            if most and (rows + cols) * most * min_compression_rate < rows * cols:
+                self._matrices[number] = rows, cols, most
 
     def _stages(self, flat: Tensor) -> Stages:
         flat = yield collectives.all_reduce(flat, self._exact, owned=True)
-        if self._feedback.step < self._options.start_step or not self._matrices:
+        if self._feedback.step < self._start_step or not self._matrices:
             return (yield collectives.all_reduce(flat, self._between, owned=True))
         wide = flat.float() if flat.dtype in LOW else flat
-        if self._errors is None:
-            self._errors = self._feedback.buffer(self._params, wide.dtype)
+        buffer = self._errors(wide.dtype)
         pieces = wide.split([*self._sizes, len(self._params)])  # last the flags
         rest = [piece for number, piece in enumerate(pieces) if number not in self._matrices]
         own = self._as_matrices(pieces)
-        for matrix, owed in zip(
-            own, self._as_matrices(self._feedback.owed(self._errors).split(self._sizes)), strict=True
-        ):
-            matrix += owed
+        owed = self._as_matrices(self._feedback.owed(buffer).split(self._sizes))
+        for matrix, of_before in zip(own, owed, strict=True):
+            matrix += of_before
         left = [matrix @ start for matrix, start in zip(own, self._starts(wide), strict=True)]
         summed = yield collectives.all_reduce(
             torch.cat([*rest, *(p.flatten() for p in left)]), self._between, owned=True
@@ -285,7 +273,7 @@ class PowerSum:
         left = [torch.linalg.qr(p)[0] for p in _split_as(factors, left)]
         right = [matrix.T @ p for matrix, p in zip(own, left, strict=True)]
         summed = yield collectives.all_reduce(torch.cat([q.flatten() for q in right]), self._between, owned=True)
-        errors = self._as_matrices(self._errors.left.split(self._sizes))
+        errors = self._as_matrices(buffer.left.split(self._sizes))
         for number, matrix, error, p, q in zip(
             self._matrices, own, errors, left, _split_as(summed, right), strict=True
         ):
@@ -294,8 +282,7 @@ class PowerSum:
             # a gradient that is not finite, whose step is skipped, leaves nothing behind
             torch.nan_to_num(matrix, nan=0.0, posinf=0.0, neginf=0.0, out=error)
             matrix.copy_(approximated)
-            if self._options.warm_start:
-                self._feedback.keep_start(self._params[number], q.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+            self._feedback.keep_start(self._params[number], q.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
         return flat.copy_(wide) if wide is not flat else flat
 
     def _as_matrices(self, pieces: Sequence[Tensor]) -> list[Tensor]:
@@ -304,7 +291,7 @@ class PowerSum:
 
     def _starts(self, like: Tensor) -> Iterator[Tensor]:
         for number, (_, cols, rank) in self._matrices.items():
-            yield self._feedback.start_of(self._params[number], (cols, rank), like, warm=self._options.warm_start)
+            yield self._feedback.start_of(self._params[number], (cols, rank), like)
 
 
 def _split_as(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -13,8 +13,8 @@ from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
     from colossus.hf.family import Family
-    from colossus.hf.reader import HFReader
-    from colossus.hf.writer import save
+    from colossus.hf.hf_reader import HFReader
+    from colossus.hf.hf_writer import save
 
 __all__ = ["Family", "HFReader", "save"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.checkpoint.manifest import BYTES, MANIFEST, TOKENIZER_FILE, Manifest
-from colossus.checkpoint.sources import find_weights, manifest_of
+from colossus.checkpoint.weight_sources import find_weights, manifest_of
 from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.components import is_text
 from colossus.config.loading import read_file, validate, with_tokenizer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.checkpoint.rank_errors import on_all_ranks
-from colossus.checkpoint.sources import open_weights
+from colossus.checkpoint.weight_sources import open_weights
 from colossus.comm import collectives, shared_memory
 from colossus.config import Config, model_options
 from colossus.construct.build_model import build
@@ -22,14 +22,13 @@ from colossus.engine.stages import PipelineRuntime
 from colossus.error_place import add_place
 from colossus.inference.config import Source, generation_config
 from colossus.layers import to_whole
-from colossus.layers.batch_info import BatchInfo
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.kv_cache import KeyValueCache
-from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.layers.pipeline_block import run_blocks
 from colossus.models.transformer import Transformer
 from colossus.registry import MODELS
-from colossus.schedule.runtime.stage_scope import MetaTensorGuard
+from colossus.schedule.partition import MetaTensorGuard
 from colossus.state.parameters import known_weights, load_matched, parameter_boxes, require_same_model
 
 

@@ -26,7 +26,7 @@ from colossus.config.sizes import world_size
 from colossus.context.local_ranks import LocalRanks
 from colossus.context.world import choose_backend
 from colossus.engine.initialize import make_engine
-from colossus.engine.results import EvalSummary
+from colossus.engine.results import EvalResult
 from colossus.inference.config import Source
 from colossus.inference.decoding import Decoding
 from colossus.inference.model import load_model
@@ -123,13 +123,13 @@ def decoding_of(source: Source, config: Config, **options: Any) -> Decoding:
         raise
 
 
-def evaluate(config: Config, folder: Path) -> EvalSummary:
+def evaluate(config: Config, folder: Path) -> EvalResult:
     """The weights of a folder on the validation data of a config, as the engine of its run evaluates them."""
     with on_ranks(config, partial(make_engine, config)) as call:
         return call(partial(_evaluate, folder))
 
 
-def _evaluate(folder: Path, engine: Any) -> EvalSummary:
+def _evaluate(folder: Path, engine: Any) -> EvalResult:
     engine.checkpoints.load_weights(folder)
-    found: EvalSummary = engine.evaluate()
+    found: EvalResult = engine.evaluate()
     return found

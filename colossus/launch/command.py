@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from colossus import machine
 from colossus.arithmetic import factors
-from colossus.checkpoint.sources import describe_weights
+from colossus.checkpoint.weight_sources import describe_weights
 from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.sizes import describe_zero
 from colossus.context.grid import PUBLIC_NAMES, build_grid

@@ -106,7 +106,7 @@ def kind_of(error: BaseException) -> Kind:
 
 def _server_of(error: BaseException) -> int | None:
     """The parameter server that an error blames."""
-    messages = sys.modules.get("colossus.server.messages")  # not loaded: then there are no servers
+    messages = sys.modules.get("colossus.server.frames")  # not loaded: then there are no servers
     if messages is None:
         return None
     return next((cause.index for cause in _chain(error) if isinstance(cause, messages.ServerGone)), None)

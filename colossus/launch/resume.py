@@ -15,7 +15,7 @@ from typing import TextIO
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import checkpoints, find_latest, locate, root_of
 from colossus.checkpoint.manifest import read_manifest
-from colossus.checkpoint.sources import find_weights
+from colossus.checkpoint.weight_sources import find_weights
 from colossus.config import Config, ConfigError
 from colossus.launch import run_folder
 from colossus.launch.preflight import check_weights

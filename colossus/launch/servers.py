@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from colossus.config import Config
 from colossus.config.plans import strategy_options
 from colossus.launch.outcome import ServerFailure
-from colossus.server import environment
-from colossus.server.process import ServerProcess, ServerSettings
+from colossus.server.process import SERVERS, TOKEN, ServerProcess, new_token, write_environment
 
 if TYPE_CHECKING:
     from colossus.launch.nodes import Nodes
@@ -70,7 +69,7 @@ class Servers:
         Raises:
             RuntimeError: when a server could not be started, on all nodes.
         """
-        token = environment.new_token().hex()
+        token = new_token().hex()
         if nodes is not None:
             token = nodes.from_first("servers/token", lambda: token)
         self._token, self._folder = bytes.fromhex(token), folder
@@ -92,8 +91,7 @@ class Servers:
         for index in indices:  # all at once, and from the main thread, which lives as long as they
             log = self._log_of(index)
             log.parent.mkdir(parents=True, exist_ok=True)
-            settings = ServerSettings(host=host, timeout_seconds=timeout_seconds, log=str(log))
-            self._here[index] = ServerProcess(index, self._token, settings)
+            self._here[index] = ServerProcess(index, self._token, host=host, timeout_seconds=timeout_seconds, log=log)
         for server in self._here.values():
             server.wait_until_ready()
 
@@ -104,11 +102,11 @@ class Servers:
     def visible_to_workers(self) -> Iterator[None]:
         """Workers that are started inside find the servers by variables."""
         if self.endpoints:
-            environment.write(self.endpoints, self._token)
+            write_environment(self.endpoints, self._token)
         try:
             yield
         finally:
-            for name in (environment.SERVERS, environment.TOKEN):
+            for name in (SERVERS, TOKEN):
                 os.environ.pop(name, None)
 
     def failure(self) -> ServerFailure | None:
@@ -116,8 +114,8 @@ class Servers:
         ended = [(index, server) for index, server in self._here.items() if not server.alive]
         if self._failure is None and ended:
             index, server = ended[0]
-            pid, detail = server.endpoint["process"], server.failure or f"log: {self._log_of(index)}"
-            self._failure = ServerFailure(index, socket.gethostname(), pid, server.returncode, detail)
+            detail = f"log: {self._log_of(index)}"
+            self._failure = ServerFailure(index, socket.gethostname(), server.process, server.returncode, detail)
         return self._failure
 
     def close(self) -> None:

@@ -146,7 +146,7 @@ def _hold(run: RankRun) -> None:
 
 
 def _beginning(run: RankRun, config: Config) -> Any:
-    from colossus.engine.hooks import Hook
+    from colossus.engine.fit import Hook
 
     class Beginning(Hook):
         """Writes down what begins, and keeps the number of the running step for a failure record.

@@ -4,91 +4,59 @@ from typing import TYPE_CHECKING
 
 from colossus._lazy import lazy_names
 
-_NAMES = {
-    "Attention": "attention",
-    "ClassToken": "class_token",
-    "Classifier": "lm_head",
-    "Dropout": "dropout",
-    "Embedding": "embedding",
-    "EmbeddingBag": ".sparse.embedding_bag",
-    "GatedMLP": "mlp",
-    "LMHead": "lm_head",
-    "LayerNorm": "norm",
-    "Linear": "linear",
-    "LoRALinear": "lora",
-    "MLP": "mlp",
-    "PatchEmbedding": "patch",
-    "PipelineBlock": "pipeline_block",
-    "PositionEmbedding": "embedding",
-    "RMSNorm": "norm",
-    "SampledSoftmax": ".sparse.sampled_softmax",
-    "ShardedTensor": ".sharded_tensor.tensor",
-    "TransformerBlock": "block",
-    "accuracy": "loss.accuracy",
-    "checkpoint": "recomputation",
-    "cross_entropy": "loss.cross_entropy",
-    "local": ".sharded_tensor.regions",
-    "merge_heads": "attention_heads",
-    "recompute": "recomputation",
-    "run_blocks": "pipeline_block",
-    "split_heads": "attention_heads",
-    "to_residual": "model_parallel",
-    "to_whole": ".sharded_tensor.regions",
-}
-
 if TYPE_CHECKING:
-    from colossus.layers.attention import Attention
-    from colossus.layers.attention_heads import merge_heads, split_heads
-    from colossus.layers.block import TransformerBlock
-    from colossus.layers.class_token import ClassToken
-    from colossus.layers.dropout import Dropout
-    from colossus.layers.embedding import Embedding, PositionEmbedding
-    from colossus.layers.linear import Linear
-    from colossus.layers.lm_head import Classifier, LMHead
-    from colossus.layers.lora import LoRALinear
-    from colossus.layers.loss.accuracy import accuracy
-    from colossus.layers.loss.cross_entropy import cross_entropy
-    from colossus.layers.mlp import MLP, GatedMLP
-    from colossus.layers.model_parallel import to_residual
-    from colossus.layers.norm import LayerNorm, RMSNorm
-    from colossus.layers.patch import PatchEmbedding
-    from colossus.layers.pipeline_block import PipelineBlock, run_blocks
-    from colossus.layers.recomputation import checkpoint, recompute
-    from colossus.sharded_tensor.regions import local, to_whole
-    from colossus.sharded_tensor.tensor import ShardedTensor
-    from colossus.sparse.embedding_bag import EmbeddingBag
-    from colossus.sparse.sampled_softmax import SampledSoftmax
+    from colossus.layers.attention import Attention as Attention
+    from colossus.layers.block import MLP as MLP
+    from colossus.layers.block import GatedMLP as GatedMLP
+    from colossus.layers.block import TransformerBlock as TransformerBlock
+    from colossus.layers.checkpointing import checkpoint as checkpoint
+    from colossus.layers.checkpointing import recompute as recompute
+    from colossus.layers.dropout import Dropout as Dropout
+    from colossus.layers.embedding import Embedding as Embedding
+    from colossus.layers.embedding import PositionEmbedding as PositionEmbedding
+    from colossus.layers.heads import merge_heads as merge_heads
+    from colossus.layers.heads import split_heads as split_heads
+    from colossus.layers.linear import Linear as Linear
+    from colossus.layers.lm_head import Classifier as Classifier
+    from colossus.layers.lm_head import LMHead as LMHead
+    from colossus.layers.lora import LoRALinear as LoRALinear
+    from colossus.layers.loss import accuracy as accuracy
+    from colossus.layers.loss import cross_entropy as cross_entropy
+    from colossus.layers.model_parallel import to_residual as to_residual
+    from colossus.layers.norm import LayerNorm as LayerNorm
+    from colossus.layers.norm import RMSNorm as RMSNorm
+    from colossus.layers.patch import ClassToken as ClassToken
+    from colossus.layers.patch import PatchEmbedding as PatchEmbedding
+    from colossus.layers.pipeline_block import PipelineBlock as PipelineBlock
+    from colossus.layers.pipeline_block import run_blocks as run_blocks
+    from colossus.sharded_tensor.regions import local as local
+    from colossus.sharded_tensor.regions import to_whole as to_whole
+    from colossus.sharded_tensor.tensor import ShardedTensor as ShardedTensor
+    from colossus.sparse.embedding_bag import EmbeddingBag as EmbeddingBag
+    from colossus.sparse.sampled_softmax import SampledSoftmax as SampledSoftmax
 
-__all__ = [
-    "MLP",
-    "Attention",
-    "ClassToken",
-    "Classifier",
-    "Dropout",
-    "Embedding",
-    "EmbeddingBag",
-    "GatedMLP",
-    "LMHead",
-    "LayerNorm",
-    "Linear",
-    "LoRALinear",
-    "PatchEmbedding",
-    "PipelineBlock",
-    "PositionEmbedding",
-    "RMSNorm",
-    "SampledSoftmax",
-    "ShardedTensor",
-    "TransformerBlock",
-    "accuracy",
-    "checkpoint",
-    "cross_entropy",
-    "local",
-    "merge_heads",
-    "recompute",
-    "run_blocks",
-    "split_heads",
-    "to_residual",
-    "to_whole",
-]
+#: module -> the names that come from it
+_MODULES = {
+    "attention": ("Attention",),
+    "block": ("MLP", "GatedMLP", "TransformerBlock"),
+    "checkpointing": ("checkpoint", "recompute"),
+    "dropout": ("Dropout",),
+    "embedding": ("Embedding", "PositionEmbedding"),
+    "heads": ("merge_heads", "split_heads"),
+    "linear": ("Linear",),
+    "lm_head": ("Classifier", "LMHead"),
+    "lora": ("LoRALinear",),
+    "loss": ("accuracy", "cross_entropy"),
+    "model_parallel": ("to_residual",),
+    "norm": ("LayerNorm", "RMSNorm"),
+    "patch": ("ClassToken", "PatchEmbedding"),
+    "pipeline_block": ("PipelineBlock", "run_blocks"),
+    ".sharded_tensor.regions": ("local", "to_whole"),
+    ".sharded_tensor.tensor": ("ShardedTensor",),
+    ".sparse.embedding_bag": ("EmbeddingBag",),
+    ".sparse.sampled_softmax": ("SampledSoftmax",),
+}
+_NAMES = {name: module for module, names in _MODULES.items() for name in names}
 
+__all__ = list(_NAMES)
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

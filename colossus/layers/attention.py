@@ -11,21 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.error_place import located_error
-from colossus.layers.children import call
+from colossus.layers.block_options import RotaryScaling
 from colossus.layers.dropout import Dropout
-from colossus.layers.few_kv_heads import ReplicatedKV
+from colossus.layers.heads import ReplicatedKV
 from colossus.layers.kv_cache import KeyValueCache
-from colossus.layers.layer import Layer
+from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear
 from colossus.layers.rotary import Rotary, rotate
-from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import attend
-from colossus.sharded_tensor.mask import local_mask
+from colossus.sharded_tensor.placement import local_mask
 from colossus.sharded_tensor.regions import local, require_sequences
 from colossus.sharded_tensor.tensor import placement_of, plain, wrap
 from colossus.tensor_parallel.attention_heads import are_replicated, head_problems, indivisible_heads, uneven_kv_heads
@@ -41,9 +40,8 @@ class Attention(Layer):
     """Self-attention, with grouped keys and values (2305.13245) when ``num_kv_heads`` < ``num_heads``.
 
     Shape:
-        input and output [batch, tokens, hidden_size], or [tokens, hidden_size] of one sample; each rank computes
-        heads / ranks of the heads. Key/value heads that are fewer than the ranks have a copy on each of
-        ranks / num_kv_heads neighbours.
+        input and output [batch, tokens, hidden_size]; each rank computes heads / ranks of the heads. Key/value heads
+        that are fewer than the ranks have a copy on each of ranks / num_kv_heads neighbours.
         ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch in the user
         layout, with all heads and tokens. Not under sequence parallelism, where each rank has its tokens only.
         ``documents``: integers [batch, tokens] in the whole layout: a token looks only at tokens with the same number.
@@ -106,9 +104,10 @@ class Attention(Layer):
         self.dropout: nn.Module = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        if x.dim() == 2:  # the tokens of one sample, not samples
-            documents = documents if documents is None or documents.dim() == 2 else documents.unsqueeze(0)
-            return self(x.unsqueeze(0), mask, documents).squeeze(0)
+        if x.dim() < 3:
+            raise located_error(
+                f"{self.title}: x has shape {tuple(x.shape)}; it takes [batch, tokens, hidden_size] (x.unsqueeze(0))"
+            )
         require_sequences(x)
         inner = self.parallel.regions.inner
         outputs = call(self.qkv, x, self.parallel, inner, outputs=3)
@@ -145,18 +144,14 @@ class Attention(Layer):
     def _rotated(
         self, rotary: nn.Module, query: Tensor, key: Tensor, positions: Tensor | None, cache: KeyValueCache | None
     ) -> tuple[Tensor, Tensor]:
-        if type(rotary) is not Rotary or rotary._forward_hooks or rotary._forward_pre_hooks:
-            if cache is not None:
-                positions = cache.positions(query.shape[-2], query.device)
-            return rotary(query, positions), rotary(key, positions)
+        is_listened_to = rotary._forward_hooks or rotary._forward_pre_hooks
+        if not isinstance(rotary, Rotary) or type(rotary).forward is not Rotary.forward or is_listened_to:
+            raise located_error(
+                f"{self.title}: its rotary, a {type(rotary).__name__}, is not called: for other angles put a subclass "
+                f"of colossus.layers.rotary.Rotary in its place, with frequencies() of its own, and no hooks on it"
+            )
         cos, sin = rotary.cos_sin(query, positions, cache)
         return rotate(query, cos, sin), rotate(key, cos, sin)
-
-    def decide_uses(self) -> None:
-        """A module in the place of ours that turns positions works on the rank's heads and samples."""
-        if self.rotary is not None and type(self.rotary) is not Rotary:
-            for parameter in self.rotary.parameters():
-                self.decide_gradients(parameter, self.parallel.regions.inner)
 
     def _refuse_cache(self, mask: Tensor | None, documents: Tensor | None) -> NoReturn:
         found = [name for name, given in (("a mask", mask), ("documents", documents)) if given is not None]
@@ -222,7 +217,7 @@ class Attention(Layer):
         return x.view((*x.shape[:-1], -1, self.head_dim)).transpose(-3, -2)
 
     def _local_mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
-        if mask is None or not self.is_split:
+        if mask is None or self.parallel.shardings is None:
             return mask
         return local_mask(mask, batch, self.parallel.regions.inner, self.parallel)
 

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from colossus.comm.autograd import first_order, save_for_backward, saved_tensors
 from colossus.comm.conjugate import not_a_view
-from colossus.comm.early_save import save_for_backward, saved_tensors
-from colossus.comm.first_order import first_order
 from colossus.sharded_tensor.tensor import ShardedTensor, placement_of, plain, wrap
 from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_product_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights

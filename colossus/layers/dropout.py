@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.comm.early_save import is_hooked
+from colossus.comm.autograd import is_hooked
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layout.activation import Activation

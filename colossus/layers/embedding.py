@@ -10,15 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossus.comm.autograd import first_order, save_for_backward, saved_tensors
 from colossus.comm.conjugate import not_a_view
-from colossus.comm.early_save import save_for_backward, saved_tensors
-from colossus.comm.first_order import first_order
-from colossus.construct.init import Normal, ZeroRow
+from colossus.construct.initial_values import Normal, ZeroRow
 from colossus.context.precision import LOW, Precision
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
-from colossus.layers.lookup import look_up
-from colossus.layers.sparse_lookup import sparse_embedding
+from colossus.layers.lookup import look_up, sparse_embedding
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
@@ -86,8 +84,8 @@ class Embedding(Layer):
         self.decide_gradients(self.weight, looked_up)
 
     def forward(self, ids: Tensor) -> Tensor:
-        if self.sharding is not None and ids.dim() == 0:  # as a batch of one
-            return self.forward(ids.unsqueeze(0)).squeeze(0)
+        if self.sharding is not None:
+            self.require_batch(ids)
         target, place = self.return_layout, sequence_place(ids)
         y = self._rows(local(ids), target)
         return wrap(y, Placement.standard(self.parallel, target, target, y.dim(), place))
@@ -239,14 +237,12 @@ class PositionEmbedding(Layer):
         shape = (num_positions, embedding_dim)
         self.layout = Layout(((), self.split_between_blocks(embedding_dim).features))
         self.weight = self.make_parameter({"": shape}, self.layout, init or Normal(0.02), dtype=dtype)
-        self._seen: set[Activation] = set()
 
     def forward(self, x: Tensor) -> Tensor:
         require_sequences(x)
         x, placement = unwrap(x, self.parallel)
         activation = placement.activation
-        if activation not in self._seen:
-            self._check_and_record(x, activation)
+        self.meet_between_blocks(x, activation, self.layout.dims[1])
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             rows = self._rows(x.shape[-2], activation, x.device)
             rows = rows.to(x.dtype) if x.dtype in LOW else rows
@@ -270,15 +266,6 @@ class PositionEmbedding(Layer):
         # padding may lie behind the last position; no other token attends to it
         positions = sequence.positions(count, index, num_shards, device).clamp(max=self.num_positions - 1)
         return self.weight.index_select(0, positions)
-
-    def _check_and_record(self, x: Tensor, activation: Activation) -> None:
-        if activation.features not in ((), *self.layout.dims[1:]):
-            raise located_error(
-                f"{self.title}: it adds positions where features are split over {','.join(activation.features)} (local "
-                f"shape {tuple(x.shape)}), inside of a column/row pair: put it before the pair, or behind it"
-            )
-        self.record_uses(activation)
-        self._seen.add(activation)
 
 
 def check_range(ids: Tensor, size: int, what: str) -> None:

@@ -1,5 +1,5 @@
-"""Initial values for ``init=`` and ``bias_init=`` of the layers: `colossus.construct.init` under its public name."""
+"""Initial values for ``init=`` and ``bias_init=`` of the layers."""
 
-from colossus.construct.init import Constant, Normal, Uniform, Values, ZeroRow, torch_linear
+from colossus.construct.initial_values import Constant, Normal, Uniform, Values, ZeroRow, torch_linear
 
 __all__ = ["Constant", "Normal", "Uniform", "Values", "ZeroRow", "torch_linear"]

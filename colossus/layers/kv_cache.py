@@ -60,11 +60,6 @@ class KeyValueCache:
         """Of all that is held, room for more included."""
         return sum(held.keys.nbytes + held.values.nbytes for held in self._held.values())
 
-    def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Positions in the sequence of the tokens of this forward, [tokens]; the same object within a forward."""
-        (positions,) = self.rows("positions", tokens, lambda count: (torch.arange(count, device=device),))
-        return positions
-
     def rows(self, name: Hashable, tokens: int, make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The rows of the tokens of this forward, out of tables by position that all layers share.
 

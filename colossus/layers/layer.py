@@ -1,11 +1,12 @@
-"""The base of the layers: their context and layouts, and how they make parameters."""
+"""The base of the layers, and how layers call the modules inside of them, which may be a user's."""
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from colossus.construct import allocate
 from colossus.construct.build_model import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import located_error
-from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.checkpointing import is_checkpointed
+from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
+from colossus.sharded_tensor.regions import move, to_whole
+from colossus.sharded_tensor.tensor import ShardedTensor, unwrap, wrap
 
 
 class Layer(NamedModule):
@@ -33,6 +37,7 @@ class Layer(NamedModule):
     def __init__(self) -> None:
         super().__init__()
         self.parallel = model_parallel_of(current_context())
+        self._seen: set[Activation] = set()  # layouts of inputs that were checked and recorded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """A copy whose parameters keep their specs, which torch's copy of a parameter would drop."""
@@ -52,11 +57,6 @@ class Layer(NamedModule):
     @property
     def context(self) -> ParallelContext:
         return self.parallel.context
-
-    @property
-    def is_split(self) -> bool:
-        """Whether there is any tensor parallelism to do."""
-        return self.parallel.shardings is not None
 
     def make_parameter(
         self,
@@ -122,11 +122,36 @@ class Layer(NamedModule):
                 f"ties a head to an embedding in every mode"
             )
 
+    def require_batch(self, x: Tensor) -> None:
+        """That x [batch, ..] has the dim that ranks may split: [batch, features], or ids [batch], at least.
+
+        Raises:
+            ValueError: when it has not.
+        """
+        if x.dim() < 1 + x.is_floating_point():
+            raise located_error(f"{self.title}: x has shape {tuple(x.shape)}, without a batch: x.unsqueeze(0)")
+
     def record_uses(self, activation: Activation) -> None:
         """Record that this layer's own parameters meet an activation of this layout, element by element."""
         for parameter in self.parameters(recurse=False):
             spec = spec_of(parameter)
             spec.record(gradient_axes(spec.layout, activation))
+
+    def meet_between_blocks(self, x: Tensor, activation: Activation, features: tuple[str, ...]) -> None:
+        """`record_uses` of a local x laid out as ``activation``, with a parameter split over ``features``, or by none.
+
+        Raises:
+            ValueError: inside of a column/row pair, where features are split otherwise.
+        """
+        if activation in self._seen:
+            return
+        if activation.features not in ((), features):
+            raise located_error(
+                f"{self.title}: features are split over {','.join(activation.features)} (local shape "
+                f"{tuple(x.shape)}), inside of a column/row pair: put it before the pair, or behind it"
+            )
+        self.record_uses(activation)
+        self._seen.add(activation)
 
     def name_error(self, error: Exception, x: Tensor, source: Activation, in_features: int) -> None:
         """Give an error of the product of a plain local x laid out as ``source`` the name of this layer.
@@ -150,3 +175,76 @@ class Layer(NamedModule):
     def title(self) -> str:
         """How errors name this layer."""
         return f"{self.full_name} ({type(self).__name__})" if self.full_name else type(self).__name__
+
+
+_CALL = nn.Module.__call__
+_PACKAGE = __name__.partition(".")[0] + "."
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether ``module`` is a layer of ours whose ``forward`` nobody has overridden or replaced.
+
+    Such a layer takes what is split; anything else is right on what is whole.
+    """
+    if not isinstance(module, Layer) or ("forward" in module.__dict__ and not is_checkpointed(module)):
+        return False
+    kind = type(module)
+    return _is_of_package(kind.forward) and kind.__call__ is _CALL
+
+
+@cache
+def _is_of_package(function: Callable[..., Any]) -> bool:
+    return function.__module__.startswith(_PACKAGE)
+
+
+def call(
+    child: nn.Module,
+    x: Tensor,
+    parallel: ModelParallel,
+    target: Activation | None = None,
+    *,
+    outputs: int | None = None,
+    **more: Any,
+) -> Any:
+    """``child(x)``; a module of a user's gets x in the whole layout, and what it returns is moved back.
+
+    Args:
+        target: the layout of what is returned; by default that to which x comes back.
+        outputs: how many outputs a fused linear gives, as a tuple; None for one tensor.
+        more: keyword arguments of the child; a user's module gets those that are not None.
+
+    Raises:
+        ValueError: when the child returns something else than these tensors.
+    """
+    if is_ours(child):
+        out = child(x, **more)
+        if target is None and outputs is None:
+            return out
+    else:
+        out = child(to_whole(x), **{key: value for key, value in more.items() if value is not None})
+    return_layout = x.placement.return_layout if isinstance(x, ShardedTensor) else parallel.regions.whole
+    target = target or return_layout
+    if outputs is None:
+        if not isinstance(out, Tensor):
+            raise located_error(f"a {type(child).__name__} returned {_kind(out)}; a tensor is needed")
+        return _moved(out, target, return_layout, parallel)
+    if not isinstance(out, tuple | list) or len(out) != outputs:
+        raise located_error(
+            f"a {type(child).__name__} returned {_kind(out)}; it must return {outputs} tensors, as the Linear(.., "
+            f"{{name: size, ..}}) does in whose place it is"
+        )
+    return tuple(_moved(part, target, return_layout, parallel) for part in out)
+
+
+def _moved(x: Tensor, target: Activation, return_layout: Activation, parallel: ModelParallel) -> Tensor:
+    local, placement = unwrap(x, parallel)
+    if placement.activation == target and placement.return_layout == return_layout:
+        return x
+    local = move(local, placement.activation, target, parallel)
+    return wrap(local, replace(placement, return_layout=return_layout).moved(target, local.dim()))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"one tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")

@@ -9,21 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.construct.init import torch_linear
+from colossus.construct.initial_values import torch_linear
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, rows_of
 from colossus.sharded_tensor.regions import move
-from colossus.sharded_tensor.tensor import placement_of, plain, unwrap, wrap
+from colossus.sharded_tensor.tensor import unwrap, wrap
 from colossus.tensor_parallel.choose_sharding import unsharded
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans, product
 from colossus.tensor_parallel.mode import MatmulSharding
 
 SPLITS = (None, "column", "row")
-#: rows of the input of a fused linear for which, without a backward, its outputs are computed one by one
-_FEW_ROWS = 16
 
 
 class Linear(Layer):
@@ -116,12 +114,9 @@ class Linear(Layer):
 
     def forward(self, x: Tensor) -> Any:
         if self.sharding is None:
-            if self.is_fused and not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * self.in_features:
-                return self._one_by_one(x)
             return self._outputs(product(x, self.weight, self.bias))
         local, at = unwrap(x, self.parallel)
-        if local.dim() == 1:
-            return as_batch_of_one(self, x)
+        self.require_batch(local)
         target = self.parallel.regions.inner if self.split == "column" else at.return_layout
         y = self._product(local, at.activation, target)
         placement = at.moved(target, local.dim())
@@ -144,15 +139,6 @@ class Linear(Layer):
             return y
         reached = self._matmul_target(target)
         return tuple(move(output, reached, target, self.parallel) for output in self._outputs(y))
-
-    def _one_by_one(self, x: Tensor) -> Any:
-        """The outputs of one row in one product, of a few rows in one each: MKL takes up to a fifth longer for few rows
-        and many columns."""
-        if x.numel() <= 2 * self.in_features:
-            return self._outputs(product(x, self.weight, self.bias))
-        weights = self.weight.split_with_sizes(self.local_outputs)
-        biases = (None,) * len(weights) if self.bias is None else self.bias.split_with_sizes(self.local_outputs)
-        return tuple(product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     def _matmul_target(self, target: Activation) -> Activation:
         """The layout to which the matmul moves y: over features, several outputs are moved one by one after it."""
@@ -185,15 +171,3 @@ class Linear(Layer):
         where = f", weight {self.sharding.weight}" if self.sharding else ""
         split = f", split={self.split!r}" if self.split else ""
         return f"{self.in_features}, {outputs}, bias={self.bias is not None}{split}{where}"
-
-
-def as_batch_of_one(layer: Layer, x: Tensor) -> Any:
-    """A layer called with x [features], as with a batch of one sample on every rank."""
-    local, at = unwrap(x, layer.parallel)
-    out = layer.forward(wrap(local.unsqueeze(0), at.moved(at.activation, 2, at.num_features)))
-    return tuple(map(_only_sample, out)) if isinstance(out, tuple) else _only_sample(out)
-
-
-def _only_sample(x: Tensor) -> Tensor:
-    at, sample = placement_of(x), plain(x).squeeze(0)
-    return sample if at is None else wrap(sample, at.moved(at.activation, 1, at.num_features))

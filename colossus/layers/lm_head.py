@@ -8,11 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from colossus.construct.init import torch_linear
+from colossus.construct.initial_values import torch_linear
 from colossus.error_place import located_error
 from colossus.layers.embedding import Embedding, vocabulary_sharding
 from colossus.layers.layer import Layer
-from colossus.layers.linear import as_batch_of_one
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
@@ -81,8 +80,7 @@ class LMHead(Layer):
         if self.sharding is None:
             return product(x, self.weight, self.bias)
         local, at = unwrap(x, self.parallel)
-        if local.dim() == 1:
-            return as_batch_of_one(self, x)
+        self.require_batch(local)
         source, inner = at.activation, self.parallel.regions.inner
         plans = self._move_plans.get((source, local.dim()))
         if plans is None:

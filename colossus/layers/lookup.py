@@ -1,4 +1,4 @@
-"""Rows of a table whose gradient is wider than the table."""
+"""Rows of a table: with a gradient wider than the table, or of the rows that were looked up only."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.comm.first_order import first_order
+from colossus.comm.autograd import first_order
+from colossus.rows.row_gradient import row_source
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
-def look_up(ids: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
+def look_up(ids: Tensor, table: Tensor, padding_idx: int | None = None, *, wide: bool = False) -> Tensor:
     """``F.embedding(ids, table, padding_idx)``: ids [..], table [words, dim], result [.., dim].
 
     torch adds up the gradients of a word in the dtype of the table. Of bfloat16 that loses those of a frequent word:
     they are added up in the dtype of ``table.grad``.
+
+    Args:
+        wide: the result has that dtype, too.
     """
-    if gradient_dtype(table) == table.dtype:
+    summed = gradient_dtype(table)
+    if summed == table.dtype:
         return F.embedding(ids, table, padding_idx)
-    rows: Tensor = _WideGradient.apply(ids, table, -1 if padding_idx is None else padding_idx, table.dtype)
-    return rows
-
-
-def look_up_wide(ids: Tensor, table: Tensor) -> Tensor:
-    """``F.embedding(ids, table)`` in the dtype of ``table.grad``, in which the gradients of a word are added up."""
-    if gradient_dtype(table) == table.dtype:
-        return F.embedding(ids, table)
-    rows: Tensor = _WideGradient.apply(ids, table, -1, gradient_dtype(table))
+    dtype = summed if wide else table.dtype
+    rows: Tensor = _WideGradient.apply(ids, table, -1 if padding_idx is None else padding_idx, dtype)
     return rows
 
 
@@ -47,3 +45,63 @@ class _WideGradient(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         dy = dy.to(ctx.dtype)
         return None, torch.ops.aten.embedding_dense_backward(dy, ids, ctx.num_words, ctx.padding_idx, False), None, None
+
+
+def distinct_rows(
+    ids: Tensor, table: Tensor, padding_idx: int | None = None, *, sparse: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The rows of some ids, each once, from the source of the table's rows or from the table itself.
+
+    Args:
+        ids: integers, any shape.
+        table: [rows, dim], of which a rank may hold some rows only where there is a source.
+        padding_idx: an id whose row gets no gradient.
+        sparse: without a source, whether ``table.grad`` is sparse COO.
+
+    Returns:
+        rows [distinct ids, dim], and of each id its place among them, of the shape of ``ids``.
+    """
+    source = row_source(table)
+    if source is not None:
+        return source.look_up(ids, padding_idx)
+    distinct, where = torch.unique(ids, return_inverse=True)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += table.shape[0]
+    with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+        return F.embedding(distinct, table, padding_idx, sparse=sparse), where
+
+
+def row_of_each(ids: Tensor, table: Tensor, *, sparse: bool) -> Tensor:
+    """The rows of some ids [n], [n, dim], in the dtype in which the gradients of the table are summed.
+
+    Args:
+        sparse: as of `distinct_rows`. A gradient of all rows needs no distinct ids: their number, for which the host
+            would have to wait for the device.
+    """
+    if not sparse and row_source(table) is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return look_up(ids, table, wide=True)
+    rows, where = distinct_rows(ids, table, sparse=sparse)
+    return F.embedding(where, rows)
+
+
+def sparse_embedding(ids: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
+    """``F.embedding(ids, table, padding_idx, sparse=True)``: ids [..], table [rows, dim], result [.., dim].
+
+    With a source of rows the result has the dtype in which gradients are summed.
+    """
+    if row_source(table) is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return F.embedding(ids, table, padding_idx, sparse=True)
+    rows, where = distinct_rows(ids, table, padding_idx)
+    return F.embedding(where, rows)
+
+
+@torch.no_grad()
+def read_rows(start: int, stop: int, table: Tensor) -> Tensor:
+    """Rows ``start..stop`` of a table, without a gradient; nothing keeps them. Collective if ranks hold parts of it."""
+    source = row_source(table)
+    if source is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return table.detach()[start:stop]
+    return source.read(torch.arange(start, stop, device=table.device))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colossus.construct.init import Constant
+from colossus.construct.initial_values import Constant
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear

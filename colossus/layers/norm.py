@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.comm import collectives
-from colossus.comm.first_order import first_order
-from colossus.construct.init import Constant
+from colossus.comm.autograd import first_order
+from colossus.construct.initial_values import Constant
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
 from colossus.error_place import located_error
@@ -40,7 +40,6 @@ class _Norm(Layer):
         shape = tuple(normalized_shape) if isinstance(normalized_shape, Sequence) else (normalized_shape,)
         self.normalized_shape = tuple(map(operator.index, shape))
         self.eps = eps
-        self._seen: set[Activation] = set()
 
     def _parameter(self, value: float, init: Initializer | None, dtype: torch.dtype | None) -> nn.Parameter:
         shape = self.normalized_shape

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from colossus.context.parallel_context import current_context
 from colossus.error_place import located_error
+from colossus.layers.block_options import RotaryScaling
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.model_parallel import RotaryTable, model_parallel_of
-from colossus.layers.rotary_scaling import RotaryScaling
 
 
 class Rotary(nn.Module):
@@ -32,7 +32,7 @@ class Rotary(nn.Module):
         if not base > 1:
             raise located_error(f"rotary positions: base = {base} is not above 1 (10000 is common)")
         self.head_dim, self.base, self.scaling = head_dim, base, scaling
-        self._kind = f"rotary {head_dim} {base} {scaling}"
+        self._kind = f"{type(self).__module__}.{type(self).__qualname__} {head_dim} {base} {scaling}"
         self.parallel = model_parallel_of(current_context())
 
     def _cos_sin_of(
@@ -51,12 +51,12 @@ class Rotary(nn.Module):
         return table.cos[:tokens], table.sin[:tokens]
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = positions.to(torch.float64)[:, None] * self._frequencies(positions.device)
+        angles = positions.to(torch.float64)[:, None] * self.frequencies(positions.device)
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def _frequencies(self, device: torch.device) -> Tensor:
-        """Radians per token of each pair, [head_dim / 2], in float64."""
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians per token of each pair, [head_dim / 2], in float64; a subclass may have others."""
         if self.scaling is None:
             steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
             return self.base**-steps

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from colossus.layers.children import call, is_ours
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
+from colossus.layers.layer import call, is_ours
 from colossus.layers.lm_head import LMHead
-from colossus.layers.loss.cross_entropy import cross_entropy
+from colossus.layers.loss import cross_entropy
 from colossus.layers.model_parallel import to_residual
 from colossus.layers.pipeline_block import PipelineBlock
 from colossus.models.options import DecoderOptions

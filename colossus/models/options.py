@@ -8,11 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from colossus.arithmetic import either, nearest_multiples, not_a_multiple
-from colossus.layers.rotary_scaling import RotaryScaling
+from colossus.layers.block_options import RotaryScaling
 from colossus.models.transformer_options import Count, Probability, TransformerOptions, shardings_of
 from colossus.registry import SEQUENCE_MODES
-from colossus.sequence_parallel.traffic import cheaper
-from colossus.sequence_parallel.zigzag import length_multiple
+from colossus.sequence_parallel.modes import cheaper, length_multiple
 
 
 class DecoderOptions(TransformerOptions):

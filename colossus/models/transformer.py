@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from colossus.construct.init import Constant, Normal
+from colossus.construct.initial_values import Constant, Normal
 from colossus.context.parallel_context import current_context
 from colossus.layers.block import TransformerBlock, make_norm
 from colossus.layers.model_parallel import model_parallel_of

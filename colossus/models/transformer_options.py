@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from colossus.arithmetic import not_a_multiple
-from colossus.layers.block_defaults import default_ffn_size, default_norm_eps
+from colossus.layers.block_options import default_ffn_size, default_norm_eps
 from colossus.layout.activation import Activation
 from colossus.registry import MLPS, NORMS, TENSOR_MODES, Registry
 from colossus.tensor_parallel.attention_heads import head_problems, indivisible_heads, uneven_kv_heads

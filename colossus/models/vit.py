@@ -11,16 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.arithmetic import round_up
-from colossus.construct.init import Constant
+from colossus.construct.initial_values import Constant
 from colossus.error_place import located_error
-from colossus.layers.children import call, is_ours
-from colossus.layers.class_token import ClassToken
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import PositionEmbedding
+from colossus.layers.layer import call, is_ours
 from colossus.layers.lm_head import Classifier
-from colossus.layers.loss.accuracy import accuracy
-from colossus.layers.loss.cross_entropy import cross_entropy
-from colossus.layers.patch import PatchEmbedding
+from colossus.layers.loss import accuracy, cross_entropy
+from colossus.layers.patch import ClassToken, PatchEmbedding
 from colossus.layers.pipeline_block import PipelineBlock
 from colossus.layout.activation import Activation
 from colossus.models.options import ViTOptions

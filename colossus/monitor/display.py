@@ -17,13 +17,13 @@ from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.config import model_options
 from colossus.config.sizes import describe_zero
 from colossus.engine.engine import Engine
-from colossus.engine.hooks import Hook
-from colossus.engine.results import EvalSummary, StepResult
+from colossus.engine.fit import Hook
+from colossus.engine.results import EvalResult, StepResult
 from colossus.machine import gigabytes
 from colossus.monitor.late_results import LateResults
 from colossus.monitor.metrics import StepTimer, peak_memory
 from colossus.monitor.mfu import Utilisation
-from colossus.server import environment
+from colossus.server.process import has_servers, read_environment
 
 
 def make_display(folder: Path, stream: TextIO | None = None) -> Display:
@@ -77,8 +77,8 @@ class Display(Hook):
             f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}, "
             f"{engine.num_parameters:,} parameters{zero and f', {zero}'}"
         ]
-        if environment.is_given():
-            places = [f"{each['host']} (process {each['process']})" for each in environment.read().endpoints]
+        if has_servers():
+            places = [f"{each['host']} (process {each['process']})" for each in read_environment().endpoints]
             lines.append(f"parameters at {len(places)} server(s): {', '.join(places)}")
         if loaders is not None:
             lines.append(loaders.description)
@@ -122,7 +122,7 @@ class Display(Hook):
         self.speed_of = "" if own is None else f" (replica {self._replica})"
         self.result = result
 
-    def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
+    def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
         self.validation = {"loss": summary.loss, **summary.metrics}
         if self.shown:
             self.show_evaluation(summary)
@@ -154,7 +154,7 @@ class Display(Hook):
     def show_end(self) -> None:
         """All numbers are there."""
 
-    def show_evaluation(self, summary: EvalSummary) -> None: ...
+    def show_evaluation(self, summary: EvalResult) -> None: ...
 
     def show_line(self, text: str) -> None:
         """A line that stays."""
@@ -211,7 +211,7 @@ class PlainDisplay(Display):
         self.show_line("  ".join([f"step {step}/{self.total}", *self.fields(), f"left {left}"]))
         self.tokens = self.seconds = 0.0
 
-    def show_evaluation(self, summary: EvalSummary) -> None:
+    def show_evaluation(self, summary: EvalResult) -> None:
         self.show_line(f"step {summary.step}/{self.total}  {self.validated('  ')}")
 
 
@@ -241,7 +241,7 @@ class LiveDisplay(Display):
     def show_end(self) -> None:
         self._redraw()
 
-    def show_evaluation(self, summary: EvalSummary) -> None:
+    def show_evaluation(self, summary: EvalResult) -> None:
         self._redraw()
 
     def show_line(self, text: str) -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ import torch
 from colossus.comm import accounting
 from colossus.config.training import Train
 from colossus.engine.engine import Engine
-from colossus.engine.fit import evaluation_due
-from colossus.engine.hooks import Hook
-from colossus.engine.results import EvalSummary, StepResult
+from colossus.engine.fit import Hook, evaluation_due
+from colossus.engine.results import EvalResult, StepResult
 from colossus.machine import peak_resident_bytes
 from colossus.monitor.late_results import PATIENCE, LateResults
 from colossus.monitor.mfu import Utilisation
@@ -56,19 +54,13 @@ def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
     return {axes: {"calls": counter.calls(axes), "bytes": counter.bytes(axes)} for axes in names}
 
 
-def keep_rows(path: Path, last_step: int, more: Mapping[str, Any] | None = None) -> None:
-    """Keep the rows of steps up to ``last_step``, all or nothing at any moment. Half rows go, too.
-
-    Args:
-        more: for the row of that step.
-    """
+def keep_rows(path: Path, last_step: int) -> None:
+    """Keep the rows of steps up to ``last_step``, all or nothing at any moment. Half rows go, too."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return
     kept = [line for line in lines if line.endswith(b"\n") and 0 < _step_of(line) <= last_step]
-    if more and kept and _step_of(kept[-1]) == last_step:
-        kept[-1] = (json.dumps({**json.loads(kept[-1]), **more}) + "\n").encode()
     if kept == lines:
         return
     draft = path.with_name(f".{path.name}.tmp")
@@ -79,7 +71,7 @@ def keep_rows(path: Path, last_step: int, more: Mapping[str, Any] | None = None)
     draft.replace(path)
 
 
-def _of_evaluation(summary: EvalSummary) -> dict[str, float]:
+def _of_evaluation(summary: EvalResult) -> dict[str, float]:
     return {"validation_loss": summary.loss, **{f"validation_{name}": mean for name, mean in summary.metrics.items()}}
 
 
@@ -168,14 +160,10 @@ class Metrics(Hook):
         late = self._rows.add(result, (seconds, more))
         self._write(but=max(late, int(evaluation_due(engine, result.step))))
 
-    def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
+    def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
         row = self._rows.last
         if row is not None:
             row[1].update(_of_evaluation(summary) | engine.strategy.consensus())
-        elif self._file is not None:  # of a step before the run was resumed
-            os.close(self._file)
-            keep_rows(self._path, summary.step, _of_evaluation(summary))
-            self._open()
         self._write()
 
     def on_save(self, engine: Engine) -> None:

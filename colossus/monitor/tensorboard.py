@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult
 from colossus.monitor.late_results import PATIENCE, LateResults
 

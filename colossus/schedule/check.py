@@ -94,29 +94,22 @@ def _where(rank: int, index: int, action: Action) -> str:
 def _explain(actions: Actions, waiting_at: dict[int, int]) -> str:
     """The error for complete lists that have come to a halt.
 
-    A rank that waits either waits for a later action of its own, or for another rank, which then waits, too. Going
-    from rank to rank, one meets the former, or a circle of ranks.
-
     Args:
         waiting_at: rank -> index of the action at which it waits, of all ranks that are not through.
     """
     rank_of = placement(actions)
     behind = {made_by(action) for rank, index in waiting_at.items() for action in actions[rank][index:]}
-    passed: dict[int, str] = {}  # in order: a rank, and what it waits for
-    rank = min(waiting_at)
-    while rank not in passed:
-        index = waiting_at[rank]
+    found: list[str] = []
+    for rank, index in sorted(waiting_at.items()):
         waits = actions[rank][index]
         need = next(need for need in needs(waits, max(rank_of)) if need in behind)
         holder = rank_of[need.stage]
         at, needed = next((at, action) for at, action in enumerate(actions[holder]) if made_by(action) == need)
-        if holder == rank:
+        if holder == rank:  # the first cause: others wait for this rank, or for each other
             return f"{_where(rank, index, waits)} needs the {needed} before it, which is action {at}; swap them"
         blocker = _where(holder, waiting_at[holder], actions[holder][waiting_at[holder]])
-        passed[rank] = (
+        found.append(
             f"{_where(rank, index, waits)} waits for ever for the {needed}: rank {holder} has it as action {at}, "
             f"behind {blocker}; move one of the two"
         )
-        rank = holder
-    circle = list(passed)[list(passed).index(rank) :]
-    return passed[min(circle)]
+    return found[0]

@@ -107,11 +107,6 @@ class Simulation:
         return sum(self.bubbles) / len(self.bubbles)
 
     @cached_property
-    def memory(self) -> list[list[tuple[float, int]]]:
-        """For each rank (time, activations in flight from then on), where the number changes."""
-        return [_in_flight_over_time(own) for own in self.spans]
-
-    @cached_property
     def peaks(self) -> list[int]:
         """For each rank the most activations in flight: microbatches times stages of the rank."""
         return [max(in_flight([span.action for span in own])) for own in self.spans]
@@ -232,16 +227,3 @@ class _Player:
 
 def _busy(own: list[Span]) -> float:
     return sum(span.end - span.start for span in own if span.action.kind in COMPUTE)
-
-
-def _in_flight_over_time(own: list[Span]) -> list[tuple[float, int]]:
-    curve: list[tuple[float, int]] = [(0.0, 0)]
-    for span, held in zip(own, in_flight([span.action for span in own]), strict=True):
-        if held == curve[-1][1]:
-            continue
-        time = span.start if held > curve[-1][1] else span.end
-        if curve[-1][0] == time:
-            curve.pop()
-        if not curve or curve[-1][1] != held:
-            curve.append((time, held))
-    return curve

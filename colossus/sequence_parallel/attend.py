@@ -14,7 +14,7 @@ from colossus.comm import collectives
 from colossus.comm.conjugate import conjugate
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
-from colossus.sequence_parallel.ring import ring_attention
+from colossus.sequence_parallel.ring_attention import ring_attention
 
 _HEADS, _TOKENS = 1, 2
 #: up to here queries, keys and values are exchanged in one call: a small exchange costs its latency, a large one its

@@ -1,8 +1,98 @@
-"""The modes of sequence parallelism: over which axes each one passes keys and values, or exchanges heads. No torch."""
+"""Ring and Ulysses: which rank holds which tokens, what is sent, and which of the two sends less. No torch.
+
+A sequence is split over R ring ranks (outer) times U Ulysses ranks (inner). Under a causal mask late tokens look at
+more keys than early ones, so each ring rank takes an early and a late chunk of the sequence (the zigzag): of 2 R equal
+chunks ring rank i has chunk i, its head, and chunk 2 R - 1 - i, its tail. Concatenated over the ring ranks these give
+the sequence in zigzag order, and rank (i, j) has shard i U + j of R U equal shards of that.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+
+from colossus.arithmetic import nearest_multiples
+from colossus.comm import accounting
+
+
+def zigzag_order(num_tokens: int, ring: int) -> list[int]:
+    """Token indices in zigzag order: cut into R U equal shards, they are what the ranks hold.
+
+    Args:
+        num_tokens: of the sequence.
+        ring: ring ranks; with one the sequence stays as it is.
+    """
+    if ring == 1:
+        return list(range(num_tokens))
+    chunk = num_tokens // (2 * ring)
+    starts = [number * chunk for index in range(ring) for number in (index, 2 * ring - 1 - index)]
+    return [token for start in starts for token in range(start, start + chunk)]
+
+
+def length_multiple(ring: int, ulysses: int) -> int:
+    """The number that the length of a sequence must be a multiple of."""
+    return math.lcm(2 * ring, ring * ulysses) if ring > 1 else ulysses
+
+
+def require_divisible(num_tokens: int, ring: int, ulysses: int) -> None:
+    """Check that a sequence splits evenly.
+
+    Raises:
+        ValueError: when it does not, with the lengths nearest to it that do.
+    """
+    multiple = length_multiple(ring, ulysses)
+    if num_tokens % multiple == 0:
+        return
+    lengths = " and ".join(map(str, nearest_multiples(num_tokens, multiple)))
+    chunks = f"{2 * ring} chunks, an early and a late one for each rank of the ring" if ring > 1 else ""
+    parts = f"{ulysses} parts for the ranks that exchange heads" if ulysses > 1 else ""
+    why = f"{chunks}, then {parts}" if chunks and parts else chunks or parts
+    raise ValueError(
+        f"a sequence of {num_tokens} tokens does not split over {ring} x {ulysses} = {ring * ulysses} sequence ranks "
+        f"(ring x ulysses): its length must be a multiple of {multiple} ({why}); the nearest that is: {lengths}"
+    )
+
+
+@dataclass(frozen=True)
+class AttentionTraffic:
+    """Elements that one rank sends for one attention, in forward and in backward."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def attention_traffic(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, *, ring: int = 1, ulysses: int = 1
+) -> AttentionTraffic:
+    """Elements sent by a rank for queries, keys, values and outputs, documents not counted.
+
+    Ulysses sends queries, keys, values and outputs by all-to-all, in backward their gradients. Round the ring go keys
+    and values, in backward once more, followed by their gradients: a rank's block comes to every other rank, as in an
+    all-gather.
+
+    Args:
+        tokens: of the whole sequence, times the samples of a batch.
+        heads, kv_heads: of one tensor rank, before they are split further.
+        ring, ulysses: ranks of either kind; both above one is the hybrid, one of each sends nothing.
+    """
+    local = tokens / (ring * ulysses)
+    exchanged = accounting.sent("all_to_all", ulysses, local * 2 * (heads + kv_heads) * head_dim)
+    # the exchange gives a rank more tokens of fewer key and value heads: as many elements as before
+    passed = accounting.sent("all_gather", ring, local * 2 * kv_heads * head_dim)
+    return AttentionTraffic(exchanged + passed, exchanged + 2 * passed)
+
+
+def cheaper(tokens: int, heads: int, kv_heads: int, head_dim: int, ranks: int) -> str:
+    """``ring`` or ``ulysses``: what sends less over this many ranks; Ulysses only where the heads divide."""
+    if heads % ranks or kv_heads % ranks:
+        return "ring"
+    by_ring = attention_traffic(tokens, heads, kv_heads, head_dim, ring=ranks)
+    by_ulysses = attention_traffic(tokens, heads, kv_heads, head_dim, ulysses=ranks)
+    return "ulysses" if by_ulysses.total < by_ring.total else "ring"
 
 
 class SequenceMode:

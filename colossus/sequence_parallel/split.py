@@ -9,8 +9,7 @@ from colossus.arithmetic import round_up
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.registry import SEQUENCE_MODES
-from colossus.sequence_parallel.modes import SequenceMode
-from colossus.sequence_parallel.zigzag import length_multiple, require_divisible, zigzag_order
+from colossus.sequence_parallel.modes import SequenceMode, length_multiple, require_divisible, zigzag_order
 
 #: shards whose positions are kept
 _MAX_SHARDS = 16

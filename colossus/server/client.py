@@ -11,16 +11,13 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from colossus.server.handles import Handle, Waits
-from colossus.server.messages import Reply, ServerGone
-from colossus.server.pieces import Pieces, Splitter, Value, header_of
-from colossus.server.rpc_client import RpcClient
+from colossus.server.frames import Reply, ServerGone
+from colossus.server.pieces import Pieces, Splitter, TensorState, Value
+from colossus.server.rpc_client import Handle, RpcClient, Waits
 from colossus.server.shard import ShardSpec, check_optimizer
 from colossus.server.sharding import Sharding, TensorSpec
-from colossus.server.tensor_state import TensorState, gathered_state, split_state
 
 Options = Mapping[str, Any]
 _NONE: Options = MappingProxyType({})
@@ -48,19 +45,11 @@ class Servers:
         if worker not in self.workers:
             raise ValueError(f"worker {worker} is none of the workers {list(self.workers)}")
         self.sharding = Sharding(len(self._clients))
-        self._splitter = Splitter()
-        self._splitter.ranges = self.sharding.ranges
+        self._splitter = Splitter(self.sharding)
         self._versions: dict[tuple[str, int], int] = {}
-        self._prefetched: dict[tuple[str, ...], tuple[Handle[None], dict[str, Tensor]]] = {}
-        #: by names, buffers that no pull takes any more
-        self._spare: dict[tuple[str, ...], list[dict[str, Tensor]]] = {}
         #: that nobody may wait for
         self._pushes: list[Handle[dict[str, int | None]]] = []
         self._lock = threading.RLock()
-
-    @property
-    def num_servers(self) -> int:
-        return len(self._clients)
 
     def close(self, patience_seconds: float | None = None) -> None:
         """Say goodbye to all servers, which go on.
@@ -98,15 +87,17 @@ class Servers:
         *,
         optimizers: Mapping[str, Options] = _NONE,
         source: int | None = None,
+        workers: Sequence[int] | None = None,
     ) -> Handle[None]:
         """Make tensors. All workers call it with tensors of the same names, shapes and dtypes, and wait for the handle.
 
         Args:
             tensors: of ``source`` the values count, of others shapes and dtypes (they may be on the meta device).
-            optimizer: of the rule ``gradient``: dict(type=.., **options) by a name of `colossus.rows.rules`: sgd,
+            optimizer: of the rule ``gradient``: dict(type=.., **options) by a name of `colossus.rows.row_rules`: sgd,
                 momentum, adagrad, rowwise_adagrad, adam; None: these tensors take no gradients.
             optimizers: by name, where it differs.
             source: the worker whose values count; None: the first.
+            workers: all that call it; None: those that take part in synchronous steps.
         """
         source = self.workers[0] if source is None else source
         has_values = source == self.worker
@@ -118,17 +109,16 @@ class Servers:
                 self._splitter.shapes[name], self._splitter.dtypes[name] = tuple(tensor.shape), tensor.dtype
         specs: dict[int, list[dict[str, Any]]] = {}
         for name, tensor in tensors.items():
+            chosen, dtype = dict(optimizers.get(name, optimizer or {})), str(tensor.dtype).removeprefix("torch.")
             for part in self.sharding.ranges[name]:
-                chosen = dict(optimizers.get(name, optimizer or {}))
-                dtype = str(tensor.dtype).removeprefix("torch.")
                 spec = ShardSpec(name, tuple(tensor.shape), dtype, part.start, part.stop, chosen)
                 specs.setdefault(part.server, []).append(asdict(spec))
         values = self._splitter.split(tensors) if has_values else {}
-        common = {"has_values": has_values, "source": source, "workers": list(self.workers)}
+        common = {"has_values": has_values, "source": source, "workers": list(workers or self.workers)}
         calls = []
         for server, of_server in specs.items():
             header = {"names": [spec["name"] for spec in of_server], "specs": of_server, **common}
-            calls.append(self._call(server, "create", header, values[server].arrays if has_values else ()))
+            calls.append(self._clients[server].call("create", header, values[server].arrays if has_values else ()))
         return Handle(calls, _nothing)
 
     def free(self, names: Sequence[str]) -> Handle[None]:
@@ -138,11 +128,8 @@ class Servers:
             for name in names:
                 self.sharding.remove(name)
                 del self._splitter.shapes[name], self._splitter.dtypes[name]
-            for key in [key for key in (*self._spare, *self._prefetched) if not set(key).isdisjoint(names)]:
-                self._prefetched.pop(key, None)
-                self._spare.pop(key, None)
             self._versions = {key: version for key, version in self._versions.items() if key[0] not in names}
-        return Handle([self._call(server, "free", {"names": of}) for server, of in servers.items()], _nothing)
+        return Handle([self._clients[server].call("free", {"names": of}) for server, of in servers.items()], _nothing)
 
     def push(
         self,
@@ -171,14 +158,13 @@ class Servers:
             Refused: an earlier push that nobody waited for was refused.
         """
         self._require_accepted()
-        counts = rule in ("add", "gradient")
-        found = self._splitter.split(values)
+        found, counts = self._splitter.split(values), rule in ("add", "gradient")
         calls = []
         for server, pieces in found.items():
             bases = [self._versions.get((name, server)) if counts else None for name in pieces.names]
             chosen = [dict(options_of.get(name, options)) for name in pieces.names]
-            header = header_of(pieces, rule=rule, options=chosen, bases=bases)
-            calls.append(self._call(server, "push", header, pieces.arrays))
+            header = pieces.header(rule=rule, options=chosen, bases=bases)
+            calls.append(self._clients[server].call("push", header, pieces.arrays))
 
         def staleness(replies: list[Reply]) -> dict[str, int | None]:
             most: dict[str, int | None] = dict.fromkeys(values)
@@ -194,75 +180,31 @@ class Servers:
         return handle
 
     def pull(self, into: Mapping[str, Tensor]) -> Handle[None]:
-        """Values of tensors, of each shard at one time. They are written to until the handle was waited for.
-
-        What was prefetched for just these names is taken instead.
-        """
+        """Values of tensors, of each shard at one time. They are written to until the handle was waited for."""
         self._require_accepted()
-        for name, target in into.items():
-            if target.shape != (shape := self._shape(name)):
-                raise ValueError(f"{name!r} is {list(shape)}: it does not go into {list(target.shape)}")
-        key = tuple(into)
-        with self._lock:
-            ready = self._prefetched.pop(key, None)
-        if ready is None:
-            return self._pull(into)
-
-        def taken(_: None) -> None:
-            _copy(ready[1], into)
-            with self._lock:  # only now another prefetch may write to it
-                if all(name in self._splitter.shapes for name in key):
-                    self._spare.setdefault(key, []).append(ready[1])
-
-        return ready[0].then(taken)
-
-    def prefetch(self, names: Sequence[str]) -> Handle[None]:
-        """Start to pull into spare buffers, for the next `pull` of just these names, in this order."""
-        key = tuple(names)
-        with self._lock:
-            if key in self._prefetched:
-                return self._prefetched[key][0]
-            if spare := self._spare.get(key):
-                buffers = spare.pop()
-            else:
-                buffers = {name: torch.empty(self._shape(name), dtype=self._splitter.dtypes[name]) for name in names}
-            handle = self._pull(buffers)
-            self._prefetched[key] = handle, buffers
-        return handle
-
-    def pull_rows(self, ids: Mapping[str, Tensor]) -> Handle[dict[str, Tensor]]:
-        """Some rows of tensors: by name ids int64 [n], ascending and each once -> rows [n, ...]."""
-        found, rows = self._splitter.wanted_rows(ids)
-        calls = [
-            self._call(server, "pull", header_of(pieces), pieces.arrays, pieces.into)
-            for server, pieces in found.items()
-        ]
-
-        def finish(replies: list[Reply]) -> dict[str, Tensor]:
-            self._pulled(found, replies)
-            return rows
-
-        return Handle(calls, finish)
-
-    def _pull(self, into: Mapping[str, Tensor]) -> Handle[None]:
         found, copy = self._splitter.targets(into)
-        calls = [self._call(server, "pull", header_of(pieces), (), pieces.into) for server, pieces in found.items()]
 
         def finish(replies: list[Reply]) -> None:
             copy()
             self._pulled(found, replies)
 
-        return Handle(calls, finish)
+        return Handle(self._of_pieces("pull", found), finish)
+
+    def pull_rows(self, ids: Mapping[str, Tensor]) -> Handle[dict[str, Tensor]]:
+        """Some rows of tensors: by name ids int64 [n], ascending and each once -> rows [n, ...]."""
+        found, rows = self._splitter.wanted_rows(ids)
+
+        def finish(replies: list[Reply]) -> dict[str, Tensor]:
+            self._pulled(found, replies)
+            return rows
+
+        return Handle(self._of_pieces("pull", found), finish)
 
     def _pulled(self, found: Mapping[int, Pieces], replies: Sequence[Reply]) -> None:
         for (server, pieces), reply in zip(found.items(), replies, strict=True):
             for name, version in zip(pieces.names, reply.header["versions"], strict=True):
                 if name in self._splitter.shapes:  # it may have been freed meanwhile
                     self._versions[name, server] = version
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        self._splitter.ranges_of(name)
-        return self._splitter.shapes[name]
 
     # -- synchronous steps ----------------------------------------------------------------------------------
 
@@ -274,18 +216,14 @@ class Servers:
             step: ascending.
         """
         found = self._splitter.split(values)
-        calls = [
-            self._call(server, "accumulate", header_of(pieces, step=step, workers=list(self.workers)), pieces.arrays)
-            for server, pieces in found.items()
-        ]
-        return Handle(calls, _nothing)
+        return Handle(self._of_pieces("accumulate", found, step=step, workers=list(self.workers)), _nothing)
 
     def squares(self, step: int, names: Sequence[str]) -> Handle[dict[str, float]]:
         """By name the squares of the norms of the sums over workers, each element once; done when all parts are at the
         servers."""
         servers = self._splitter.by_server(names)
         calls = [
-            self._call(server, "squares", {"names": of, "step": step, "workers": list(self.workers)})
+            self._clients[server].call("squares", {"names": of, "step": step, "workers": list(self.workers)})
             for server, of in servers.items()
         ]
 
@@ -318,16 +256,11 @@ class Servers:
         """
         servers = self._splitter.by_server(names)
         targets, copy = self._splitter.targets({} if into is None else {name: into[name] for name in names})
+        common = {"step": step, "found_inf": found_inf, "pull": into is not None}
         calls = []
         for server, of in servers.items():
-            header = {
-                "names": of,
-                "step": step,
-                "options": [dict(options_of.get(name, options)) for name in of],
-                "found_inf": found_inf,
-                "pull": into is not None,
-            }
-            calls.append(self._call(server, "apply", header, (), targets[server].into if into is not None else ()))
+            header = common | {"names": of, "options": [dict(options_of.get(name, options)) for name in of]}
+            calls.append(self._clients[server].call("apply", header, (), targets[server].into if into else ()))
         return Handle(calls, lambda replies: copy())
 
     # -- workers --------------------------------------------------------------------------------------------
@@ -336,11 +269,11 @@ class Servers:
         """Done when this worker, which has finished ``step`` steps, may begin the next: no other worker that lives has
         finished fewer than ``step - max_staleness`` (SSP; Ho et al., NIPS 2013). Kept by server 0."""
         header = {"step": step, "max_staleness": max_staleness, "workers": list(self.workers)}
-        return Handle([self._call(0, "clock", header)], _nothing)
+        return Handle([self._clients[0].call("clock", header)], _nothing)
 
     def waiting_for(self) -> Handle[list[Waits]]:
         """What the calls of this worker that are under way wait for at the servers, now."""
-        calls = [self._call(server, "waiting_for", {}) for server in range(self.num_servers)]
+        calls = [client.call("waiting_for") for client in self._clients]
 
         def finish(replies: list[Reply]) -> list[Waits]:
             return [
@@ -355,33 +288,33 @@ class Servers:
 
     def state(self, names: Sequence[str]) -> Handle[dict[str, TensorState]]:
         """Values and what optimizers keep."""
-        return gathered_state(self._splitter, names, self._call)
+        servers = self._splitter.by_server(names)
+        calls = [self._clients[server].call("dump", {"names": of}) for server, of in servers.items()]
+        rows_of = {name: (self._splitter.shapes[name] or (1,))[0] for name in names}
+
+        def finish(replies: list[Reply]) -> dict[str, TensorState]:
+            found: dict[str, list[tuple[int, TensorState]]] = {name: [] for name in names}
+            for of, reply in zip(servers.values(), replies, strict=True):
+                arrays = iter(reply.arrays)
+                for name, given in zip(of, reply.header["tensors"], strict=True):
+                    rows = {key: next(arrays) for key in given["keys"]}
+                    found[name].append((given["start"], TensorState(rows, given["scalars"])))
+            return {name: TensorState.joined(rows_of[name], parts) for name, parts in found.items()}
+
+        return Handle(calls, finish)
 
     def load_state(self, states: Mapping[str, TensorState]) -> Handle[None]:
         """Take back what `state` gave, of all rows or of some, for tensors that are there."""
-        return split_state(self._splitter, states, self._call)
+        found = self._splitter.split_states(states)
+        calls = [self._clients[server].call("load", header, arrays) for server, (header, arrays) in found.items()]
+        return Handle(calls, _nothing)
 
-    def stats(self) -> Handle[list[dict[str, Any]]]:
-        """Of each server what it has done; see `ServerLoad`, and by tensor its updates."""
-        calls = [self._call(server, "stats", {}) for server in range(self.num_servers)]
-        return Handle(calls, lambda replies: [reply.header for reply in replies])
-
-    def _call(
-        self,
-        server: int,
-        op: str,
-        header: Mapping[str, Any],
-        arrays: Sequence[Tensor] = (),
-        into: Sequence[Tensor] | None = None,
-    ) -> Future[Reply]:
-        return self._clients[server].call(op, dict(header), arrays, into)
+    def _of_pieces(self, op: str, found: Mapping[int, Pieces], **more: Any) -> list[Future[Reply]]:
+        return [
+            self._clients[server].call(op, pieces.header(**more), pieces.arrays, pieces.into or None)
+            for server, pieces in found.items()
+        ]
 
 
 def _nothing(replies: list[Reply]) -> None:
     pass
-
-
-@torch.no_grad()
-def _copy(source: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
-    for name, target in into.items():
-        target.copy_(source[name])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from colossus.rows.row_gradient import RowGradient
-from colossus.server.sharding import RowRange
-from colossus.server.stored_tensors import check_ids
+from colossus.server.shard import check_ids, check_rows
+from colossus.server.sharding import RowRange, Sharding
 
 #: what is pushed: a tensor (sparse COO, too), some rows, or nothing
 Value = Tensor | RowGradient | None
@@ -26,23 +26,51 @@ class Pieces:
     arrays: list[Tensor] = field(default_factory=list)
     into: list[Tensor] = field(default_factory=list)
 
+    def header(self, **more: Any) -> dict[str, Any]:
+        return {"names": self.names, "kinds": self.kinds, **more}
+
+
+@dataclass(frozen=True)
+class TensorState:
+    """What servers keep of a tensor.
+
+    Attributes:
+        rows: ``value`` and what the optimizer keeps for each row, under torch's names: [rows, ...]; of a scalar [1].
+        scalars: what the optimizer keeps once (``step``).
+    """
+
+    rows: dict[str, Tensor]
+    scalars: dict[str, float]
+
+    @classmethod
+    def joined(cls, num_rows: int, parts: Iterable[tuple[int, TensorState]]) -> TensorState:
+        """Of one tensor from its servers: (first row, state). State that one server has not made yet is 0."""
+        whole = cls({}, {})
+        for start, part in parts:
+            for key, x in part.rows.items():
+                made = whole.rows.setdefault(key, x.new_zeros((num_rows, *x.shape[1:])))
+                made[start : start + len(x)] = x
+            for key, scalar in part.scalars.items():
+                whole.scalars[key] = max(scalar, whole.scalars.get(key, scalar))
+        return whole
+
 
 class Splitter:
     """Splits tensors among servers.
 
-    Args:
-        shapes, dtypes, ranges: of each tensor, by name.
+    Attributes:
+        shapes, dtypes: of each tensor, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self.ranges: Mapping[str, Sequence[RowRange]] = {}
 
     def ranges_of(self, name: str) -> Sequence[RowRange]:
-        if name not in self.ranges:
+        if name not in self._sharding.ranges:
             raise ValueError(f"there is no tensor {name!r} at the servers: it was not made, or was freed")
-        return self.ranges[name]
+        return self._sharding.ranges[name]
 
     def by_server(self, names: Iterable[str]) -> dict[int, list[str]]:
         """Names of the tensors that each server has a part of."""
@@ -63,29 +91,22 @@ class Splitter:
             ranges, shape = self.ranges_of(name), self.shapes[name]
             value = _of_sparse(value)
             if isinstance(value, RowGradient):
-                ids, rows = value.ids.to("cpu"), value.rows.detach().to("cpu")
-                if not shape:
-                    raise ValueError(f"{name!r} is a scalar, which has no rows")
-                check_ids(ids, shape[0], name)
-                if rows.shape != (len(ids), *shape[1:]):
-                    raise ValueError(
-                        f"{len(ids)} rows of {name!r}, {list(shape)}, are {[len(ids), *shape[1:]]}, not "
-                        f"{list(rows.shape)}"
-                    )
-                cuts = torch.searchsorted(ids, torch.tensor([part.start for part in ranges])).tolist() + [len(ids)]
+                value = RowGradient(value.ids.to("cpu"), value.rows.detach().to("cpu"))
+                check_rows(value, shape, name)
+                cuts = _cuts(value.ids, ranges)
             elif value is not None:
                 if value.shape != shape:
                     raise ValueError(f"{name!r} is {list(shape)}, not {list(value.shape)}")
-                whole = value.detach().to("cpu").reshape(shape or (1,))
+                value = value.detach().to("cpu").reshape(shape or (1,))
             for number, part in enumerate(ranges):
                 pieces = found.setdefault(part.server, Pieces())
                 pieces.names.append(name)
                 pieces.kinds.append("none" if value is None else "rows" if isinstance(value, RowGradient) else "dense")
                 if isinstance(value, RowGradient):
                     here = slice(cuts[number], cuts[number + 1])
-                    pieces.arrays += [ids[here] - part.start, rows[here].contiguous()]
+                    pieces.arrays += [value.ids[here] - part.start, value.rows[here].contiguous()]
                 elif value is not None:
-                    pieces.arrays.append(whole[part.start : part.stop].contiguous())
+                    pieces.arrays.append(value[part.start : part.stop].contiguous())
         return found
 
     def targets(self, into: Mapping[str, Tensor]) -> tuple[dict[int, Pieces], Callable[[], None]]:
@@ -129,7 +150,7 @@ class Splitter:
                 raise ValueError(f"{name!r} is a scalar, which has no rows")
             check_ids(wanted, shape[0], name)
             rows[name] = torch.empty((len(wanted), *shape[1:]), dtype=self.dtypes[name])
-            cuts = torch.searchsorted(wanted, torch.tensor([part.start for part in ranges])).tolist() + [len(wanted)]
+            cuts = _cuts(wanted, ranges)
             for number, part in enumerate(ranges):
                 here = slice(cuts[number], cuts[number + 1])
                 if cuts[number] == cuts[number + 1]:
@@ -140,6 +161,20 @@ class Splitter:
                 pieces.arrays.append(wanted[here] - part.start)
                 pieces.into.append(rows[name][here])
         return found, rows
+
+    def split_states(self, states: Mapping[str, TensorState]) -> dict[int, tuple[dict[str, Any], list[Tensor]]]:
+        """By server what is said of its part of each state, and its arrays."""
+        found: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}
+        for name, state in states.items():
+            for part in self.ranges_of(name):
+                header, arrays = found.setdefault(part.server, ({"names": [], "tensors": []}, []))
+                here = {key: x[part.start : part.stop].contiguous() for key, x in state.rows.items()}
+                header["names"].append(name)
+                header["tensors"].append(
+                    {"name": name, "start": part.start, "keys": list(here), "scalars": state.scalars}
+                )
+                arrays.extend(here.values())
+        return found
 
 
 def _of_sparse(value: Value) -> Value:
@@ -152,5 +187,7 @@ def _of_sparse(value: Value) -> Value:
     return value
 
 
-def header_of(pieces: Pieces, **more: Any) -> dict[str, Any]:
-    return {"names": pieces.names, "kinds": pieces.kinds, **more}
+def _cuts(ids: Tensor, ranges: Sequence[RowRange]) -> list[int]:
+    """Where the ascending ids of each range begin, and the end of all."""
+    starts: list[int] = torch.searchsorted(ids, torch.tensor([part.start for part in ranges])).tolist()
+    return [*starts, len(ids)]

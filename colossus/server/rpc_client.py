@@ -6,35 +6,35 @@ with `ServerGone`.
 
 from __future__ import annotations
 
+import concurrent.futures
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from colossus import machine
-from colossus.comm.buffer_pool import BufferPool
-from colossus.comm.net import BEAT_SECONDS, Stream, WireError, dial
-from colossus.server.arrays import copy, pack
-from colossus.server.environment import LEAST_TIMEOUT_SECONDS, wrong_endpoint
-from colossus.server.frames import Messages, send
-from colossus.server.messages import Refused, Reply, ServerGone
+from colossus.comm.host_staging import BufferPool
+from colossus.comm.listener import dial
+from colossus.comm.net import BEAT_SECONDS, WireError
+from colossus.server.frames import Messages, Packing, Refused, Reply, ServerGone, copy, send
+from colossus.server.process import LEAST_TIMEOUT_SECONDS
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 #: what a client says of itself: the number of its worker
 WORKER = struct.Struct("<i")
-#: calls under way, and bytes of their tensors; then the next one waits
-_MOST_CALLS = 256
+#: bytes of tensors under way; then the next call waits
 _MOST_CALL_BYTES = 256 << 20
 #: tensors that an error lists
 _MOST_NAMES = 3
 #: memory that is kept for later
 _POOLED_BYTES = 256 << 20
-#: for which it is tried where another client of this number is connected
-_BUSY_SECONDS = 2.0
 #: in which what is left must be written at the end
 _CLOSE_SECONDS = 2.0
 
@@ -60,7 +60,6 @@ class RpcClient:
     Raises:
         ServerGone: nothing answers at the endpoint.
         Refused: the server does not take this worker: a wrong token, or another client of its number is connected.
-        ValueError: the endpoint is none.
     """
 
     def __init__(
@@ -71,54 +70,40 @@ class RpcClient:
         timeout_seconds: float = 60.0,
         on_progress: Callable[[], object] = lambda: None,
     ) -> None:
-        if (wrong := wrong_endpoint(endpoint)) is not None:
-            raise ValueError(f"the endpoint of a server: {wrong}")
         if timeout_seconds < LEAST_TIMEOUT_SECONDS:
             raise ValueError(
                 f"timeout_seconds = {timeout_seconds:g}: a sign of life comes each {BEAT_SECONDS:g} s, so that a "
                 f"server can be taken for dead after {LEAST_TIMEOUT_SECONDS:g} s at the earliest"
             )
         self.index: int = endpoint["index"]
-        host = endpoint["host"]
-        shown = f"[{host}]" if ":" in host else host
-        self.address = f"{shown}:{endpoint['port']} (process {endpoint['process']})"
-        self._worker, self._timeout, self._on_progress = worker, timeout_seconds, on_progress
+        host, port = endpoint["host"], endpoint["port"]
+        self.address = f"{f'[{host}]' if ':' in host else host}:{port} (process {endpoint['process']})"
+        self._on_progress = on_progress
         self._buffers = BufferPool(_POOLED_BYTES)
         self._changed = threading.Condition(threading.RLock())
         self._pending: dict[int, _Pending] = {}
         self._last = self._num_bytes = 0
         self._gone: ServerGone | None = None
         self._is_closed = False
-        self._stream = self._enter((host, endpoint["port"]), token)
-
-    def _enter(self, address: tuple[str, int], token: bytes) -> Stream:
-        began = time.monotonic()
+        self._welcome: Future[str | None] = Future()
+        refused = f"server {self.index} at {self.address} refused worker {worker}"
+        try:
+            self._stream = dial((host, port), token, WORKER.pack(worker), timeout_seconds)
+        except WireError as error:
+            raise Refused(
+                f"{refused}: it does not take the token of this process, which is of another run ({error})"
+            ) from error
+        except OSError as error:
+            reason = "nothing listens there" if isinstance(error, ConnectionRefusedError) else str(error)
+            raise ServerGone(self.index, self.address, reason) from error
         most_bytes = machine.memory_bytes()[0] // 4
-        while True:
-            self._welcome: Future[str | None] = Future()
-            try:
-                stream = dial(address, token, WORKER.pack(self._worker), self._timeout)
-            except WireError as error:
-                raise self._refused(
-                    f"it does not take the token of this process, which is of another run ({error})"
-                ) from error
-            except OSError as error:
-                reason = "nothing listens there" if isinstance(error, ConnectionRefusedError) else str(error)
-                raise ServerGone(self.index, self.address, reason) from error
-            self._stream = stream
-            stream.start(Messages(self._buffers, most_bytes, self._into_of, self._take, self._end), self._timeout)
-            refusal = self._welcome.result()
-            if self._gone is not None:
-                raise self._gone
-            if refusal is None:
-                return stream
-            stream.abort()
-            if time.monotonic() - began > _BUSY_SECONDS:
-                raise self._refused(refusal)
-            time.sleep(0.05)
-
-    def _refused(self, why: str) -> Refused:
-        return Refused(f"server {self.index} at {self.address} refused worker {self._worker}: {why}")
+        self._stream.start(Messages(self._buffers, most_bytes, self._into_of, self._take, self._end), timeout_seconds)
+        refusal = self._welcome.result()
+        if self._gone is not None:
+            raise self._gone
+        if refusal is not None:
+            self._stream.abort()
+            raise Refused(f"{refused}: {refusal}")
 
     def call(
         self,
@@ -148,13 +133,9 @@ class RpcClient:
         pending = _Pending(Future(), _in_words(op, header.get("names", ())), into)
         pending.future.set_running_or_notify_cancel()  # it cannot be cancelled
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._gone is not None or (len(self._pending) < _MOST_CALLS and self._num_bytes < _MOST_CALL_BYTES)
-                )
-            )
+            self._changed.wait_for(lambda: self._gone is not None or self._num_bytes < _MOST_CALL_BYTES)
             if self._gone is not None:
-                raise self._error_of(self._gone, pending.what)
+                raise _error_of(self._gone, pending.what)
             if self._is_closed:
                 raise RuntimeError(f"a call {op!r} at server {self.index} by a client that was closed")
             self._last += 1
@@ -201,19 +182,16 @@ class RpcClient:
             self._changed.notify_all()
         if "e" in head:
             pending.future.set_exception(Refused(f"server {self.index} refused to {pending.what}: {head['e']}"))
-        elif pending.into is None:
+        elif pending.into is None or (all(x is y for x, y in zip(arrays, pending.into, strict=False)) and arrays):
             pending.future.set_result(Reply(head.get("h") or {}, arrays))
-        elif (found := pack(arrays)).fits(pending.into):
-            if buffer is not None:  # it could not be read to where it belongs, which is not contiguous
-                for target, source in zip(pending.into, arrays, strict=True):
-                    copy(target, source)
+        elif (found := Packing.of(arrays).describe()) == (wanted := Packing.of(pending.into).describe()):
+            for target, source in zip(pending.into, arrays, strict=True):  # it is not contiguous, or empty
+                copy(target, source)
+            if buffer is not None:
                 self._buffers.give_back(buffer)
             pending.future.set_result(Reply(head.get("h") or {}, list(pending.into)))
         else:
-            wanted = pack(pending.into).describe()
-            pending.future.set_exception(
-                ValueError(f"the reply has arrays {found.describe()}, where into has {wanted}")
-            )
+            pending.future.set_exception(ValueError(f"the reply has arrays {found}, where into has {wanted}"))
         self._on_progress()
 
     def _end(self, reason: str | None) -> None:
@@ -226,14 +204,14 @@ class RpcClient:
             self._num_bytes = 0
             self._changed.notify_all()
         for pending in lost:
-            pending.future.set_exception(self._error_of(self._gone, pending.what))
+            pending.future.set_exception(_error_of(self._gone, pending.what))
         if not self._welcome.done():
             self._welcome.set_result(None)
 
-    @staticmethod
-    def _error_of(gone: ServerGone, what: str) -> ServerGone:
-        """The same, which says what was asked for."""
-        return ServerGone(gone.index, gone.address, f"{gone.reason}; it was to {what}", gone.last_sign)
+
+def _error_of(gone: ServerGone, what: str) -> ServerGone:
+    """The same, which says what was asked for."""
+    return ServerGone(gone.index, gone.address, f"{gone.reason}; it was to {what}", gone.last_sign)
 
 
 def _in_words(op: str, names: Sequence[str]) -> str:
@@ -241,3 +219,94 @@ def _in_words(op: str, names: Sequence[str]) -> str:
         return op
     more = len(names) - _MOST_NAMES
     return f"{op} {', '.join(map(repr, names[:_MOST_NAMES]))}" + (f" and {more} more" if more > 0 else "")
+
+
+class Handle(Generic[T]):
+    """One operation at several servers, under way. It goes on whether it is waited for or not; what is to be made of
+    the replies is made by who waits.
+
+    Attributes:
+        was_waited_for: whether somebody was told how it ended.
+    """
+
+    def __init__(self, calls: Sequence[Future[Reply]], finish: Callable[[list[Reply]], T]) -> None:
+        self._calls, self._finish = calls, finish
+        self._lock = threading.Lock()
+        self._result: T
+        self._is_finished = self.was_waited_for = False
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return all(call.done() for call in self._calls)
+
+    def then(self, use: Callable[[T], U]) -> Handle[U]:
+        """What ``use`` makes of the result, when it is waited for."""
+        return Handle(self._calls, lambda _: use(self.wait()))
+
+    def wait(self, timeout: float | None = None) -> T:
+        """The result, once all servers have answered. It may be asked for again, and from any thread.
+
+        Args:
+            timeout: seconds; None: as long as the servers live. `Servers.waiting_for` says whom they wait for.
+
+        Raises:
+            ServerGone: a server has ended.
+            Refused: a server lives, and does not do this.
+            TimeoutError: after ``timeout``; it is still under way.
+        """
+        if concurrent.futures.wait(self._calls, timeout).not_done:
+            raise TimeoutError(f"the servers live, but have not answered within {timeout:g} s")
+        self.was_waited_for = True
+        with self._lock:
+            if not self._is_finished:
+                self._result = self._finish([call.result() for call in self._calls])
+                self._is_finished = True
+        return self._result
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Why a call of this worker is not answered yet.
+
+    Attributes:
+        workers: those that a server waits for.
+        words: what they have not done.
+    """
+
+    server: int
+    workers: tuple[int, ...]
+    words: str
+
+    def __str__(self) -> str:
+        who = f"worker{'s' * (len(self.workers) > 1)} {', '.join(map(str, self.workers))}"
+        return f"server {self.server} waits for {who}: {self.words}"
+
+
+def wait_or_name_missing(handle: Handle[T], waiting_for: Callable[[], Handle[list[Waits]]], seconds: float) -> T:
+    """The result of what depends on other workers, waited for as long as others come, or the servers are at work.
+
+    Args:
+        waiting_for: `Servers.waiting_for`.
+        seconds: for which the same workers may be waited for.
+
+    Raises:
+        RuntimeError: the same workers did not come for all of the time; it names them.
+        ServerGone, Refused: as `Handle.wait` has it.
+    """
+    found, since = None, time.monotonic()
+    while True:
+        try:
+            return handle.wait(seconds / 4)
+        except TimeoutError as error:
+            late = error
+        waits = waiting_for().wait()
+        now = time.monotonic()
+        if not waits or (found is not None and waits != found):
+            since = now
+        elif now - since >= seconds:
+            ranks = sorted({worker for each in waits for worker in each.workers})
+            raise RuntimeError(
+                f"timeout: rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} did not come to the servers "
+                f"within {seconds:g} s (comm.timeout_seconds): {'; '.join(map(str, waits))}"
+            ) from late
+        found = waits or None

@@ -1,29 +1,45 @@
-"""The end of a server: requests of workers, handed over one after the other."""
+"""The end of a server: requests of workers, handed over one after the other; and the process of a server.
+
+``python -m colossus.server.rpc_server STATUS`` is started by `ServerProcess`. It reads what it is from the first line
+of its input (so that the token is in no list of processes), says where it is through the descriptor STATUS, and ends
+when its input says so or is closed, when its parent has gone, or by SIGTERM.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import logging
 import os
 import queue
+import resource
+import select
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from colossus import machine
-from colossus.comm.buffer_pool import BufferPool
-from colossus.comm.net import Listener, Stream, WireError
-from colossus.server.frames import Messages, send
-from colossus.server.messages import Request
+from colossus.comm.host_staging import BufferPool
+from colossus.comm.listener import Listener
+from colossus.comm.net import Stream, WireError
+from colossus.server.frames import Messages, Request, send
 from colossus.server.rpc_client import WORKER
+from colossus.server.store import ShardStore
 
 _log = logging.getLogger("colossus.server")
 #: memory that is kept for later
 _POOLED_BYTES = 1 << 30
 #: in which what is left must be written at the end
 _CLOSE_SECONDS = 2.0
+_PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 0.5
 
 
 class RpcServer:
@@ -41,12 +57,13 @@ class RpcServer:
             which MASTER_ADDR is reached, else the loopback.
         on_gone: ``on_gone(worker, reason)``: a worker's client has been closed (reason None), or the worker has died
             or is silent. Its requests that have no answer yet may be answered all the same.
-        on_failure: told of the exception that ends the server, from its thread.
+        on_failure: called by the server's thread after an exception has ended it.
         timeout_seconds: of silence after which a worker is given up.
         most_bytes: of the arrays of one request; None: a quarter of the memory of the machine.
 
     Attributes:
         endpoint: where it is: data of JSON, for `RpcClient`.
+        ended: why it has ended, in words; None while it serves.
     """
 
     def __init__(
@@ -57,7 +74,7 @@ class RpcServer:
         index: int = 0,
         host: str | None = None,
         on_gone: Callable[[int, str | None], object] = lambda worker, reason: None,
-        on_failure: Callable[[BaseException], object] = lambda error: None,
+        on_failure: Callable[[], object] = lambda: None,
         timeout_seconds: float = 60.0,
         most_bytes: int | None = None,
     ) -> None:
@@ -68,17 +85,12 @@ class RpcServer:
         #: by worker
         self._streams: dict[int, Stream] = {}
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        #: why it has ended, in words
-        self._ended: str | None = None
+        self.ended: str | None = None
         self._is_closing = False
         host = machine.own_address() if host is None else host
         self._listener = Listener(host, token, self._take_in, f"server {index}")
-        self.endpoint: dict[str, Any] = {
-            "index": index,
-            "host": host,
-            "port": self._listener.address[1],
-            "process": os.getpid(),
-        }
+        port = self._listener.address[1]
+        self.endpoint: dict[str, Any] = {"index": index, "host": host, "port": port, "process": os.getpid()}
         self._handler = threading.Thread(target=self._run, name="colossus-server-handler", daemon=True)
         self._handler.start()
 
@@ -89,7 +101,7 @@ class RpcServer:
         self._work.put(None)
         self._handler.join()
         self._listener.close()
-        if self._ended is None:
+        if self.ended is None:
             self._tell_end("it was closed")
         deadline = time.monotonic() + _CLOSE_SECONDS
         for stream in tuple(self._streams.values()):
@@ -102,13 +114,13 @@ class RpcServer:
                 work()
             except Exception as error:
                 _log.exception("server %d has failed", self.endpoint["index"])
-                self._on_failure(error)
                 self._tell_end(f"it has failed: {type(error).__name__}: {error}")
+                self._on_failure()
                 return
             del work  # and with it what it holds
 
     def _tell_end(self, why: str) -> None:
-        self._ended = why
+        self.ended = why
         for stream in tuple(self._streams.values()):
             send(stream, {"failed": why}, (), self._buffers)
 
@@ -120,23 +132,18 @@ class RpcServer:
         def take(head: dict[str, Any], arrays: list[Tensor], buffer: Tensor | None) -> None:
             self._take_request(worker, stream, head, arrays, buffer)
 
-        is_new = worker not in self._streams
-        if is_new:
-            self._streams[worker] = stream
-        messages = Messages(
-            self._buffers, self._most_bytes, lambda head: None, take, lambda reason: self._leave(worker, stream, reason)
-        )
-        stream.start(messages, self._timeout)
-        if self._ended is not None:
-            send(stream, {"failed": self._ended}, (), self._buffers)
+        def leave(reason: str | None) -> None:
+            if self._streams.get(worker) is stream:
+                del self._streams[worker]
+                self._work.put(lambda: self._on_gone(worker, reason))
+
+        is_new = self._streams.setdefault(worker, stream) is stream
+        stream.start(Messages(self._buffers, self._most_bytes, lambda head: None, take, leave), self._timeout)
+        if self.ended is not None:
+            send(stream, {"failed": self.ended}, (), self._buffers)
         else:
             refusal = None if is_new else f"a client of worker {worker} is connected already"
             send(stream, {"welcome": refusal}, (), self._buffers)
-
-    def _leave(self, worker: int, stream: Stream, reason: str | None) -> None:
-        if self._streams.get(worker) is stream:
-            del self._streams[worker]
-            self._work.put(lambda: self._on_gone(worker, reason))
 
     def _take_request(
         self, worker: int, stream: Stream, head: dict[str, Any], arrays: list[Tensor], buffer: Tensor | None
@@ -154,3 +161,63 @@ class RpcServer:
 
         request = Request(worker, op, header, arrays, answer)
         self._work.put(lambda: self._handle(request))
+
+
+# -- the process ----------------------------------------------------------------------------------------------
+
+
+class _Terminated(BaseException):
+    pass
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
+
+
+def main() -> int:
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored, signal.SIG_IGN)  # the run ends in order, which is its parent's to see to
+    status = os.fdopen(int(sys.argv[1]), "w")
+    told: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    if told["bind"] and sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, _terminate)
+    with contextlib.suppress(OSError, ValueError):  # each connection is a file
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    logging.basicConfig(format=f"server {told['index']}: %(message)s")
+    torch.set_num_threads(1)
+    store, (wake_read, wake_write) = ShardStore(), os.pipe()
+    try:
+        server = RpcServer(
+            store.handle,
+            bytes.fromhex(told["token"]),
+            index=told["index"],
+            host=told["host"],
+            on_gone=store.on_gone,
+            on_failure=lambda: os.write(wake_write, b"f"),
+            timeout_seconds=told["timeout_seconds"],
+        )
+    except Exception as error:
+        print(json.dumps({"failure": f"{type(error).__name__}: {error}"}), file=status, flush=True)
+        raise
+    print(json.dumps({"endpoint": server.endpoint}), file=status, flush=True)
+    try:
+        while server.ended is None and os.getppid() == told["parent"]:
+            ready, _, _ = select.select([sys.stdin, wake_read], [], [], _LOOK_SECONDS)
+            if sys.stdin in ready:  # it says close, or is closed
+                break
+        failed = server.ended is not None
+        server.close()
+        return int(failed)
+    except _Terminated:
+        server.close()
+        return 128 + signal.SIGTERM
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of torch need no farewell

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from colossus.rows.row_gradient import RowGradient
-from colossus.rows.rules import rule_of
+from colossus.rows.row_rules import rule_of
 
 #: what a push may do; ``gradient`` is an update by the optimizer of the tensor
 RULES = ("zero", "copy", "add", "gradient")
@@ -30,7 +30,7 @@ class ShardSpec:
     Attributes:
         name, shape, dtype: of the whole tensor.
         start, stop: rows of it that are here.
-        optimizer: for the rule ``gradient``: dict(type=name of a rule of `colossus.rows.rules`, **options).
+        optimizer: for the rule ``gradient``: dict(type=name of a rule of `colossus.rows.row_rules`, **options).
     """
 
     name: str
@@ -66,10 +66,6 @@ class Shard:
         self._rule, self._options = (None if name is None else rule_of(name)), options
         self.state: dict[str, Any] = {}
 
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
-
     def check(self, rule: str, part: Part, options: Mapping[str, Any]) -> None:
         """
         Raises:
@@ -102,7 +98,8 @@ class Shard:
                 raise ValueError(
                     f"an update of {name} by {self._rule.name!r} has no option {key!r}; it has {', '.join(known)}"
                 )
-        if (lr := options.get("lr")) is not None and not _is_rate(lr):
+        lr = options.get("lr")
+        if lr is not None and not (isinstance(lr, int | float) and 0 <= lr < math.inf):
             raise ValueError(f"an update of {name} with lr = {lr!r}; it is a number, at least 0")
         options = {**self._options, **options}
         if options.get("lr") is None:
@@ -138,9 +135,9 @@ class Shard:
         elif rule == "zero":
             values.zero_()
         elif rule == "copy":
-            values.copy_(_given(part))
+            values.copy_(part)  # type: ignore[arg-type]
         else:
-            values.add_(_given(part))
+            values.add_(part)  # type: ignore[arg-type]
         self.version += 1
 
     def _update(self, gradient: Tensor | RowGradient, options: dict[str, Any]) -> None:
@@ -198,10 +195,59 @@ def check_optimizer(name: str, optimizer: Mapping[str, Any]) -> None:
             raise ValueError(f"the optimizer {rule.name!r} of {name!r} has no option {key!r}; it has {known}")
 
 
-def _is_rate(lr: object) -> bool:
-    return isinstance(lr, int | float) and 0 <= lr < math.inf
+def parts_of(
+    shards: Mapping[str, Shard], names: Sequence[str], kinds: Sequence[str], arrays: Sequence[Tensor]
+) -> Iterator[tuple[Shard, Part]]:
+    """What a request brings for each of its tensors.
+
+    Args:
+        kinds: "dense": one array, as the shard; "rows": two, ids int64 [n] within the shard, ascending and each once,
+            and rows [n, ...]; "none".
+
+    Raises:
+        ValueError: something does not fit.
+    """
+    left = iter(arrays)
+    for name, kind in zip(names, kinds, strict=True):
+        shard = shards[name]
+        part: Part = None
+        if kind == "dense":
+            part = next(left)
+            if part.shape != shard.values.shape:
+                raise ValueError(f"{name!r} is {list(shard.values.shape)} here, and {list(part.shape)} was sent")
+        elif kind == "rows":
+            part = RowGradient(next(left), next(left))
+            check_rows(part, shard.values.shape, name)
+        elif kind != "none":
+            raise ValueError(f"{name!r} comes as {kind!r}; there are dense, rows and none")
+        yield shard, part
 
 
-def _given(part: Tensor | None) -> Tensor:
-    assert part is not None
-    return part
+def check_rows(part: RowGradient, shape: Sequence[int], name: str) -> None:
+    """
+    Raises:
+        ValueError: they are no rows of a tensor of this shape.
+    """
+    if not shape:
+        raise ValueError(f"{name!r} is a scalar, which has no rows")
+    check_ids(part.ids, shape[0], name)
+    if list(part.rows.shape) != (expected := [len(part.ids), *shape[1:]]):
+        raise ValueError(
+            f"{len(part.ids)} rows of {name!r}, {list(shape)}, are {expected}, not {list(part.rows.shape)}"
+        )
+
+
+def check_ids(ids: Tensor, num_rows: int, name: str) -> None:
+    """
+    Raises:
+        ValueError: ids are not int64 [n], ascending, each once, and of this many rows.
+    """
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        raise ValueError(f"ids of rows of {name!r} are int64 [n], not {ids.dtype} {list(ids.shape)}")
+    if not len(ids):
+        return
+    if (ids[1:] <= ids[:-1]).any():
+        raise ValueError(f"ids of rows of {name!r} ascend, each once")
+    if ids[0] < 0 or ids[-1] >= num_rows:
+        row = int(ids[0] if ids[0] < 0 else ids[-1])
+        raise ValueError(f"row {row} of {name!r} is not one of its {num_rows} rows here")

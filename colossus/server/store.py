@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from colossus.server.clocks import Clocks
-from colossus.server.load import ServerLoad
-from colossus.server.messages import Request
-from colossus.server.shard import ShardSpec
-from colossus.server.stored_tensors import StoredTensors, check_ids
-from colossus.server.sync_steps import SyncSteps
-from colossus.server.waiting import Answer, Awaited, WaitingRequests
+from colossus.server.frames import Request
+from colossus.server.shard import Shard, ShardSpec, check_ids, parts_of
+from colossus.server.sync_steps import Awaited, SyncSteps, WaitingRequests
+
+
+class _Shards(dict[str, Shard]):
+    def __missing__(self, name: str) -> Shard:
+        raise ValueError(f"there is no tensor {name!r}: it was not made, or was freed")
+
+
+@dataclass
+class _Making:
+    """Tensors that are being made: all workers have to come.
+
+    Attributes:
+        specs: as each worker that has come has them.
+        values: of the worker whose values count.
+    """
+
+    specs: dict[int, list[ShardSpec]] = field(default_factory=dict)
+    values: Sequence[Tensor] = ()
+    is_made: bool = False
 
 
 class ShardStore:
@@ -25,15 +39,21 @@ class ShardStore:
     never in between. A request that does not fit is refused in words, before it has changed anything.
 
     In headers ``names`` are the tensors of a request, and other lists go along with them; for ``kinds`` see
-    `StoredTensors.parts`.
+    `parts_of`.
     """
 
     def __init__(self) -> None:
-        self.load = ServerLoad()
-        self._tensors, self._waiting, self._clocks = StoredTensors(), WaitingRequests(), Clocks()
+        self._shards: dict[str, Shard] = _Shards()
+        #: by tensor the workers that have not freed it; it is there as long as there is one
+        self._users: dict[str, set[int]] = {}
+        #: by the first of the tensors that are made at once
+        self._making: dict[str, _Making] = {}
+        #: workers that have ended, and why
         self._gone: dict[int, str] = {}
-        self._deaths: Counter[int] = Counter()
-        self._steps = SyncSteps(self._tensors, self._waiting, self._gone)
+        #: steps that each worker has finished
+        self._clocks: dict[int, int] = {}
+        self._waiting = WaitingRequests()
+        self._steps = SyncSteps(self._shards, self._waiting, self._gone)
         self._ops: dict[str, Callable[[Request], object]] = {
             "create": self._create,
             "free": self._free,
@@ -46,7 +66,6 @@ class ShardStore:
             "waiting_for": self._waiting_for,
             "dump": self._dump,
             "load": self._load,
-            "stats": self._stats,
         }
 
     @property
@@ -56,9 +75,6 @@ class ShardStore:
 
     def handle(self, request: Request) -> None:
         """Answer a request, now or when others have done what it waits for."""
-        began = time.perf_counter()
-        self.load.requests[request.op] += 1
-        self.load.bytes_in += sum(array.nbytes for array in request.arrays)
         self._gone.pop(request.worker, None)
         try:
             if request.op not in self._ops:
@@ -69,75 +85,95 @@ class ShardStore:
         except Exception as error:  # a header that no worker of ours sends: its worker is told, and others go on
             request.fail(f"{request.op}: {type(error).__name__}: {error}")
         self._waiting.look_again()
-        self.load.busy_seconds += time.perf_counter() - began
 
     def on_gone(self, worker: int, reason: str | None) -> None:
-        """A worker has ended; nobody waits for it any more."""
+        """A worker has ended; nobody waits for it any more, and its tensors are freed."""
         self._gone[worker] = reason or "it has closed its connection"
-        self._deaths[worker] += 1
         self._waiting.drop(worker)
-        self._clocks.leave(worker)
-        self._steps.restart(self._tensors.leave(worker))
+        self._clocks.pop(worker, None)
+        for making in self._making.values():
+            making.specs.pop(worker, None)
+        self._drop([name for name, users in self._users.items() if worker in users], worker)
         self._waiting.look_again()
 
     # -- tensors --------------------------------------------------------------------------------------------
 
     def _create(self, request: Request) -> None:
         """Header: specs (`ShardSpec`), has_values, source: the worker that gives values; workers, who make them.
-        Answered when the tensors are there; the source when all workers are: what it leaves early is there for those
-        that come late."""
-        specs = [ShardSpec.of_json(spec) for spec in request.header["specs"]]
-        values = list(request.arrays) if request.header["has_values"] else None
-
-        worker, source, workers = request.worker, request.header["source"], request.header["workers"]
-        has_joined = False
+        Answered when all of these have asked."""
+        header, worker = request.header, request.worker
+        specs = [ShardSpec.of_json(spec) for spec in header["specs"]]
+        source, workers, name = header["source"], header["workers"], specs[0].name
+        if worker in self._users.get(name, ()):
+            raise ValueError(f"worker {worker} has {name!r} already; free it before it is made again")
+        making = self._making.setdefault(name, _Making())
+        making.specs[worker] = specs
+        if header["has_values"]:
+            making.values = request.arrays
 
         def absent() -> list[int]:
-            return [each for each in workers if each not in self._gone and not self._tensors.has_joined(specs, each)]
+            return [each for each in workers if each not in making.specs and each not in self._gone]
 
-        def joined() -> Answer | None:
-            nonlocal has_joined
-            has_joined = has_joined or self._tensors.join(specs, worker, values)
-            if has_joined:
-                return None if worker == source and absent() else request.reply
-            if source in self._gone and self._deaths[source] > self._deaths[worker]:  # else both were started again
-                raise ValueError(f"worker {source} has gone ({self._gone[source]}) and has not made {specs[0].name!r}")
-            return None
+        def look() -> bool:
+            if not making.is_made:
+                if absent():
+                    return False
+                if source not in making.specs:
+                    raise ValueError(f"worker {source} has gone ({self._gone.get(source)}) and has not made {name!r}")
+                self._make(making, source)
+                making.is_made = self._making.pop(name, None) is not None
+            if specs != making.specs[source]:
+                raise ValueError(
+                    f"{name!r} is {specs[0]} for worker {worker}, and {making.specs[source][0]} for worker {source}"
+                )
+            request.reply()
+            return True
 
         def awaited() -> Awaited:
-            if users := self._tensors.users_before(specs, worker):
-                return users, f"have not freed the {specs[0].name!r} before"
-            return absent() if has_joined else [source], f"have not made {specs[0].name!r}"
+            return absent(), f"have not made {name!r}"
 
-        self._waiting.add(request, joined, awaited)
+        self._waiting.add(request, look, awaited)
+
+    def _make(self, making: _Making, source: int) -> None:
+        specs = making.specs[source]
+        made = [Shard(spec, value.clone()) for spec, value in zip(specs, making.values, strict=True)]
+        users = {worker for worker, theirs in making.specs.items() if theirs == specs}
+        for shard in made:
+            self._shards[shard.spec.name], self._users[shard.spec.name] = shard, set(users)
 
     def _free(self, request: Request) -> None:
         names = request.header["names"]
-        self._tensors.free(names, request.worker)
-        self._steps.restart([name for name in names if name not in self._tensors.names()])
+        for name in names:
+            self._shards[name]
+        self._drop(names, request.worker)
         request.reply()
+
+    def _drop(self, names: Sequence[str], worker: int) -> None:
+        """A worker needs tensors no more."""
+        for name in names:
+            self._users[name].discard(worker)
+            if not self._users[name]:
+                del self._shards[name], self._users[name]
+                self._steps.restart([name])
 
     def _push(self, request: Request) -> None:
         """Header: names, kinds, rule, options (for each), bases: the version that the worker has pulled, None: none.
-        The
-        reply: versions, and staleness of each: updates that came between."""
-        header, staleness = request.header, []
-        found = self._tensors.parts(header["names"], header["kinds"], request.arrays)
+        The reply: staleness of each: updates that came between."""
+        header = request.header
+        found = list(parts_of(self._shards, header["names"], header["kinds"], request.arrays))
         pairs = list(zip(found, header["options"], header["bases"], strict=True))
         for (shard, part), options, _ in pairs:
             shard.check(header["rule"], part, options)
+        staleness = []
         for (shard, part), options, base in pairs:
-            stale = None if base is None else shard.version - base
-            if stale is not None:
-                self.load.staleness[stale] += 1
-            staleness.append(stale)
+            staleness.append(None if base is None else shard.version - base)
             shard.push(header["rule"], part, options)
-        request.reply({"versions": [shard.version for shard, _ in found], "staleness": staleness})
+        request.reply({"staleness": staleness})
 
     def _pull(self, request: Request) -> None:
         """Header: names, kinds: "dense", or "rows": an array of ids. The reply: versions; values."""
         ids, out = iter(request.arrays), []
-        shards = self._tensors.shards(request.header["names"])
+        shards = [self._shards[name] for name in request.header["names"]]
         for shard, kind in zip(shards, request.header["kinds"], strict=True):
             if kind == "rows":
                 wanted = next(ids)
@@ -145,29 +181,34 @@ class ShardStore:
                 out.append(shard.values.index_select(0, wanted))
             else:
                 out.append(shard.values)
-        self._reply(request, {"versions": [shard.version for shard in shards]}, out)
+        request.reply({"versions": [shard.version for shard in shards]}, out)
 
     def _apply(self, request: Request) -> None:
         """See `SyncSteps.apply`; pull: whether values are wanted."""
-        values = self._steps.apply(request)
-        versions = [self._tensors.shard(name).version for name in request.header["names"]]
-        self._reply(request, {"versions": versions}, values if request.header["pull"] else [])
+        shards = self._steps.apply(request)
+        request.reply({}, [shard.values for shard in shards] if request.header["pull"] else [])
 
     # -- workers --------------------------------------------------------------------------------------------
 
     def _clock(self, request: Request) -> None:
-        """Header: step (how many the worker has finished), max_staleness, workers. Answered when it may go on."""
-        step, most = request.header["step"], request.header["max_staleness"]
-        self._clocks.expect(worker for worker in request.header["workers"] if worker not in self._gone)
-        self._clocks.advance(request.worker, step)
+        """Stale synchronous parallelism (SSP; Ho et al., NIPS 2013). Header: step (how many the worker has finished),
+        max_staleness, workers. Answered when it may go on: no other that lives is further behind."""
+        least = request.header["step"] - request.header["max_staleness"]
+        for worker in request.header["workers"]:
+            if worker not in self._gone:
+                self._clocks.setdefault(worker, 0)
+        self._clocks[request.worker] = request.header["step"]
 
-        def answer() -> Answer | None:
-            return request.reply if self._clocks.may_begin(step, most) else None
+        def behind() -> list[int]:
+            return sorted(worker for worker, clock in self._clocks.items() if clock < least)
 
-        def awaited() -> Awaited:
-            return self._clocks.behind(step, most), f"have finished fewer than {step - most} steps"
+        def look() -> bool:
+            if behind():
+                return False
+            request.reply()
+            return True
 
-        self._waiting.add(request, answer, awaited)
+        self._waiting.add(request, look, lambda: (behind(), f"have finished fewer than {least} steps"))
 
     def _waiting_for(self, request: Request) -> None:
         """The reply: waits, for each request of this worker that is not answered (workers, what they have not done)."""
@@ -176,36 +217,22 @@ class ShardStore:
     # -- state ----------------------------------------------------------------------------------------------
 
     def _dump(self, request: Request) -> None:
-        """Header: names. The reply: for each of ``tensors`` its start, version, scalars and keys, each of which is an
-        array."""
+        """Header: names. The reply: for each of ``tensors`` its start, scalars and keys, each of which is an array."""
         arrays: list[Tensor] = []
-        tensors = []
-        for shard in self._tensors.shards(request.header["names"]):
+        tensors: list[Mapping[str, Any]] = []
+        for name in request.header["names"]:
+            shard = self._shards[name]
             rows = shard.by_row()
             arrays += rows.values()
-            about = {"start": shard.spec.start, "version": shard.version, "scalars": shard.scalars()}
-            tensors.append({**about, "keys": list(rows)})
-        self._reply(request, {"tensors": tensors}, arrays)
+            tensors.append({"start": shard.spec.start, "scalars": shard.scalars(), "keys": list(rows)})
+        request.reply({"tensors": tensors}, arrays)
 
     def _load(self, request: Request) -> None:
         """Header: tensors as `_dump` gives them, with their names."""
-        arrays, steps = iter(request.arrays), []
+        arrays = iter(request.arrays)
         for given in request.header["tensors"]:
-            shard = self._tensors.shard(given["name"])
+            shard = self._shards[given["name"]]
             rows = {key: next(arrays) for key in given["keys"]}
             shard.load(given["start"] - shard.spec.start, rows, given["scalars"])
-            steps.append(given["name"])
-        self._steps.restart(steps)
+            self._steps.restart([given["name"]])
         request.reply()
-
-    def _stats(self, request: Request) -> None:
-        shards = {
-            shard.spec.name: {"updates": shard.version, "bytes": shard.values.nbytes, "rows": len(shard.values)}
-            for shard in self._tensors
-        }
-        waiting = len(self._waiting)
-        request.reply({**self.load.as_json(), "shards": shards, "waiting": waiting})
-
-    def _reply(self, request: Request, header: dict[str, Any], arrays: list[Tensor]) -> None:
-        self.load.bytes_out += sum(array.nbytes for array in arrays)
-        request.reply(header, arrays)

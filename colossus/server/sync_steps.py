@@ -1,20 +1,72 @@
-"""Synchronous steps at a server: parts of gradients, the squares of their sums, one update.
+"""Synchronous steps at a server: parts of gradients, the squares of their sums, one update; and requests that wait.
 
 A sum is the same whatever comes first: parts are added up in the order of the workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from colossus.rows.row_gradient import RowGradient
-from colossus.server.messages import Request
-from colossus.server.shard import Part
-from colossus.server.stored_tensors import StoredTensors
-from colossus.server.waiting import Answer, Awaited, WaitingRequests
+from colossus.server.frames import Request
+from colossus.server.shard import Part, Shard, parts_of
+
+#: what a request waits for: workers, and in words
+Awaited = tuple[list[int], str]
+
+
+@dataclass(frozen=True)
+class _Deferred:
+    request: Request
+    look: Callable[[], bool]
+    awaited: Callable[[], Awaited]
+
+
+class WaitingRequests:
+    """Requests that are answered when something that others do has come about."""
+
+    def __init__(self) -> None:
+        self._deferred: list[_Deferred] = []
+
+    def of(self, worker: int) -> list[Awaited]:
+        """What each request of a worker waits for."""
+        return [deferred.awaited() for deferred in self._deferred if deferred.request.worker == worker]
+
+    def add(self, request: Request, look: Callable[[], bool], awaited: Callable[[], Awaited]) -> None:
+        """Answer a request, at once where it can be.
+
+        Args:
+            look: answers it, unless it is too early (False); a ValueError of it refuses the request.
+            awaited: what it waits for while it is not answered.
+        """
+        deferred = _Deferred(request, look, awaited)
+        if not self._is_over(deferred):
+            self._deferred.append(deferred)
+
+    def drop(self, worker: int) -> None:
+        """A worker has gone."""
+        for deferred in [deferred for deferred in self._deferred if deferred.request.worker == worker]:
+            self._deferred.remove(deferred)
+            deferred.request.fail(f"worker {worker} has gone")
+
+    def look_again(self) -> None:
+        """Something has changed. What an answer changes is looked at, too."""
+        while over := [deferred for deferred in self._deferred if self._is_over(deferred)]:
+            self._deferred = [deferred for deferred in self._deferred if deferred not in over]
+
+    @staticmethod
+    def _is_over(deferred: _Deferred) -> bool:
+        try:
+            return deferred.look()
+        except ValueError as error:
+            deferred.request.fail(str(error))
+        except Exception as error:  # a header that no worker of ours sends
+            deferred.request.fail(f"{deferred.request.op}: {type(error).__name__}: {error}")
+        return True
 
 
 class GradientSum:
@@ -24,24 +76,20 @@ class GradientSum:
         workers: who gives a part each, ascending.
     """
 
-    def __init__(self, workers: tuple[int, ...]) -> None:
-        self.workers = workers
+    def __init__(self, workers: Sequence[int]) -> None:
+        self.workers = list(workers)
         self._parts: dict[int, Part] = {}
         self._dense: Tensor | None = None
         self._num_added = 0
 
     def add(self, worker: int, part: Part) -> None:
-        """Take a part. Its tensors are this object's from then on."""
+        """Take a part, whose tensors are this object's from then on. Dense parts of all workers before the first that
+        is missing are added at once, so that they can be freed; rows are added at the end."""
         if worker not in self.workers:
-            raise ValueError(f"worker {worker} is none of those that take part: {list(self.workers)}")
+            raise ValueError(f"worker {worker} is none of those that take part: {self.workers}")
         if worker in self._parts:
             raise ValueError(f"worker {worker} has given its part already")
         self._parts[worker] = part
-        self._add_early()
-
-    def _add_early(self) -> None:
-        """Add the dense parts of all workers before the first that is missing, so that they can be freed; rows are
-        added at the end, at once."""
         while self._num_added < len(self.workers) and (worker := self.workers[self._num_added]) in self._parts:
             part = self._parts[worker]
             if isinstance(part, RowGradient):
@@ -74,140 +122,130 @@ class GradientSum:
         return total
 
 
-class ShardSteps:
-    """The steps of one shard.
+class _ShardSteps:
+    """The newest step of one shard, and what was asked of the one before.
 
     Attributes:
+        step: the newest that somebody has given a part of; older ones are over.
+        sum: of it.
+        total: the sum, once it is complete and was asked for.
+        squares: of its norm, by step: of this one and of those applied before.
         applied: the newest step that was applied.
     """
 
     def __init__(self) -> None:
-        self.applied = -1
-        self._sums: dict[int, GradientSum] = {}
-        self._totals: dict[int, tuple[Part, float]] = {}
+        self.step = self.applied = -1
+        self.sum = GradientSum(())
+        self.total: Part = None
+        self.squares: dict[int, float] = {}
 
-    def accumulate(self, step: int, worker: int, part: Part, workers: tuple[int, ...]) -> None:
-        """Take a part."""
-        if step <= self.applied or step in self._totals:
+    def accumulate(self, step: int, worker: int, part: Part, workers: Sequence[int]) -> None:
+        if step < self.step or step in self.squares or step <= self.applied:
             raise ValueError(f"worker {worker} gives a part of step {step}, whose sum was taken already")
-        found = self._sums.setdefault(step, GradientSum(workers))
-        if found.workers != workers:
-            raise ValueError(
-                f"worker {worker} gives it with workers {list(workers)}, and another with {list(found.workers)}"
-            )
-        found.add(worker, part)
+        if step > self.step:  # one before it that was not applied has failed
+            self.step, self.sum, self.total = step, GradientSum(workers), None
+            self.squares = {number: kept for number, kept in self.squares.items() if number == self.applied}
+        self.sum.add(worker, part)
 
     def missing(self, step: int, workers: Sequence[int]) -> list[int]:
-        """Who has not given a part of a step that was not applied."""
-        if step <= self.applied or step in self._totals:
+        """Who has not given a part of a step yet."""
+        if step in self.squares or step < self.step:
             return []
-        return self._sums[step].missing() if step in self._sums else list(workers)
+        return self.sum.missing() if step == self.step else list(workers)
 
-    def squares(self, step: int, like: Tensor) -> float:
+    def squares_of(self, step: int, like: Tensor) -> float:
         """The square of the norm of the sum, of a step of which nothing is missing."""
-        if step not in self._totals:
-            if step not in self._sums:
+        if step not in self.squares:
+            if step != self.step:
                 raise ValueError(f"step {step} was applied already, and a newer one after it")
-            total = self._sums.pop(step).total(like)
-            self._totals[step] = total, _squares(total)
-        return self._totals[step][1]
+            self.total = self.sum.total(like)
+            self.squares[step] = _squares(self.total)
+        return self.squares[step]
 
-    def peek(self, step: int) -> Part:
-        """What `take` will give.
-
-        Raises:
-            ValueError: `take` cannot be: the squares of the step were not asked for, so it may be incomplete.
-        """
+    def require_total(self, step: int) -> Part:
+        """The sum that is to be applied now; None: it is nothing, or was applied before."""
         if step <= self.applied:
             return None
-        if step not in self._totals:
+        if step != self.step or step not in self.squares:
             raise ValueError(f"step {step} is to be applied before the squares of its sums were taken")
-        return self._totals[step][0]
-
-    def take(self, step: int) -> Part:
-        """The sum, to be applied now; None: it is nothing, or was applied before. Older steps have failed."""
-        if step <= self.applied:
-            return None
-        total, squares = self._totals[step]
-        self._totals = {number: kept for number, kept in self._totals.items() if number > step}
-        self._totals[step] = None, squares  # others of its workers may ask for the squares yet
-        self._sums = {number: kept for number, kept in self._sums.items() if number > step}
-        self.applied = step
-        return total
+        return self.total
 
 
 class SyncSteps:
     """Requests of synchronous steps at one server.
 
     Args:
+        shards: by name.
         gone: workers that have ended, and why.
     """
 
-    def __init__(self, tensors: StoredTensors, waiting: WaitingRequests, gone: Mapping[int, str]) -> None:
-        self._tensors, self._waiting, self._gone = tensors, waiting, gone
-        self._steps: dict[str, ShardSteps] = {}
+    def __init__(self, shards: Mapping[str, Shard], waiting: WaitingRequests, gone: Mapping[int, str]) -> None:
+        self._shards, self._waiting, self._gone = shards, waiting, gone
+        self._steps: dict[str, _ShardSteps] = {}
 
     def accumulate(self, request: Request) -> None:
         """Parts of a step. Header: step, names, kinds, workers (who take part)."""
         header = request.header
-        found = self._tensors.parts(header["names"], header["kinds"], request.arrays)
+        found = list(parts_of(self._shards, header["names"], header["kinds"], request.arrays))
         for shard, part in found:
             shard.check("gradient", part, {"lr": 0.0})
-        for name, (_, part) in zip(header["names"], found, strict=True):
-            steps = self._steps.setdefault(name, ShardSteps())
-            steps.accumulate(header["step"], request.worker, _own(part), tuple(header["workers"]))
+        for shard, part in found:
+            steps = self._steps.setdefault(shard.spec.name, _ShardSteps())
+            steps.accumulate(header["step"], request.worker, _own(part), header["workers"])
         request.reply()
 
     def squares(self, request: Request) -> None:
         """Of each tensor the square of the norm of the sum over workers, answered when all parts are here. Header:
         step, names, workers. The reply: one array, float64 [names]."""
         step, names, workers = request.header["step"], request.header["names"], request.header["workers"]
+        shards = [self._shards[name] for name in names]
+        steps = [self._steps.setdefault(name, _ShardSteps()) for name in names]
 
-        def missing() -> dict[str, list[int]]:
-            return {name: self._steps.setdefault(name, ShardSteps()).missing(step, workers) for name in names}
+        def missing() -> Iterator[tuple[str, list[int]]]:
+            return ((name, of.missing(step, workers)) for name, of in zip(names, steps, strict=True))
 
-        def answer() -> Answer | None:
-            shards = self._tensors.shards(names)
-            for name, those in missing().items():
+        def look() -> bool:
+            for name, those in missing():
                 for worker in those:
                     if worker in self._gone:
-                        raise ValueError(
-                            f"worker {worker} has gone ({self._gone[worker]}) without its part of {name!r} in step "
-                            f"{step}"
-                        )
+                        why = f"worker {worker} has gone ({self._gone[worker]})"
+                        raise ValueError(f"{why} without its part of {name!r} in step {step}")
                 if those:
-                    return None
-            found = [self._steps[name].squares(step, shard.values) for name, shard in zip(names, shards, strict=True)]
-            return lambda: request.reply({}, [torch.tensor(found, dtype=torch.float64)])
+                    return False
+            found = [of.squares_of(step, shard.values) for of, shard in zip(steps, shards, strict=True)]
+            request.reply({}, [torch.tensor(found, dtype=torch.float64)])
+            return True
 
         def awaited() -> Awaited:
-            found = missing()
-            late = sorted({worker for those in found.values() for worker in those})
-            of = next((repr(name) for name, those in found.items() if those), "any tensor")
-            return late, f"have not given their part of {of} in step {step}"
+            late = {name: those for name, those in missing() if those}
+            workers = sorted({worker for those in late.values() for worker in those})
+            return workers, f"have not given their part of {next(map(repr, late), 'any tensor')} in step {step}"
 
-        self._waiting.add(request, answer, awaited)
+        self._waiting.add(request, look, awaited)
 
-    def apply(self, request: Request) -> list[Tensor]:
+    def apply(self, request: Request) -> list[Shard]:
         """Update by the sums of a step, once, whoever asks first. Header: step, names, options (for each: of the
-        optimizer, and scale), found_inf: the sums are dropped. Returns the values afterwards. What one tensor refuses
-        changes none, and no sum is taken."""
+        optimizer, and scale), found_inf: the sums are dropped. What one tensor refuses changes none, and no sum is
+        taken."""
         header = request.header
-        step, names = header["step"], header["names"]
-        shards = self._tensors.shards(names)
-        for name, shard, options in zip(names, shards, header["options"], strict=True):
-            if name not in self._steps:
-                raise ValueError(f"step {step} of {name!r} is to be applied, and nobody has given a part of it")
-            total = self._steps[name].peek(step)
-            if total is not None and not header["found_inf"]:
-                shard.check("gradient", total, options)
-        for name, shard, options in zip(names, shards, header["options"], strict=True):
-            total = self._steps[name].take(step)
+        step, shards, totals = header["step"], [self._shards[name] for name in header["names"]], []
+        for shard, options in zip(shards, header["options"], strict=True):
+            if shard.spec.name not in self._steps:
+                raise ValueError(
+                    f"step {step} of {shard.spec.name!r} is to be applied, and nobody has given a part of it"
+                )
+            totals.append(self._steps[shard.spec.name].require_total(step))
+            if totals[-1] is not None and not header["found_inf"]:
+                shard.check("gradient", totals[-1], options)
+        for shard, total, options in zip(shards, totals, header["options"], strict=True):
             if total is not None and not header["found_inf"]:
                 shard.push("gradient", total, options)
-        return [shard.values for shard in shards]
+            steps = self._steps[shard.spec.name]
+            if step > steps.applied:
+                steps.applied, steps.total, steps.sum = step, None, GradientSum(())
+        return shards
 
-    def restart(self, names: list[str]) -> None:
+    def restart(self, names: Sequence[str]) -> None:
         """Forget steps of tensors: their state was loaded, or they were freed."""
         for name in names:
             self._steps.pop(name, None)

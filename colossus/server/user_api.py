@@ -1,23 +1,58 @@
-"""Tensors at servers in a training loop of the user's own, as TorchMPI had it."""
+"""Tensors at servers in a training loop of the user's own, as TorchMPI had it.
+
+The servers are those of the launcher, or a thread in each rank.
+"""
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import os
+import sys
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
+from colossus.comm.objects import all_gather_object
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import current_context
+from colossus.context.world import launched_ranks
 from colossus.rows.row_gradient import RowGradient
 from colossus.server.client import Servers
-from colossus.server.handles import Handle
-from colossus.server.joined import servers_of_run
 from colossus.server.pieces import Value
+from colossus.server.process import has_servers, new_token, read_environment
+from colossus.server.rpc_client import Handle, RpcClient
+from colossus.server.rpc_server import RpcServer
 from colossus.server.shard import RULES
+from colossus.server.store import ShardStore
 
 _PREFIX = "own/"
 _numbers = itertools.count(1)
+#: workers of loops of the user's own, at servers that a strategy uses, too: this plus the rank
+_FIRST_WORKER = 1 << 20
+#: for which a rank waits for others at the end, before its server ends
+_PATIENCE_SECONDS = 20.0
+
+
+@dataclass
+class _Joined:
+    """
+    Attributes:
+        process: which has joined; a fork of it has not.
+        own: the server that is a thread of this process, if there is one, and what it keeps.
+    """
+
+    process: int
+    servers: Servers
+    own: tuple[RpcServer, ShardStore] | None
+
+
+_joined: _Joined | None = None
 
 
 class ParameterServer:
@@ -35,6 +70,9 @@ class ParameterServer:
         self.servers, self.optimizer = servers, optimizer
         self.name, self.shape, self.dtype, self.device = name, like.shape, like.dtype, like.device
         self.is_freed = False
+        self._prefetched: tuple[Handle[None], Tensor] | None = None
+        #: memory of a prefetch that was received
+        self._spare: Tensor | None = None
 
     @property
     def key(self) -> str:
@@ -58,7 +96,7 @@ def init(tensor: Tensor, name: str | None = None, *, optimizer: Mapping[str, Any
         tensor: of any dtype, shape and device. The values of rank 0 count.
         name: unique; by default a number.
         optimizer: of the rule ``gradient``: dict(type="sgd", lr=0.1), say; momentum, adagrad, rowwise_adagrad and adam
-            with their options (`colossus.rows.rules`).
+            with their options (`colossus.rows.row_rules`).
 
     Raises:
         ValueError: something is no such tensor, there is one of this name, or no such optimizer.
@@ -69,7 +107,7 @@ def init(tensor: Tensor, name: str | None = None, *, optimizer: Mapping[str, Any
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or hasattr(tensor, "to_local"):
         kind = type(tensor).__name__ if hasattr(tensor, "to_local") else f"{tensor.layout} on {tensor.device}"
         raise ValueError(f"colossus.server.init takes a dense tensor with values, not {kind}")
-    servers = servers_of_run()
+    servers = _servers_of_run()
     made = ParameterServer(f"tensor-{next(_numbers)}" if name is None else name, tensor, servers, optimizer)
     servers.create({made.key: tensor.detach().to("cpu")}, optimizer).wait()
     return made
@@ -122,7 +160,18 @@ def receive(handle: ParameterServer, into: Tensor | None = None, ids: Tensor | N
     if ids is None:
         _require_fits(handle, into, tuple(handle.shape))
         target = torch.empty(handle.shape, dtype=handle.dtype, device=handle.device) if into is None else into
-        return servers.pull({key: target}).then(lambda _: target)
+        coming, handle._prefetched = handle._prefetched, None
+        if coming is None:
+            return servers.pull({key: target}).then(lambda _: target)
+        pull, buffer = coming
+
+        @torch.no_grad()
+        def copied(_: None) -> Tensor:
+            target.copy_(buffer)
+            handle._spare = buffer  # only now another prefetch may write to it
+            return target
+
+        return pull.then(copied)
     wanted, places = torch.unique(_checked_ids(handle, ids), return_inverse=True)
     shape = (len(ids), *handle.shape[1:])
     _require_fits(handle, into, shape)
@@ -144,7 +193,11 @@ def _require_fits(handle: ParameterServer, into: Tensor | None, shape: tuple[int
 
 def prefetch(handle: ParameterServer) -> Handle[None]:
     """Start to receive, into memory of its own; the next `receive` without ids takes it."""
-    return handle.servers.prefetch([handle.key])
+    if handle._prefetched is None:
+        buffer, handle._spare = handle._spare, None
+        buffer = torch.empty(handle.shape, dtype=handle.dtype) if buffer is None else buffer
+        handle._prefetched = handle.servers.pull({handle.key: buffer}), buffer
+    return handle._prefetched[0]
 
 
 def free(handle: ParameterServer) -> None:
@@ -177,3 +230,66 @@ def _rows(handle: ParameterServer, ids: Tensor, rows: Tensor | None, rule: str) 
     if len(wanted) == len(ids):
         return RowGradient(wanted, torch.empty_like(rows).index_copy_(0, places, rows))
     return RowGradient(wanted, rows.new_zeros((len(wanted), *rows.shape[1:])).index_add_(0, places, rows))
+
+
+# -- the servers ----------------------------------------------------------------------------------------------
+
+
+def _servers_of_run() -> Servers:
+    """Joins the servers when it is called first: collective then, unless a launcher has started the servers.
+
+    Raises:
+        ValueError: processes were started that are not joined.
+    """
+    global _joined
+    if _joined is None or _joined.process != os.getpid():
+        _joined = _join(_all_ranks())
+        atexit.register(close)
+    return _joined.servers
+
+
+def close() -> None:
+    """Leave the servers; the tensors that were made are gone. On all ranks. It is called at the end of a process, too.
+
+    A server that is a thread of this rank ends when the other ranks have left it.
+    """
+    global _joined
+    joined, _joined = _joined, None
+    if joined is None or joined.process != os.getpid():
+        return
+    atexit.unregister(close)
+    joined.servers.close()
+    if joined.own is not None:
+        server, store = joined.own
+        has_failed = sys.exception() is not None or hasattr(sys, "last_value")  # others may wait for this rank then
+        deadline = time.monotonic() + (0.0 if has_failed else _PATIENCE_SECONDS)
+        while store.num_gone < len(joined.servers.workers) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        server.close()
+
+
+def _join(group: AxisGroup) -> _Joined:
+    own: tuple[RpcServer, ShardStore] | None = None
+    first = 0
+    if has_servers():
+        given = read_environment()
+        endpoints, token, first = given.endpoints, given.token, _FIRST_WORKER
+    else:
+        token = all_gather_object(new_token(), group)[0]
+        store = ShardStore()
+        server = RpcServer(store.handle, token, index=group.index, on_gone=store.on_gone)
+        own = server, store
+        endpoints = all_gather_object(server.endpoint, group)
+    workers = [first + rank for rank in range(group.size)]
+    clients = [RpcClient(endpoint, token, workers[group.index]) for endpoint in endpoints]
+    return _Joined(os.getpid(), Servers(clients, workers[group.index], workers), own)
+
+
+def _all_ranks() -> AxisGroup:
+    context = current_context()
+    if context.world_size > 1:
+        return context.group(context.grid.names)
+    started, rank = (os.environ.get(name, default) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
+    if has_servers() and not dist.is_initialized() and started.isdecimal() and rank.isdecimal():
+        return AxisGroup(("world",), tuple(range(int(started))), int(rank), None)  # nothing has to be exchanged
+    return launched_ranks("colossus.server")

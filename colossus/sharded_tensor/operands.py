@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from colossus.sharded_tensor.operators import Call
-from colossus.sharded_tensor.place import MixesPartsError, Place
+from colossus.sharded_tensor.placement import MixesPartsError, Place
 
 
 class At:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from colossus.sharded_tensor.operands import At, found, require_one
 from colossus.sharded_tensor.operators import Call
-from colossus.sharded_tensor.place import MixesPartsError, Place, avoid
+from colossus.sharded_tensor.placement import MixesPartsError, Place, avoid
 
 
 def matmul(at: At, call: Call) -> Place:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from colossus.sharded_tensor.place import MixesPartsError
-from colossus.sharded_tensor.placement import Placement
+from colossus.sharded_tensor.placement import MixesPartsError, Placement
 
 
 def refusal(name: str, error: MixesPartsError, x: object, placement: Placement) -> str:

@@ -10,8 +10,7 @@ from colossus.comm.conjugate import conjugate
 from colossus.error_place import located_error
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
-from colossus.sharded_tensor.place import Place
-from colossus.sharded_tensor.placement import HasRegions, Placement
+from colossus.sharded_tensor.placement import HasRegions, Place, Placement
 from colossus.sharded_tensor.tensor import ShardedTensor, mark, misplaced, plain, unwrap
 
 

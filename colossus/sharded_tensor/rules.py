@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from colossus.sharded_tensor import index_rules, product_rules, view_rules
+from colossus.sharded_tensor import product_rules, view_rules
 from colossus.sharded_tensor.operands import At, Rule, aligned, found
 from colossus.sharded_tensor.operators import Call
-from colossus.sharded_tensor.place import MixesPartsError, Place, as_dims, avoid, without
+from colossus.sharded_tensor.placement import MixesPartsError, Place, as_dims, avoid, without
 
 
 def _along(default: Any = None) -> Rule:
@@ -96,11 +96,11 @@ _ROWS: list[tuple[Rule, str]] = [
     (product_rules.added_product, "addmm baddbmm"),
     (product_rules.einsum, "einsum"),
     (product_rules.attention, "scaled_dot_product_attention"),
-    (index_rules.indexed, "getitem"),
-    (index_rules.assigned, "setitem"),
-    (index_rules.chosen, "gather scatter scatter_add take_along_dim"),
-    (index_rules.index_select, "index_select"),
-    (index_rules.looked_up, "embedding"),
+    (view_rules.indexed, "getitem"),
+    (view_rules.assigned, "setitem"),
+    (view_rules.chosen, "gather scatter scatter_add take_along_dim"),
+    (view_rules.index_select, "index_select"),
+    (view_rules.looked_up, "embedding"),
     (view_rules.view, "view view_as"),
     (view_rules.flattened, "flatten ravel"),
     (view_rules.unflattened, "unflatten"),

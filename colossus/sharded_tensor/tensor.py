@@ -15,11 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from colossus.comm.conjugate import conjugate
 from colossus.error_place import located_error
-from colossus.sharded_tensor.mask import local_mask
 from colossus.sharded_tensor.operands import At, aligned
 from colossus.sharded_tensor.operators import Call, aten_name, bind, is_pointwise
-from colossus.sharded_tensor.place import MixesPartsError, Place
-from colossus.sharded_tensor.placement import ROLES, HasRegions, Placement
+from colossus.sharded_tensor.placement import ROLES, HasRegions, MixesPartsError, Place, Placement, local_mask
 from colossus.sharded_tensor.refusal import refusal
 from colossus.sharded_tensor.rules import RANDOM, RULES
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from colossus.comm.cost import sent
+from colossus.comm.accounting import sent
 from colossus.registry import nearest
 
 WayName = Literal["dense", "gather", "owners"]

@@ -9,17 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.construct.init import Normal, ZeroRow
+from colossus.construct.initial_values import Normal, ZeroRow
 from colossus.error_place import located_error
 from colossus.layers.embedding import check_range
 from colossus.layers.layer import Layer
-from colossus.layers.lookup import look_up_wide
-from colossus.layers.sparse_lookup import distinct_rows
+from colossus.layers.lookup import distinct_rows, look_up
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.rows.row_gradient import row_source
-from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.placement import Place
 from colossus.sharded_tensor.regions import local, move, sequence_place, with_sequence
 from colossus.tensor_parallel.dtypes import activation_dtype, gradient_dtype
 
@@ -197,12 +196,12 @@ def _wide_rows(ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Ten
     if ids.device.type == "cpu":
         distinct, where = torch.unique(ids, return_inverse=True)
         padding = [] if padding_idx is None else (distinct == padding_idx).nonzero().flatten().tolist()
-        return look_up_wide(distinct, table), where, padding[0] if padding else None
+        return look_up(distinct, table, wide=True), where, padding[0] if padding else None
     count = len(ids)
     where = torch.arange(count, device=ids.device)
     if padding_idx is None:
-        return look_up_wide(ids, table), where, None
-    rows = look_up_wide(F.pad(ids, (0, 1), value=padding_idx), table)
+        return look_up(ids, table, wide=True), where, None
+    rows = look_up(F.pad(ids, (0, 1), value=padding_idx), table, wide=True)
     return rows, where.masked_fill(ids == padding_idx, count), count
 
 

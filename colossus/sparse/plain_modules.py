@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colossus.comm.uncompiled import uncompiled
-from colossus.layers.sparse_lookup import sparse_embedding
+from colossus.comm.autograd import uncompiled
+from colossus.layers.lookup import sparse_embedding
 from colossus.layout.parameter import spec_of
 from colossus.rows.row_gradient import row_source
-from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.placement import Place
 from colossus.sharded_tensor.regions import local, sequence_place, with_sequence
 from colossus.sharded_tensor.tensor import ShardedTensor
 from colossus.sparse.embedding_bag import embedding_bag, require_whole_bags

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.construct.init import Constant, torch_linear
+from colossus.construct.initial_values import Constant, torch_linear
 from colossus.error_place import located_error
 from colossus.layers.embedding import check_range
 from colossus.layers.layer import Layer
-from colossus.layers.sparse_lookup import read_rows, row_of_each
+from colossus.layers.lookup import read_rows, row_of_each
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute

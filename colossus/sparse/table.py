@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossus.comm.first_order import first_order
-from colossus.comm.uncompiled import uncompiled
+from colossus.comm.autograd import first_order, uncompiled
 from colossus.context.parallel_context import ParallelContext
 from colossus.error_place import located_error
 from colossus.layout.parameter import spec_of
 from colossus.rows.row_gradient import RowGradient
-from colossus.rows.rules import Features
+from colossus.rows.row_rules import Features
 from colossus.sparse.ways import TableSync
 from colossus.tensor_parallel.dtypes import gradient_dtype
 

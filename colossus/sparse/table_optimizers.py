@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-#: name of a rule in `colossus.rows.rules`, its options
+#: name of a rule in `colossus.rows.row_rules`, its options
 RuleOptions = tuple[str, dict[str, Any]]
 
 
@@ -16,7 +16,7 @@ def sgd(
     maximize: bool = False,
     weight_decay: float = 0.0,
 ) -> RuleOptions:
-    """`colossus.rows.rules.SGD`, or `Momentum`."""
+    """`colossus.rows.row_rules.SGD`, or `Momentum`."""
     options = dict(lr=lr, momentum=momentum, dampening=dampening, nesterov=nesterov, maximize=maximize)
     return "momentum" if momentum else "sgd", options
 
@@ -29,7 +29,7 @@ def adagrad(
     maximize: bool = False,
     weight_decay: float = 0.0,
 ) -> RuleOptions:
-    """`colossus.rows.rules.Adagrad`."""
+    """`colossus.rows.row_rules.Adagrad`."""
     initial = initial_accumulator_value
     return "adagrad", dict(lr=lr, lr_decay=lr_decay, eps=eps, initial_accumulator_value=initial, maximize=maximize)
 
@@ -41,7 +41,7 @@ def rowwise_adagrad(
     maximize: bool = False,
     weight_decay: float = 0.0,
 ) -> RuleOptions:
-    """`colossus.rows.rules.RowWiseAdagrad`."""
+    """`colossus.rows.row_rules.RowWiseAdagrad`."""
     initial = initial_accumulator_value
     return "rowwise_adagrad", dict(lr=lr, eps=eps, initial_accumulator_value=initial, maximize=maximize)
 
@@ -54,5 +54,5 @@ def sparse_adam(
     amsgrad: bool = False,
     weight_decay: float = 0.0,
 ) -> RuleOptions:
-    """`colossus.rows.rules.Adam`."""
+    """`colossus.rows.row_rules.Adam`."""
     return "adam", dict(lr=lr, betas=tuple(betas), eps=eps, maximize=maximize)

@@ -13,7 +13,7 @@ from torch import nn
 from colossus.config import Config
 from colossus.config.schema import Optimizer
 from colossus.registry import TABLE_OPTIMIZERS
-from colossus.rows.rules import RULES, Rule, rule_of
+from colossus.rows.row_rules import RULES, Rule, rule_of
 
 log = logging.getLogger("colossus.engine")
 

@@ -18,7 +18,7 @@ from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
 from colossus.layout.split_parameter import OWNED, hide_values
 from colossus.rows.row_gradient import give_row_source
-from colossus.rows.rules import Features
+from colossus.rows.row_rules import Features
 from colossus.sparse.choice import Survey, TableFacts
 from colossus.sparse.owners import Owners, Placement
 from colossus.sparse.plain_modules import look_up_in_rows, require_lazy

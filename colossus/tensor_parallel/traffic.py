@@ -1,7 +1,7 @@
 """What a matmul moves, as a formula: calls and elements that one rank sends, from its sharding and sizes. No torch.
 
 The moves of every mode follow from its sharding, so one formula serves all; `tests/tensor_parallel/test_traffic.py`
-holds it equal to what is counted when the layers run. Elements are the nominal count of `colossus.comm.cost`.
+holds it equal to what is counted when the layers run. Elements are the nominal count of `colossus.comm.accounting`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from colossus.comm.cost import Traffic, move_traffic
+from colossus.comm.accounting import Traffic, move_traffic
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves

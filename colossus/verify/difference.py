@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from colossus.verify.report import Finding
+from colossus.verify.verify_report import Finding
 
 FLOOR = 1e-3
 """What is small against all of its kind is compared on the scale of this fraction of their common norm."""

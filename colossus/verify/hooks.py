@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from colossus.engine.engine import Engine
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult
 from colossus.gradients.axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import LogicalParameter, logical_parameters, spec_of
-from colossus.schedule.runtime.observer import StepObserver
+from colossus.schedule.observer import StepObserver
 from colossus.verify.capture import (
     ForwardCapture,
     Held,
@@ -29,7 +29,7 @@ from colossus.verify.capture import (
     held_weights,
 )
 from colossus.verify.difference import FLOOR, difference_of, difference_of_rows, factor_of, norm_of
-from colossus.verify.report import Finding
+from colossus.verify.verify_report import Finding
 
 SMALL, NOISE = 1e-6, 1e-9
 """An element of a gradient below `SMALL` of its parameter's root mean square, or below `NOISE` of that of all

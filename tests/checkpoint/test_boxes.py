@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,8 +20,7 @@ from colossus.checkpoint.manifest import MANIFEST
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.snapshot import RankState
 from colossus.checkpoint.tensor_box import TensorBox, choose_writers
-from colossus.checkpoint.tensor_file import dtype_name, make_header, write_file
-from colossus.checkpoint.writer import About, merge
+from colossus.checkpoint.writer import About, merge, write_boxes
 from colossus.context.grid import RankGrid
 from colossus.layout.layout import Layout
 
@@ -103,15 +101,8 @@ def write(folder: Path, written: list[RankState]) -> None:
         mine = state.written()
         part: dict[str, Any] = {"values": {}, "aliases": {}, "file": None, "tensors": []}
         if mine:
-            header = make_header([(held.key, held.local.dtype, tuple(held.local.shape)) for held in mine])
-            name = f"rank-{rank:05d}.safetensors"
-            crc = write_file(folder / name, header, [held.local for held in mine])
-            part["file"] = [name, header.num_bytes, crc]
-            part["tensors"] = [
-                [each.key, dtype_name(each.local.dtype), each.shape, header.offsets[each.key],
-                 [low for low, _ in each.box], tuple(each.local.shape)]
-                for each in mine
-            ]  # fmt: skip
+            path = folder / f"rank-{rank:05d}.safetensors"
+            part |= write_boxes(path, mine, [held.local for held in mine])
         parts.append(part)
     (folder / MANIFEST).write_bytes(merge(parts, About(0)).to_bytes())
 
@@ -166,10 +157,3 @@ def test_replicas_share_the_work(sizes: Mapping[str, int]) -> None:
         boxes = zip([layout.box(shape, grid.sizes, at) for shape in shapes], writers, strict=True)
         given_to.append(sum(math.prod(stop - start for start, stop in box) for box, takes in boxes if takes))
     assert max(given_to) <= 1.1 * sum(given_to) / len(given_to)
-
-
-def test_a_tensor_that_no_rank_shards_is_written_by_one_of_all() -> None:
-    grid = RankGrid({"pipeline": 1, "data": 3, "tensor": 2})
-    scalar = [(Layout.whole(0), (), 4)]
-    writers = [choose_writers(scalar, grid.sizes, grid.coordinates(rank)) for rank in range(grid.world_size)]
-    assert sum(itertools.chain.from_iterable(writers)) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import pickle
 import re
 import shutil
@@ -19,12 +18,11 @@ from helpers.damage import DAMAGES, PICKLE, Damage, rewritten, truncate
 from helpers.disk import watched
 from helpers.ranks import run_ranks
 from helpers.small_run import Counter, Lines, Net, everything, make_engine
-from safetensors.torch import save_file
 from torch import distributed as dist
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.sources import open_weights
+from colossus.checkpoint.weight_sources import open_weights
 from colossus.engine import checkpoints
 from colossus.engine.engine import Engine
 
@@ -43,12 +41,10 @@ def _value(path: str, value: Any) -> Callable[[Path], None]:
 
 #: values that a person has written; each would be decoded
 VALUES = [
-    Damage("objects", _value("train", {"$array": ["model/first.bias", "|O", [3]]}), r"train: .*dtype '\|O'"),
-    Damage("fields", _value("train", {"$array": ["model/first.bias", "f8,O", [3]]}), r"train: .*dtype 'f8,O'"),
-    Damage(
-        "no such tensor", _value("train", {"$tensor": "../../etc/passwd"}), r"train: has no tensor '../../etc/passwd'"
-    ),
-    Damage("no pairs", _value("train", {"$items": [1, 2]}), r"train cannot be understood \(TypeError"),
+    Damage("objects", _value("train", {"$array": ["model/first.bias", "|O", [3]]}), r"train cannot .*dtype '\|O'"),
+    Damage("fields", _value("train", {"$array": ["model/first.bias", "f8,O", [3]]}), r"train cannot .*dtype 'f8,O'"),
+    Damage("no such tensor", _value("train", {"$tensor": "../../etc/passwd"}), r"train cannot .*no tensor '../../etc"),
+    Damage("no pairs", _value("train", {"$items": [1, 2]}), r"train cannot be understood: TypeError"),
     Damage("no shape", _value("train", {"$array": ["model/first.bias", "<f8", [7, 7]]}), r"train cannot be underst"),
 ]
 
@@ -208,21 +204,13 @@ def test_no_pickle_is_opened(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (in_memory / "unpickled").exists()
 
 
-@pytest.mark.parametrize("kind", ["a file of torch.save", "torch.distributed.checkpoint", "Hugging Face", "nothing"])
-def test_other_formats_are_refused_in_words(in_memory: Path, kind: str) -> None:
-    other, said = in_memory / "other", r"is neither a checkpoint of colossus .* opens no pickle.*load_full_state_dict"
-    if kind == "a file of torch.save":
-        torch.save({"w": torch.zeros(2)}, other)
-    elif kind == "nothing":
-        said = r"there is no such folder"
-    else:
-        other.mkdir()
-        if kind == "Hugging Face":
-            (other / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-            save_file({"w": torch.zeros(2)}, other / "model.safetensors")
-        else:
-            (other / ".metadata").write_bytes(PICKLE)
-    engine = make_engine(None, data=1)
-    with pytest.raises(CheckpointError, match=said) as raised:
-        engine.checkpoints.load(other)
-    assert str(other) in str(raised.value)
+def test_other_formats_are_refused_in_words(in_memory: Path) -> None:
+    """A file of torch.save, a folder of torch.distributed.checkpoint, and what is not there."""
+    file, folder = in_memory / "file", in_memory / "folder"
+    torch.save({"w": torch.zeros(2)}, file)
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(PICKLE)
+    engine, refused = make_engine(None, data=1), r"is neither a checkpoint of colossus .* opens no pickle.*load_full_st"
+    for path, said in ((file, refused), (folder, refused), (in_memory / "absent", "there is no such folder")):
+        with pytest.raises(CheckpointError, match=f"^{path}.*{said}"):
+            engine.checkpoints.load(path)

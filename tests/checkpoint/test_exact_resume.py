@@ -22,8 +22,7 @@ from colossus import layers
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.values import decode
-from colossus.engine.fit import fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook, fit
 
 HALF = 2
 GPT: dict[str, Any] = dict(

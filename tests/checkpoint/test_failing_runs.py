@@ -18,8 +18,7 @@ from helpers.small_run import Counter, Lines, make_engine
 from colossus.checkpoint import folder, writer
 from colossus.checkpoint.errors import CheckpointError
 from colossus.engine.engine import Engine
-from colossus.engine.fit import fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook, fit
 
 
 class _Full(Hook):
@@ -63,22 +62,9 @@ def test_a_run_goes_on_when_a_save_fails(in_memory: Path, background: bool) -> N
     assert len(lines) == 2
     for step, line in zip((3, 4), lines, strict=True):
         assert line.startswith(f"ERROR {root / f'step-0000000{step}'} was not saved: rank 1 on ")
-        assert line.endswith("rank-00001.safetensors: No space left on device; training goes on")
+        assert line.endswith("rank-00001.safetensors: No space left on device")
         assert f"step-0000000{step}.tmp-" in line
     assert sorted(os.listdir(root)) == ["latest", "step-00000005", "step-00000006"]
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_run_stops_when_a_save_fails(in_memory: Path, background: bool) -> None:
-    root = in_memory / "checkpoints"
-    options = dict(background=background, on_error="stop")
-    here, there = run_ranks(2, _fit, root, (3, 4, 5, 6), options, with_context=False)
-    assert here[0] == there[0] <= 6
-    assert here[2] == there[2]
-    assert "was not saved: rank 1 on " in here[2]
-    assert here[2].endswith("rank-00001.safetensors: No space left on device")
-    assert here[1] == there[1] == [1, 2]
-    assert sorted(os.listdir(root)) == ["latest", "step-00000001", "step-00000002"]
 
 
 def test_the_last_save_of_a_run_fails(in_memory: Path) -> None:
@@ -106,7 +92,7 @@ class _Troubled(Hook):
 
 def _troubled(rank: int, root: Path, kind: str) -> list[Any]:
     lines = Lines()
-    engine = make_engine(root, every=2, steps=2, on_error="stop")
+    engine = make_engine(root, every=2, steps=2)
     began = time.monotonic()
     try:
         fit(engine, [_Troubled(kind)])
@@ -154,7 +140,6 @@ def _ends_early(rank: int, root: Path, how: str) -> list[Any]:
     _slow(0.3)
     lines = Lines()
     engine = make_engine(root, every=2)
-    began = time.monotonic()
     if how == "fails":
         with pytest.raises(ArithmeticError):
             fit(engine, [_Fails()])
@@ -163,13 +148,8 @@ def _ends_early(rank: int, root: Path, how: str) -> list[Any]:
         for _ in range(3):
             engine.train_step(next(batches))
             engine.checkpoints.after_step()
-        if how == "loses a rank" and rank == 1:
-            os._exit(0)
-        if how == "loses a rank":
-            engine.checkpoints.finish()
         engine.close()
         engine.close()
-    (root.parent / f"ended-{rank}").write_text(f"{time.monotonic() - began}\n" + "\n".join(lines.lines))
     return lines.lines
 
 
@@ -180,16 +160,3 @@ def test_a_save_under_way_is_not_lost(in_memory: Path, how: str) -> None:
     found = folder.find_latest(root)
     assert found is not None
     assert found.name == "step-00000002"
-
-
-def test_a_save_under_way_that_lost_a_rank(in_memory: Path) -> None:
-    """It is given up: the process ends, and says that the checkpoint is not there."""
-    root = in_memory / "checkpoints"
-    with pytest.raises(AssertionError, match="died without a word"):
-        run_ranks(2, _ends_early, root, "loses a rank", with_context=False)
-    seconds, *lines = (in_memory / "ended-0").read_text().splitlines()
-    assert float(seconds) < 8.0
-    assert len(lines) == 1
-    assert "step-00000002 was not saved: a rank has ended, or cannot be reached any more" in lines[0]
-    assert folder.find_latest(root) is None
-    assert os.listdir(root) == []

@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +15,9 @@ import pytest
 import torch
 from helpers.checkpointing import latest_step, one_process, save, state_of, step_in
 from helpers.disk import CALLS, watched
-from helpers.launching import environment
 from helpers.ranks import run_ranks
 
-from colossus.checkpoint import durable, folder, snapshot, tensor_file, writer
+from colossus.checkpoint import durable, snapshot, writer
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import About
 from colossus.checkpoint.snapshot import RankState
@@ -145,27 +141,6 @@ def test_a_file_system_without_flushes_of_folders(in_memory: Path, monkeypatch: 
     assert latest_step(saves.root) == 1
 
 
-def test_old_checkpoints_that_cannot_be_removed(
-    in_memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A warning: the new one is complete."""
-    saves = CheckpointWriter(in_memory / "checkpoints", one_process(), keep_last=1)
-    save(saves, 1)
-
-    def refuse(path: Path) -> None:
-        if path.exists():
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(folder, "remove", refuse)
-    save(saves, 2)
-    assert latest_step(saves.root) == 2
-    assert "old checkpoints cannot be removed" in caplog.text
-    assert "step-00000001: Permission denied" in caplog.text
-    monkeypatch.undo()
-    save(saves, 3)
-    assert contents(saves.root) == ["latest", "step-00000003"]
-
-
 # -- one rank has trouble of its own ----------------------------------------------------------------------
 
 
@@ -182,9 +157,8 @@ def _trouble(context: ParallelContext, root: Path) -> list[str]:
     def raise_error() -> RankState:
         raise KeyError("no state today")
 
-    for background in (False, True):
-        for troubled in (0, 1):
-            attempt(1, raise_error if rank == troubled else lambda: state_of(1, rank, world), background)
+    for troubled, background in ((0, True), (1, False)):
+        attempt(1, raise_error if rank == troubled else lambda: state_of(1, rank, world), background)
     copy = snapshot.Staging.copy
     if rank == 1:
         snapshot.Staging.copy = _no_memory  # type: ignore[method-assign]
@@ -207,19 +181,14 @@ def _no_memory(*args: Any) -> Any:
 def test_what_fails_on_one_rank_fails_on_all(in_memory: Path) -> None:
     here, there = run_ranks(2, _trouble, in_memory / "checkpoints")
     assert here == there
-    assert len(here) == 7
+    assert len(here) == 5
     for message, (rank, words) in zip(
         here,
         [
             (0, "KeyError: 'no state today'"),
             (1, "KeyError: 'no state today'"),
-            (0, "KeyError: 'no state today'"),
-            (1, "KeyError: 'no state today'"),
             (1, "MemoryError: 512 GiB"),
-            (
-                0,
-                "is not covered once by its 2 chunks: a rank's part is missing, or two ranks wrote the same",
-            ),
+            (0, "is not covered once by its 2 chunks: a rank's part is missing, or two ranks wrote the same"),
             (0, "model/matrix is float64 (1,) on one rank and float64 (2,) on another"),
         ],
         strict=True,
@@ -230,7 +199,8 @@ def test_what_fails_on_one_rank_fails_on_all(in_memory: Path) -> None:
     assert contents(in_memory / "checkpoints") == ["latest", "step-00000005"]
 
 
-def _left_alone(context: ParallelContext, root: Path, how: str) -> tuple[str, float]:
+def _left_alone(context: ParallelContext, root: Path, how: str) -> None:
+    """What was told goes to a file: one of two ranks is not there to give an answer."""
     saves = CheckpointWriter(root, context)
     save(saves, 1, rank=context.rank, world=2)
     began = time.monotonic()
@@ -243,34 +213,21 @@ def _left_alone(context: ParallelContext, root: Path, how: str) -> tuple[str, fl
             os._exit(0)
 
         saves.save(leave, About(2))
-    under_way = saves.save(lambda: state_of(2, 0, 2), About(2))
-    try:
-        under_way.wait()
-    except CheckpointError as error:
-        return str(error), time.monotonic() - began
-    return "was saved", 0.0
+    with pytest.raises(CheckpointError) as failed:
+        saves.save(lambda: state_of(2, 0, 2), About(2)).wait()
+    assert time.monotonic() - began < 10.0
+    (root.parent / "told").write_text(str(failed.value).partition("was not saved: ")[2])
 
 
 @pytest.mark.parametrize("how", ["before", "within"])
 def test_a_rank_that_has_died_is_not_waited_for(in_memory: Path, how: str) -> None:
     root = in_memory / "checkpoints"
     with pytest.raises(AssertionError) as failed:
-        run_ranks(2, _named(_left_alone), root, how, timeout_seconds=1.0)
+        run_ranks(2, _left_alone, root, how, timeout_seconds=1.0)
     assert "rank 1 ---\ndied without a word" in str(failed.value)
     assert (in_memory / "told").read_text().startswith("a rank has ended, or cannot be reached any more")
     assert latest_step(root, 2) == 1
     assert contents(root) == ["latest", "step-00000001"]
-
-
-def _named(body: Callable[..., tuple[str, float]]) -> Callable[..., None]:
-    """The answer as a file: one of two ranks is not there to give one."""
-
-    def run(context: ParallelContext, root: Path, how: str) -> None:
-        told, seconds = body(context, root, how)
-        assert seconds < 10.0
-        (root.parent / "told").write_text(told.partition("was not saved: ")[2])
-
-    return run
 
 
 def _waits_for_the_other(context: ParallelContext, root: Path) -> int:
@@ -296,53 +253,3 @@ def test_a_rank_that_waits_for_another_is_not_stuck(in_memory: Path, monkeypatch
     monkeypatch.setattr(writer, "_SIGN_EVERY", 0.1)
     waited, _ = run_ranks(2, _waits_for_the_other, in_memory / "checkpoints")
     assert waited >= 5
-
-
-def test_a_large_file_is_flushed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushes: list[int] = []
-    monkeypatch.setattr(tensor_file, "FLUSH_BYTES", 1000)
-    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 400)
-    monkeypatch.setattr(os, "fsync", lambda file: flushes.append(os.fstat(file).st_size))
-    tensors = [torch.arange(500.0), torch.arange(3.0), torch.arange(500.0)]
-    names = [(str(number), tensor.dtype, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
-    blocks: list[int] = []
-    header = tensor_file.make_header(names)
-    tensor_file.write_file(tmp_path / "file", header, tensors, lambda: blocks.append(1))
-    assert (tmp_path / "file").stat().st_size == header.num_bytes
-    assert flushes == sorted(flushes)
-    *on_the_way, last = flushes
-    assert last == header.num_bytes
-    assert len(on_the_way) == 3
-    assert all(after - before >= 1000 for before, after in zip([0, *on_the_way], on_the_way, strict=False))
-    assert len(blocks) > len(flushes)
-
-
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from helpers.checkpointing import one_process, state_of
-from colossus.checkpoint import writer
-write_file = writer.write_file
-def slow(path, *more):
-    time.sleep(0.5)
-    if "fails" in str(path):
-        raise OSError(28, "No space left on device")
-    return write_file(path, *more)
-writer.write_file = slow
-for how in ("works", "fails"):
-    writer.CheckpointWriter(Path(sys.argv[1], how), one_process()).save(lambda: state_of(1), writer.About(1))
-"""
-
-
-@pytest.mark.long
-def test_an_interpreter_that_ends_waits_for_the_save(in_memory: Path) -> None:
-    """A loop of a user's own, which ends while the last save is under way."""
-    path = f"{Path(__file__).parents[2]}:{Path(__file__).parents[1]}"
-    command = [sys.executable, "-c", SCRIPT, str(in_memory)]
-    ended = subprocess.run(command, env={**environment(), "PYTHONPATH": path}, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert latest_step(in_memory / "works") == 1
-    assert re.fullmatch(
-        r".*fails/step-00000001 was not saved: rank 0 on .*rank-00000.safetensors: No space left on device\n",
-        ended.stderr,
-    )

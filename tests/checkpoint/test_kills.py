@@ -23,8 +23,7 @@ from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.engine import Engine
-from colossus.engine.fit import fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook, fit
 
 WORLD = 2
 

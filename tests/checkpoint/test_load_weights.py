@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,14 +172,6 @@ def into_another_model(rank: int, root: str) -> None:
     assert torch.equal(found["extra.weight"], fresh["extra.weight"])
     engine.close()
 
-    # of another precision
-    engine = made(plan, train=dict(seed=9, precision="bf16"))
-    assert engine.checkpoints.load_weights(path).is_complete
-    for name, value in whole(engine).items():
-        assert value.dtype == torch.float32
-        assert torch.equal(value, state[name].float()), name
-    engine.close()
-
     # adapters beside the saved weights, as the example has it
     module = example("finetune")
     vars(module)["SIZES"] = SIZES
@@ -247,9 +238,6 @@ def by_config(rank: int, root: str) -> None:
     engine = made(
         dict(parallel=dict(data=2)), seed=9, checkpoint=dict(weights=str(path), dir=str(path.parent), resume="auto")
     )
-    for refused in (partial(step, engine), lambda: engine.eval_step({}), engine.checkpoints.save):
-        with pytest.raises(CheckpointError, match=r"checkpoint\.weights = .* call engine\.checkpoints\.resume\(\) bef"):
-            refused()
     engine.checkpoints.resume()
     assert (engine.checkpoints.resumed_from, engine.checkpoints.weights_from) == (path, None)
     engine.close()

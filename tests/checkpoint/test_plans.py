@@ -159,22 +159,6 @@ def test_a_chain_of_plans_is_the_run_of_one_process(tmp_path: Path) -> None:
     check_chain(tmp_path, chain, gpt({}), gpt_batch)
 
 
-#: of numbers that are rounded, other ranks add up others
-IN_FP32: list[tuple[int, Plan, dict[str, Any] | None]] = [
-    (4, dict(tensor=dict(mode="2d", size=4)), None),
-    (2, dict(data=2, zero=3), None),
-    (1, dict(), None),
-]
-
-
-def test_a_chain_in_fp32(tmp_path: Path) -> None:
-    def config(parallel: Plan) -> dict[str, Any]:
-        return gpt(parallel, train=dict(precision="fp32"), lr_schedule=dict(warmup_steps=20))
-
-    chain = [(world, config(parallel)) for world, parallel, _ in IN_FP32]
-    check_chain(tmp_path, chain, config({}), gpt_batch, tolerance=1e-5)
-
-
 @st.composite
 def chains(draw: st.DrawFn, length: int, worlds: Sequence[int]) -> tuple[dict[str, Any], list[Any]]:
     """What is the same in a chain, and its plans."""

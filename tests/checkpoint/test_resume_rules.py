@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from colossus.checkpoint.folder import name_of
-from colossus.engine.fit import fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook, fit
 
 # -- the data and random generators ---------------------------------------------------------------------------
 
@@ -32,14 +31,17 @@ def next_samples(engine: Any) -> Tensor:
     return next(engine.loader)["inputs"]
 
 
+OWN = dict(type=own_batches, per_rank=True)
+
+
 def test_a_loaders_own_place_with_other_data_ranks(tmp_path: Path) -> None:
     """Each data rank goes on from its own place where there are as many; else from that of the first."""
-    path = saved(tmp_path, world=2, parallel=dict(data=2), given=dict(data=own_batches))
+    path = saved(tmp_path, world=2, parallel=dict(data=2), given=dict(data=OWN))
     wanted = torch.stack([Vectors()[index]["inputs"] for index in range(16, 24)]).double()
-    same = load(path, settings(tmp_path / "same", dict(data=2)), next_samples, world=2, data=own_batches)
+    same = load(path, settings(tmp_path / "same", dict(data=2)), next_samples, world=2, data=OWN)
     assert torch.equal(torch.cat([seen for seen, _, _ in same]), wanted)
     assert not any(told for _, told, _ in same)
-    more = load(path, settings(tmp_path / "more", dict(data=4)), next_samples, world=4, data=own_batches)
+    more = load(path, settings(tmp_path / "more", dict(data=4)), next_samples, world=4, data=OWN)
     assert torch.equal(torch.cat([seen for seen, _, _ in more]), wanted)
 
 

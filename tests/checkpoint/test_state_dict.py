@@ -9,7 +9,6 @@ import torch
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
-import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.construct.build_model import build
@@ -37,13 +36,6 @@ class Tied(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.second(torch.tanh(self.first(self.embedding(ids)))) * self.scale)
-
-    def pipeline_blocks(self) -> Any:
-        return [
-            layers.PipelineBlock(self.embedding),
-            layers.PipelineBlock(lambda x: self.second(torch.tanh(self.first(x))), self.first, self.second),
-            layers.PipelineBlock(lambda x: self.head(x * self.scale), self.head, self.scale),
-        ]
 
 
 NAMES = [*Tied(nn).state_dict()]
@@ -88,35 +80,3 @@ def test_tied_names_go_both_ways(world: int) -> None:
         twin.load_state_dict(back, strict=True)
         for name, value in twin.state_dict().items():
             assert torch.equal(value, whole[name]), name
-
-
-def _piped(rank: int, parallel: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Loads, trains a step, and returns the state."""
-    config = dict(parallel=parallel, schedule=dict(type="gpipe", microbatches=2), device="cpu",
-                  optimizer=dict(type="SGD", lr=0.1),
-                  train=dict(steps=1, global_batch_size=4, precision="fp64", seed=1))  # fmt: skip
-
-    def loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return layers.cross_entropy(outputs, batch["inputs"])
-
-    engine = colossus.initialize(config, model=Tied, loss_fn=loss)
-    load_full_state_dict(engine.model, state, engine.context)
-    assert torch.equal(full_state_dict(engine.model, engine.context)["head.weight"], state["head.weight"])
-    engine.train_step({"inputs": torch.arange(12).view(4, 3) % WORDS})
-    end = full_state_dict(engine.model, engine.context)
-    engine.close()
-    return end
-
-
-def test_tied_names_over_stages() -> None:
-    """Also where the first name is on the first stage and the second on the last."""
-    torch.manual_seed(3)
-    state = {name: value.double() for name, value in Tied(nn).state_dict().items() if name != "embedding.weight"}
-    (alone,) = run_ranks(1, _piped, {}, state, with_context=False)
-    assert [*alone] == ["embedding.weight", "first.weight", "first.bias", "second.weight", "head.weight", "scale",
-                        "first.scale"]  # fmt: skip
-    assert alone.keys() == set(NAMES)
-    for end in run_ranks(2, _piped, dict(pipeline=2), state, with_context=False):
-        assert [*end] == [*alone]
-        for name, value in alone.items():
-            torch.testing.assert_close(end[name], value, rtol=0, atol=1e-12, msg=name)

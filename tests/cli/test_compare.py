@@ -17,10 +17,10 @@ from rich.console import Console
 
 from colossus.cli.main import main
 from colossus.compare import jobs
-from colossus.compare.command import run_all
 from colossus.compare.jobs import Job, check_jobs, make_jobs
+from colossus.compare.results_table import print_table
+from colossus.compare.run_compare import run_all
 from colossus.compare.summary import Comparison, Curve, Ended, Mean, compare
-from colossus.compare.table import print_table
 from colossus.config import ConfigError, load_config
 from colossus.config.overrides import apply_overrides, plan_overrides, strategy_overrides
 

@@ -190,15 +190,6 @@ def test_block_1d_sequence_sharded(world: int, options: dict[str, Any]) -> None:
         assert counted["operations"].keys() == {"all_gather", "reduce_scatter"}
 
 
-def test_a_block_without_tensor_parallelism_moves_nothing() -> None:
-    for counted in run_ranks(2, _data_parallel_block):
-        assert counted["forward"] == counted["backward"] == (0, 0)
-
-
-def _data_parallel_block(context: ParallelContext) -> dict[str, Any]:
-    return _block(ParallelContext(grid(data=2), context.rank), {})
-
-
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_block_recomputed(kind: str) -> None:
     """Full recomputation repeats the forward's traffic but for the block's last reduction; selective repeats none."""

@@ -14,7 +14,7 @@ from helpers import on_host
 from helpers.ranks import RankError, grid, run_ranks
 from torch import Tensor
 
-from colossus.comm import accounting, links, log, mailbox, shared_memory
+from colossus.comm import accounting, links, log, shared_memory
 from colossus.comm.links import Links
 from colossus.context.parallel_context import ParallelContext
 
@@ -111,19 +111,6 @@ def _larger_than_the_ring(context: ParallelContext) -> None:
 
 def test_a_message_larger_than_the_ring_goes_another_way() -> None:
     run(_larger_than_the_ring)
-
-
-def _to_the_last_byte(context: ParallelContext) -> None:
-    links._BUFFER_BYTES = 64 << 10
-    link, other = linked(context), 1 - context.rank
-    for number in range(20):  # four of them fill the ring
-        incoming = link.receive(other, [torch.empty(4096)], "quarter")
-        link.send(other, [torch.full((4096,), float(number))], "quarter")
-        assert torch.equal(incoming.wait()[0], torch.full((4096,), float(number)))
-
-
-def test_messages_that_fill_the_ring_to_its_last_byte() -> None:
-    run(_to_the_last_byte)
 
 
 def _slow_reader(context: ParallelContext) -> float:
@@ -227,15 +214,3 @@ def test_sends_are_counted_and_logged() -> None:
         assert line.endswith("done")
 
     run(body)
-
-
-def test_a_sockets_buffer_holds_the_answers_to_all_unread_messages() -> None:
-    """The assumption behind the limit: so many one-byte writes do not block, though nobody reads them."""
-    import socket
-
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    one.settimeout(1.0)
-    for _ in range(mailbox._MAX_UNREAD + 1):
-        one.sendall(b"\0")
-    other.close()
-    one.close()

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import struct
 import time
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from helpers.ranks import grid, run_ranks
 
-from colossus.comm import accounting, peers
-from colossus.comm.net import Listener
+from colossus.comm import accounting
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peers import PeerGone, PeerLinks
 from colossus.context.local_ranks import run_local_ranks
@@ -62,36 +59,6 @@ def test_messages_of_any_size_come_whole_between_all() -> None:
         assert result["counted"] == 2 * (1 + 12345 + (4 << 20))
         assert result["sent"] == result["counted"] + 12345
         assert result["took"] == [((index - 1) % 3, 7)]
-
-
-def _strangers(context: ParallelContext) -> list[str]:
-    """Nobody listens any more once all are connected."""
-    group = context.group("data")
-    addresses: list[tuple[str, int]] = []
-
-    class Noted(Listener):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            addresses.append(self.address)
-
-    peers.Listener = Noted  # type: ignore[misc]
-    links = PeerLinks(group, 1000, 10.0)
-    peers.Listener = Listener  # type: ignore[misc]
-    told = []
-    try:
-        socket.create_connection(addresses[0]).close()
-    except ConnectionRefusedError:
-        told.append("refused")
-    links.send([1 - group.index], 1, 1, torch.arange(10, dtype=torch.uint8))
-    told.append(str(links.receive(1 - group.index, 1, 1).data.tolist()))
-    told.append(str(links.gone))
-    links.close()
-    return told
-
-
-def test_nobody_can_come_in_later() -> None:
-    for told in run_ranks(2, _strangers, plan=grid(data=2)):
-        assert told == ["refused", str(list(range(10))), "{}"]
 
 
 def _large(context: ParallelContext) -> str:

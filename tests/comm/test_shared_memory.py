@@ -125,17 +125,6 @@ def test_nothing_is_left_when_a_peer_dies_while_groups_are_made() -> None:
     assert "rank 0" not in str(caught.value)
 
 
-def test_the_folder_of_shared_memory_is_left_to_others() -> None:
-    """In a container it holds 64 MB, which the worker processes of data loaders need."""
-
-    def body(context: ParallelContext) -> list[str]:
-        for axes in ("tensor", "data", ("data", "tensor")):
-            assert channel_for(torch.ones(1), context.group(axes)) is not None
-        return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/colossus" in line]
-
-    assert run_ranks(4, body, plan=grid(data=2, tensor=2)) == [[]] * 4
-
-
 def test_all_groups_together_take_a_bounded_share_of_memory() -> None:
     total = 64 << 20
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.construct.build_model import build
-from colossus.construct.init import Normal
+from colossus.construct.initial_values import Normal
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.parameter import num_parameters

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.construct.build_model import build
-from colossus.construct.init import Normal, Values
+from colossus.construct.initial_values import Normal, Values
 from colossus.context.parallel_context import ParallelContext
 
 NamedPair = collections.namedtuple("NamedPair", "first second")

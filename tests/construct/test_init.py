@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossus.construct import init
-from colossus.construct.init import Constant, Normal, Uniform, torch_linear, uniform_box
+from colossus.construct import initial_values
+from colossus.construct.initial_values import Constant, Normal, Uniform, torch_linear, uniform_box
 
 Box = tuple[tuple[int, int], ...]
 
@@ -52,8 +52,8 @@ def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [((50, 7), ((3, 41), (0, 7))), ((50, 7), ((0, 50), (2, 6))), ((4, 6, 9), ((1, 3), (2, 5), (0, 9)))]
     whole = [uniform_box(5, shape, box) for shape, box in cases]
     for block, short in ((1, 0), (16, 0), (16, 100), (100, 4), (1 << 20, 1 << 20)):
-        monkeypatch.setattr(init, "_BLOCK_WORDS", block)
-        monkeypatch.setattr(init, "_SHORT_ROW", short)
+        monkeypatch.setattr(initial_values, "_BLOCK_WORDS", block)
+        monkeypatch.setattr(initial_values, "_SHORT_ROW", short)
         for (shape, box), expected in zip(cases, whole, strict=True):
             np.testing.assert_array_equal(uniform_box(5, shape, box), expected)
 
@@ -95,7 +95,7 @@ def test_normals_are_normal() -> None:
 
 def test_no_word_gives_an_infinity() -> None:
     words = np.array([0, 1, 2**63, 2**64 - 1, 2**64 - 2**11, 2**64 - 2**12], dtype=np.uint64)
-    unit = init._to_unit(words)
+    unit = initial_values._to_unit(words)
     assert 0 < unit.min() < unit.max() < 1
     normals = torch.special.ndtri(torch.from_numpy(unit))
     assert torch.isfinite(normals).all()
@@ -135,14 +135,14 @@ def test_torch_linear_is_torchs_distribution(out: int, fan_in: int) -> None:
 def test_the_box_is_what_one_pays_for(shape: tuple[int, ...], box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     """Words drawn and calls made, counted: neither all of the tensor nor one call for each short row."""
     calls: list[int] = []
-    raw = init._raw
+    raw = initial_values._raw
 
     def counted(key: int, start: int, count: int) -> np.ndarray:
         calls.append(count)
         return raw(key, start, count)
 
-    monkeypatch.setattr(init, "_raw", counted)
+    monkeypatch.setattr(initial_values, "_raw", counted)
     part = uniform_box(1, shape, box)
     assert sum(calls) <= 3 * part.size + 4 * len(calls)
-    assert max(calls) <= 2 * init._BLOCK_WORDS
+    assert max(calls) <= 2 * initial_values._BLOCK_WORDS
     assert len(calls) <= 1 + part.size // 32 if shape[-1] > 4 else len(calls) <= 4

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.convert.table import ROWS
+from colossus.convert.layer_table import ROWS
 from colossus.models.gpt import GPT
 from colossus.models.vit import ViT
-from colossus.sparse.words import WordsLM
+from colossus.sparse.words_model import WordsLM
 
 BATCH, TOKENS, WIDTH = 4, 6, 16
 

@@ -16,8 +16,7 @@ from helpers.ranks import RankError, run_ranks
 
 import colossus
 from colossus.engine.engine import Engine
-from colossus.engine.fit import FitSummary, fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import FitSummary, Hook, fit
 from colossus.engine.results import StepResult
 
 STRATEGY: dict[str, Any] = dict(type="ad-psgd")

@@ -11,7 +11,7 @@ from helpers.training import BATCH, batch_of, config_of
 from torch import Tensor
 
 import colossus
-from colossus.comm.buffer_pool import BufferPool
+from colossus.comm.host_staging import BufferPool
 from colossus.comm.peers import Message
 from colossus.context.groups import AxisGroup
 from colossus.data_parallel.gossip import ad_psgd, gossip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import colossus
 from colossus.data_parallel.servers import server_parameters
-from colossus.server.handles import Handle
+from colossus.server.rpc_client import Handle
 
 
 class Echo:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
-from colossus.engine.fit import FitSummary, fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import FitSummary, Hook, fit
 from colossus.monitor.display import PlainDisplay
 from colossus.monitor.metrics import Metrics
 

@@ -16,7 +16,7 @@ from helpers.training import Trace, assert_close_states, batch_of, config_of, is
 from torch import Tensor, nn
 
 import colossus
-from colossus.data_parallel.servers.own_optimizers import Downpour
+from colossus.data_parallel.servers.async_sgd import Downpour
 
 server_threads.in_threads()
 

@@ -21,8 +21,8 @@ from torch import distributed as dist
 
 import colossus
 from colossus.launch.failure import kind_of
-from colossus.server.handles import wait_or_name_missing
-from colossus.server.messages import ServerGone
+from colossus.server.frames import ServerGone
+from colossus.server.rpc_client import wait_or_name_missing
 
 server_threads.in_threads()
 

@@ -43,7 +43,7 @@ class Replica:
         while self.completed < steps:
             time.sleep(self.pace)
             if self.completed in self.requests:
-                self.requested = addend(True, self.requests[self.completed])
+                self.requested = addend(self.requests[self.completed])
             numbers = collectives.all_reduce(number(self.requested + self.agreement.heard()), self.replica).wait()
             self.completed += 1
             if self.completed in self.sync_points or self.completed == steps:

@@ -20,21 +20,18 @@ from torch.utils.flop_counter import FlopCounterMode
 import colossus
 from colossus import layers
 from colossus.cli.show import render
-from colossus.comm.early_save import is_hooked
+from colossus.comm.autograd import is_hooked
 from colossus.config import Config, ConfigError, load_config, resolve_sizes
 from colossus.config.training import ActivationCheckpoint
 from colossus.engine.checkpointed_modules import chosen_modules, with_activation_checkpoint
 from colossus.launch.command import describe
 from colossus.launch.preflight import check_model
-from colossus.layers.checkpointed_forward import checkpoint_module
-from colossus.layers.host_memory import HostCopy, goes_to_host
-from colossus.layers.recomputation import is_kept
+from colossus.layers.checkpointing import checkpoint_module, is_kept
 
 KINDS: list[Any] = [
     "full",
     "selective",
     dict(type="full", every=2),
-    dict(type="full", offload=True),
 ]
 
 
@@ -153,37 +150,6 @@ def test_in_training_only() -> None:
     engine.close()
 
 
-class Nested(nn.Module):
-    """A block that checkpoints a part of itself by torch's means."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.drop, self.down = nn.Linear(6, 6), layers.Dropout(0.3), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False))
-
-    def part(self, x: Tensor) -> Tensor:
-        return self.drop(torch.tanh(self.up(x)))
-
-
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_checkpoints_inside_of_each_other_and_several_backwards(reentrant: bool | None) -> None:
-    """One of torch's inside of ours, ours inside of one of torch's; twice over one graph."""
-    found = []
-    for kind in ("none", "full"):
-        wanted = ActivationCheckpoint(type=kind, modules=None if kind == "none" else ["*"])
-        net = colossus.build(with_activation_checkpoint(lambda: nn.Sequential(Nested(), Nested()), wanted))
-        x = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
-        colossus.current_context().rng.move_to(0, 0)
-        y = net(x) if reentrant is None else torch.utils.checkpoint.checkpoint(net, x, use_reentrant=reentrant)
-        if reentrant is None:
-            y.square().sum().backward(retain_graph=True)
-        y.square().sum().backward()
-        found.append([param.grad for param in (x, *net.parameters())])
-    assert_equal(*found)
-
-
 # -- which modules ----------------------------------------------------------------------------------------------
 
 
@@ -236,7 +202,6 @@ def test_which_modules(model: type[nn.Module], options: dict[str, Any], names: l
             dict(activation_checkpoint="selective"),
             "= 'selective' and train.activation_checkpoint = 'full': keep",
         ),
-        (dict(type="selective", offload=True), {}, "offload = True is for inputs, .* say type='full'"),
         (dict(every=2), {}, "every = 2, but type is 'none': say type='full'"),
         (dict(type="full", modules=[]), {}, "modules: must not be empty"),
         ("some", {}, "must be 'none', 'full' or 'selective'"),
@@ -265,9 +230,9 @@ def resolved(**train: Any) -> Config:
 
 
 def test_it_is_shown_and_checked_before_anything_runs() -> None:
-    wanted = dict(type="full", every=2, offload=True)
+    wanted = dict(type="full", every=2)
     config = resolved(activation_checkpoint=wanted)
-    line = "full, blocks (every 2), kept on the host"
+    line = "full, blocks (every 2)"
     assert f"recomputed  {line}" in render(config)
     assert f"recomputed  {line}" in describe(config, check_model(config), None, 1, 1)
     with pytest.raises(ConfigError, match=r"^train\.activation_checkpoint\.modules: '\*\.mpl' matches no module"):
@@ -388,21 +353,7 @@ def test_a_forward_leaves_what_the_formula_says() -> None:
         "full": 1 - GIVEN,
         "selective": PRODUCTS - GIVEN,
         str(dict(type="full", every=2)): (1 + ALL) / 2 - GIVEN,
-        str(dict(type="full", offload=True)): 1,  # copies, on this machine in the same memory
     }
     # a mask of dropout is a byte for each feature; a recomputation needs none to be kept
     assert held_after_forward("none", 0.1) == pytest.approx(ALL - GIVEN + 2 / 8, rel=0.002)
     assert held_after_forward("full", 0.1) == 1 - GIVEN
-
-
-def test_what_goes_to_the_host() -> None:
-    weight = nn.Parameter(torch.randn(4, 6))
-    x = torch.randn(4, 6).t()
-    assert [goes_to_host(each) for each in (x, weight, weight.view(-1), x > 0)] == [True, False, False, False]
-    copied = HostCopy(x)
-    first, wanted = copied.fetch(), x.clone()
-    x.zero_()
-    first.zero_()
-    again = copied.fetch()
-    assert torch.equal(again, wanted)
-    assert again.stride() == x.stride()

@@ -8,21 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.modes import BATCH, MODES, TOKENS, own, with_options
-from helpers.ranks import grid, run_ranks
+from helpers.ranks import run_ranks
 from helpers.training import batch_of, config_of
-from torch import Tensor, nn
+from torch import Tensor
 
 import colossus
 from colossus import layers
 from colossus.comm import accounting
-from colossus.comm.cost import Traffic
+from colossus.comm.accounting import Traffic
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.checkpointed_forward import checkpoint_module
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.sharded_tensor.place import Place
-from colossus.sharded_tensor.regions import with_sequence
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.traffic import matmul_traffic
 
@@ -104,41 +100,12 @@ def test_a_repeated_reduction_would_be_seen(name: str, broken: Any, monkeypatch:
         test_a_block_repeats_no_collective_that_nothing_needs("1d")
 
 
-def test_a_ring_is_repeated_once_and_the_reduction_behind_it_not() -> None:
-    """1D and a ring: what attention returns is an input of what follows, the last sum is one of nothing."""
-
-    def body(context: ParallelContext) -> list[Any]:
-        found = []
-        for kind in ("none", "full", "selective"):
-            block: Any = colossus.build(
-                lambda kind=kind: layers.TransformerBlock(
-                    HIDDEN, HEADS, None, WIDE, dropout=0.1, activation_checkpoint=kind
-                ),
-                context,
-            )
-            x = torch.ones(2, TOKENS, HIDDEN, requires_grad=True)
-            parallel = model_parallel_of(context)
-            split = with_sequence(x, Place(1), parallel)
-            with accounting.count() as counted:
-                layers.local(block(split)).square().sum().backward()
-            found.append({(row["operation"], row["axes"]): row["calls"] for row in counted.rows()})
-        return found
-
-    for plain, full, selective in run_ranks(4, body, plan=grid(tensor=2, sequence=2)):
-        sends = [key for key in plain if key[1] == "sequence"]
-        # keys and values forward, backward the same and their gradients
-        assert (sum(plain[key] for key in sends), sum(full[key] for key in sends)) == (6, 8)
-        sums = "all_reduce", "tensor"
-        assert (plain[sums], full[sums]) == (4, 5)
-        assert selective == plain
-
-
 # -- the same run -----------------------------------------------------------------------------------------------
 
 KINDS: list[Any] = [
     "full",
     "selective",
-    dict(type="full", every=2, offload=True),
+    dict(type="full", every=2),
     dict(type="full", modules=["*.mlp", "*.attention"]),
 ]
 DROPPED = dict(dropout=0.2, num_layers=3)
@@ -222,59 +189,3 @@ LONG = [name for name in PLANS if name not in SHORT]
 def test_every_plan_trains_the_same(names: list[str]) -> None:
     for found in run_ranks(PLANS[names[0]][0], differences, names, KINDS, with_context=False):
         assert not found, "\n".join(found)
-
-
-PLANS.update(
-    {
-        f"stored by row, {scope}": (
-            2,
-            dict(data=2, zero=3, tensor=dict(weights=scope)),
-            dict(schedule=dict(microbatches=2)),
-        )
-        for scope in ("matmul", "microbatch", "step")
-    }
-)
-
-
-class Heads(nn.Module):
-    """What is split goes into modules that are computed again: heads, and features between a pair."""
-
-    class Core(nn.Module):
-        def forward(self, query: Tensor, *, rest: tuple[Tensor, Tensor]) -> Tensor:
-            return F.scaled_dot_product_attention(query, *rest, is_causal=True)
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop = layers.Dropout(0.2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.drop(self.drop(torch.tanh(x) * torch.sigmoid(x)).square()) + x
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = layers.Linear(8, {"query": 8, "key": 8, "value": 8}, split="column")
-        self.core, self.gate = self.Core(), self.Gate()
-        self.out = layers.Linear(8, 8, split="row")
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, *rest = (layers.split_heads(each, 4) for each in self.qkv(x))
-        y: Tensor = self.out(self.gate(layers.merge_heads(self.core(query, rest=tuple(rest)))))
-        return y
-
-
-def test_what_is_split_is_an_input_like_others() -> None:
-    def body(context: ParallelContext) -> list[Tensor]:
-        found = []
-        for options in (None, {}, dict(offload=True)):
-            net = colossus.build(Heads, context)
-            for name in () if options is None else ("core", "gate"):
-                checkpoint_module(net.get_submodule(name), "full", context, **options)
-            context.rng.move_to(0, 0)
-            net(torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8)).square().sum().backward()
-            found.append(torch.cat([param.grad.flatten() for param in net.parameters() if param.grad is not None]))
-        return found
-
-    for plain, full, offloaded in run_ranks(2, body):
-        assert torch.equal(full, plain)
-        assert torch.equal(offloaded, plain)

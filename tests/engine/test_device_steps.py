@@ -44,11 +44,7 @@ SEVERAL: dict[str, Case] = {
     "hsdp": (dict(data=4, zero=dict(stage=3, shard=2)), "fp32", {}),
     "hierarchical": (dict(data=4, strategy=dict(type="hierarchical", per_host=2)), "fp32", {}),
     "compressed": (dict(data=4, strategy=dict(type="all_reduce", compress="bf16")), "fp32", {}),
-    "powersgd": (
-        dict(data=4, strategy=dict(type="all_reduce", compress="powersgd", start_step=1, warm_start=False)),
-        "fp32",
-        {},
-    ),
+    "powersgd": (dict(data=4, strategy=dict(type="all_reduce", compress="powersgd", start_step=1)), "fp32", {}),
     "copies of heads": (dict(tensor=4), "bf16", dict(model=FEW_KV_HEADS)),
 }
 #: with ``-m long`` only

@@ -9,8 +9,7 @@ from helpers.launched.fake_engine import Diary, FakeEngine
 from helpers.training import config_of
 
 import colossus
-from colossus.engine.fit import FitSummary, evaluation_due, fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import FitSummary, Hook, evaluation_due, fit
 
 
 def test_hooks_are_called_in_order() -> None:

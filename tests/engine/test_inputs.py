@@ -11,9 +11,8 @@ from helpers.training import batch_of, config_of
 
 import colossus
 from colossus.engine.inputs import StepBatch
-from colossus.layers.batch_info import BatchInfo, BatchScope
-from colossus.layers.model_parallel import model_parallel_of
-from colossus.schedule.runtime.observer import StepObserver
+from colossus.layers.model_parallel import BatchInfo, BatchScope, model_parallel_of
+from colossus.schedule.observer import StepObserver
 
 PADDED = dict(sequence=dict(size=2, mode="ring", pad=True))
 SIZES: dict[str, Any] = dict(vocab_size=256, seq_len=6)

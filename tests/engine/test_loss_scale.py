@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import colossus
 from colossus.context.parallel_context import current_context
 from colossus.context.precision import Precision
 from colossus.engine.nonfinite import LossScaler, NonFiniteGradients, tokens_per_sample
+from colossus.monitor.metrics import Metrics
 
 WIDTH, CLIP, LR = 12, 0.05, 0.02
 FP16 = torch.autocast("cpu", torch.float16)
@@ -180,6 +183,22 @@ def test_from_the_second_step_on_the_factor_follows_what_the_loss_counted() -> N
     assert engine.loss_scaler.state_dict()["num_tokens"] == 8
 
 
+def test_rows_of_metrics_have_the_scale_and_what_was_skipped(tmp_path: Path) -> None:
+    engine = engine_of(8)
+    at = with_overflows(engine.model, OVERFLOWS)
+    hook = Metrics(tmp_path / "metrics.jsonl")
+    hook.on_train_start(engine)
+    for step in range(5):
+        at["step"] = step
+        hook.on_step_start(engine)
+        hook.on_step_end(engine, engine.train_step(pairs(step, 8)))
+    hook.on_train_end(engine)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["loss_scale"], row["skipped"]) for row in rows] == [
+        (1024.0, 0), (1024.0, 0), (1024.0, 0), (2048.0, 1), (1024.0, 2)
+    ]  # fmt: skip
+
+
 # -- several ranks --------------------------------------------------------------------------------------------
 
 
@@ -235,7 +254,7 @@ def test_an_overflow_on_one_rank_of_a_pipeline(kind: str) -> None:
             (False, 1024.0, 2),
         ]
     lines = found[0][1]
-    name = "the gradient norm of blocks.0.mlp.up.weight on rank 1 (pipeline 0, data 1) is inf"
+    name = "the gradient of blocks.0.mlp.up.weight on rank 1 (pipeline 0, data 1) is not finite"
     assert lines == [
         f"step 2: {name}: float16 overflowed at a loss scale of 4096; the step is skipped",
         f"step 3: {name}: float16 overflowed at a loss scale of 2048; the step is skipped",

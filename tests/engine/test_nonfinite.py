@@ -79,32 +79,32 @@ TIED = "embedding.weight"
 CASES: dict[str, tuple[int, dict[str, Any], str, list[Place], str, dict[str, Any]]] = {
     "1f1b": (
         *(4, dict(data=2, pipeline=2), "1f1b", [(3, "blocks.1.mlp.up.weight")]),
-        *("blocks.1.mlp.up.weight on rank 3 (pipeline 1, data 1) is nan", {}),
+        *("blocks.1.mlp.up.weight on rank 3 (pipeline 1, data 1) is not finite", {}),
     ),
     "zb-h1": (
         *(4, dict(data=2, pipeline=2), "zb-h1", [(1, "blocks.0.attention.out.weight"), (1, "positions.weight")]),
-        "blocks.0.attention.out.weight on rank 1 (pipeline 0, data 1) is nan",
+        "blocks.0.attention.out.weight on rank 1 (pipeline 0, data 1) is not finite",
         {},
     ),
     # the head's part of the embedding's gradient: rank 3 has it, and ranks 0, 1 and 2 get it by the sums
     "tied": (
         *(4, dict(data=2, pipeline=2), "1f1b", [(3, TIED)]),
-        *(f"{TIED} on rank 3 (pipeline 1, data 1) is nan", {}),
+        *(f"{TIED} on rank 3 (pipeline 1, data 1) is not finite", {}),
     ),
     "1d": (
         *(4, dict(data=2, tensor=dict(size=2)), "1f1b", [(2, "blocks.0.mlp.up.weight")]),
-        *("blocks.0.mlp.up.weight on rank 2 (data 1, tensor 0) is nan", {}),
+        *("blocks.0.mlp.up.weight on rank 2 (data 1, tensor 0) is not finite", {}),
     ),
     # whole on every rank, the same gradient without a sum: the norm counts that of rank 0, but sees all
     "not counted": (
         *(2, dict(tensor=dict(size=2)), "1f1b", [(1, "blocks.0.mlp_norm.weight")]),
-        *("blocks.0.mlp_norm.weight on rank 1 (tensor 1) is nan", {}),
+        *("blocks.0.mlp_norm.weight on rank 1 (tensor 1) is not finite", {}),
     ),
     "zero": (
         *(2, dict(data=2, zero=3), "1f1b", [(1, "blocks.0.mlp.up.weight")]),
-        *("blocks.0.mlp.up.weight on rank 1 (data 1) is nan", {}),
+        *("blocks.0.mlp.up.weight on rank 1 (data 1) is not finite", {}),
     ),
-    "one process": (1, {}, "1f1b", [(0, TIED)], f"{TIED} on rank 0 is nan", {}),
+    "one process": (1, {}, "1f1b", [(0, TIED)], f"{TIED} on rank 0 is not finite", {}),
 }
 
 
@@ -114,10 +114,10 @@ def test_all_ranks_skip_together(name: str) -> None:
     world, parallel, kind, places, told, model = CASES[name]
     found = run_ranks(world, _skip_and_raise, parallel, kind, places, model, with_context=False)
     (line,) = found[0][0]
-    assert line == f"step 2: the gradient norm of {told}: the step is skipped (1 in a row, train.max_skips = 10)"
+    assert line == f"step 2: the gradient of {told}: the step is skipped (1 in a row, train.max_skips = 10)"
     assert not any(lines for lines, _ in found[1:])
     (words,) = {words for _, words in found}
-    assert words.startswith(f"step 2: the gradient norm of {told}. The step changed nothing. train.on_nonfinite")
+    assert words.startswith(f"step 2: the gradient of {told}. The step changed nothing. train.on_nonfinite")
 
 
 # -- the loss -------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def _of_stages(rank: int) -> Any:
 
 def test_a_gradient_that_is_not_finite_in_the_sum_only_is_named() -> None:
     others, first = run_ranks(2, _of_stages, with_context=False)[::-1]
-    told = "step 1: the gradient norm of large.weight is inf after the sum over ranks: float16 "
+    told = "step 1: the gradient of large.weight is not finite after the sum over ranks: float16 "
     for lines, skipped in first:
         assert [line[: len(told)] for line in lines] == [told]
         assert skipped == [True, False]  # at half the scale it is 40000
@@ -209,7 +209,7 @@ def test_too_many_in_a_row() -> None:
     with Messages() as messages:
         for step, places in enumerate(([], bad, bad, [], bad, bad)):
             faulty.step(step % STEPS, places)
-        with pytest.raises(NonFiniteGradients, match=r"is step 3 of that kind in a row, and train\.max_skips = 2: "):
+        with pytest.raises(NonFiniteGradients, match=r"is step 3 of that kind in a row, and train\.max_skips = 2; "):
             faulty.step(3, bad)
     assert [line.partition("skipped ")[2] for line in messages.lines] == [
         f"({number} in a row, train.max_skips = 2)" for number in (1, 2, 1, 2)
@@ -276,7 +276,7 @@ def test_where_nothing_waits_the_report_is_one_step_late() -> None:
         results += [faulty.step(2), faulty.step(3, bad)]  # the last of train.steps is waited for
     assert [result.skipped for result in results] == [False, True, False, True]
     assert [result.num_skipped for result in results] == [0, 1, 1, 2]
-    told = "the gradient norm of blocks.0.mlp.up.bias on rank 0 is nan: the step is skipped (1 in a row"
+    told = "the gradient of blocks.0.mlp.up.bias on rank 0 is not finite: the step is skipped (1 in a row"
     assert [line[: 8 + len(told)] for line in messages.lines] == [f"step 2: {told}", f"step 4: {told}"]
 
     faulty = Faulty(settings({}, on_nonfinite="raise"))
@@ -285,7 +285,7 @@ def test_where_nothing_waits_the_report_is_one_step_late() -> None:
     before = faulty.state()
     faulty.step(1, bad)
     _same(faulty.state(), before)
-    with pytest.raises(NonFiniteGradients, match=r"^step 2: the gradient norm of blocks\.0\.mlp\.up\.bias on rank 0"):
+    with pytest.raises(NonFiniteGradients, match=r"^step 2: the gradient of blocks\.0\.mlp\.up\.bias on rank 0"):
         faulty.step(2)
     _same(faulty.state(), before)
 

@@ -290,6 +290,17 @@ def test_what_is_not_trained_is_not_rounded_to_narrow_parameters(precision: str)
     assert torch.equal(end["table"], torch.tensor([1001.3]))
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_norms_stay_wide_under_zero_too(zero: int) -> None:
+    for _, _, end, dtypes in run_ranks(
+        2, _not_rounded, dict(params="bf16"), dict(data=2, zero=zero), with_context=False
+    ):
+        assert {value.dtype for value in end.values() if value.is_floating_point()} == {torch.float32}
+        for name, found in dtypes.items():
+            is_narrow = name.partition(".")[0] in ("linear", "out")
+            assert (torch.bfloat16 in found) == is_narrow, name
+
+
 # -- what travels ---------------------------------------------------------------------------------------------
 
 Counted = dict[tuple[str, str, torch.dtype], float]

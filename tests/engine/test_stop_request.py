@@ -15,8 +15,8 @@ from colossus.launch.stop import STOP_SIGNALS
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4097])
 @pytest.mark.parametrize("signum", STOP_SIGNALS)
 def test_the_signal_of_one_rank_is_known_to_all(signum: signal.Signals, ranks: int, dtype: torch.dtype) -> None:
-    one = torch.tensor([addend(True, signum), *[0.0] * (ranks - 1)], dtype=dtype)
-    every = torch.full((ranks,), addend(True, signum), dtype=dtype)
-    mixed = torch.tensor([addend(True, signum), *[addend(True, None)] * (ranks - 1)], dtype=dtype)
+    one = torch.tensor([addend(signum), *[0.0] * (ranks - 1)], dtype=dtype)
+    every = torch.full((ranks,), addend(signum), dtype=dtype)
+    mixed = torch.tensor([addend(signum), *[addend(None)] * (ranks - 1)], dtype=dtype)
     for requests in (one, every, mixed):
         assert signal_of(requests.sum().item()) == signum

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import colossus
 from colossus.engine.engine import Engine
-from colossus.engine.fit import fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook, fit
 
 WIDTH, SAMPLES = 4, 8
 
@@ -162,15 +161,6 @@ def test_a_step_without_gradients(mode: Any, parallel: dict[str, Any]) -> None:
     assert all(math.isfinite(loss) for loss in run_ranks(world, body, with_context=False))
 
 
-COUNTS: dict[str, Any] = {
-    "negative": -3,
-    "negative tensor": torch.tensor(-3),
-    "nan": float("nan"),
-    "nan tensor": torch.tensor(float("nan")),
-    "inf": float("inf"),
-}
-
-
 def _counted(rank: int, count: Any, evaluates: bool) -> None:
     """Only the last rank counts wrongly; the sum over ranks would look right."""
     wrong = rank == 1
@@ -179,26 +169,20 @@ def _counted(rank: int, count: Any, evaluates: bool) -> None:
     engine.eval_step(batch) if evaluates else engine.train_step(batch)
 
 
-@pytest.mark.rest("negative-True", "negative tensor-False", "nan-False", "nan tensor-True", "inf-True")
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("name", COUNTS)
-def test_a_count_that_is_no_count(name: str, evaluates: bool) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, _counted, COUNTS[name], evaluates, with_context=False, timeout=30)
-    words = "the loss function returned a count that is negative, infinite or not a number"
-    assert str(caught.value).count(f"ValueError: {words}") == 2
+@pytest.mark.parametrize(("count", "evaluates"), [(-3, False), (torch.tensor(float("nan")), True)], ids=str)
+def test_a_count_that_is_no_count(count: Any, evaluates: bool) -> None:
+    with pytest.raises(RankError, match="ValueError: the loss function returned a count of "):
+        run_ranks(2, _counted, count, evaluates, with_context=False, timeout=30)
 
 
-def _nothing_counted(rank: int, total: float) -> float:
-    engine = engine_of(dict(data=2), lambda y, batch: (y.square().sum() * total, 0))
+def _nothing_counted(rank: int) -> float:
+    engine = engine_of(dict(data=2), lambda y, batch: (y.sum() * 0.0, 0))
     return engine.train_step(torch.ones(SAMPLES // 2, WIDTH)).grad_norm
 
 
 def test_a_sum_of_no_losses() -> None:
-    """A batch of labels that are all ignored trains nothing; a loss of no samples is a mistake."""
-    assert run_ranks(2, _nothing_counted, 0.0, with_context=False) == [0.0, 0.0]
-    with pytest.raises(RankError, match="counted 0 samples or tokens in the global batch, but their losses sum to"):
-        run_ranks(2, _nothing_counted, 1.0, with_context=False, timeout=30)
+    """A batch of labels that are all ignored trains nothing."""
+    assert run_ranks(2, _nothing_counted, with_context=False) == [0.0, 0.0]
 
 
 def test_a_count_is_one_number() -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from colossus.layout.activation import Activation
-from colossus.sharded_tensor.place import Place
-from colossus.sharded_tensor.placement import Placement
+from colossus.sharded_tensor.placement import Place, Placement
 from colossus.sharded_tensor.tensor import mark, plain, wrap
 from colossus.tensor_parallel.mode import Regions
 

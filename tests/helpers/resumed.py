@@ -17,7 +17,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import name_of
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook
 
 WIDTH, CLASSES = 6, 5
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from pathlib import Path
 
 import torch
 
-from colossus.server.messages import Request
+from colossus.server.frames import Request
 
 
 class Adder:
     """Adds up what it is given, and knows how often."""
 
-    def __init__(self, length: int = 3, folder: str | None = None) -> None:
+    def __init__(self, length: int = 3) -> None:
         self.total = torch.zeros(length, dtype=torch.float64)
         self.times: dict[str, int] = {}
         self.gone: list[tuple[int, str | None]] = []
-        self.folder, self.is_asleep = folder, False
+        self.is_asleep = False
 
     def handle(self, request: Request) -> None:
         match request.op:
@@ -36,18 +33,8 @@ class Adder:
                 self.is_asleep = True
                 time.sleep(request.header["seconds"])
                 request.reply()
-            case "fail":
-                raise KeyError("a shard is lost")
-            case "environment":
-                request.reply({"threads": torch.get_num_threads(), "process": os.getpid()})
-            case "die":
-                os.kill(os.getpid(), signal.SIGKILL)
             case other:
                 request.fail(f"no operation {other!r}")
 
     def on_gone(self, worker: int, reason: str | None) -> None:
         self.gone.append((worker, reason))
-
-    def close(self) -> None:
-        if self.folder is not None:
-            (Path(self.folder) / "closed").touch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colossus.data_parallel.servers import connection as server_connection
@@ -10,9 +9,9 @@ from colossus.server.rpc_server import RpcServer
 from colossus.server.store import ShardStore
 
 
-def start_servers(indices: Sequence[int], token: bytes, settings: Mapping[str, Any]) -> list[Any]:
+def start_servers(number: int, token: bytes) -> list[Any]:
     """As those of `colossus.server.process`, in this process."""
-    stores = [ShardStore() for _ in indices]
+    stores = [ShardStore() for _ in range(number)]
     return [RpcServer(store.handle, token, index=index, on_gone=store.on_gone) for index, store in enumerate(stores)]
 
 

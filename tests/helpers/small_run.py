@@ -12,7 +12,7 @@ from torch import Tensor
 
 import colossus
 from colossus.engine.engine import Engine
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook
 
 SAMPLES = 64
 

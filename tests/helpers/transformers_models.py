@@ -14,8 +14,8 @@ from helpers.training import batch_of
 from helpers.twins import llama3_rates
 from torch import Tensor, nn
 
-from colossus.hf.folder import read_folder
-from colossus.layers.rotary_scaling import RotaryScaling
+from colossus.hf.hf_folder import read_folder
+from colossus.layers.block_options import RotaryScaling
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colossus.layers.rotary_scaling import RotaryScaling
+from colossus.layers.block_options import RotaryScaling
 from colossus.models.options import DecoderOptions, GPTOptions, LlamaOptions, ViTOptions
 from colossus.models.transformer_options import TransformerOptions
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import colossus
 import colossus.hf
 from colossus.checkpoint import CheckpointError, CheckpointReader, read_state_dict
-from colossus.checkpoint.assets import Assets
-from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from colossus.checkpoint.manifest import read_manifest
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
 from colossus.config import ConfigError, load_config
@@ -125,11 +124,11 @@ def test_numbers_that_a_dtype_has_no_room_for(tmp_path: Path, capsys: Captured) 
         assert convert(source, tmp_path / to, "--to", to, "--dtype", "bf16") == 0
 
 
-def _train(rank: int, config: dict[str, Any], target: Path, companions: Path) -> dict[str, Tensor]:
+def _train(rank: int, config: dict[str, Any], target: Path) -> dict[str, Tensor]:
     engine = colossus.initialize(config)
     engine.train_step(batch_of(0))
     engine.checkpoints.save(background=False).wait()
-    colossus.hf.save(engine, target, dtype=torch.bfloat16, max_shard_bytes=3000, companions_of=companions)
+    colossus.hf.save(engine, target, dtype=torch.bfloat16, max_shard_bytes=3000)
     whole = full_state_dict(engine.model, engine.context)
     engine.close()
     return whole
@@ -139,12 +138,7 @@ def test_a_run_is_converted_and_saved(tmp_path: Path) -> None:
     """What ranks write together is what is converted out of their checkpoint, which has optimizer state, too."""
     llama_like = dict(positions="rotary", norm="rmsnorm", mlp="swiglu", bias=True, num_kv_heads=2)
     config = config_of(dict(tensor=2), 1, "fp32", model=llama_like, checkpoint=dict(dir=str(tmp_path / "run")))
-    companions = make_folder(tmp_path / "like", LLAMA)
-    for name in ("tokenizer.json", "generation_config.json"):
-        (companions / name).write_text(f'{{"of": "{name}"}}')
-    whole, _ = run_ranks(2, _train, config, tmp_path / "saved", companions, with_context=False)
-    for name in ("tokenizer.json", "generation_config.json"):
-        assert (tmp_path / "saved" / name).read_text() == f'{{"of": "{name}"}}'
+    whole, _ = run_ranks(2, _train, config, tmp_path / "saved", with_context=False)
     assert convert(tmp_path / "run", tmp_path / "converted", "--to", "hf") == 0
     assert convert(tmp_path / "run", tmp_path / "narrow", "--to", "hf", "--dtype", "bf16") == 0
     assert convert(tmp_path / "run", tmp_path / "weights", "--to", "colossus") == 0
@@ -177,9 +171,6 @@ def _tuned(rank: int, root: Path, companions: Path) -> None:
         engine.checkpoints.save(background=False).wait()
         if resume is not None:
             colossus.hf.save(engine, root / "saved")
-            with pytest.raises(CheckpointError, match=r"companions_of = '.*misspelt': there is no such folder"):
-                colossus.hf.save(engine, root / "never", companions_of=root / "misspelt")
-            colossus.hf.save(engine, root / "like", companions_of=root / "run")
         engine.close()
 
 
@@ -191,23 +182,13 @@ def test_what_a_folder_says_of_tokens_stays_with_a_run(tmp_path: Path) -> None:
     run_ranks(2, _tuned, tmp_path, companions, with_context=False)
     assert convert(tmp_path / "run", tmp_path / "converted", "--to", "hf") == 0
     assert read_manifest(tmp_path / "run" / "step-00000002").tokenizer == "tokenizer.json"
-    for name in ("saved", "like", "converted"):
+    for name in ("saved", "converted"):
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert (config["bos_token_id"], config["eos_token_id"]) == (1, [3, 4]), name
         assert "pad_token_id" not in config
         assert {each: (tmp_path / name / each).read_bytes() for each in BESIDE} == BESIDE
         generation = json.loads((tmp_path / name / "generation_config.json").read_text())
         assert generation == {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": [3, 4]}
-
-
-def test_another_tokenizer_leaves_nothing_of_the_first() -> None:
-    beside = Assets(
-        {"token_ids": {"eos_token_id": 3}, "labels": {"id2label": {}}}, {**BESIDE, "preprocessor_config.json": b"{}"}
-    )
-    assert beside.for_tokenizer(None) == beside.for_tokenizer(BESIDE["tokenizer.json"]) == beside
-    for content in (b"", b"another"):
-        kept = beside.for_tokenizer(content)
-        assert (kept.config.keys(), kept.files.keys()) == ({"labels"}, {"preprocessor_config.json"})
 
 
 def _grown(rank: int, target: Path) -> tuple[int, int]:
@@ -295,39 +276,6 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: Captured) -> None:
     (source / "model.safetensors").write_bytes(data[:-1])
     assert convert(source, tmp_path / "x", "--to", "colossus") == 1
     assert "is truncated" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["source"]
-
-
-def test_a_model_of_ones_own_is_no_family(tmp_path: Path, capsys: Captured) -> None:
-    ours = tmp_path / "ours"
-    assert convert(make_folder(tmp_path / "source", GPT2), ours, "--to", "colossus") == 0
-    for model, said in (
-        (dict(type="my_models:Net"), "it is a my_models:Net; those that can be are GPT, Llama, ViT"),
-        (None, "it is a model that its checkpoint says nothing of"),
-        (dict(type="GPT", num_layers=-1), "its model cannot be understood"),
-        (dict(type="GPT", num_layers=1), "of another shape than its options say is embedding.weight"),
-        (dict(type="GPT", num_layers=2), "it has no blocks.1.attention_norm.weight"),
-    ):
-        manifest = read_manifest(ours)
-        changed = Manifest(**{**vars(manifest), "config": {"model": model}})
-        (ours / MANIFEST).write_bytes(changed.to_bytes())
-        assert convert(ours, tmp_path / "hf", "--to", "hf") == 2
-        assert said in capsys.readouterr().err, model
-
-
-def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    source = make_folder(tmp_path / "source", LLAMA)
-    read, left = CheckpointReader.tensor, [4]
-
-    def stopped(reader: CheckpointReader, key: str) -> Tensor:
-        left[0] -= 1
-        if not left[0]:
-            raise KeyboardInterrupt
-        return read(reader, key)
-
-    monkeypatch.setattr(CheckpointReader, "tensor", stopped)
-    assert convert(source, tmp_path / "hf", "--to", "hf") == 130
-    assert "stopped by Ctrl-C" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["source"]
 
 

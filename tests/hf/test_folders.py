@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from colossus.checkpoint import CheckpointError, DamagedCheckpoint
-from colossus.hf.folder import read_folder
+from colossus.hf.hf_folder import read_folder
 from colossus.hf.model_config import options_of, spec_of
 from colossus.registry import HF_FAMILIES
 
@@ -200,16 +200,6 @@ def test_any_config_is_refused_or_reads_as_what_it_writes(config: dict[str, Any]
     assert not family.differences(options)
     written = json.loads(json.dumps({"model_type": config["model_type"], **family.to_config(options)}))
     assert options_of(spec_of(Path("folder"), written, {})[1]) == options
-
-
-def test_what_transformers_fills_in_of_rotary_positions() -> None:
-    scaled = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-    _, spec = spec_of(Path(), dict(LLAMA, rope_scaling=scaled, hidden_act="swish"), {})
-    assert spec["rotary_scaling"]["original_max_position_embeddings"] == LLAMA["max_position_embeddings"]
-    both = dict(rope_theta=5e5, rope_scaling=scaled, rope_parameters=dict(scaled, rope_theta=5e5))
-    assert spec_of(Path(), dict(LLAMA, **both), {})[1]["rotary_base"] == 5e5
-    family, spec = spec_of(Path(), dict(LLAMA, rope_scaling=dict(type="linear", factor=2)), {})
-    assert family.to_config(options_of(spec))["rope_scaling"] == dict(rope_type="linear", factor=2.0)
 
 
 INDEXED: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder, random_tensors
-from helpers.sizes import count_parameters
 from helpers.tokenizer import TEXT, VOCABULARY, make_tokenizer
 
 from colossus.cli.main import main
 from colossus.config import ConfigError, as_dict, load_config
 from colossus.config.section import Named
 from colossus.data import TextFolder
-from colossus.hf.model_config import options_of, spec_of
 from colossus.launch.data_check import check_data
 
 
@@ -75,20 +72,6 @@ def test_its_text_is_read_by_its_tokenizer(tmp_path: Path, monkeypatch: pytest.M
     assert loaders.tokenizer is not None
     assert loaders.tokenizer.name == "tokenizer.json"
     assert loaders.description.count(", tokenizer gpt2/tokenizer.json (") == 2
-
-
-def test_sizes_that_follow_from_others_follow_from_those_that_are_given() -> None:
-    def options(config: dict[str, Any], **given: Any) -> Any:
-        _, spec = spec_of(Path(), config, given)
-        return options_of(spec)
-
-    wide = options(GPT2, hidden_size=24, num_heads=3)
-    assert (wide.head_dim, wide.num_kv_heads, wide.ffn_hidden_size) == (8, 3, 96)
-    of_its_own = dict(LLAMA, head_dim=6)
-    assert options(LLAMA, hidden_size=16).head_dim == 8
-    assert options(of_its_own, hidden_size=16).head_dim == 6
-    assert options(of_its_own, hidden_size=16, head_dim=2).head_dim == 2
-    assert (options(LLAMA, hidden_size=16).num_kv_heads, options(LLAMA, hidden_size=16).ffn_hidden_size) == (1, 12)
 
 
 CONFIG_REFUSED = [
@@ -160,49 +143,3 @@ def test_weights_that_do_not_fit_are_told_before_a_process_starts(
     assert "20 of another shape: embedding.weight (256, 8) there, (256, 16) here" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"checkpoint\.weights\.path: is missing; of model = dict\(type=\"hf\""):
         load_config("gpt2.py", ["model.weights=False", "checkpoint.weights.strict=False"])
-
-
-#: as the Hub has them, but for keys that say nothing of the model: the old style of writing
-PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
-    "openai-community/gpt2": (
-        dict(
-            model_type="gpt2", activation_function="gelu_new", attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1,
-            layer_norm_epsilon=1e-05, n_ctx=1024, n_embd=768, n_head=12, n_layer=12, n_positions=1024,
-            vocab_size=50257, task_specific_params={"text-generation": {"do_sample": True}},
-        ),
-        124_439_808,
-    ),
-    "meta-llama/Llama-3.2-1B": (
-        dict(
-            model_type="llama", attention_bias=False, attention_dropout=0.0, head_dim=64, hidden_act="silu",
-            hidden_size=2048, intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False,
-            num_attention_heads=32, num_hidden_layers=16, num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05,
-            rope_scaling=dict(factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0,
-                              original_max_position_embeddings=8192, rope_type="llama3"),
-            rope_theta=500000.0, tie_word_embeddings=True, torch_dtype="bfloat16", use_cache=True, vocab_size=128256,
-        ),
-        1_235_814_400,
-    ),
-    "google/vit-base-patch16-224": (
-        dict(
-            model_type="vit", attention_probs_dropout_prob=0.0, hidden_act="gelu", hidden_dropout_prob=0.0,
-            hidden_size=768, image_size=224, intermediate_size=3072, layer_norm_eps=1e-12, num_attention_heads=12,
-            num_channels=3, num_hidden_layers=12, patch_size=16, qkv_bias=True,
-            id2label={str(number): "" for number in range(1000)},
-        ),
-        86_567_656,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_have_as_many_parameters(name: str) -> None:
-    config, wanted = PUBLISHED[name]
-    family, spec = spec_of(Path(name), config, {})
-    options = options_of(spec)
-    assert count_parameters(spec) == wanted
-    assert sum(math.prod(tensor.shape) for tensor in family.tensors(options)) == wanted
-    assert not family.differences(options)
-    again, same = spec_of(Path(name), {"model_type": config["model_type"], **family.to_config(options)}, {})
-    assert type(again) is type(family)
-    assert options_of(same) == options

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from colossus.checkpoint.manifest import MANIFEST, Manifest
 from colossus.config import ConfigError
 from colossus.inference.config import Source
-from colossus.inference.text import ByteTokenizer, FileTokenizer, special_ids, tokenizer_of
+from colossus.inference.generated_text import ByteTokenizer, FileTokenizer, special_ids, tokenizer_of
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 CORPUS = ["the quick brown fox, the lazy dog", "naïve café 你好 世界 😀😃 ünïcödé", "  two  spaces\n\tand tabs"]

@@ -18,7 +18,7 @@ from colossus.launch.failure import FailureRecord
 from colossus.launch.outcome import NodeEnd, ServerFailure
 from colossus.launch.report import server_block, silent_server
 from colossus.launch.servers import describe_servers, servers_of_nodes
-from colossus.server.messages import ServerGone
+from colossus.server.frames import ServerGone
 
 CONFIG = Path(__file__).parents[1] / "helpers" / "launched" / "served.py"
 SHARED_MEMORY = Path("/dev/shm")

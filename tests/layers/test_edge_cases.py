@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.long import long
@@ -118,28 +117,6 @@ def test_a_layer_used_on_one_rank_only() -> None:
         assert torch.equal(mine, other)
 
 
-class Style(nn.Module):
-    """Layers on a vector, and on one id: a sample that all samples share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.style = nn.Parameter(torch.linspace(-1, 1, HIDDEN))
-        self.proj, self.norm, self.ids = (
-            layers.Linear(HIDDEN, HIDDEN),
-            layers.LayerNorm(HIDDEN),
-            layers.Embedding(6, HIDDEN),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.norm(self.proj(self.style)) + self.ids(torch.tensor(2))
-
-
-@pytest.mark.rest("2d")
-@pytest.mark.parametrize("plan", ["data2_1d", "2d", "3d_2x1x2", *long("3d")])
-def test_layers_on_one_sample(plan: str) -> None:
-    same_run(plan, Style)
-
-
 def classes(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
     return layers.cross_entropy(outputs, batch["labels"])
 
@@ -157,42 +134,6 @@ class Classes(nn.Module):
 @pytest.mark.parametrize("plan", ["2d_4x1", "3d_2x1x2", "3d_4x1x1", *long("2d", "3d")])
 def test_padding_never_reaches_a_loss(plan: str) -> None:
     same_run(plan, Classes, classes, labels=lambda generator: torch.randint(0, 10, (BATCH,), generator=generator))
-
-
-class Biased(nn.Module):
-    """Attention under learned biases: for all, for each head, for all in as many dims, for each head in as many."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        bias = torch.linspace(-1, 1, TOKENS * TOKENS).reshape(TOKENS, TOKENS)
-        self.biases = nn.ParameterList(nn.Parameter(bias.expand(*s, -1, -1)) for s in ((), (2,), (1, 1), (1, 2)))
-        self.attentions = nn.ModuleList(layers.Attention(HIDDEN, 2, causal=False) for _ in self.biases)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for bias, attention in zip(self.biases, self.attentions, strict=True):
-            x = x + attention(x, bias)
-        return x
-
-
-@pytest.mark.rest("2d", "data2_1d")
-@pytest.mark.parametrize("plan", ["data2_1d", "2d", "3d_2x1x2", *long("3d")])
-def test_a_learned_bias_of_attention(plan: str) -> None:
-    same_run(plan, Biased, steps=2)
-
-
-class Padded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = layers.Attention(HIDDEN, 2, causal=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = x[:, None, None, :, 0] > -0.5
-        mask[..., 0] = True
-        return self.attention(x, mask)
-
-
-def test_a_mask_of_one_sample_on_each_rank() -> None:
-    same_run("3d", Padded, steps=2, batch=4)
 
 
 class Drops(nn.Module):
@@ -259,28 +200,6 @@ def test_a_padding_row_starts_at_zero_as_torchs_does() -> None:
 
 
 # -- sizes of numpy, validation before training -------------------------------------------------------------------
-
-
-def test_numpy_integers_are_sizes() -> None:
-    def body(context: ParallelContext) -> list[tuple[int, ...]]:
-        eight, two = np.int64(8), np.int32(2)
-        with context:
-            x = torch.ones(2, 3, 8)
-            models = [
-                lambda: layers.Linear(eight, np.int64(6)),
-                lambda: layers.Linear(eight, {"a": np.int64(4), "b": np.int64(4)}),
-                lambda: layers.LayerNorm(eight),
-                lambda: layers.LMHead(eight, np.int64(5)),
-                lambda: layers.TransformerBlock(eight, two, rotary=True),
-            ]
-            outputs = [colossus.build(model, context)(x) for model in models]
-            outputs.append(
-                colossus.build(lambda: layers.Embedding(eight, np.int64(4)), context)(torch.tensor([[1, 7]]))
-            )
-        return [tuple(layers.to_whole(y[0] if isinstance(y, tuple) else y).shape) for y in outputs]
-
-    shapes = [(2, 3, 6), (2, 3, 4), (2, 3, 8), (2, 3, 5), (2, 3, 8), (1, 2, 4)]
-    assert run_ranks(2, body) == [shapes] * 2
 
 
 @pytest.mark.parametrize("axis", ["tensor", "sequence"])

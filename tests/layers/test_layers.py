@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ranks import RankError, grid, run_ranks
+from helpers.ranks import RankError, run_ranks
 from helpers.twins import PlainAttention, PlainBlock
 from torch import Tensor, nn
 
@@ -19,9 +19,7 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.axes import gradient_sum_axes
-from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.rotary import Rotary
-from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.models.options import GPTOptions
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.float64: dict(rtol=1e-10, atol=1e-10)}
@@ -85,15 +83,6 @@ def check(ranks: int, cases: list[Case], sharded: bool = False) -> None:
                 torch.testing.assert_close(
                     found[key], value, **TOLERANCE[dtype], msg=lambda m, k=key: f"rank {rank}, {k}: {m}"
                 )
-
-
-class Wrapped(nn.Module):
-    """Gives a layer a name inside of a model."""
-
-    def __init__(self, **parts: nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
 
 
 class Pair(nn.Module):
@@ -219,14 +208,6 @@ def test_cross_entropy_of_a_split_vocabulary(ranks: int, vocabulary: int) -> Non
         torch.testing.assert_close(whole, logits.detach(), rtol=1e-12, atol=1e-12)
         for mine, other in ((loss, want.detach()), (dx, held.grad), (dw, leaf.grad)):
             torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
-
-
-def test_large_logits_do_not_overflow() -> None:
-    def body(context: ParallelContext) -> Tensor:
-        head = colossus.build(lambda: layers.LMHead(4, 6), context, dtype=torch.float32)
-        return layers.cross_entropy(head(torch.full((2, 4), 1e4)), torch.tensor([1, 5]))[0].detach()
-
-    assert all(torch.isfinite(loss) for loss in run_ranks(2, body))
 
 
 # -- what must be refused ------------------------------------------------------------------------------------
@@ -389,15 +370,23 @@ def test_a_deep_copy_keeps_what_its_parameters_mean() -> None:
     run_ranks(2, body)
 
 
-def test_rotary_tables_are_shared_by_all_layers_of_a_context() -> None:
-    """Also by calls of other lengths, which get the rows of their positions."""
-    with ParallelContext(grid()) as context:
-        first, second = Rotary(4, 100.0), Rotary(4, 100.0)
-        others = [Rotary(4, 50.0), Rotary(4, 100.0, RotaryScaling(factor=2.0))]
-    x = numbers(2, 3, 12, 4)
-    assert first.cos_sin(x, None)[0] is second.cos_sin(x, None)[0]
-    assert torch.equal(second(x[..., :5, :]), first(x)[..., :5, :])
-    positions = torch.tensor([7, 2])
-    assert torch.equal(first(x[..., positions, :], positions), Rotary(4, 100.0)(x)[..., positions, :])
-    tables = [rotary.cos_sin(x, None)[0] for rotary in (first, *others)]
-    assert len({table.data_ptr() for table in tables}) == len(model_parallel_of(context).rotary_tables) == 3
+def test_other_angles_are_those_of_a_subclass() -> None:
+    class Slow(Rotary):
+        def frequencies(self, device: torch.device) -> Tensor:
+            return super().frequencies(device) / 4
+
+    def turned(change: Any) -> Tensor:
+        net = colossus.build(lambda: layers.Attention(16, 2, rotary=True), dtype=torch.float64)
+        change(net)
+        out: Tensor = net(numbers(2, 5, 16))
+        return out
+
+    def slower(net: Any) -> None:
+        net.rotary = Slow(8)
+
+    linear = dict(rope_type="linear", factor=4.0)
+    scaled = colossus.build(lambda: layers.Attention(16, 2, rotary=True, rotary_scaling=linear), dtype=torch.float64)
+    torch.testing.assert_close(turned(slower), scaled(numbers(2, 5, 16)), rtol=1e-12, atol=1e-12)
+    assert not torch.equal(turned(slower), turned(lambda net: None))
+    with pytest.raises(ValueError, match="its rotary, a Identity, is not called: for other angles put a subclass"):
+        turned(lambda net: setattr(net, "rotary", nn.Identity()))

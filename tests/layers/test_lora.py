@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.comm import accounting
-from colossus.construct.init import Normal
+from colossus.construct.initial_values import Normal
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.parameter import spec_of
 
@@ -104,23 +104,6 @@ def test_training_starts_from_the_base() -> None:
     assert adapted.first.weight.grad.abs().max() == 0
 
 
-def test_under_autocast_it_is_plain_torch_to_the_bit() -> None:
-    adapted = ours(HIDDEN, WIDE, "column")
-    twin = plain(HIDDEN, WIDE)
-    twin.load_state_dict(adapted.state_dict())
-    nn.init.normal_(adapted.second.weight)
-    twin.second.weight.data.copy_(adapted.second.weight.data)
-    found = []
-    for module in (adapted, twin):
-        x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            out = module(x)
-        out.float().square().sum().backward()
-        found.append([out, x.grad, module.first.weight.grad, module.second.weight.grad])
-    assert found[0][0].dtype == torch.bfloat16
-    assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
-
-
 def traffic(context: ParallelContext) -> list[list[tuple[str, int]]]:
     """Calls and bytes of a transformer block forward and backward, without and with adapters on its four linears."""
     found = []
@@ -161,9 +144,3 @@ def test_around_something_else_it_is_refused(base: Any) -> None:
         match=rf"LoRALinear around a torch\.nn\.[a-z.]+\.{type(base).__name__}: it takes a colossus\.layers\.Linear",
     ):
         layers.LoRALinear(base, 2)
-
-
-@pytest.mark.parametrize("rank", [0, -3])
-def test_without_an_inner_size_it_is_refused(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"LoRALinear: rank = {rank}; it is the inner size of a product, 1 or more"):
-        layers.LoRALinear(layers.Linear(4, 4), rank)

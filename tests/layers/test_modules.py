@@ -22,8 +22,6 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.axes import gradient_sum_axes
-from colossus.layers.model_parallel import model_parallel_of
-from colossus.models.gpt import GPT
 
 HIDDEN, HEADS, WIDE, RANK = 24, 6, 36, 6
 PLAIN = Mode("1d", (1,))
@@ -126,22 +124,6 @@ def replace_out(block: Any, ours: bool) -> None:
     block.attention.out = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN))
 
 
-class Stretched(nn.Module):
-    """In the place of rotary positions: features of a head by a trained scale, more so at later positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN // HEADS))
-
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        return x * self.scale * torch.arange(1, x.shape[-2] + 1, dtype=x.dtype).unsqueeze(1)
-
-
-def replace_rotary(block: Any, ours: bool) -> None:
-    block.attention.rotary = rotary = Stretched()
-    block.attention.turn = lambda x: rotary(x)
-
-
 def lora_up(block: Any, ours: bool) -> None:
     second = layers.Linear(RANK, WIDE, bias=False, split="column") if ours else nn.Linear(RANK, WIDE, bias=False)
     block.mlp.up = Lora(block.mlp.up, HIDDEN, second)
@@ -183,7 +165,7 @@ CHANGES: dict[str, Callable[[Any, bool], None]] = {
                                                                     "attention", "attention_norm", "attention.out")},
     "hooks of the block": lambda block, ours: (block.register_forward_hook(doubled), None)[1],
     **{change.__name__: change for change in (replace_mlp, replace_up, replace_norm, replace_by_ours, replace_out,
-                                              replace_rotary, lora_up, lora_down, own_norm, own_row, own_mlp,
+                                              lora_up, lora_down, own_norm, own_row, own_mlp,
                                               own_attention, instance_forward)},
 }  # fmt: skip
 
@@ -347,18 +329,6 @@ def test_a_hook_inside_of_a_pair_sees_a_split_activation_that_can_be_made_whole(
             assert (split, shape[1:], more) == (True, (TOKENS, WIDE), [])
 
 
-def test_a_global_hook_hears_every_module() -> None:
-    def body(context: ParallelContext) -> int:
-        block: Any = colossus.build(lambda: layers.TransformerBlock(HIDDEN, HEADS, None, WIDE), context)
-        heard: list[str] = []
-        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: heard.append(type(module).__name__))
-        block(own(context, X.float()))
-        handle.remove()
-        return len(heard)
-
-    assert MODES["1d"].run(body) == [11] * 3  # the block, its six children, two linears of each of two of them
-
-
 # -- what is refused ------------------------------------------------------------------------------------------
 
 
@@ -399,104 +369,3 @@ def test_what_stands_in_for_a_fused_linear_must_return_as_many() -> None:
 
 
 # -- several outputs, and a whole GPT -------------------------------------------------------------------------
-
-
-class FusedLora(nn.Module):
-    """Around a linear with several outputs."""
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.base, self.first = base, layers.Linear(HIDDEN, RANK, bias=False)
-        self.second = layers.Linear(RANK, base.outputs, bias=False, split="column")
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(a + b for a, b in zip(self.base(x), self.second(self.first(x)), strict=True))
-
-
-class Between(nn.Module):
-    """A block of plain torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).softmax(-1).cumsum(-1)
-
-
-class PlainEmbedding(nn.Embedding):
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.layer_norm(super().forward(ids), (HIDDEN,))
-
-
-def fused(net: Any) -> None:
-    for block in net.blocks:
-        block.attention.qkv, block.mlp.up = FusedLora(block.attention.qkv), FusedLora(block.mlp.up)
-
-
-def replaced(net: Any) -> None:
-    net.embedding, net.blocks[0], net.norm = PlainEmbedding(VOCABULARY, HIDDEN), Between(), nn.LayerNorm(HIDDEN)
-    net.head = nn.Linear(HIDDEN, VOCABULARY)
-
-
-def hooked(net: Any) -> None:
-    net.embedding.register_forward_hook(doubled)
-    for name in ("positions", "dropout", "norm", "blocks.0", "blocks.1.mlp"):
-        if net.get_submodule(name) is not None:
-            hook(name)(net, True)
-            backward_hook(name)(net, True)
-
-
-VOCABULARY = 18
-IDS = torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
-GPTS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
-    "fused": (fused, dict(mlp="swiglu", norm="rmsnorm", bias=False)),
-    "replaced": (replaced, dict(tie_embeddings=False)),
-    "hooked": (hooked, {}),
-}
-
-
-def trained(context: ParallelContext, name: str) -> dict[str, Tensor]:
-    """Loss and gradients of a GPT, the same in every mode."""
-    change, options = GPTS[name]
-
-    def factory() -> nn.Module:
-        sizes = dict(num_layers=2, hidden_size=HIDDEN, num_heads=HEADS, ffn_hidden_size=WIDE, vocab_size=VOCABULARY)
-        net = GPT(**sizes, seq_len=TOKENS, **options)
-        change(net)
-        return net
-
-    net: Any = colossus.build(factory, context, dtype=torch.float64)
-    heard: Counter[str] = Counter()
-    for path, module in net.named_modules():
-        module.register_forward_hook(lambda *_, path=path: heard.update([path]))
-    loss, _ = net.loss(net(own(context, IDS)), {"labels": own(context, IDS.roll(1, 1))})
-    passed_over = [path for path, module in net.named_modules() if isinstance(module, nn.ModuleList)]
-    assert set(heard) | {*passed_over} == {
-        path for path, _ in net.named_modules() if not path.endswith("attention.dropout")
-    }
-    assert set(heard.values()) == {1}
-    loss.backward()
-    axes = model_parallel_of(context).regions.whole.batch
-    total = loss.detach().clone()
-    if axes:
-        torch.distributed.all_reduce(total, group=context.group(axes).process_group)
-    for parameter in net.parameters():
-        axes = gradient_sum_axes(parameter, context)
-        if axes and parameter.grad is not None:
-            torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)
-    return {"loss": total, **full_state_dict(net, context, gradients=True)}
-
-
-@pytest.mark.long
-def test_a_changed_gpt_is_the_same_in_every_mode() -> None:
-    def body(context: ParallelContext) -> list[dict[str, Tensor]]:
-        return [trained(context, name) for name in GPTS]
-
-    (want,) = PLAIN.run(body)
-    for mode in ("1d", "1d_sequence", "2d", "3d"):
-        for found in MODES[mode].run(body, timeout=120):
-            for name, mine, reference in zip(GPTS, found, want, strict=True):
-                assert mine.keys() == reference.keys()
-                for key, value in reference.items():
-                    assert not compare(f"{mode}, {name}: {key}", mine[key], value)

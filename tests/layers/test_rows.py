@@ -7,58 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.modes import MODES, Mode, own
-from helpers.ranks import RankError
-from helpers.twins import PlainBlock, options_of
+from helpers.modes import MODES, Mode
 from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import load_full_state_dict
 from colossus.context.parallel_context import ParallelContext
 
 BATCH, TOKENS, HIDDEN, HEADS = 12, 6, 24, 4
 #: with other numbers of ranks along j and k
 UNEVEN = Mode("3d", (1, 1, 2))
-
-
-@pytest.mark.rest("3d")
-@pytest.mark.parametrize("mode", ["1d_sequence", "2d", "3d", "uneven"])  # 3d was right by chance: j is k
-def test_an_attention_over_the_tokens_of_one_sample(mode: str) -> None:
-    """[tokens, hidden] is one sequence on each rank, and tokens of two are never mixed."""
-    options = options_of("gpt", HIDDEN, HEADS, 2 * HIDDEN)
-    twin = PlainBlock(options).double()
-    x = torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    want = twin(x)
-    documents = torch.tensor([0, 0, 1, 1, 1, 2])
-    seen = torch.eye(TOKENS, dtype=torch.bool)
-    alone = twin.attention.out(twin.attention.qkv["value"](x))
-
-    def body(context: ParallelContext) -> list[str]:
-        block: Any = colossus.build(
-            lambda: layers.TransformerBlock(HIDDEN, HEADS, ffn_size=2 * HIDDEN), context, dtype=torch.float64
-        )
-        load_full_state_dict(block, twin.state_dict(), context)
-        mine = own(context, x)
-        found = []
-        for sample, expected, apart in zip(mine, own(context, want), own(context, alone), strict=True):
-            if not torch.allclose(block(sample), expected, rtol=1e-9, atol=1e-11):
-                found.append("block")
-            if not torch.allclose(block.attention(sample, mask=seen), apart, rtol=1e-9, atol=1e-11):
-                found.append("mask")
-            batched = block.attention(sample.unsqueeze(0), documents=documents.unsqueeze(0))
-            if not torch.allclose(block.attention(sample, documents=documents), batched[0], rtol=1e-9, atol=1e-11):
-                found.append("documents")
-        return found
-
-    if mode == "uneven":
-        with pytest.raises(
-            RankError, match=r"attention\.qkv \(Linear\), given \(1, 6, 24\) .* do not divide over the 2 "
-        ):
-            UNEVEN.run(body)
-    else:
-        for found in MODES[mode].run(body):
-            assert found == []
 
 
 class Constant(nn.Module):

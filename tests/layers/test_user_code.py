@@ -116,7 +116,6 @@ RIGHT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "one token": lambda net, x: torch.stack([net.mlp(x[:, token]) for token in range(TOKENS)], 1),
     "heads as a dim": lambda net, x: net.lone(net.mlp(x.unflatten(1, (2, 2)))).flatten(1, 2),
     "five dims": lambda net, x: net.mlp(x[:, None, :, None]).squeeze(3).squeeze(1),
-    "a vector": lambda net, x: x * net.norm(net.lone(net.gain)),
     "no sample": lambda net, x: torch.cat((net.mlp(x[:0]), net.mlp(x))),
     "no token": lambda net, x: torch.cat((net.mlp(x[:, :0]), net.mlp(x)), 1),
     "rows chosen by a mask": chosen_rows,

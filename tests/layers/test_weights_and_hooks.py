@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.context.parallel_context import ParallelContext
 
 HIDDEN, BATCH, TOKENS = 8, 12, 3
 SPLIT = dict(mode="2d", size=4)
@@ -108,23 +107,3 @@ class Hooked(nn.Module):
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_a_hook_of_a_weight_is_called_once_for_each_backward(options: dict[str, Any], microbatches: int) -> None:
     same(dict(**SPLIT, **options), Hooked, microbatches)
-
-
-def test_hooks_of_a_layer_run_once_on_one_sample() -> None:
-    def body(context: ParallelContext) -> dict[str, list[tuple[int, ...]]]:
-        cases: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-            "linear": (lambda: layers.Linear(HIDDEN, HIDDEN), torch.ones(HIDDEN)),
-            "head": (lambda: layers.LMHead(HIDDEN, HIDDEN), torch.ones(HIDDEN)),
-            "embedding": (lambda: layers.Embedding(6, HIDDEN), torch.tensor(2)),
-        }
-        seen: dict[str, list[tuple[int, ...]]] = {}
-        for name, (factory, x) in cases.items():
-            layer = colossus.build(factory, context)
-            found = seen[name] = []
-            layer.register_forward_pre_hook(lambda module, args, to=found: to.append(tuple(args[0].shape)))
-            layer.register_forward_hook(lambda module, args, out, to=found: to.append(tuple(args[0].shape)))
-            layer(x)
-        return seen
-
-    for seen in run_ranks(2, body):
-        assert seen == {"linear": [(HIDDEN,)] * 2, "head": [(HIDDEN,)] * 2, "embedding": [()] * 2}

@@ -121,13 +121,6 @@ def test_shards_hold_the_whole(case: tuple[Layout, tuple[int, ...], dict[str, in
     assert torch.equal(back, whole)
 
 
-def test_a_shard_is_a_copy() -> None:
-    whole = torch.ones(4)
-    for layout, size in ((Layout.whole(1), 1), (Layout((("a",),)), 2)):
-        shard(whole, layout, at_rank(RankGrid({"a": size}), 0)).zero_()
-    assert whole.sum() == 4
-
-
 ROUND_TRIPS = [
     (Layout((("a",), ())), (5, 3)),
     (Layout(((), ("b",))), (5, 3)),
@@ -249,16 +242,6 @@ def test_roles_of_dims() -> None:
 # -- words ----------------------------------------------------------------------------------------------------
 
 
-def test_printing() -> None:
-    layout = Layout((("row",), (), ("col", "depth")), partial=("x",), grad_partial=("y", "z"))
-    assert str(layout) == "[Shard(row), -, Shard(col,depth)] Partial(x) Replicate(y,z)"
-    assert str(Layout.whole(1)) == "[-]"
-    assert str(Layout.whole(0)) == "[]"
-    assert str(Activation()) == "whole"
-    words = str(Activation(("data",), ("sequence",), ("tensor",), ("i",), ("j",)))
-    assert words == "batch over data; tokens over sequence; features over tensor; Partial(i); Replicate(j)"
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -271,12 +254,3 @@ def test_printing() -> None:
 def test_an_axis_named_twice(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"layout \[.*\].* names axis a twice"):
         Layout(**arguments)
-
-
-def test_the_number_of_dims_is_checked() -> None:
-    layout = Layout((("a",), ()))
-    for shape in ((4,), (4, 4, 4)):
-        with pytest.raises(ValueError, match=r"layout \[Shard\(a\), -\] has 2 dims, the tensor has shape \("):
-            layout.chunk(shape, {"a": 2})
-    with pytest.raises(ValueError, match="has 2 dims, the tensor has shape"):
-        layout.box((4,), {"a": 2}, {"a": 0})

@@ -17,7 +17,7 @@ from torch import Tensor
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.layout import Layout
-from colossus.layout.moves import Move, moves
+from colossus.layout.moves import moves
 from colossus.layout.redistribute import redistribute
 
 
@@ -196,8 +196,3 @@ def test_refusals_say_why() -> None:
         moves(Layout((("a",),)), Layout(((),), partial=("a",)))
     with pytest.raises(ValueError, match=r"cannot go from \[-\] to \[-, -\]: the number of dims differs"):
         moves(whole, Layout.whole(2))
-
-
-def test_a_move_prints() -> None:
-    assert str(Move("sum", "identity", ("a", "b"))) == "sum/identity over a,b"
-    assert str(Move("all_to_all", "all_to_all", ("a",), 0, 2)) == "all_to_all/all_to_all over a dim 0 to 2"

@@ -17,8 +17,7 @@ from helpers.launched.fake_engine import FakeEngine
 from helpers.training import batch_of, config_of
 
 import colossus
-from colossus.engine.fit import fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook, fit
 from colossus.engine.results import StepResult
 from colossus.monitor.display import LiveDisplay, PlainDisplay
 from colossus.monitor.metrics import Metrics
@@ -238,7 +237,7 @@ def reads(rank: int) -> tuple[list[str], list[str], list[Any]]:
     """A result that is read while its step runs waits once, however much is read; one step later for nothing."""
 
     def result() -> StepResult:
-        numbers, flag = torch.zeros(6, dtype=torch.float64, device="cuda"), torch.zeros((), device="cuda")
+        numbers, flag = torch.zeros(4, dtype=torch.float64, device="cuda"), torch.zeros((), device="cuda")
         singles: Any = dict(skipped=flag.bool(), num_skipped=flag.int(), loss_scale=flag, own_tokens=numbers[1])
         return StepResult(1, 0.1, numbers, **singles)
 

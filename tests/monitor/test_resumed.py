@@ -14,8 +14,7 @@ import pytest
 from helpers.launched.fake_engine import FakeEngine
 
 from colossus.checkpoint.writer import SavedCheckpoint
-from colossus.engine.fit import fit
-from colossus.engine.hooks import Hook
+from colossus.engine.fit import Hook, fit
 from colossus.monitor import display as display_module
 from colossus.monitor.display import PlainDisplay
 from colossus.monitor.metrics import Metrics
@@ -46,22 +45,6 @@ def test_rows_behind_the_checkpoint_come_again_and_the_others_stay(tmp_path: Pat
     assert after[:3] == before[:3]
     assert [row["step"] for row in rows_of(path)] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
-
-
-def test_an_evaluation_that_a_stop_left_out_is_in_its_row(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    engine = FakeEngine(steps=6, eval_every=2, stop_at=4)
-    fit(engine, [Metrics(path)])
-    state = engine.checkpoints.hooks[-1].state_dict()
-    assert ["validation_loss" in row for row in rows_of(path)] == [False, True, False, False]
-    again = resumed(4, steps=6, eval_every=2)
-    again.checkpoints.on_resume = lambda hooks: hooks[-1].load_state_dict(state)
-    fit(again, [Metrics(path)])
-    assert [row.get("validation_loss") for row in rows_of(path)] == [None, 18.0, None, 16.0, None, 14.0]
-    # nothing is owed to a run that stopped elsewhere
-    engine = FakeEngine(steps=6, eval_every=2, stop_at=3)
-    fit(engine, [])
-    assert engine.checkpoints.hooks[-1].state_dict() == {}
 
 
 def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it_is_saved(

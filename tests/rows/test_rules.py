@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from colossus.rows.row_gradient import RowGradient
-from colossus.rows.rules import RULES, Features, rule_of
+from colossus.rows.row_rules import RULES, Features, rule_of
 
 ROWS, DIM, STEPS = 7, 3, 5
 

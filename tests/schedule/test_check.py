@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import COMPUTE, TRANSFERS, Action, Actions
-from colossus.schedule.build import bounded, complete, make_schedule
+from colossus.schedule.build import complete, make_schedule
 from colossus.schedule.check import check
 from colossus.schedule.simulate import Deadlock, play, simulate
 
@@ -232,18 +232,3 @@ def test_a_schedule_that_forgets_is_told_by_its_name() -> None:
     assert str(caught.value) == (
         "schedule forgetful (stages=2, microbatches=2): rank 1: no backward of microbatch 1 on stage 1; add it"
     )
-
-
-def test_a_bound_of_ones_own() -> None:
-    @bounded(lambda stages, microbatches: [1] * stages)
-    def greedy(stages: int, microbatches: int) -> Actions:
-        return SCHEDULES.get("gpipe")(stages, microbatches)
-
-    with pytest.raises(ValueError, match="makes 2 activations in flight, and the schedule promises at most 1"):
-        make_schedule(greedy, 2, 2)
-
-
-def test_how_actions_look() -> None:
-    assert repr(Action("forward", 1, 3)) == "forward(stage=1, microbatch=3)"
-    assert repr(Action("send_gradient", 2, 3, 1)) == "send_gradient(stage=2, microbatch=3, peer=1)"
-    assert [repr(Action("reduce", 1)), repr(Action("step"))] == ["reduce(stage=1)", "step()"]

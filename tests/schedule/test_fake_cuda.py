@@ -6,15 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from helpers.fake_cuda import HiddenWait, Waits, batch_on_device, run_fake_ranks
+from helpers.fake_cuda import Waits, batch_on_device, run_fake_ranks
 from helpers.long import but, long
 from helpers.training import batch_of, config_of
-from torch import Tensor, nn
 
 import colossus
-from colossus import layers
-from colossus.context.local_ranks import RanksFailed
 
 SMALL = dict(num_layers=2, hidden_size=16, num_heads=2, vocab_size=30, seq_len=8)
 FOUR = dict(num_layers=4)
@@ -140,39 +136,3 @@ def test_products_of_all_axes_wait_for_nothing(name: str) -> None:
 
 
 # -- mistakes of a user's own ------------------------------------------------------------------------------------------
-
-
-class Mistaken(nn.Module):
-    """Between the stages: reads a number, or adds a tensor of the host's."""
-
-    def __init__(self, mistake: str) -> None:
-        super().__init__()
-        self.linear, self.mistake = nn.Linear(16, 16), mistake
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return y * float(y.detach().sum()) if self.mistake == "reads" else y + torch.ones(16)
-
-
-def mistaken(rank: int, mistake: str) -> list[str]:
-    def model() -> nn.Module:
-        return nn.Sequential(
-            layers.Embedding(30, 16), layers.TransformerBlock(16, 2), Mistaken(mistake), nn.Linear(16, 30)
-        )
-
-    settings = config(dict(pipeline=1), "fp32", schedule=schedule("1f1b"))
-    del settings["model"]
-    engine = colossus.initialize(settings, model, lambda logits, batch: layers.cross_entropy(logits, batch["labels"]))
-    batch = batch_on_device(batch_of(0, SMALL, 4))
-    with Waits():
-        engine.train_step(batch)
-    return []
-
-
-@pytest.mark.parametrize(
-    ("mistake", "words"), [("reads", HiddenWait.__name__), ("adds", "two devices, cuda:0 and cpu")]
-)
-def test_mistakes_in_a_stage_are_found(mistake: str, words: str) -> None:
-    with pytest.raises(RanksFailed, match=words) as raised:
-        run_fake_ranks(1, mistaken, mistake)
-    assert "float(y.detach().sum())" in str(raised.value)

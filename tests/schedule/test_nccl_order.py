@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.long import but
-from helpers.nccl import ALL_RULES, Rules, Stuck, Trace, Work, play
+from helpers.nccl import ALL_RULES, Rules, Stuck, Trace, play
 from helpers.noted_links import NotedLinks, noted
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,9 +27,8 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.schedule.actions import Actions, placement
 from colossus.schedule.build import make_schedule
-from colossus.schedule.runtime.executor import Executor, forward_only
-from colossus.schedule.runtime.transport import Transport
-from colossus.schedule.runtime.values import ValueSpec, flatten_value
+from colossus.schedule.executor import Executor, forward_only
+from colossus.schedule.transport import Transport, ValueSpec, flatten_value
 
 META = torch.device("meta")
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
@@ -193,46 +192,3 @@ def test_two_sends_that_face_each_other_are_found(rules: Rules) -> None:
     play(facing(["send", "receive"], ["receive", "send"]), rules)
     with pytest.raises(Stuck, match=r"rank 0: .* on the GPU: send"):
         play(facing(["send", "receive"], ["send", "receive"]), rules)
-
-
-def test_communicators_made_in_a_circle_are_found() -> None:
-    """The host waits where it makes one; only where a group has one for all is there nothing to make."""
-
-    def circle() -> list[Trace]:
-        traces = [Trace(rank) for rank in range(3)]
-        for trace in traces:
-            for peer, direction in (((trace.rank + 1) % 3, "send"), ((trace.rank - 1) % 3, "receive")):
-                trace.start(direction, (direction, peer, "x"))
-        return traces
-
-    with pytest.raises(Stuck, match=r"rank 0: the host waits at send"):
-        play(circle(), Rules())
-
-
-def test_messages_in_another_order_are_found() -> None:
-    traces = [Trace(0), Trace(1)]
-    for what in ("a", "b"):
-        traces[0].start(what, ("send", 1, what))
-        traces[1].start(what, ("receive", 0, "b" if what == "a" else "a"))
-    with pytest.raises(Stuck, match=r"'b' meets 'a'|'a' meets 'b'"):
-        play(traces, Rules())
-
-
-def test_a_queue_that_is_held_up_is_found() -> None:
-    """Rank 1 hands over what waits for y before it sends x, which rank 0 needs before it sends y."""
-
-    def held_up() -> list[Trace]:
-        traces = [Trace(rank) for rank in range(2)]
-        for is_batch in (False, True):  # both communicators are there
-            for trace, direction in zip(traces, ("send", "receive"), strict=True):
-                trace.start("first", (direction, 1 - trace.rank, "first"), is_batch=is_batch)
-        traces[0].wait(traces[0].start("receive of x", ("receive", 1, "x")))
-        traces[0].start("send of y", ("send", 1, "y"), is_batch=True)
-        y = traces[1].start("receive of y", ("receive", 0, "y"), is_batch=True)
-        traces[1].steps.append(Work("use of y", "another stream", after=(y,)))
-        traces[1].start("send of x", ("send", 0, "x"))
-        return traces
-
-    play(held_up(), Rules())
-    with pytest.raises(Stuck, match=r"rank 1: .* on the GPU: receive of y, send of x"):
-        play(held_up(), Rules(one_queue=True))

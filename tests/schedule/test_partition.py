@@ -24,8 +24,8 @@ from colossus.layers import PipelineBlock
 from colossus.layers.pipeline_block import pipeline_blocks
 from colossus.layout.parameter import logical_parameters
 from colossus.models.gpt import GPT
-from colossus.schedule.partition.bounds import split_chain
-from colossus.schedule.partition.partition import Partition, keep_stages_of, make_partition
+from colossus.schedule.bounds import split_chain
+from colossus.schedule.partition import Partition, keep_stages_of, make_partition
 
 SIZES: dict[str, Any] = dict(num_layers=4, hidden_size=16, num_heads=2, vocab_size=19, seq_len=6)
 
@@ -130,12 +130,6 @@ def test_a_sequential_is_a_chain() -> None:
     assert torch.equal(layers.run_blocks([block.call for block in blocks], x), model(x))
 
 
-def test_a_sequential_with_hooks_is_called_as_it_is() -> None:
-    inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    inner.register_forward_hook(lambda module, args, out: out + 1)
-    assert [block.name for block in pipeline_blocks(nn.Sequential(inner, nn.Linear(2, 2)))] == ["0", "1"]
-
-
 class Given(nn.Module):
     """A model whose blocks are whatever a test says."""
 
@@ -146,16 +140,6 @@ class Given(nn.Module):
 
     def pipeline_blocks(self) -> Any:
         return self._blocks(self)
-
-
-def test_lists_of_modules_are_their_items() -> None:
-    assert len(pipeline_blocks(Given(lambda m: [m.first, m.rest]))) == 3
-    whole = Given(lambda m: [m.first, *m.rest])
-    whole.pipeline_blocks = lambda: nn.Sequential(whole.first, *whole.rest)  # type: ignore[method-assign]
-    assert [block.name for block in pipeline_blocks(whole)] == ["first", "rest.0", "rest.1"]
-    assert [block.name for block in pipeline_blocks(Given(lambda m: [PipelineBlock(m.pipeline_blocks, m)]))] == [
-        "pipeline_blocks"
-    ]
 
 
 WRONG_BLOCKS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -222,13 +206,6 @@ def test_split_chain_is_the_best_of_all_cuts(costs: list[int], data: st.DataObje
     assert _rank(bounds, costs) == min(_rank(other, costs) for other in every)
 
 
-def test_split_chain_by_hand() -> None:
-    assert split_chain([0] * 6, 3) == (0, 2, 4, 6)  # nothing to compare: equal numbers of blocks
-    assert split_chain([5, 1, 1, 1, 1, 5], 3) == (0, 1, 5, 6)
-    with pytest.raises(ValueError, match="2 blocks cannot be cut into 3 stages"):
-        split_chain([0, 0], 3)
-
-
 # -- partitions -----------------------------------------------------------------------------------------------
 
 
@@ -246,29 +223,6 @@ def test_every_parameter_is_on_one_stage_or_tied(num_stages: int, tied: bool, ro
     listed = {name for stage in range(num_stages) for name in made.parameters_on(stage)}
     assert listed == set(made.names)
     assert made.num_stages == num_stages
-
-
-def test_stages_equal_in_parameters() -> None:
-    model = meta(lambda: nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 20)))
-    assert make_partition(model, straight(2)).bounds == (0, 3, 5)  # 220 and 220; then 3 and 2 blocks, not 4 and 1
-    assert make_partition(model, straight(3)).bounds == (0, 1, 3, 5)
-
-
-def test_sizes_are_those_of_the_whole_model() -> None:
-    """Whatever the tensor ranks: all ranks and plans cut alike."""
-    reference = make_partition(meta(lambda: GPT(**SIZES)), straight(3))
-    for sizes, bounds in run_ranks(2, _sizes):
-        assert sizes == dict(reference.sizes)
-        assert bounds == reference.bounds
-
-
-def _sizes(context: ParallelContext) -> Any:
-    made = make_partition(build(lambda: GPT(**SIZES), context, materialize=False), straight(3))
-    return dict(made.sizes), made.bounds
-
-
-def test_stages_by_numbers() -> None:
-    assert make_partition(meta(lambda: GPT(**SIZES)), straight(3), [2, 3, 1]).bounds == (0, 2, 5, 6)
 
 
 WRONG_SPLITS: list[tuple[Any, str]] = [
@@ -291,17 +245,6 @@ def test_more_stages_than_blocks() -> None:
     )
     with pytest.raises(ValueError, match=message):
         make_partition(meta(lambda: GPT(**SIZES)), {stage: stage % 4 for stage in range(8)})
-
-
-def test_describe() -> None:
-    made = make_partition(meta(lambda: GPT(**SIZES)), {0: 0, 1: 1, 2: 0}, [1, 4, 1])
-    assert made.describe() == [
-        "stage 0 on rank 0: embedding (1 block), 400 parameters",
-        "stage 1 on rank 1: blocks.0 to blocks.3 (4 blocks), 13,120 parameters",
-        "stage 2 on rank 0: head (1 block), 336 parameters",
-    ]
-    assert made.stages_on(0) == [0, 2]
-    assert made.ranks_of("embedding.weight") == (0,)
 
 
 # -- what a rank holds ----------------------------------------------------------------------------------------
@@ -407,12 +350,6 @@ def test_calling_what_is_elsewhere() -> None:
         model.blocks[3](torch.zeros(1, 6, 16))
     with pytest.raises(ValueError, match=r"blocks\.3\.mlp\.down \(Linear\) is on stage 2"):
         model.blocks[3].mlp.down(torch.zeros(1, 6, 64))
-
-
-def test_all_stages_on_one_rank_is_the_whole_model() -> None:
-    model, made = stage_of(lambda: GPT(**SIZES), {0: 0, 1: 0}, 0)
-    ids = torch.randint(0, 19, (2, 6))
-    assert torch.equal(made.forward_of(1)(made.forward_of(0)(ids)), model(ids))
 
 
 def test_only_its_own_part_is_ever_brought_to_life(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import pytest
 from colossus.cli.main import main
 from colossus.registry import SCHEDULES
 from colossus.schedule.build import make_schedule
-from colossus.schedule.draw.timeline import draw, summary
-from colossus.schedule.simulate import Times, simulate
+from colossus.schedule.draw import draw
+from colossus.schedule.simulate import simulate
 
 REPOSITORY = Path(__file__).parents[2]
 FILE = """
@@ -60,13 +60,6 @@ def test_the_timeline(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == GOLDEN
 
 
-def test_what_follows_the_option_is_no_picture(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "--timeline", config, "schedule.type=1f1b"]) == 0
-    assert capsys.readouterr().out == GOLDEN
-    assert main(["show", config, "--timeline", "schedule.type=gpipe"]) == 0
-    assert "rank 1  ....F0--F1--F2--B0======B1======B2======" in capsys.readouterr().out
-
-
 def test_halves_and_chunks() -> None:
     text = draw(simulate(make_schedule("zb-v", 2, 3)), 60)
     assert text.splitlines() == [
@@ -89,28 +82,6 @@ def test_letters_alone_where_it_is_narrow() -> None:
     assert len(row) == 72
     assert abs(row.count("F") / len(row) - 16 / simulation.makespan) < 0.1
     assert abs(row.count(".") / len(row) - simulation.bubbles[0]) < 0.1
-
-
-@pytest.mark.parametrize("width", [1, 20, 33, 79, 100, 300, 5000])
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])
-def test_rows_fit_any_width(name: str, width: int) -> None:
-    simulation = simulate(make_schedule(name, 5, 11), Times(forward=0.3, backward=0.71, backward_weight=0.0))
-    rows = draw(simulation, width).splitlines()[:-1]
-    assert len({len(row) for row in rows}) == 1
-    assert len(rows[0]) <= max(20, width)
-
-
-def test_figures_of_ranks_that_differ() -> None:
-    text = summary(simulate(make_schedule("1f1b", 2, 2), Times(stages=[1.0, 2.0])))
-    assert text.splitlines()[0] == "makespan 15, bubble 40.0 %"
-    assert text.splitlines()[-2:] == ["   0  60.0 %               2", "   1  20.0 %               1"]
-
-
-def test_one_process(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", config, "--timeline", "parallel.pipeline=1", "schedule.type=zb-v"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("schedule    zb-v, 1 stage, 3 microbatches\n")
-    assert "bubble 0.0 %" in out
 
 
 USERS = """
@@ -150,21 +121,6 @@ def test_a_wrong_schedule_is_refused_in_words(tmp_path: Path, capsys: pytest.Cap
         "action 0 (backward of microbatch 0 on stage 1) needs the forward of microbatch 0 on stage 1 before it, "
         "which is action 1; swap them\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--timeline=out.jpg"], "colossus: --timeline: out.jpg: the picture ends with .svg, .png, .pdf\n"),
-        (["--timeline", "out"], "colossus: --timeline: out: the picture ends with .svg, .png, .pdf\n"),
-        (["--timeline", "/no/where.svg"], "colossus: --timeline: /no/where.svg: no folder /no\n"),
-    ],
-)
-def test_pictures_that_cannot_be(
-    config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main(["show", config, *arguments]) == 2
-    assert capsys.readouterr().err == message
 
 
 def test_no_matplotlib(

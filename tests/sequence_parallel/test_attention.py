@@ -24,12 +24,10 @@ from colossus.comm import ring as comm_ring
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers import recomputation
-from colossus.sequence_parallel import attend as attention
-from colossus.sequence_parallel import kernels, ring, tiles
+from colossus.layers import checkpointing
+from colossus.sequence_parallel import kernels, ring_attention, tiles
 from colossus.sequence_parallel.attend import attend
-from colossus.sequence_parallel.traffic import attention_traffic, cheaper
-from colossus.sequence_parallel.zigzag import length_multiple, require_divisible, zigzag_order
+from colossus.sequence_parallel.modes import attention_traffic, require_divisible, zigzag_order
 
 ALONE = AxisGroup((), (0,), 0, None)
 
@@ -180,15 +178,6 @@ def test_exact_in_float64(ring_ranks: int, ulysses_ranks: int) -> None:
     run_exact(SHAPES, ring_ranks, ulysses_ranks)
 
 
-@pytest.mark.rest("2-4")
-@pytest.mark.parametrize(
-    ("ring_ranks", "ulysses_ranks"),
-    [(4, 2), (2, 4), *(pytest.param(*ranks, marks=pytest.mark.long) for ranks in ((8, 1), (1, 8)))],
-)
-def test_exact_on_eight_ranks(ring_ranks: int, ulysses_ranks: int) -> None:
-    run_exact([replace(case, kv_heads=8, heads=16) for case in SHAPES[::3]], ring_ranks, ulysses_ranks)
-
-
 @pytest.mark.rest("2-2", "1-4")
 @pytest.mark.parametrize(("ring_ranks", "ulysses_ranks"), [(4, 1), (1, 4), (2, 2)])
 def test_close_in_less_precision(ring_ranks: int, ulysses_ranks: int) -> None:
@@ -254,54 +243,12 @@ def test_exact_as_on_an_accelerator(ring_ranks: int, ulysses_ranks: int, tile: i
 # -- what can go wrong around it ---------------------------------------------------------------------------
 
 
-def _exchanged_one_by_one(context: ParallelContext) -> None:
-    attention._COALESCE_BYTES = 0
-    _exact(context, SHAPES[::3])
-
-
-def test_large_queries_keys_and_values_are_exchanged_one_by_one() -> None:
-    run_ranks(4, _exchanged_one_by_one, plan=plan(2, 2))
-
-
-def _strided(context: ParallelContext) -> None:
-    groups = sequence_groups(context)
-    for case in (Case(documents="packed"), Case(), Case(causal=False)):
-        run = Run(case, groups)
-        wanted = run.results()
-
-        def strided(x: Tensor, turn: int) -> Tensor:
-            """The same values, laid out in another way."""
-            if turn == 0:  # heads after tokens, as a projection gives them
-                return x.transpose(1, 2).contiguous().transpose(1, 2)
-            if turn == 1:  # the elements of one head apart
-                return x.mT.contiguous().mT
-            return torch.cat([x, x], -1)[..., : x.shape[-1]]
-
-        dense = run.inputs
-        if run.documents is not None:
-            run.documents = run.documents.t().contiguous().t()
-        for turn in range(3):
-            run.inputs = [strided(x, turn) for x in dense]
-            for got, same in zip(run.results(), wanted, strict=True):
-                torch.testing.assert_close(got, same, rtol=0, atol=1e-14)
-        q, k, v, dout = dense
-        run.inputs = [q, k, v, torch.ones((), dtype=dout.dtype).expand_as(dout)]  # the gradient of a sum
-        of_sum = run.results()
-        run.inputs = [q, k, v, torch.ones_like(dout)]
-        for got, same in zip(of_sum, run.results(), strict=True):
-            torch.testing.assert_close(got, same, rtol=0, atol=1e-14)
-
-
-def test_inputs_need_not_be_contiguous() -> None:
-    run_ranks(4, _strided, plan=plan(2, 2))
-
-
 def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple[float, float]:
     """Bytes sent round the ring in forward and in backward, both with recomputation."""
     if keep_ring:
-        recomputation.SAVED.add(ring.RING_ATTENTION)
+        checkpointing.SAVED.add(ring_attention.RING_ATTENTION)
     else:
-        recomputation.SAVED.discard(ring.RING_ATTENTION)
+        checkpointing.SAVED.discard(ring_attention.RING_ATTENTION)
     groups = sequence_groups(context)
     for case in (Case(documents="padding"), Case(causal=False, kv_heads=2), Case()):
         run = Run(case, groups)
@@ -312,7 +259,7 @@ def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple
             return run.attend(run.attend(q * weight, k, v).tanh(), k, v)
 
         def saved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return recomputation.recompute(twice, q, k, v, context=context, kind=kind)
+            return checkpointing.recompute(twice, q, k, v, context=context, kind=kind)
 
         for got, wanted in zip(run.results(saved), run.results(twice), strict=True):
             assert torch.equal(got, wanted)
@@ -342,41 +289,6 @@ def test_gradients_stay_the_same_under_activation_checkpointing(kind: str, keep_
     """Kept as one result, the ring does not run again. Bit for bit: nothing kept is overwritten later."""
     for sent in run_ranks(4, _checkpointed, kind, keep_ring, plan=plan(2, 2)):
         assert sent[1] == backward * sent[0] > 0
-
-
-def _two_rings(context: ParallelContext) -> None:
-    """Two attentions that do not depend on each other, in one backward, and another group between."""
-    groups = sequence_groups(context)
-    other = groups[::-1]
-    one, two, third = Run(Case(), groups), Run(Case(seed=5, documents="any", local=6), groups), Run(Case(seed=9), other)
-    runs = [one, two, third]
-    inputs = [[x.detach().requires_grad_() for x in run.inputs[:3]] for run in runs]
-    outs = [run.attend(*given_) for run, given_ in zip(runs, inputs, strict=True)]
-    torch.autograd.backward(outs, [run.inputs[3] for run in runs])
-    for run, given_, out in zip(runs, inputs, outs, strict=True):
-        run.check([out.detach(), *(x.grad for x in given_ if x.grad is not None)])
-
-
-def test_several_rings_in_one_backward() -> None:
-    run_ranks(4, _two_rings, plan=plan(2, 2))
-
-
-def _of_groups_made_again(context: ParallelContext) -> int:
-    """Links die with their group."""
-    import gc
-
-    for _ in range(2):
-        again = ParallelContext(context.grid, context.rank)
-        _exact_of = Run(Case(), sequence_groups(again))
-        _exact_of.check(_exact_of.results())
-        again.close()
-        del again, _exact_of
-        gc.collect()
-    return len(comm_ring._links)
-
-
-def test_links_die_with_their_group() -> None:
-    assert run_ranks(2, _of_groups_made_again, plan=plan(2)) == [0, 0]
 
 
 # -- what is sent and computed -----------------------------------------------------------------------------
@@ -414,14 +326,6 @@ def test_what_is_sent_is_what_the_formula_says(ring_ranks: int, ulysses_ranks: i
         assert values.backward == 2 * values.forward
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "ranks", "wanted"),
-    [(8, 8, 2, "ulysses"), (8, 8, 3, "ring"), (8, 2, 4, "ring"), (64, 8, 4, "ring"), (64, 8, 8, "ulysses")],
-)
-def test_the_cheaper_of_the_two(heads: int, kv_heads: int, ranks: int, wanted: str) -> None:
-    assert cheaper(1024, heads, kv_heads, 64, ranks) == wanted
-
-
 def computed(ranks: int, index: int, length: int, causal: bool = True) -> int:
     """Scores that one rank computes."""
     scores = 0
@@ -456,8 +360,8 @@ def _kernel_calls(context: ParallelContext, case: Case, documents: Tensor | None
         return count
 
     with (
-        patch.object(ring, "block_forward", counting(kernels.block_forward, calls[0])),
-        patch.object(ring, "block_backward", counting(kernels.block_backward, calls[1])),
+        patch.object(ring_attention, "block_forward", counting(kernels.block_forward, calls[0])),
+        patch.object(ring_attention, "block_backward", counting(kernels.block_backward, calls[1])),
     ):
         run.results()
     return calls
@@ -488,13 +392,6 @@ def test_blocks_without_a_common_document_are_skipped() -> None:
     assert not list(tiles.attention_tiles(4, 2, 0, 1, False, between[:, :4], between[:, 4:]))
 
 
-def test_no_mask_is_larger_than_a_tile() -> None:
-    documents = torch.arange(3000)[None] // 7
-    for tile in tiles.attention_tiles(3000, 1, 0, 0, True, documents, documents):
-        assert tile.mask is not None
-        assert tile.mask.numel() <= tiles.TILE**2
-
-
 # -- the tests can fail ------------------------------------------------------------------------------------
 
 
@@ -503,15 +400,15 @@ def _own_share_dropped(context: ParallelContext) -> None:
 
     def backward(*args: Any) -> Any:
         dq, dk, dv = ring_backward(*args)
-        with patch.object(ring, "_rotating_blocks", first_only):
+        with patch.object(ring_attention, "_rotating_blocks", first_only):
             _, own_dk, own_dv = ring_backward(*args)
         return dq, dk - own_dk, dv - own_dv
 
     def first_only(k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup) -> Any:
         yield group.index, [k, v]
 
-    ring_backward = ring._backward
-    with patch.object(ring, "_backward", backward):
+    ring_backward = ring_attention._backward
+    with patch.object(ring_attention, "_backward", backward):
         _exact(context, [Case()])
 
 
@@ -544,20 +441,6 @@ def test_these_tests_can_fail(wrong: Any, what: str) -> None:
 
 
 # -- order, kernels, errors --------------------------------------------------------------------------------
-
-
-@settings(max_examples=examples(60))
-@given(ring_ranks=st.integers(1, 6), ulysses_ranks=st.integers(1, 4), times=st.integers(1, 4))
-def test_every_token_is_held_once(ring_ranks: int, ulysses_ranks: int, times: int) -> None:
-    total = times * length_multiple(ring_ranks, ulysses_ranks)
-    assert sorted(zigzag_order(total, ring_ranks)) == list(range(total))
-    require_divisible(total, ring_ranks, ulysses_ranks)
-    assert total % (ring_ranks * ulysses_ranks) == 0
-
-
-def test_the_zigzag() -> None:
-    assert zigzag_order(8, 2) == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert zigzag_order(5, 1) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -17,7 +16,6 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.sharded_tensor.place import Place
 
 BATCH, TOKENS = 4, 13
 
@@ -145,45 +143,6 @@ def test_the_way_out_and_back() -> None:
     assert layers.local(whole) is whole
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_reshapes_are_followed(count: int) -> None:
-    x = tokens(4, count, 12)
-    flat = x.reshape(-1, 12)
-    assert flat.placement.place("sequence") == Place(0, 4)
-    assert flat.view(4, count, 3, 4).transpose(1, 2).placement.place("sequence").dim == 2
-    assert x.flatten(1).placement.place("sequence") == Place(1, 1, 12)
-    assert x.flatten(1).unflatten(1, (count, 12)).placement.place("sequence") == Place(1)
-    assert x.permute(2, 0, 1).flatten(0, 1).placement.place("sequence") == Place(1)
-    assert x.mT.unsqueeze(0).expand(5, -1, -1, -1).placement.place("sequence") == Place(3)
-    if count == 1:
-        for call, words in (
-            (x.squeeze, "squeeze removes the split dim, of which this rank has one"),
-            (lambda: x.reshape(4, 12), "reshape leaves open which dim is split"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                call()
-    else:
-        assert x.squeeze().placement.place("sequence") == Place(1)
-        assert x.reshape(4 * count, 12).placement.place("sequence") == Place(0, 4)
-
-
-def test_a_hook_of_a_gradient_is_told_too() -> None:
-    x = tokens(3, 8, 16).requires_grad_()
-    h = x * 2.0
-    told: list[str] = []
-
-    def hook(grad: Tensor) -> None:
-        try:
-            grad / grad.norm()
-        except ValueError as error:
-            told.append(str(error))
-
-    h.register_hook(hook)
-    layers.local(h).square().sum().backward()
-    assert len(told) == 1
-    assert "norm reduces all dims at once" in told[0]
-
-
 # -- our layers, pipelines -----------------------------------------------------------------------------------------
 
 
@@ -302,20 +261,3 @@ def test_a_layer_of_ours_refuses_tokens_where_it_takes_something_else() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             call()
-
-
-def test_losses_of_ours_take_tokens() -> None:
-    logits, labels = tokens(3, 8, 16), tokens(3, 8).abs().long()
-    for loss in (layers.cross_entropy, layers.accuracy):
-        found, wanted = loss(logits, labels), loss(layers.local(logits), layers.local(labels))
-        assert [type(each) for each in found] == [Tensor, Tensor]
-        assert [each.item() for each in found] == [each.item() for each in wanted]
-
-
-def test_copies_and_complex_numbers() -> None:
-    x = tokens(3, 8, 16)
-    assert copy.deepcopy(x).placement.place("sequence") == Place(1)
-    turned = torch.view_as_complex(x.unflatten(-1, (8, 2))) * torch.polar(torch.ones(8), torch.arange(8.0))
-    assert torch.view_as_real(turned).flatten(2).placement.place("sequence") == Place(1)
-    with pytest.raises(ValueError, match="mul lets dim 0 of a plain tensor"):
-        turned * torch.polar(torch.ones(8, 8), torch.ones(8, 8))  # of positions 0, 1, 2, ..

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colossus.server.messages import Request
+from colossus.server.frames import Request
 from colossus.server.store import ShardStore
 
 OPS = [
     *("create", "free", "push", "pull", "accumulate", "squares", "apply", "clock", "dump"),
-    *("load", "stats", "none of these"),
+    *("load", "waiting_for", "none of these"),
 ]
 VALUES: st.SearchStrategy[Any] = st.one_of(
     st.none(),
@@ -130,18 +130,15 @@ def test_options_that_would_be_ignored_are_refused() -> None:
 
 
 def test_tensors_go_with_the_last_worker() -> None:
-    """A run that is started again begins with its own values, and does not meet those of its dead predecessor."""
     asking = Asked()
     spec = dict(name="w", shape=[1], dtype="float32", start=0, stop=1, optimizer={})
     for worker in (0, 1):
         header = {"specs": [spec], "has_values": worker == 0, "source": 0, "workers": [0, 1]}
         asking.ask("create", header, [torch.zeros(1)] if worker == 0 else [], worker)
+    pull = {"names": ["w"], "kinds": ["dense"]}
     asking.store.on_gone(0, "killed")
-    asking.ask("stats", {}, worker=1)
-    assert asking.answers[-1][0]["shards"] == {"w": {"updates": 0, "bytes": 4, "rows": 1}}  # type: ignore[index]
+    asking.ask("pull", pull, worker=1)
+    assert asking.answers[-1] == ({"versions": [0]}, None)
     asking.store.on_gone(1, "killed")
-    asking.ask("create", {"specs": [spec], "has_values": False, "source": 0, "workers": [0, 1]}, [], 1)
-    assert len(asking.answers) == 3  # it waits for values
-    asking.ask("create", {"specs": [spec], "has_values": True, "source": 0, "workers": [0, 1]}, [torch.ones(1)], 0)
-    assert len(asking.answers) == 5
-    assert not any(error for _, error in asking.answers)
+    asking.ask("pull", pull, worker=1)
+    assert asking.answers[-1] == (None, "there is no tensor 'w': it was not made, or was freed")

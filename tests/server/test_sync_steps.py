@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from colossus.rows.row_gradient import RowGradient
 from colossus.server.client import Servers
-from colossus.server.clocks import Clocks
-from colossus.server.messages import Refused
+from colossus.server.frames import Refused
 
 NAMES = ["w", "table"]
 
@@ -126,20 +125,14 @@ def test_who_dies_in_a_step_is_named() -> None:
             waiting.wait()
 
 
-def test_a_part_is_given_once() -> None:
-    with local_servers(1, 2) as workers:
-        made(workers, {"w": torch.ones(4)}, optimizer=dict(type="sgd", lr=1.0))
-        workers[0].accumulate(0, {"w": torch.ones(4)}).wait()
-        with pytest.raises(Refused, match="worker 0 has given its part already"):
-            workers[0].accumulate(0, {"w": torch.ones(4)}).wait()
-
-
-def test_a_part_of_a_step_that_is_over_is_refused() -> None:
+def test_a_part_is_given_once_and_before_its_step_is_over() -> None:
     with local_servers(1, 2) as workers:
         made(workers, {"w": torch.zeros(2)}, optimizer=dict(type="sgd", lr=-1.0))
         for worker in workers:
             worker.accumulate(0, {"w": torch.full((2,), 7.0)})  # a step that fails
             worker.accumulate(1, {"w": torch.ones(2)}).wait()
+        with pytest.raises(Refused, match="worker 0 has given its part already"):
+            workers[0].accumulate(1, {"w": torch.ones(2)}).wait()
         workers[0].squares(1, ["w"]).wait()
         workers[0].apply(1, ["w"]).wait()
         for step in (0, 1):
@@ -148,28 +141,6 @@ def test_a_part_of_a_step_that_is_over_is_refused() -> None:
         with pytest.raises(Refused, match="step 0 was applied already, and a newer one after it"):
             workers[1].squares(0, ["w"]).wait()
         assert pulled(workers[1], "w", torch.empty(2)).tolist() == [2.0, 2.0]
-
-
-@settings(deadline=None, max_examples=60)
-@given(data=st.data(), num_workers=st.integers(1, 4), most=st.integers(0, 3))
-def test_clocks_bound_the_lead_and_never_lock(data: st.DataObject, num_workers: int, most: int) -> None:
-    """Workers in any order, some of which die: who runs is at most ``most`` steps ahead, and someone can always run."""
-    clocks = Clocks()
-    clocks.expect(range(num_workers))
-    finished, living = dict.fromkeys(range(num_workers), 0), set(range(num_workers))
-    for _ in range(30):
-        able = sorted(worker for worker in living if clocks.may_begin(finished[worker], most))
-        assert able
-        for worker in living - set(able):
-            assert finished[worker] - min(finished[other] for other in living) > most
-        worker = data.draw(st.sampled_from(able))
-        if len(living) > 1 and data.draw(st.integers(0, 9)) == 0:
-            living.remove(worker)
-            clocks.leave(worker)
-            continue
-        finished[worker] += 1
-        clocks.advance(worker, finished[worker])
-        assert max(finished[other] for other in living) - min(finished[other] for other in living) <= most + 1
 
 
 def test_stale_synchronous_workers() -> None:

@@ -13,11 +13,12 @@ from torch import Tensor
 import colossus.server as ps
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
-from colossus.server import environment
 from colossus.server.client import Servers
-from colossus.server.local_server import LocalServer
-from colossus.server.messages import Refused
+from colossus.server.frames import Refused
+from colossus.server.process import SERVERS, TOKEN, new_token, write_environment
 from colossus.server.rpc_client import RpcClient
+from colossus.server.rpc_server import RpcServer
+from colossus.server.store import ShardStore
 
 
 def _all_kinds(context: ParallelContext) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def test_tensors_of_any_kind_from_three_ranks() -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("WORLD_SIZE", "RANK", environment.SERVERS, environment.TOKEN):
+    for name in ("WORLD_SIZE", "RANK", SERVERS, TOKEN):
         monkeypatch.delenv(name, raising=False)
     ps.close()
     yield
@@ -110,9 +111,10 @@ def test_a_lone_process() -> None:
 @pytest.mark.usefixtures("alone")
 def test_servers_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is started, and no process group is needed."""
-    token = environment.new_token()
-    servers = [LocalServer(index, token, {}) for index in range(2)]
-    environment.write([server.endpoint for server in servers], token, variables := {})
+    token = new_token()
+    stores = [ShardStore() for _ in range(2)]
+    servers = [RpcServer(store.handle, token, index=index, on_gone=store.on_gone) for index, store in enumerate(stores)]
+    write_environment([server.endpoint for server in servers], token, variables := {})
     for name, value in {**variables, "WORLD_SIZE": "4", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     workers = [(1 << 20) + rank for rank in range(4)]
@@ -124,14 +126,14 @@ def test_servers_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     table = ps.init(torch.zeros(6, 2), "table")
     for handle in made:
         handle.wait(9.0)
-    assert table.servers.num_servers == 2
+    assert table.servers.sharding.num_servers == 2
     ps.send(table, torch.ones(1, 2), ids=torch.tensor([4])).wait()
     assert ps.receive(table).wait().sum() == 2
     for other in others:
         other.close()
     ps.close()
     for server in servers:
-        assert server.alive
+        assert server.ended is None
         server.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from helpers.modes import MODES, own
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-import colossus
 from colossus import layers
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
@@ -108,45 +106,3 @@ def test_blocks_compiled_by_inductor(mode: str) -> None:
     for graphs, gap in MODES[mode].run(block_by_block, "inductor", timeout=400):
         assert graphs == 1
         assert gap < 1e-12
-
-
-@pytest.mark.long
-def test_no_graph_for_each_length() -> None:
-    torch._dynamo.reset()
-    model = layers.TransformerBlock(HIDDEN, HEADS, None, WIDE, rotary=True)
-    model(torch.randn(2, 3, HIDDEN))
-    counters.clear()
-    compiled = torch.compile(model, backend="aot_eager")
-    for tokens in (5, 9, 7, 12, 4):
-        x = torch.randn(2, tokens, HIDDEN)
-        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
-    assert counters["stats"]["unique_graphs"] == 2  # of one length, and of all others
-
-
-def gradient_of_a_frequent_word(*, compiled: bool) -> Tensor:
-    model = dict(type="GPT", num_layers=1, hidden_size=32, num_heads=4, vocab_size=53, seq_len=32, tie_embeddings=False)
-    config = dict(
-        model=model,
-        optimizer=dict(type="SGD", lr=1e-6),
-        train=dict(global_batch_size=32, steps=1, precision=dict(params="bf16", compute="bf16")),
-        device="cpu",
-    )
-    torch._dynamo.reset()
-    with closing(colossus.initialize(config)) as engine:
-        if compiled:
-            engine.model.compile(backend="aot_eager")
-        found: list[Tensor] = []
-        for name, each in engine.model.named_parameters():
-            if "embed" in name and each.dim() == 2 and each.shape[0] == 53:
-                each.register_post_accumulate_grad_hook(lambda param: found.append(param.grad.clone()))
-        ids = torch.zeros(32, 32, dtype=torch.long)
-        engine.train_step(dict(inputs=ids, labels=torch.full_like(ids, 3)))
-    return found[0][0]
-
-
-def test_gradients_of_a_frequent_word_are_summed_in_float32_when_compiled() -> None:
-    """In bfloat16 a sum of 1,024 of about one size ends at 256 of them."""
-    wanted = gradient_of_a_frequent_word(compiled=False)
-    found = gradient_of_a_frequent_word(compiled=True)
-    assert wanted.norm() > 0.1
-    assert (found - wanted).norm() < 0.02 * wanted.norm()

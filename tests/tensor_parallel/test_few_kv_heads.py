@@ -17,7 +17,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
-from colossus.comm.cost import Traffic
+from colossus.comm.accounting import Traffic
 from colossus.config import load_config
 from colossus.construct.build_model import build
 from colossus.context.grid import build_grid

@@ -476,19 +476,3 @@ def test_a_weight_tied_by_assignment_is_refused_where_it_would_be_wrong() -> Non
 
 
 # -- what the modes promise -----------------------------------------------------------------------------------
-
-
-def test_mode_files_are_small_and_share_nothing() -> None:
-    """Each mode is one file of at most about 100 lines, and no six lines stand in two of them."""
-    from pathlib import Path
-
-    import colossus.tensor_parallel.modes as modes
-
-    seen: dict[tuple[str, ...], str] = {}
-    for path in sorted(Path(next(iter(modes.__path__))).glob("*.py")):
-        lines = path.read_text().splitlines()
-        assert len(lines) <= 100, path
-        body = [line.strip() for line in lines if line.strip() and not line.startswith(("from", "import", '"'))]
-        for index in range(len(body) - 5):
-            window = tuple(body[index : index + 6])
-            assert seen.setdefault(window, path.name) == path.name, f"{path.name} repeats {window} of {seen[window]}"

@@ -8,8 +8,7 @@ from functools import cache
 import pytest
 from helpers.long import long
 from helpers.user_models import MODELS
-from helpers.user_models.cases import UserModel
-from helpers.user_models.table import PLANS, Cell, Run, fill, judge, twins
+from helpers.user_models.table import PLANS, Run, fill, twins
 
 #: what runs by default: each of another kind
 SOME = ("gated", "rows_by_mask", "two_inputs", "tied_by_hand", "written_in_place", "norm_inside_of_a_pair",
@@ -50,23 +49,3 @@ def test_the_table_is_large_and_says_what_it_expects() -> None:
         assert {*model.refused, *model.differs} == {
             start for start in (*model.refused, *model.differs) if any(plan.startswith(start) for plan in PLANS)
         }, f"{model.name} names a plan that is not there"
-
-
-def test_a_cell_is_judged_by_all_ranks() -> None:
-    given = MODELS["gated"]
-    model = UserModel("m", given.make, given.batch, given.loss, {"2d": "whole"}, {"data": "by design"})
-    equal, lost = ("equal", ""), ("RuntimeError", "Connection closed by peer")
-
-    def outcome(plan: str, *ends: tuple[str, str]) -> str:
-        cell: Cell = judge(model, plan, ends)
-        return f"{cell.outcome} {cell.holds}"
-
-    assert outcome("1d 2", equal, equal) == "equal True"
-    assert outcome("1d 2", equal, ("wrong", "loss")) == "wrong False"
-    assert outcome("1d 2", equal, lost) == "failed False"
-    assert outcome("1d 2", ("ValueError", "whole"), lost) == "refused in other words False"
-    assert outcome("2d 4", ("ValueError", "it is whole"), lost) == "refused True"
-    assert outcome("2d 4", ("ValueError", "something"), lost) == "refused in other words False"
-    assert outcome("2d 4", equal, equal) == "equal, not 'whole' False"
-    assert outcome("data 2", ("wrong", "loss"), equal) == "differs True"
-    assert outcome("data 2", equal, equal) == "equal, not 'by design' False"

@@ -10,7 +10,7 @@ import pytest
 from helpers.verified import Verify, config_file, launch_forked, leftovers
 
 from colossus.cli.main import main
-from colossus.verify import command
+from colossus.verify import run_verify
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    monkeypatch.setattr(command, "_launch", launch_forked)
+    monkeypatch.setattr(run_verify, "_launch", launch_forked)
 
     def run(text: str, *words: str, middle: str = "nn.Identity()") -> tuple[int, str, str]:
         code = main(["verify", str(config_file(tmp_path, text, middle)), "--steps=1", *words])

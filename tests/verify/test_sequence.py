@@ -10,7 +10,7 @@ from helpers.long import but
 from helpers.verified import Verify, counts
 
 from colossus.config import load_config
-from colossus.verify import command
+from colossus.verify import run_verify
 
 #: sequences of LENGTH tokens; labels of the first ones are ignored, in each sample another number
 TOKENS = """
@@ -152,4 +152,4 @@ class Halved(nn.Module):
 
 
 def test_the_long_config_of_the_repository_is_not_refused() -> None:
-    command._check_config(load_config(ROOT / "configs" / "gpt_long.py"))
+    run_verify._check_config(load_config(ROOT / "configs" / "gpt_long.py"))

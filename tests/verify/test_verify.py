@@ -19,10 +19,10 @@ from helpers.verified import Verify, config_file, counts, leftovers
 
 from colossus.config import load_config
 from colossus.verify.capture import row_fingerprints
-from colossus.verify.command import write_config
 from colossus.verify.difference import difference_of
 from colossus.verify.hooks import Comparison, Reference
-from colossus.verify.report import Finding
+from colossus.verify.run_verify import write_config
+from colossus.verify.verify_report import Finding
 
 GPT = """
 model = dict(type="GPT", num_layers=2, hidden_size=16, num_heads=4, vocab_size=13, seq_len=6)

@@ -20,7 +20,6 @@ SECTIONS = (
     Section("waits", "waits", 15, "between two logging steps no step waits for what it has told the device"),
     Section("determinism", "determinism", 10, "the same bits twice"),
     Section("checkpoints", "checkpoints", 20, "saved from page-locked memory while training goes on, loaded back"),
-    Section("streams", "streams", 5, "memory that crosses streams is not given away early"),
     Section("memory", "memory", 10, "steps leave nothing behind, recomputation saves memory"),
     Section("feeding", "feeding", 20, "steps with a loader beside steps whose batch is on the device"),
     Section("kernels", "kernels", 25, "the attention of a ring and fused AdamW beside torch's own"),

@@ -28,7 +28,7 @@ from benchmarks.tensor_report import MB
 from benchmarks.tensor_worker import Worker
 from benchmarks.timing import take_turns
 from benchmarks.workload import Workload
-from colossus.sequence_parallel.traffic import attention_traffic
+from colossus.sequence_parallel.modes import attention_traffic
 
 MODES = (
     "1d-2", "1d-sequence-2", "1d-4", "1d-sequence-4", "2d-2x2", "2d-2x2-keep", "2.5d-2x2x2",

@@ -15,13 +15,25 @@ from torch import distributed as dist
 from benchmarks.gpu.ranks import RankPool, count_devices
 from benchmarks.gpu.section import Case, Figures, LeftOut
 from benchmarks.gpu.sections.plans import PLANS, check_plan
-from benchmarks.gpu.sections.streams import COUNT, CYCLES, numbers, write_over
 from benchmarks.gpu.trained import References
 from colossus import torch_versions
 from colossus.comm import objects
 from colossus.context.groups import AxisGroup, new_process_group, set_timeout, store_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+#: numbers of a buffer; several buffers of that size are written over
+SIZE, COUNT = 1 << 20, 8
+#: cycles for which a stream sleeps: some 50 ms
+CYCLES = 100_000_000
+
+
+def numbers(device: torch.device, seed: int = 0) -> Tensor:
+    return torch.arange(SIZE, device=device, dtype=torch.float32) + seed
+
+
+def write_over(device: torch.device) -> list[Tensor]:
+    """New tensors of the same size, on the stream that is current."""
+    return [torch.full((SIZE,), torch.nan, device=device) for _ in range(COUNT)]
 
 
 def cases(device: torch.device, budget: float) -> Iterator[Case]:

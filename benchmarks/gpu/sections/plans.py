@@ -37,9 +37,6 @@ PLANS: dict[str, Plan] = {
     "one process": Plan(1, {}),
     "one process, accumulation": Plan(1, {}, _microbatches("1f1b")),
     "one process, recomputation": Plan(1, {}, dict(train=dict(activation_checkpoint="full"))),
-    "one process, recomputation from the host": Plan(
-        1, {}, dict(train=dict(activation_checkpoint=dict(type="full", offload=True)))
-    ),
     "one process, selective recomputation": Plan(1, {}, dict(train=dict(activation_checkpoint="selective"))),
     "one process, Llama": Plan(
         1, {}, same=dict(model=dict(positions="rotary", norm="rmsnorm", mlp="swiglu", num_kv_heads=2, bias=False))

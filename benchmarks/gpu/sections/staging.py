@@ -15,7 +15,6 @@ from torch import Tensor
 
 from benchmarks.gpu.ranks import RankPool
 from benchmarks.gpu.section import Case, Figures, LeftOut
-from benchmarks.gpu.sections.streams import CYCLES
 from colossus.comm import collectives, objects, shared_memory, uneven
 from colossus.comm.links import Links
 from colossus.context.grid import RankGrid
@@ -28,6 +27,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 SIZE, COUNT = 1 << 18, 8
 
 Body = Callable[[AxisGroup, torch.device], None]
+
+#: cycles for which a stream sleeps: some 50 ms
+CYCLES = 100_000_000
 
 
 def cases(device: torch.device, budget: float) -> Iterator[Case]:

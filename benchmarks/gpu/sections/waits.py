@@ -32,7 +32,6 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dropout": ("fp32", dict(model=dict(dropout=0.1, attention_dropout=0.1))),
     "recomputation": ("bf16", dict(train=dict(activation_checkpoint="full"))),
     "selective recomputation": ("bf16", dict(train=dict(activation_checkpoint="selective"))),
-    "recomputation from the host": ("bf16", dict(train=dict(activation_checkpoint=dict(type="full", offload=True)))),
     "Llama": ("bf16", dict(model=dict(positions="rotary", norm="rmsnorm", mlp="swiglu", bias=False))),
     "z-loss and smoothing": ("fp32", dict(model=dict(z_loss=1e-2, label_smoothing=0.1))),
     "SGD": ("fp32", dict(optimizer=dict(type="SGD", lr=1e-2, momentum=0.9, weight_decay=0.0))),

@@ -12,7 +12,7 @@ from colossus.config.schema import Parallel, ZeroSection
 from colossus.data_parallel.options.strategy_options import Count, CountOrZero, StrategyOptions
 from colossus.sparse.choice import WayName, first_fit
 
-_POWERSGD = ("rank", "start_step", "warm_start", "min_compression_rate")
+_POWERSGD = ("rank", "start_step", "min_compression_rate")
 
 
 class AllReduceOptions(StrategyOptions):
@@ -22,8 +22,6 @@ class AllReduceOptions(StrategyOptions):
     rank: Count = 1
     #: of PowerSGD: steps from the first on that are not compressed
     start_step: CountOrZero = 10
-    #: of PowerSGD: whether a step begins with the factors of the one before
-    warm_start: bool = True
     #: of PowerSGD: matrices travel as factors where these have fewer than one in so many of their elements
     min_compression_rate: Annotated[float, Field(ge=0)] = 2.0
 

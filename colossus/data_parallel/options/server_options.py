@@ -8,7 +8,7 @@ from pydantic import Field
 
 from colossus.config import Config
 from colossus.data_parallel.options.strategy_options import Count, CountOrZero, PerReplicaOptions
-from colossus.server.environment import LEAST_TIMEOUT_SECONDS
+from colossus.server.process import LEAST_TIMEOUT_SECONDS
 
 #: optimizers whose updates a server knows, by the names of torch's classes
 SERVER_OPTIMIZERS = ("SGD", "AdamW", "Adam", "Adagrad")

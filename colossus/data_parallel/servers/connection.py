@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 
 from colossus.comm.objects import broadcast_object
 from colossus.context.parallel_context import ParallelContext
-from colossus.server import environment
 from colossus.server.client import Servers
-from colossus.server.process import ServerProcess, start_servers
+from colossus.server.process import SERVERS, ServerProcess, has_servers, new_token, read_environment, start_servers
 from colossus.server.rpc_client import RpcClient
 
 #: for which the first rank waits for others at least, before it ends servers of its own
@@ -67,18 +66,18 @@ def connect(
         ValueError: there are others than the config says.
     """
     own: Sequence[ServerProcess] = ()
-    if environment.is_given():
-        given = environment.read()
+    if has_servers():
+        given = read_environment()
         endpoints, token = given.endpoints, given.token
     else:
-        token = environment.new_token()
+        token = new_token()
         if context.rank == 0:
-            own = start_servers(range(num_servers or 1), token, {})
+            own = start_servers(num_servers or 1, token)
         found = [server.endpoint for server in own], token
         endpoints, token = broadcast_object(found, context.group(context.grid.names), 0)
     if num_servers is not None and len(endpoints) != num_servers:
         raise ValueError(
-            f"parallel.strategy.servers = {num_servers}, but the environment ({environment.SERVERS}) names "
+            f"parallel.strategy.servers = {num_servers}, but the environment ({SERVERS}) names "
             f"{len(endpoints)}: those of another run?"
         )
     timeout = context.timeout.total_seconds()

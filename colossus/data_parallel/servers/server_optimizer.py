@@ -13,7 +13,7 @@ from colossus.data_parallel.options.server_options import SERVER_OPTIMIZERS
 from colossus.data_parallel.servers.server_shards import ServerShard
 from colossus.layout.parameter import spec_of
 from colossus.server.client import Servers
-from colossus.server.tensor_state import TensorState
+from colossus.server.pieces import TensorState
 from colossus.sparse.table_updates import row_rule
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -14,20 +15,20 @@ from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.data_parallel.options.server_options import ServerOptions
 from colossus.data_parallel.servers.connection import connect
-from colossus.data_parallel.servers.server_metrics import ServerReport
 from colossus.data_parallel.servers.server_optimizer import ServerOptimizer
 from colossus.data_parallel.servers.server_shards import (
     Gradient,
     Pull,
+    ServerRows,
     ServerShard,
     SharedShards,
     gradients_of,
     server_shards,
 )
-from colossus.data_parallel.servers.server_tables import ServerRows
 from colossus.gradients.host_transfer import HostRead
 from colossus.gradients.reduction import ModelParts
-from colossus.server.handles import Handle, wait_or_name_missing
+from colossus.rows.row_gradient import RowGradient
+from colossus.server.rpc_client import Handle, wait_or_name_missing
 from colossus.sparse.table import Table
 
 T = TypeVar("T")
@@ -73,7 +74,9 @@ class ServerParameters:
         self._applied: Handle[None] = Handle((), lambda replies: None)
         #: this rank's parts of the step that runs
         self._given: Handle[None] = Handle((), lambda replies: None)
-        self._numbers = ServerReport()
+        #: metrics since the last report, and the staleness of the stalest tensor of each push
+        self._numbers: dict[str, float] = defaultdict(float)
+        self._staleness: list[int] = []
         #: names of tables of which steps pull rows
         self._by_rows: set[str] = set()
         if not options.has_own_optimizer:
@@ -111,10 +114,6 @@ class ServerParameters:
         """What `place` makes instead of the parameters, for each of these."""
         self._begin = values
 
-    def forget(self) -> None:
-        """The parameters were loaded: they are to be placed again."""
-        self.is_placed = False
-
     @torch.no_grad()
     def place(self) -> None:
         """Let the servers have what the first replica has, unless they do: parameters, and the state of the optimizer,
@@ -139,7 +138,8 @@ class ServerParameters:
                 for name in of_source
             }
             rules = {name: {"type": rule_of[name]} for name in of_source if rule_of[name]}
-            self._wait(self._servers.create(tensors, optimizers=rules, source=source))
+            making = self._servers.create(tensors, optimizers=rules, source=source, workers=self._world.ranks)
+            self._wait(making)
         if self._optimizer is not None:
             mine = {name for name, source in source_of.items() if source == self._context.rank}
             self._optimizer.give_state(self._servers, self.shards, mine)
@@ -181,8 +181,8 @@ class ServerParameters:
     def _coming(
         self, handle: Handle[None], shards: Sequence[ServerShard], values: Sequence[Tensor], into: Mapping[str, Tensor]
     ) -> Pull:
-        self._numbers.pulled(sum(value.nbytes for value in into.values()))
-        return Pull(handle, shards, values, self._shared, self._numbers.waited)
+        self._numbers["pull_bytes"] += sum(value.nbytes for value in into.values())
+        return Pull(handle, shards, values, self._shared, self._waited)
 
     @torch.no_grad()
     def pull_tables(self) -> None:
@@ -196,8 +196,8 @@ class ServerParameters:
         """Rows [n, ..] of a tensor, of ascending distinct ids [n]."""
         began = time.perf_counter()
         rows = self._servers.pull_rows({name: ids.cpu()}).wait()[name]
-        self._numbers.waited(time.perf_counter() - began)
-        self._numbers.pulled(rows.nbytes)
+        self._waited(time.perf_counter() - began)
+        self._numbers["pull_bytes"] += rows.nbytes
         return rows
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ class ServerParameters:
         """Give this replica's sums of gradients, of step ``number``."""
         self._applied.wait()
         gradients = gradients_of(self._first)
-        self._numbers.pushed(gradients.values())
+        self._count_pushed(gradients)
         self._given = self._servers.accumulate(number, gradients)
 
     def squares(self, number: int) -> list[tuple[nn.Parameter, float]]:
@@ -225,7 +225,7 @@ class ServerParameters:
         began = time.perf_counter()
         self._given.wait()  # a part that was refused would be waited for without end
         squares = self._wait(self._servers.squares(number, [shard.name for shard in self._first]))
-        self._numbers.waited(time.perf_counter() - began)
+        self._waited(time.perf_counter() - began)
         return [(shard.param, squares[shard.name]) for shard in self._first]
 
     def apply(self, number: int, scale: float | None, clip_value: float | None = None) -> Pull:
@@ -258,15 +258,17 @@ class ServerParameters:
 
     def _push(self, values: Mapping[str, Gradient], rule: str, options_of: Mapping[str, Mapping[str, Any]]) -> None:
         self.wait_for_pushes()
-        self._numbers.pushed(values.values())
+        self._count_pushed(values)
         self._pushes.append(self._servers.push(values, rule, options_of=options_of))
 
     def wait_for_pushes(self) -> None:
         """Until all that this rank has pushed was applied."""
         began = time.perf_counter()
         while self._pushes:
-            self._numbers.staleness(self._pushes.pop(0).wait().values())
-        self._numbers.waited(time.perf_counter() - began)
+            stale = self._pushes.pop(0).wait().values()
+            if known := [each for each in stale if each is not None]:
+                self._staleness.append(max(known))
+        self._waited(time.perf_counter() - began)
 
     # -- clocks -----------------------------------------------------------------------------------------------
 
@@ -282,7 +284,7 @@ class ServerParameters:
             began = time.perf_counter()
             self._wait(self._clock)
             self._clock = None
-            self._numbers.waited(time.perf_counter() - began)
+            self._waited(time.perf_counter() - began)
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -295,9 +297,23 @@ class ServerParameters:
 
     # -- besides ----------------------------------------------------------------------------------------------
 
+    def _waited(self, seconds: float) -> None:
+        self._numbers["server_wait_seconds"] += seconds
+
+    def _count_pushed(self, values: Mapping[str, Gradient]) -> None:
+        for value in values.values():
+            arrays = (value.ids, value.rows) if isinstance(value, RowGradient) else (value,)
+            self._numbers["push_bytes"] += sum(array.nbytes for array in arrays if array is not None)
+
     def report(self) -> dict[str, float]:
         """For the metrics of a step."""
-        return self._numbers.take()
+        names = ("push_bytes", "pull_bytes", "server_wait_seconds")
+        found = {name: self._numbers[name] for name in names}
+        if stale := self._staleness:
+            found |= {"staleness": sum(stale) / len(stale), "staleness_max": float(max(stale))}
+        self._numbers.clear()
+        self._staleness = []
+        return found
 
     def close(self) -> None:
         self._connection.close()

@@ -13,8 +13,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.all_reduce import AllReduce
 from colossus.data_parallel.options.server_options import ServerOptions
 from colossus.data_parallel.servers.server_parameters import ServerParameters
-from colossus.data_parallel.servers.server_shards import Pull, require_rows
-from colossus.data_parallel.servers.server_tables import tables_of_replica
+from colossus.data_parallel.servers.server_shards import Pull, require_rows, tables_of_replica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.reduction import GradientReduction, ModelParts
@@ -109,7 +108,7 @@ class SyncServer(AllReduce):
             yield
 
     def parameters_loaded(self) -> None:
-        self.at_servers.forget()
+        self.at_servers.is_placed = False  # they are to be placed again
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
         return self.at_servers.optimizer_state(optimizer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from colossus.comm import in_parts
+from colossus.comm import uneven
 from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
@@ -224,7 +224,7 @@ class FlatRows:
 
     def start_gather(self) -> Pending:
         """Start to fill the whole parameters, whose memory is taken when the rows of all ranks are there."""
-        return in_parts.all_gather(
+        return uneven.gather_filled(
             self.layout.size, self.dtypes.computed, self.device, self.group, self._fill, self._take
         )
 

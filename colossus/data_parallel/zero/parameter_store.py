@@ -18,8 +18,7 @@ from colossus.data_parallel.zero.prefetch import BlockRuns, run_around
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.rows.row_gradient import row_source
-from colossus.tensor_parallel.gathered_weights import GatheredWeights
-from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
+from colossus.tensor_parallel.gathered_weights import GatheredWeights, run_grad_hooks
 
 
 class ParameterStore:

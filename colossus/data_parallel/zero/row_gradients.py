@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from colossus.comm import in_parts
+from colossus.comm import uneven
 from colossus.comm.collectives import Pending
 from colossus.data_parallel.zero.flat_rows import FlatRows
 from colossus.gradients.buckets import LocalSum, sum_of_all
 from colossus.layout.parameter import attach, spec_of
-from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
+from colossus.tensor_parallel.gathered_weights import run_grad_hooks
 
 
 class RowGradients:
@@ -67,7 +67,7 @@ class RowGradients:
         self._present = [param.grad is not None for param in self.params]
         # behind the gradients one flag for each parameter: how many ranks used it
         size = flat.layout.size + len(self.params)
-        self._reduction = in_parts.reduce_scatter(
+        self._reduction = uneven.reduce_scatter_filled(
             size, flat.dtypes.reduced, flat.device, flat.group, self._fill, self._take
         )
         if self.are_freed:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from colossus.comm.autograd import is_recorded
 from colossus.comm.collectives import Pending
-from colossus.comm.recorded import is_recorded
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext

@@ -16,8 +16,7 @@ from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.gradients.buckets import LocalSum, first_of_each, gradient_in_parts
 from colossus.gradients.reduction import GradientReduction, ModelParts
 from colossus.layout.split_parameter import as_shards
-from colossus.tensor_parallel.gathered_weights import GatheredWeights
-from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
+from colossus.tensor_parallel.gathered_weights import GatheredWeights, run_grad_hooks
 
 #: how many reduce-scatters may be under way: what has been given to one is freed when it is done
 _MOST = 2

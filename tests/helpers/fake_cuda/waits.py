@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import colossus
-from colossus.sequence_parallel import ring
+from colossus.sequence_parallel import ring_attention
 
 aten = torch.ops.aten
 #: operators whose result decides what the host does: a number, or the size of a tensor
@@ -77,9 +77,10 @@ class WatchedFakeTensors(FakeTensorMode):
             devices = {x.device for x in tree_leaves(args[:3]) if isinstance(x, Tensor) and x.dim()}
             assert len(devices) < 2, f"{func} of tensors on {devices}"
             return None
-        if func is ring.RING_ATTENTION:  # as an operator it would be called with meta tensors, and take their branches
+        # as an operator it would be called with meta tensors, and take their branches
+        if func is ring_attention.RING_ATTENTION:
             with self:
-                return ring._forward(*args, **kwargs)
+                return ring_attention._forward(*args, **kwargs)
         if func in _READS:
             if any(isinstance(x, Tensor) and x.device.type == "cuda" for x in tree_leaves((args, kwargs))):
                 note_wait(str(func))

@@ -13,8 +13,8 @@ import torch
 from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
-from colossus.engine.hooks import Hook
-from colossus.engine.results import EvalSummary
+from colossus.engine.fit import Hook
+from colossus.engine.results import EvalResult
 
 
 class FakeCheckpoints:
@@ -94,7 +94,7 @@ class FakeEngine:
 
     def evaluate(self) -> Any:
         complete = self.completed_steps != self.stop_in_evaluation
-        return EvalSummary(20.0 - self.completed_steps, tokens=3, step=self.completed_steps, complete=complete)
+        return EvalResult(3 * (20.0 - self.completed_steps), 3, step=self.completed_steps, complete=complete)
 
 
 class Diary(Hook):

@@ -13,7 +13,7 @@ from colossus.data_parallel.options.strategy_options import Count, PerReplicaOpt
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.engine import Hook
 from colossus.registry import STRATEGIES, STRATEGY_OPTIONS
-from colossus.server import environment
+from colossus.server.process import read_environment
 
 
 @STRATEGY_OPTIONS.register("served")
@@ -58,7 +58,7 @@ class _Signals(Hook):
         told = os.environ.get("SIGNAL")
         if told and result.step == 3 and os.environ["RANK"] == "0":
             index, signum = map(int, told.split(":"))
-            os.kill(environment.read().endpoints[index]["process"], signum)
+            os.kill(read_environment().endpoints[index]["process"], signum)
         for death in os.environ.get("DEATHS", "").split():
             if death == f"{os.environ['RANK']}:{result.step}":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -49,26 +49,6 @@ class ManyPointwise(Stack):
 
 
 @user_model(features, classify, refused=NO_TOKENS)
-class ReadTwice(Stack):
-    """Two row linears read one column linear, and a copy of it without a gradient."""
-
-    class Twice(Pair):
-        def __init__(self, kit: Any) -> None:
-            super().__init__(kit)
-            self.other = kit.Linear(HIDDEN, WIDTH, bias=False, split="row")
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.up(x).tanh()
-            with torch.no_grad():
-                target = self.down(self.up(x))
-            out: Tensor = self.down(h) + self.other(h * h.detach()) - 0.1 * target
-            return out
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(self.Twice(kit), self.Twice(kit))
-
-
-@user_model(features, classify, refused=NO_TOKENS)
 class NormOfOursBetween(Stack):
     class Normed(Pair):
         def __init__(self, kit: Any) -> None:
@@ -81,21 +61,6 @@ class NormOfOursBetween(Stack):
 
     def __init__(self, kit: Any) -> None:
         super().__init__(self.Normed(kit), self.Normed(kit))
-
-
-@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT_FEATURES, "layer_norm normalizes over dim -1"))
-class NormOfTorchBetween(Stack):
-    class Normed(Pair):
-        def __init__(self, kit: Any) -> None:
-            super().__init__(kit)
-            self.norm = nn.LayerNorm(HIDDEN)
-
-        def between(self, h: Tensor) -> Tensor:
-            out: Tensor = self.norm(h)
-            return out
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(self.Normed(kit), Block(kit))
 
 
 @user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT_FEATURES, "a plain tensor of shape"))
@@ -152,18 +117,6 @@ class PenaltyOnOurWeights(Stack):
 
     def __init__(self, kit: Any) -> None:
         super().__init__(kit.Linear(WIDTH, WIDTH))
-
-    def pipeline_blocks(self) -> list[Any]:
-        return [PipelineBlock(lambda x: x), PipelineBlock(self.forward, "blocks", "head")]
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), self.blocks[0].weight.square().sum()
-
-
-@user_model(features, with_penalty, refused=NO_TOKENS)
-class PenaltyOnPlainWeights(Stack):
-    def __init__(self, kit: Any) -> None:
-        super().__init__(nn.Linear(WIDTH, WIDTH), Block(kit))
 
     def pipeline_blocks(self) -> list[Any]:
         return [PipelineBlock(lambda x: x), PipelineBlock(self.forward, "blocks", "head")]

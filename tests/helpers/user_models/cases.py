@@ -143,18 +143,8 @@ def tokens(step: int) -> Batch:
     return {"inputs": integers(step, 11, BATCH, TOKENS), "labels": integers(step + 1, 11, BATCH, TOKENS)}
 
 
-def texts(step: int) -> Batch:
-    """Token ids and a class for each text."""
-    return {"inputs": integers(step, 11, BATCH, TOKENS), "labels": integers(step, CLASSES, BATCH)}
-
-
 def pictures(step: int) -> Batch:
     return {"inputs": draw(step, BATCH, 3, 8, 8), "labels": integers(step, CLASSES, BATCH)}
-
-
-def ids(step: int) -> Batch:
-    """1-D: one id for each sample."""
-    return {"inputs": integers(step, 11, BATCH), "labels": integers(step, CLASSES, BATCH)}
 
 
 # -- losses -----------------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from helpers.user_models.cases import CLASSES, WIDTH, Batch, classify, draw, features, ids, integers, user_model
+from helpers.user_models.cases import CLASSES, WIDTH, Batch, classify, draw, features, integers, user_model
 from torch import Tensor, nn
 
 from colossus.layers import PipelineBlock
@@ -64,12 +63,6 @@ class Stack(nn.Module):
 
 
 @user_model(features, classify, refused=NO_TOKENS)
-class Residual(Stack):
-    def __init__(self, kit: Any) -> None:
-        super().__init__(Block(kit), Block(kit))
-
-
-@user_model(features, classify, refused=NO_TOKENS)
 class Gated(Stack):
     """GLU: two column linears meet element by element."""
 
@@ -86,25 +79,6 @@ class Gated(Stack):
 
     def __init__(self, kit: Any) -> None:
         super().__init__(self.Glu(kit), self.Glu(kit))
-
-
-@user_model(features, classify, refused=NO_TOKENS)
-class MixtureByWhere(Stack):
-    class Mix(nn.Module):
-        def __init__(self, kit: Any) -> None:
-            super().__init__()
-            self.left = kit.Linear(WIDTH, HIDDEN, split="column")
-            self.right = kit.Linear(WIDTH, HIDDEN, split="column")
-            self.down = kit.Linear(HIDDEN, WIDTH, split="row")
-
-        def forward(self, x: Tensor) -> Tensor:
-            a, b = self.left(x), self.right(x)
-            mixed = torch.where(a > b, a.clamp(max=1.0), torch.maximum(a * 0.1, b.tanh()))
-            out: Tensor = x + self.down(mixed)
-            return out
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(self.Mix(kit), self.Mix(kit))
 
 
 @user_model(features, classify, refused=NO_TOKENS)
@@ -167,33 +141,6 @@ class TwoHeads(nn.Module):
         return [self.trunk, PipelineBlock(self.top, "heads")]
 
 
-@dataclass
-class Output:
-    logits: Tensor
-    hidden: Tensor
-
-
-def of_output(out: Output, batch: Batch) -> tuple[Tensor, int]:
-    total, count = classify(out.logits, batch)
-    return total + 0.01 * out.hidden.square().sum(), count
-
-
-@user_model(features, of_output, refused=NO_TOKENS)
-class DataclassOutput(nn.Module):
-    def __init__(self, kit: Any) -> None:
-        super().__init__()
-        self.trunk, self.head = Block(kit), nn.Linear(WIDTH, CLASSES)
-
-    def top(self, x: Tensor) -> Output:
-        return Output(self.head(x), x)
-
-    def forward(self, x: Tensor) -> Output:
-        return self.top(self.trunk(x))
-
-    def pipeline_blocks(self) -> list[Any]:
-        return [self.trunk, PipelineBlock(self.top, "head")]
-
-
 def pairs(step: int) -> Batch:
     given = {"left": draw(step, 8, WIDTH), "right": draw(step + 5, 8, 6)}
     return {"inputs": given, "labels": integers(step, CLASSES, 8)}
@@ -250,27 +197,6 @@ class TiedByHand(Stack):
         super().__init__(a, nn.Tanh(), b)
 
 
-@user_model(features, classify, refused=NO_TOKENS | NO_CHAIN)
-class TiedAutoencoder(nn.Module):
-    def __init__(self, kit: Any) -> None:
-        super().__init__()
-        self.encoder, self.bias = nn.Linear(WIDTH, 4), nn.Parameter(torch.zeros(WIDTH))
-        self.head = kit.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        code = torch.relu(self.encoder(x))
-        out: Tensor = self.head(F.linear(code, self.encoder.weight.t(), self.bias))
-        return out
-
-
-@user_model(ids, classify, refused=NO_TOKENS)
-class OneDimensionalInput(Stack):
-    """[batch] of ids."""
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(kit.Embedding(11, WIDTH), Block(kit))
-
-
 @user_model(features, classify, refused=NO_TOKENS)
 class WrittenInPlace(Stack):
     class Inside(nn.Module):
@@ -316,23 +242,6 @@ class FrozenTrunk(Stack):
     def __init__(self, kit: Any) -> None:
         frozen = Block(kit).requires_grad_(False)
         super().__init__(frozen, Block(kit))
-
-
-@user_model(features, classify, refused=NO_TOKENS)
-class CosineHead(nn.Module):
-    def __init__(self, kit: Any) -> None:
-        super().__init__()
-        self.trunk, self.classes = Block(kit), nn.Parameter(torch.randn(CLASSES, WIDTH))
-        self.log_scale = nn.Parameter(torch.tensor(1.0))
-
-    def top(self, x: Tensor) -> Tensor:
-        return self.log_scale.exp() * F.linear(F.normalize(x, dim=-1), F.normalize(self.classes, dim=-1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.top(self.trunk(x))
-
-    def pipeline_blocks(self) -> list[Any]:
-        return [self.trunk, PipelineBlock(self.top, "classes", "log_scale")]
 
 
 _SUM = dict.fromkeys(("1d", "2d", "2.5d", "3d 8", "data 2 x 1d", "pipeline 2 x 1d"), "sum reduces dim -1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from helpers.user_models.cases import (
     classify,
     draw,
     integers,
-    texts,
     tokens,
     user_model,
     vectors,
@@ -107,94 +105,10 @@ class TransformerOfPairs(Language):
 
 
 @user_model(tokens, classify, refused=MIXES)
-class Rotary(Language):
-    """Rotary positions by hand."""
-
-    class attention(OwnAttention):
-        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-            query, key, value = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(x).chunk(3, -1))
-            rate = 100.0 ** -torch.arange(0, 1, 1.0, dtype=x.dtype)
-            angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None, None] * rate
-
-            def turn(t: Tensor) -> Tensor:
-                a, b = t.chunk(2, -1)
-                return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
-
-            query, key, value = (t.transpose(1, 2) for t in (turn(query), turn(key), value))
-            scores = (query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])).softmax(-1)
-            out: Tensor = self.out((scores @ value).transpose(1, 2).reshape(x.shape))
-            return out
-
-
-@user_model(tokens, classify, refused=MIXES)
-class BiasOfDistances(Language):
-    """ALiBi: a buffer that is added to the scores."""
-
-    class attention(OwnAttention):
-        slopes: Tensor
-
-        def __init__(self, kit: Any) -> None:
-            super().__init__(kit)
-            away = torch.arange(TOKENS)[None, :] - torch.arange(TOKENS)[:, None]
-            self.register_buffer("bias", -away.abs() * 0.5 ** torch.arange(1, 5)[:, None, None], persistent=False)
-
-        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-            query, key, value = (
-                part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
-            )
-            mixed = F.scaled_dot_product_attention(query, key, value, self.bias.to(x.dtype))
-            out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-            return out
-
-
-@user_model(tokens, classify, refused=MIXES)
 class TorchsEncoderLayer(Language):
     class attention(nn.TransformerEncoderLayer):
         def __init__(self, kit: Any) -> None:
             super().__init__(WIDTH, 2, HIDDEN, dropout=0.0, batch_first=True, norm_first=True)
-
-
-@user_model(tokens, classify, refused=MIXES)
-class Recurrent(Language):
-    class attention(nn.GRU):
-        def __init__(self, kit: Any) -> None:
-            super().__init__(WIDTH, WIDTH, batch_first=True)
-
-        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:  # type: ignore[override]
-            out: Tensor = super().forward(x)[0]
-            return out
-
-
-@user_model(tokens, classify, refused=MIXES)
-class CausalConvolution(Language):
-    class attention(nn.Conv1d):
-        def __init__(self, kit: Any) -> None:
-            super().__init__(WIDTH, WIDTH, 3, groups=WIDTH)
-
-        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:  # type: ignore[override]
-            return super().forward(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
-
-
-@user_model(texts, classify, refused=MIXES)
-class MeanOfTokens(nn.Module):
-    def __init__(self, kit: Any) -> None:
-        super().__init__()
-        self.words, self.block = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0), Block(kit)
-        self.head = kit.Linear(WIDTH, CLASSES)
-
-    def bottom(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return self.block(self.words(ids)), ids != 0
-
-    def top(self, given: tuple[Tensor, Tensor]) -> Tensor:
-        x, keep = given
-        out: Tensor = self.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1))
-        return out
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.top(self.bottom(ids))
-
-    def pipeline_blocks(self) -> list[Any]:
-        return [PipelineBlock(self.bottom, "words", "block"), PipelineBlock(self.top, "head")]
 
 
 @user_model(vectors, classify)
@@ -205,35 +119,6 @@ class PositionWise(nn.Sequential):
         super().__init__(
             nn.Linear(WIDTH, WIDTH), nn.GELU(), Block(kit), kit.RMSNorm(WIDTH), Block(kit), nn.Linear(WIDTH, CLASSES)
         )
-
-
-@user_model(vectors, classify)
-class ManyDims(nn.Module):
-    """Features taken apart and put together again."""
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__()
-        self.up, self.small = kit.Linear(WIDTH, HIDDEN), nn.Linear(4, 4)
-        self.head = kit.Linear(HIDDEN, CLASSES)
-
-    def bottom(self, x: Tensor) -> Tensor:
-        parts = self.up(x).view(*x.shape[:2], 4, 4)
-        return self.small(parts).softmax(-2).flatten(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.bottom(x))
-        return out
-
-    def pipeline_blocks(self) -> list[Any]:
-        return [PipelineBlock(self.bottom, "up", "small"), self.head]
-
-
-@user_model(vectors, classify)
-class LastLinearOfThree(nn.Sequential):
-    """A lone linear of ours after a pair, sizes that do not divide."""
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(kit.MLP(WIDTH, HIDDEN), kit.Linear(WIDTH, 7), nn.ELU(), kit.Linear(7, CLASSES))
 
 
 def translated(step: int) -> Batch:

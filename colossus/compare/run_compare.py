@@ -1,0 +1,180 @@
+"""``colossus compare``: check all runs, run what is not complete, print and write one table."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console
+
+from colossus.arithmetic import clock
+from colossus.compare.jobs import Job, check_jobs, make_jobs
+from colossus.compare.results_table import print_table
+from colossus.compare.summary import Comparison, Ended, compare
+from colossus.config import ConfigError, model_options
+from colossus.config.plans import describe_plan
+from colossus.launch import command, run_folder
+from colossus.launch.inside import STANDARD_ERROR, STANDARD_OUTPUT, environment_kept, output_to
+
+DONE, FAILED, USAGE = 0, 1, 2
+RESULT = "compare.json"
+
+
+def run(
+    file: str,
+    overrides: Sequence[str],
+    *,
+    strategies: Sequence[str] = (),
+    plans: Sequence[str] = (),
+    num_seeds: int = 1,
+    nproc: int | None = None,
+    out: str | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Run the job of a config file under each of the strategies and plans, one after the other, and compare them.
+
+    Args:
+        strategies: ``"sgp overlap=1"``, see `strategy_overrides`; none: that of the file.
+        plans: ``"data=2 tensor=2"``, see `plan_overrides`; none: that of the file.
+        num_seeds: how often each runs, with ``train.seed`` one higher each time.
+        nproc: processes of every run; by default the product of the plan's sizes.
+        out: folder of the runs, by default ``runs/compare-<name>-<time>``. Runs that are complete there are not run
+            again, others go on from their latest checkpoint, or anew.
+        dry_run: check everything, say what would run, start nothing.
+
+    Returns:
+        0 all runs are done, 1 one has failed, 2 config or usage, 130, 143 or 129 after a stop signal.
+    """
+    try:
+        if command.worker_variables(os.environ) is not None:
+            raise ConfigError("compare starts its own processes: run it by itself, without torchrun or srun")
+        jobs = make_jobs(
+            file,
+            overrides,
+            strategies=strategies,
+            plans=plans,
+            num_seeds=num_seeds,
+            nproc=nproc,
+            root_of=lambda name: Path(out) if out is not None else run_folder.default_folder(f"compare-{name}"),
+        )
+        check_jobs(jobs)
+        if dry_run:
+            print(_describe(jobs))
+            return DONE
+        root = jobs[0].folder.parent
+        lock = run_folder.take(root, "--out")
+    except ConfigError as error:
+        print(f"colossus: {error}", file=sys.stderr)
+        return USAGE
+    with lock:
+        return _run(jobs, root)
+
+
+def _run(jobs: Sequence[Job], root: Path) -> int:
+    ended = dict[str, Ended]()
+    for job, how in run_all(jobs):
+        ended[job.name] = how
+        _write(root, jobs, ended, compare(jobs, ended))
+    comparison = compare(jobs, ended)
+    print()
+    print_table(comparison, Console(), getattr(model_options(jobs[0].config), "counted", "tokens"))
+    print(f"\nruns and {RESULT} are in {root}")
+    stopped = next((how.code for how in ended.values() if how.state == "stopped"), DONE)
+    if stopped:
+        print(f"stopped: `--out {shlex.quote(str(root))}` goes on with the runs that are left", flush=True)
+        return stopped
+    return FAILED if any(how.state == "failed" for how in ended.values()) else DONE
+
+
+def run_all(jobs: Sequence[Job], launch: Callable[[Job], int] | None = None) -> Iterator[tuple[Job, Ended]]:
+    """Run what is not complete, in order, until a signal stops one of them.
+
+    Args:
+        launch: exit code of a job's launch; by default a real one.
+    """
+    for number, job in enumerate(jobs, start=1):
+        head = f"run {number} of {len(jobs)}: {job.name}"
+        if job.is_complete:
+            print(f"{head}  complete already", flush=True)
+            yield job, Ended("done")
+            continue
+        print(f"{head}  prints to {job.output}", flush=True)
+        began = time.monotonic()
+        ended = _ended(job, (launch or _launch)(job))
+        reason = f": {ended.reason}" if ended.reason else ""
+        print(f"{head}  {ended.state} after {clock(time.monotonic() - began)}{reason}", flush=True)
+        yield job, ended
+        if ended.state == "stopped":
+            return
+
+
+def _launch(job: Job) -> int:
+    """Run a job to its end; its exit code."""
+    job.folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with output_to(job.output, (STANDARD_OUTPUT, STANDARD_ERROR)), environment_kept():
+            return command.run(job.file, list(job.overrides), nproc=job.nproc, run_dir=str(job.folder))
+    except KeyboardInterrupt:  # before the launch listened for signals itself
+        return 128 + signal.SIGINT
+
+
+def _ended(job: Job, code: int) -> Ended:
+    if code == 0:
+        return Ended("done")
+    if code > 128:
+        return Ended("stopped", f"by {signal.Signals(code - 128).name}", code)
+    return Ended("failed", _reason(job), code)
+
+
+def _reason(job: Job) -> str:
+    """The line of a failed launch's output that says what was wrong."""
+    text = job.output.read_text(errors="replace") if job.output.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for title, following in pairwise(lines):
+        if re.fullmatch(r"=+ run failed: .* =+", title):
+            return following
+    said = [line.removeprefix("colossus: ") for line in lines if line.startswith("colossus: ")]
+    return (said or lines or ["it said nothing"])[-1]
+
+
+def _describe(jobs: Sequence[Job]) -> str:
+    """What would be run."""
+    lines = ["nothing was started (--dry-run)"]
+    for number, job in enumerate(jobs, start=1):
+        done = "  complete already" if job.is_complete else ""
+        lines.append(f"run {number} of {len(jobs)}: {job.name}: {describe_plan(job.config)}, {job.folder}{done}")
+        lines.append(f"  {_command(job)}")
+    return "\n".join(lines)
+
+
+def _command(job: Job) -> str:
+    """The launch that a job is."""
+    words = ["colossus", "launch", job.file, *job.overrides, "--run-dir", str(job.folder)]
+    return shlex.join([*words, *(["--nproc", str(job.nproc)] if job.nproc is not None else [])])
+
+
+def _write(root: Path, jobs: Sequence[Job], ended: dict[str, Ended], comparison: Comparison) -> None:
+    """All of the comparison as JSON, all or nothing at any moment."""
+    runs = [
+        {
+            "name": job.name,
+            "label": job.label,
+            "seed": job.seed,
+            "folder": str(job.folder),
+            "command": _command(job),
+            **asdict(ended.get(job.name, Ended("not run"))),
+        }
+        for job in jobs
+    ]
+    draft = root / f".{RESULT}.tmp"
+    draft.write_text(json.dumps({**comparison.as_dict(), "runs": runs}, indent=2) + "\n")
+    draft.replace(root / RESULT)

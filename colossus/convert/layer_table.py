@@ -1,0 +1,83 @@
+"""Which layer of ours is which module of torch: the one table, for both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from colossus.layers.dropout import Dropout
+from colossus.layers.embedding import Embedding, PositionEmbedding
+from colossus.layers.layer import Layer
+from colossus.layers.linear import Linear
+from colossus.layers.lm_head import Classifier, LMHead
+from colossus.layers.norm import LayerNorm, RMSNorm
+from colossus.layers.patch import ClassToken, PatchEmbedding
+from colossus.sparse.embedding_bag import EmbeddingBag
+from colossus.sparse.sampled_softmax import SampledSoftmax
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layer with parameters or rates of its own, and the module of torch that computes the same.
+
+    Both keep what their constructors took as attributes, so that the arguments of one are read from the other.
+
+    Attributes:
+        ours: the class of the layer.
+        torch: the module with the same parameters, by the same names and shapes; None where torch has none.
+        arguments: of the constructor of ours, each an attribute of the same name.
+        present: argument of a constructor -> the parameter that is there where it is True.
+        renamed: argument of ours -> what torch calls it, where that differs.
+        not_given: arguments of ours that torch's is not given. A table that was ``sparse`` here has dense gradients in
+            torch: any optimizer takes them, and torch has no others of bags with ``mode="max"``.
+    """
+
+    ours: type[Layer]
+    torch: type[nn.Module] | None
+    arguments: tuple[str, ...]
+    present: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    not_given: tuple[str, ...] = ()
+
+    def our_arguments(self, layer: nn.Module, has: Callable[[str], bool]) -> dict[str, Any]:
+        """What the constructor of ours takes for a layer like this.
+
+        Args:
+            has: whether the whole model has this parameter of the layer, whatever this stage of a pipeline holds.
+        """
+        given = {name: getattr(layer, name) for name in self.arguments}
+        return given | {name: has(parameter) for name, parameter in self.present.items()}
+
+    def torch_arguments(self, layer: nn.Module, has: Callable[[str], bool]) -> dict[str, Any]:
+        """What the constructor of torch's takes for a module that computes what the layer does."""
+        given = self.our_arguments(layer, has)
+        return {self.renamed.get(name, name): value for name, value in given.items() if name not in self.not_given}
+
+
+_BIAS = {"bias": "bias"}
+_TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "sparse")
+_HEAD = {"hidden_size": "in_features", "vocab_size": "out_features"}
+#: the first row of a module of torch is the one that stands for it
+ROWS = (
+    Row(Linear, nn.Linear, ("in_features", "out_features"), _BIAS),
+    Row(LMHead, nn.Linear, ("hidden_size", "vocab_size"), _BIAS, _HEAD),
+    Row(Classifier, nn.Linear, ("hidden_size", "vocab_size"), _BIAS, _HEAD),
+    Row(Embedding, nn.Embedding, _TABLE, not_given=("sparse",)),
+    Row(EmbeddingBag, nn.EmbeddingBag, (*_TABLE, "mode"), not_given=("sparse",)),
+    Row(LayerNorm, nn.LayerNorm, ("normalized_shape", "eps"), {"elementwise_affine": "weight", "bias": "bias"}),
+    Row(RMSNorm, nn.RMSNorm, ("normalized_shape", "eps"), {"elementwise_affine": "weight"}),
+    Row(Dropout, nn.Dropout, ("p",)),
+    Row(PatchEmbedding, None, ("in_channels", "hidden_size", "patch_size"), _BIAS),
+    Row(PositionEmbedding, None, ("num_positions", "embedding_dim")),
+    Row(ClassToken, None, ("hidden_size",)),
+    Row(SampledSoftmax, None, ("hidden_size", "num_classes", "num_samples", "sparse", "ignore_index"), _BIAS),
+)
+ROW_OF: dict[type, Row] = {row.ours: row for row in ROWS}
+
+
+def row_of(module: nn.Module) -> Row | None:
+    """The row of a layer of ours, or of a class derived from one; None for anything else."""
+    return next((ROW_OF[kind] for kind in type(module).__mro__ if kind in ROW_OF), None)

@@ -1,0 +1,279 @@
+"""The families: Llama 1 to 3, GPT-2, and the vision transformer with its classifier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from colossus.checkpoint.assets import LABELS
+from colossus.hf.family import HEAD, TABLE, Family, Key, Row, module, row
+from colossus.registry import HF_FAMILIES
+
+_LENGTH = "original_max_position_embeddings"
+#: of the kinds of scaling, as our options name them, too
+_KEYS = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH), "linear": ("factor",)}
+
+
+def read_rope(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Our ``rotary_scaling``, and ``rotary_base`` where it is not in ``rope_theta``.
+
+    transformers 5 has ``rope_parameters`` with the base in it, 4 has ``rope_theta`` and ``rope_scaling``.
+    """
+    given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
+    for key, value in given.items():
+        if not isinstance(value, Mapping):
+            problems.append(f"{key} = {value!r}: an object is needed")
+            return {}
+    old, new = (_standard(each, config) if each else {} for each in given.values())
+    if old and new and old != new:
+        differ = sorted(key for key in old.keys() | new if old.get(key) != new.get(key))
+        pairs = ", ".join(f"{key} = {old.get(key)!r} and {new.get(key)!r}" for key in differ)
+        problems.append(f"rope_scaling and rope_parameters differ: {pairs}: take one of the two out, the wrong one")
+        return {}
+    key, rope = ("rope_parameters", new) if new else ("rope_scaling", old)
+    partial = (rope.pop("partial_rotary_factor", None), config.get("partial_rotary_factor"))
+    if any(factor not in (None, 1.0) for factor in partial):
+        problems.append("partial_rotary_factor: colossus rotates whole heads only")
+    kind = rope.pop("rope_type", "default")
+    found = {"rotary_base": rope.pop("rope_theta")} if "rope_theta" in rope else {}
+    if kind == "default":
+        return found
+    if not isinstance(kind, str) or kind not in _KEYS:
+        problems.append(f"{key}.rope_type = {kind!r}: colossus has 'default', {', '.join(map(repr, _KEYS))}")
+    elif wrong := sorted({*_KEYS[kind]} ^ rope.keys()):
+        problems.append(f"{key} of type {kind}: {', '.join(wrong)} is missing, or not known")
+    return found | {"rotary_scaling": {**rope, "rope_type": kind}}
+
+
+def _standard(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """With the keys of transformers 5, and what it fills in."""
+    found = {key: value for key, value in rope.items() if value is not None and key != "type"}
+    found.setdefault("rope_type", rope.get("type") or "default")
+    length = config.get(_LENGTH) or config.get("max_position_embeddings")
+    if config.get("rope_theta") is not None:
+        found.setdefault("rope_theta", config["rope_theta"])
+    if found["rope_type"] == "llama3" and length is not None:
+        found.setdefault(_LENGTH, length)
+    return found
+
+
+def write_rope(options: Any) -> dict[str, Any]:
+    """The keys that transformers 4 and 5 read, beside ``rope_theta``."""
+    held, scaling = options.rotary_scaling, None
+    if held is not None:
+        scaling = {**{key: getattr(held, key) for key in _KEYS[held.rope_type]}, "rope_type": held.rope_type}
+    parameters = {"rope_theta": options.rotary_base, **(scaling or {"rope_type": "default"})}
+    return {"rope_scaling": scaling, "rope_parameters": parameters}
+
+
+@HF_FAMILIES.register("llama")
+class Llama(Family):
+    """``LlamaOptions``, or a ``GPT`` with the same options."""
+
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    prefix = "model."
+    ours = ("Llama", "GPT")
+    keys = (
+        Key("num_hidden_layers", "num_layers", 32),
+        Key("hidden_size", "hidden_size", 4096),
+        Key("num_attention_heads", "num_heads", 32),
+        Key("num_key_value_heads", "num_kv_heads"),
+        Key("head_dim", "head_dim"),
+        Key("intermediate_size", "ffn_hidden_size", 11008),
+        Key("hidden_act", "mlp", "silu", {"silu": "swiglu", "swish": "swiglu"}),
+        Key("max_position_embeddings", "seq_len", 2048),
+        Key("vocab_size", "vocab_size", 32000),
+        Key("rms_norm_eps", "norm_eps", 1e-6),
+        Key("attention_bias", "bias", False),
+        Key("mlp_bias", "bias", False),
+        Key("attention_dropout", "attention_dropout", 0.0),
+        Key("tie_word_embeddings", "tie_embeddings", False),
+        Key("rope_theta", "rotary_base", 10000.0),
+    )
+    fixed = dict(positions="rotary", norm="rmsnorm")
+    #: what older versions saved of the rotary positions
+    ignored = ("*rotary_emb.inv_freq",)
+
+    def to_spec(self, config: Mapping[str, Any], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+        return super().to_spec(config, given, problems) | read_rope(config, problems)
+
+    def to_config(self, options: Any) -> dict[str, Any]:
+        return super().to_config(options) | write_rope(options)
+
+    def rows(self, options: Any) -> Sequence[Row]:
+        hidden, wide, vocabulary = options.hidden_size, options.ffn_hidden_size, options.vocab_size
+        queries, keys = options.num_heads * options.head_dim, options.num_kv_heads * options.head_dim
+        linears = (
+            ("self_attn.q_proj", "attention.qkv.query", queries, hidden),
+            ("self_attn.k_proj", "attention.qkv.key", keys, hidden),
+            ("self_attn.v_proj", "attention.qkv.value", keys, hidden),
+            ("self_attn.o_proj", "attention.out", hidden, queries),
+            ("mlp.gate_proj", "mlp.up.gate", wide, hidden),
+            ("mlp.up_proj", "mlp.up.value", wide, hidden),
+            ("mlp.down_proj", "mlp.down", hidden, wide),
+        )
+        return [
+            row("model.embed_tokens.weight", TABLE, vocabulary, hidden),
+            row("model.layers.*.input_layernorm.weight", "blocks.*.attention_norm.weight", hidden),
+            *(
+                each
+                for theirs, ours, *shape in linears
+                for each in module(f"model.layers.*.{theirs}", f"blocks.*.{ours}", *shape, bias=options.bias)
+            ),
+            row("model.layers.*.post_attention_layernorm.weight", "blocks.*.mlp_norm.weight", hidden),
+            row("model.norm.weight", "norm.weight", hidden),
+            row("lm_head.weight", HEAD, vocabulary, hidden),
+        ]
+
+
+@HF_FAMILIES.register("gpt2")
+class GPT2(Family):
+    """``GPTOptions`` with learned positions, layer norms and biases. Its linears are stored ``[in, out]``."""
+
+    model_type = "gpt2"
+    architecture = "GPT2LMHeadModel"
+    prefix = "transformer."
+    ours = ("GPT",)
+    keys = (
+        Key("n_layer", "num_layers", 12),
+        Key("n_embd", "hidden_size", 768),
+        Key("n_head", "num_heads", 12),
+        Key("n_inner", "ffn_hidden_size"),
+        Key("n_positions", "seq_len", 1024),
+        Key("vocab_size", "vocab_size", 50257),
+        # gelu_pytorch_tanh computes what gelu_new writes out
+        Key(
+            "activation_function",
+            "mlp",
+            "gelu_new",
+            {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"},
+        ),
+        Key("layer_norm_epsilon", "norm_eps", 1e-5),
+        Key("resid_pdrop", "dropout", 0.1),
+        Key("embd_pdrop", "dropout", 0.1),
+        Key("attn_pdrop", "attention_dropout", 0.1),
+        Key("tie_word_embeddings", "tie_embeddings", True),
+    )
+    required = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    fixed = dict(positions="learned", norm="layernorm", bias=True)
+    derived = ("num_kv_heads", "head_dim")
+    #: masks that older versions saved
+    ignored = ("*h.*.attn.bias", "*h.*.attn.masked_bias")
+
+    def rows(self, options: Any) -> Sequence[Row]:
+        hidden, wide, vocabulary = options.hidden_size, options.ffn_hidden_size, options.vocab_size
+        layer = "transformer.h.*"
+        fused = [f"blocks.*.attention.qkv.{name}" for name in ("query", "key", "value")]
+        return [
+            row("transformer.wte.weight", TABLE, vocabulary, hidden),
+            row("transformer.wpe.weight", "positions.weight", options.seq_len, hidden),
+            *module(f"{layer}.ln_1", "blocks.*.attention_norm", hidden),
+            *module(f"{layer}.attn.c_attn", fused, hidden, hidden, transposed=True),
+            *module(f"{layer}.attn.c_proj", "blocks.*.attention.out", hidden, hidden, transposed=True),
+            *module(f"{layer}.ln_2", "blocks.*.mlp_norm", hidden),
+            *module(f"{layer}.mlp.c_fc", "blocks.*.mlp.up", wide, hidden, transposed=True),
+            *module(f"{layer}.mlp.c_proj", "blocks.*.mlp.down", hidden, wide, transposed=True),
+            *module("transformer.ln_f", "norm", hidden),
+            row("lm_head.weight", HEAD, vocabulary, hidden),
+        ]
+
+
+#: as transformers 5 calls the modules, and may write them
+_NEW_NAMES = (
+    ("vit.encoder.layer.", "vit.layers."),
+    ("attention.attention.query", "attention.q_proj"),
+    ("attention.attention.key", "attention.k_proj"),
+    ("attention.attention.value", "attention.v_proj"),
+    ("attention.output.dense", "attention.o_proj"),
+    ("intermediate.dense", "mlp.fc1"),
+    ("output.dense", "mlp.fc2"),
+)
+
+
+@HF_FAMILIES.register("vit")
+class ViT(Family):
+    """``ViTOptions`` with a class token, layer norms and biases."""
+
+    model_type = "vit"
+    architecture = "ViTForImageClassification"
+    prefix = "vit."
+    ours = ("ViT",)
+    keys = (
+        Key("num_hidden_layers", "num_layers", 12),
+        Key("hidden_size", "hidden_size", 768),
+        Key("num_attention_heads", "num_heads", 12),
+        Key("intermediate_size", "ffn_hidden_size", 3072),
+        Key("hidden_act", "mlp", "gelu", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}),
+        Key("layer_norm_eps", "norm_eps", 1e-12),
+        Key("hidden_dropout_prob", "dropout", 0.0),
+        Key("attention_probs_dropout_prob", "attention_dropout", 0.0),
+        Key("image_size", "image_size", 224),
+        Key("patch_size", "patch_size", 16),
+        Key("num_channels", "in_channels", 3),
+        Key("num_labels", "num_classes", 2),
+    )
+    required = dict(qkv_bias=True)
+    fixed = dict(pool="token", norm="layernorm", bias=True)
+    derived = ("num_kv_heads", "head_dim")
+    #: of the base model, which the classifier does without
+    ignored = ("*pooler.dense.weight", "*pooler.dense.bias")
+
+    def to_spec(self, config: Mapping[str, Any], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+        """transformers writes names of classes in place of their number, where they are not two without names."""
+        names = config.get("id2label")
+        if isinstance(names, Mapping) and names:
+            config = {**config, "num_labels": len(names)}
+        return super().to_spec(config, given, problems)
+
+    def to_config(self, options: Any) -> dict[str, Any]:
+        config = super().to_config(options)
+        for key in ("image_size", "patch_size"):
+            height, width = config[key]
+            config[key] = height if height == width else [height, width]
+        names = {str(number): f"LABEL_{number}" for number in range(config.pop("num_labels"))}
+        return config | dict(id2label=names, label2id={name: int(number) for number, name in names.items()})
+
+    def beside(self, options: Any, assets: Mapping[str, Any]) -> dict[str, Any]:
+        """Names of the classes, where there are still as many."""
+        labels = assets.get(LABELS, {})
+        return dict(labels) if len(labels.get("id2label", ())) == options.num_classes else {}
+
+    def rows(self, options: Any) -> Sequence[Row]:
+        hidden, wide, channels = options.hidden_size, options.ffn_hidden_size, options.in_channels
+        places, pixels = options.num_tokens, channels * math.prod(options.patch_size)
+        patches, kernel = "vit.embeddings.patch_embeddings.projection", (hidden, channels, *options.patch_size)
+        layer = "vit.encoder.layer.*"
+        rows = [
+            row("vit.embeddings.cls_token", "class_token.weight", hidden, file_shape=(1, 1, hidden)),
+            row(
+                "vit.embeddings.position_embeddings",
+                "positions.weight",
+                places,
+                hidden,
+                file_shape=(1, places, hidden),
+            ),
+            row(f"{patches}.weight", "patches.weight", hidden, pixels, file_shape=kernel),
+            row(f"{patches}.bias", "patches.bias", hidden),
+            *module(f"{layer}.layernorm_before", "blocks.*.attention_norm", hidden),
+            *module(f"{layer}.attention.attention.query", "blocks.*.attention.qkv.query", hidden, hidden),
+            *module(f"{layer}.attention.attention.key", "blocks.*.attention.qkv.key", hidden, hidden),
+            *module(f"{layer}.attention.attention.value", "blocks.*.attention.qkv.value", hidden, hidden),
+            *module(f"{layer}.attention.output.dense", "blocks.*.attention.out", hidden, hidden),
+            *module(f"{layer}.layernorm_after", "blocks.*.mlp_norm", hidden),
+            *module(f"{layer}.intermediate.dense", "blocks.*.mlp.up", wide, hidden),
+            *module(f"{layer}.output.dense", "blocks.*.mlp.down", hidden, wide),
+            *module("vit.layernorm", "norm", hidden),
+            # which the base model does not have, and a run may begin with a new one
+            *module("classifier", "head", options.num_classes, hidden, may_be_missing=True),
+        ]
+        return [replace(each, other_names=_new_names(each.name)) for each in rows]
+
+
+def _new_names(name: str) -> tuple[str, ...]:
+    new = name
+    for old, other in _NEW_NAMES:
+        new = new.replace(old, other)
+    return (new, new.removeprefix("vit.")) if new != name else ()

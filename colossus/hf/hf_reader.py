@@ -1,0 +1,73 @@
+"""Reading a model folder of Hugging Face by our names: any box of any parameter, from where it lies in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.checkpoint.manifest import Chunk
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.tensor_file import DTYPES, BoxReader
+from colossus.context.groups import AxisGroup
+from colossus.hf.hf_folder import read_folder
+from colossus.layout.layout import Box
+
+
+class HFReader(CheckpointReader):
+    """A model folder of Hugging Face (GPT-2, Llama, ViT), read like a checkpoint that has weights only.
+
+    Nothing is read but the boxes that are asked for, through a buffer of one block (1 MiB): fused tensors (GPT-2's
+    ``c_attn``) and transposed ones (its ``Conv1D``), too.
+
+    Raises:
+        CheckpointError: see `read_folder`.
+
+    Attributes:
+        folder: of the model.
+        manifest: ``tensors`` by our names, without chunks; ``config`` with the model; files without checksums.
+        model_folder: what is where in it.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.model_folder = read_folder(self.folder)
+        self.manifest = self.model_folder.manifest
+        self._places = {
+            f"model/{part.name}": (placed, first)
+            for placed in self.model_folder.placed
+            for part, first in placed.tensor.located()
+        }
+        self._boxes = BoxReader()
+        self._descriptors: dict[str, int] = {}
+
+    def read_box(self, key: str, box: Box, out: Tensor) -> None:
+        """Fill ``out`` with a box of a parameter, (start, stop) of every dim; ``out`` has the shape of the box.
+
+        Raises:
+            CheckpointError: when there is no such parameter, or its file cannot be read.
+        """
+        entry = self.entry(key)
+        assert len(box) == len(entry.shape)
+        placed, first = self._places[key]
+        rows = placed.tensor.rows
+        # the whole array of the file, of which the parameter is a part that begins at 0
+        start = (-first, *(0 for _ in rows[1:]))
+        if placed.tensor.transposed:
+            start, box, out = start[::-1], box[::-1], out.T
+        chunk = Chunk(placed.stored.file, placed.stored.offset, start, rows)
+        self._read_chunk(key, chunk, DTYPES[entry.dtype], box, out)
+
+    def verify(self, group: AxisGroup | None = None, on_block: Callable[[], None] = lambda: None) -> None:
+        """That the files still have their sizes: Hugging Face's folders have no checksums."""
+        for name, entry in self.manifest.files.items():
+            try:
+                size = (self.folder / name).stat().st_size
+            except OSError as error:
+                raise CheckpointError(f"{self.folder / name}: cannot be read: {error.strerror or error}") from None
+            if size != entry.num_bytes:
+                raise DamagedCheckpoint(
+                    f"{self.folder / name}: has {size} bytes, it had {entry.num_bytes} when it was opened"
+                )

@@ -1,0 +1,233 @@
+"""Writing a model folder of Hugging Face: planned from names and shapes, then streamed, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from colossus.checkpoint.assets import (
+    GENERATION,
+    TOKEN_IDS,
+    Assets,
+    write_assets,
+)
+from colossus.checkpoint.durable import new_folder, require_new, write_flushed
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.rank_errors import on_all_ranks
+from colossus.checkpoint.state_dict import WholeTensor, stream_state_dict, whole_tensors
+from colossus.checkpoint.tensor_file import make_header, write_file
+from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, split_into_shards
+from colossus.context.parallel_context import ParallelContext
+from colossus.hf.family import Family, Row, family_of
+from colossus.hf.hf_folder import listed
+from colossus.hf.model_config import CONFIG, INDEX, SINGLE
+from colossus.registry import MODEL_OPTIONS
+from colossus.state.replicas import exported
+
+
+class Trained(Protocol):
+    """An engine, or whatever has a model under a plan."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def context(self) -> ParallelContext: ...
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """What a model folder will hold.
+
+    Attributes:
+        config: what ``config.json`` says.
+        shards: file name -> the tensors in it, in their order.
+        dtypes: of each tensor by its name.
+        assets: what goes with the weights.
+    """
+
+    config: Mapping[str, Any]
+    shards: Mapping[str, Sequence[Row]]
+    dtypes: Mapping[str, torch.dtype]
+    assets: Assets
+
+    @property
+    def part_names(self) -> list[str]:
+        """Our parameters, in the order in which they are written."""
+        return [part.name for tensors in self.shards.values() for tensor in tensors for part in tensor.parts]
+
+    def num_bytes(self, tensor: Row) -> int:
+        return math.prod(tensor.shape) * self.dtypes[tensor.name].itemsize
+
+
+def save(
+    engine: Trained,
+    target: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    on_tensor: Callable[[int], None] = lambda num_bytes: None,
+) -> Path:
+    """Write the model of an engine, under any plan, as a model folder of Hugging Face that is not there yet.
+
+        colossus.hf.save(engine, "models/mine")                       # on all ranks
+        AutoModelForCausalLM.from_pretrained("models/mine")           # anywhere, later
+
+    Collective: all ranks call, rank 0 writes. It holds one tensor of theirs and one parameter of ours at a time.
+
+    Of replicas with parameters of their own it is the average.
+
+    Args:
+        dtype: of the weights; None is that in which the engine holds them.
+        max_shard_bytes: of one file, unless a single tensor is larger.
+        on_tensor: called on rank 0 with the bytes of each tensor that is written.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: on all ranks: the model is none of Hugging Face's that colossus writes, the folder is there, or
+            it cannot be written.
+    """
+    target = Path(target).expanduser()
+    with exported(engine):
+        context = engine.context
+        world = context.group(context.grid.names)
+        known = whole_tensors(engine.model, context)
+        options = getattr(engine.model, "options", None)
+        kind = next((name for name in MODEL_OPTIONS.names() if MODEL_OPTIONS.get(name) is type(options)), None)
+        is_writer = context.is_logging_rank
+
+        assets = getattr(getattr(engine, "checkpoints", None), "assets", None) or Assets()
+        plan = plan_folder(kind or type(engine.model).__name__, options, known, dtype, max_shard_bytes, assets)
+        on_all_ranks(world, lambda: require_new(target) if is_writer else None, tells_ranks=False)
+        parts = stream_state_dict(engine.model, context, aliases=False, order=plan.part_names)
+
+        def write() -> None:
+            try:
+                if is_writer:
+                    write_folder(target, plan, parts, on_tensor=on_tensor)
+            finally:
+                for _ in parts:  # ranks gather together to the end, also where writing has failed
+                    pass
+
+        on_all_ranks(world, write, tells_ranks=False)
+    return target
+
+
+def plan_folder(
+    kind: str,
+    options: Any,
+    known: Mapping[str, WholeTensor],
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    assets: Assets,
+) -> FolderPlan:
+    """What is written of a model of ours.
+
+    Args:
+        kind: the registered name of its type.
+        known: its parameters and buffers by first name.
+
+    Raises:
+        CheckpointError: when it is no model of Hugging Face's that colossus writes: which options, or names, differ.
+    """
+    family = family_of(kind, options)
+    tensors = family.tensors(options)
+    _require_same_names(family, options, tensors, known)
+    dtypes = {each.name: dtype or known[each.parts[0].name].dtype for each in tensors}
+    shards = split_into_shards(
+        tensors, lambda each: math.prod(each.shape) * dtypes[each.name].itemsize, max_shard_bytes
+    )
+    files = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    )
+    of_weights = str(max(dtypes.values(), key=lambda each: each.itemsize)).removeprefix("torch.")
+    config = {
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        **family.to_config(options),
+        **family.beside(options, assets.config),
+        "dtype": of_weights,
+        "torch_dtype": of_weights,  # its name before transformers 5
+    }
+    return FolderPlan(config, dict(zip(files, shards, strict=True)), dtypes, assets)
+
+
+def _require_same_names(family: Family, options: Any, tensors: Sequence[Row], known: Mapping[str, WholeTensor]) -> None:
+    wanted = {part.name: part.shape for tensor in tensors for part in tensor.parts}
+    here = {name: each.shape for name, each in known.items()}
+    for title, names in (
+        ("it has no", [name for name in wanted if name not in here]),
+        (f"a {family.model_type} has no", [name for name in here if name not in wanted]),
+        ("of another shape than its options say is", [n for n in wanted if n in here and wanted[n] != here[n]]),
+    ):
+        if names:
+            raise CheckpointError(
+                f"the model cannot be written for Hugging Face: {title} {listed(names)}. "
+                f"Adapters and other modules of your own are merged, or taken out, before"
+            )
+
+
+def write_folder(
+    target: Path,
+    plan: FolderPlan,
+    parts: Iterable[tuple[str, Tensor]],
+    *,
+    on_tensor: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write what is planned into a folder that gets its name when it is complete.
+
+    Args:
+        parts: our parameters with their names, in the order of ``plan.part_names``.
+
+    Raises:
+        CheckpointError: the folder is there, or cannot be written.
+    """
+    given = iter(parts)
+    with new_folder(target) as folder:
+        weight_map: dict[str, str] = {}
+        for file, tensors in plan.shards.items():
+            header = make_header([(each.name, plan.dtypes[each.name], each.shape) for each in tensors])
+            write_file(folder / file, header, _assembled(tensors, plan, given, on_tensor))
+            weight_map |= {each.name: file for each in tensors}
+        if len(plan.shards) > 1:
+            total = sum(plan.num_bytes(each) for tensors in plan.shards.values() for each in tensors)
+            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(folder / CONFIG, plan.config)
+        write_assets(plan.assets.files, folder)
+        token_ids = plan.assets.config.get(TOKEN_IDS)
+        if token_ids and GENERATION not in plan.assets.files:
+            _write_json(folder / GENERATION, {"_from_model_config": True, **token_ids})
+
+
+def _assembled(
+    tensors: Sequence[Row],
+    plan: FolderPlan,
+    parts: Iterator[tuple[str, Tensor]],
+    on_tensor: Callable[[int], None],
+) -> Iterator[Tensor]:
+    for tensor in tensors:
+        whole = torch.empty(tensor.rows, dtype=plan.dtypes[tensor.name])
+        stacked = whole.T if tensor.transposed else whole
+        for part, first in tensor.located():
+            name, value = next(parts)
+            assert name == part.name
+            rows = stacked[first : first + part.shape[0]].copy_(value)
+            require_finite(rows, f"{tensor.name} ({name})", value)
+            del value
+        yield whole.view(tensor.shape)
+        del whole, stacked
+        on_tensor(plan.num_bytes(tensor))
+
+
+def _write_json(path: Path, body: Mapping[str, Any]) -> None:
+    write_flushed(path, (json.dumps(body, indent=2) + "\n").encode())

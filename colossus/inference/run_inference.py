@@ -1,0 +1,277 @@
+"""``colossus generate`` and ``colossus evaluate``. No torch until everything that was given is known to be right."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json as json_module
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from colossus.checkpoint.describe import printable
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.config import Config, ConfigError, model_options
+from colossus.config.sizes import world_size
+from colossus.inference.config import (
+    Sampling,
+    Source,
+    describe,
+    evaluation_config,
+    find_source,
+    generation_config,
+    num_positions,
+    prompt_problems,
+    training_data,
+)
+from colossus.inference.generated_text import Texts, special_ids, tokenizer_of
+from colossus.launch.command import worker_variables
+from colossus.launch.data_check import check_data, is_ours
+from colossus.launch.preflight import check_devices, check_model
+
+if TYPE_CHECKING:
+    from colossus.data.loader import Loaders
+    from colossus.engine.results import EvalResult
+    from colossus.inference.decoding import Decoding
+
+DONE, FAILED, USAGE = 0, 1, 2
+#: a smaller model has one thread in one process: its operations are too short to share out, and where others use the
+#: cores each waits for the slower one (840,000 parameters took 12 times as long). By no measurement: the sums of a
+#: product depend on the threads in their last bits, and text must not depend on the load
+_FEW_PARAMETERS = 20_000_000
+
+
+def _exit_code(name: str, work: Callable[[], None]) -> int:
+    """Work of a command of this name, and its exit code: 0 done, 1 failed at run time or a damaged checkpoint, 2 wrong
+    usage. Errors of a user's own code keep their traceback."""
+    try:
+        if worker_variables(os.environ) is not None:
+            raise ConfigError(f"{name} starts its own processes: run it by itself, without torchrun or srun")
+        work()
+    except (DamagedCheckpoint, FloatingPointError) as error:
+        return _say(f"{name} failed: {error}", FAILED)
+    except (ConfigError, CheckpointError) as error:
+        return _say(str(error), USAGE)
+    except BrokenPipeError:
+        raise
+    except ValueError as error:
+        if not is_ours(error):
+            raise
+        return _say(str(error), USAGE)
+    except RuntimeError as error:
+        from colossus.context.local_ranks import RanksFailed  # imports torch
+
+        if not isinstance(error, RanksFailed):
+            raise
+        return _say(f"{name} failed: {error}", FAILED)
+    return DONE
+
+
+def _say(line: str, code: int = DONE) -> int:
+    print(f"colossus: {printable(line)}", file=sys.stderr, flush=True)
+    return code
+
+
+def _title(source: Source) -> str:
+    return str(source.folder) if source.is_foreign else f"{source.folder}, step {source.manifest.step}"
+
+
+# -- generate ---------------------------------------------------------------------------------------------
+
+
+def generate(
+    checkpoint: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    prompts: Sequence[str] = (),
+    tokens: Sequence[Sequence[int]] = (),
+    max_tokens: int = 256,
+    tokenizer: str | None = None,
+    config_file: str | None = None,
+    json: bool = False,
+    **sampling: Any,
+) -> int:
+    """Continue prompts: text to standard output as it comes, facts to standard error.
+
+    Args:
+        overrides: of the plan.
+        prompts: text; ``-``, or none and no tokens either, is standard input.
+        tokens: prompts as ids.
+        max_tokens: to make of each prompt.
+        tokenizer: "bytes" or a path; None: as the checkpoint records.
+        config_file: with the model.
+        json: print one JSON object at the end, in place of text.
+        sampling: of `Sampling`.
+
+    Returns:
+        0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage.
+    """
+
+    def work() -> None:
+        how = Sampling(**sampling)
+        if prompts and tokens:
+            raise ConfigError("--prompt and --tokens: give prompts as text, or as numbers")
+        source = find_source(checkpoint)
+        config = generation_config(source, overrides, config_file)
+        of_text = None if tokens else tokenizer_of(source, tokenizer)
+        texts = None if of_text is None else _read(prompts)
+        ids = [list(each) for each in tokens] if of_text is None else [of_text.encode(each) for each in texts or ()]
+        vocab_size = getattr(model_options(config), "vocab_size", None)
+        if problems := prompt_problems(ids, max_tokens, num_positions(config), vocab_size):
+            raise ConfigError(problems)
+        check_devices(config, world_size(config.parallel))
+        if world_size(config.parallel) > 1:
+            importlib.import_module("torch").set_num_threads(1)  # ranks that are forked hang after work on more threads
+            check_model(config)
+        _say(f"{_title(source)}: {describe(config)}")
+        stop = of_text.stop if of_text is not None else special_ids(source.folder, source.token_ids, "eos_token_id")
+        options = {"prompts": ids, "max_tokens": max_tokens, "sampling": how, "stop": stop}
+        options["num_ids"] = of_text.num_ids if of_text is not None else None
+        with _decoding(source, config, **options) as step:
+            with contextlib.suppress(AttributeError, ValueError):
+                sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+            said = Texts(texts, ids, of_text, None if json else sys.stdout)
+            try:
+                while None in said.ended:
+                    said.add(*step())
+            except BrokenPipeError:
+                raise
+            except BaseException:  # Ctrl-C, or a failure: what there is is not lost
+                _conclude(said, json, source, config, how)
+                raise
+            _conclude(said, json, source, config, how)
+
+    return _exit_code("generate", work)
+
+
+def _read(prompts: Sequence[str]) -> list[str]:
+    """The prompts, with standard input in the place of ``-``, without the newline at its end that ``echo`` adds."""
+    if prompts.count("-") > 1:
+        raise ConfigError("--prompt - is given twice, but there is one standard input")
+    return [_standard_input() if each == "-" else each for each in (prompts or ["-"])]
+
+
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        _say("the prompt is read from here; Ctrl-D ends it (or give --prompt TEXT)")
+    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
+
+
+@contextmanager
+def _decoding(source: Source, config: Config, **options: Any) -> Iterator[Callable[[], Any]]:
+    """Inside, a function that takes one step of a `Decoding` with these options, see `_step`."""
+    # torch is imported here
+    from colossus.inference.ranks import decoding_of, on_ranks
+
+    sizes = (math.prod(entry.shape) for key, entry in source.manifest.tensors.items() if key.startswith("model/"))
+    threads = 1 if world_size(config.parallel) == 1 and sum(sizes) < _FEW_PARAMETERS else None
+    with on_ranks(config, partial(decoding_of, source, config, **options), threads) as call:
+        call(bool)  # each rank loads the model before anything is printed
+        yield lambda: call(_step)
+
+
+def _step(decoding: Decoding) -> tuple[list[int | None], list[str | None]]:
+    """On a rank: the new tokens, by row, and why rows have ended so far."""
+    return decoding.step(), decoding.ended
+
+
+def _conclude(texts: Texts, as_json: bool, source: Source, config: Config, how: Sampling) -> None:
+    """Print what is left of texts, or all of them as JSON, and why some have ended, and the speeds."""
+    texts.finish()
+    speeds = texts.speeds()
+    if as_json:
+        about = {"checkpoint": str(source.folder), "step": source.manifest.step, "plan": describe(config)}
+        rates = {f"{key}_tokens_per_second": speed for key, speed in speeds.items()}
+        results = {"seed": how.seed, **rates, "results": texts.as_data()}
+        print(json_module.dumps({**about, **results}, indent=2))
+    for row, ended in enumerate(texts.ended):
+        if ended == "positions":
+            made, prompt = len(texts.tokens[row]), len(texts.prompt_tokens[row])
+            _say(
+                f"prompt {row + 1} stopped after {made} tokens: the model has learned {made + prompt - 1} positions "
+                f"(model.seq_len), and knows none beyond them"
+            )
+    shown = [f"{key}: {speed:.1f} tokens/s" for key, speed in speeds.items() if speed is not None]
+    _say("; ".join(shown) or "nothing was generated")
+
+
+# -- evaluate ---------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    checkpoint: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    config_file: str | None = None,
+    split: str = "validation",
+    nproc: int | None = None,
+    json: bool = False,
+) -> int:
+    """Evaluate a checkpoint's model on all of its run's validation data, and print the numbers.
+
+    Under the plan of the run, on this machine: for the same plan the loss is, to the last bit, the one that the run
+    reported after the checkpoint's step over as many batches.
+
+    Args:
+        checkpoint: a checkpoint, a folder of them, a run folder, or a model folder of Hugging Face.
+        overrides: of data, plan, model, ...
+        config_file: takes the place of the recorded config.
+        split: ``validation`` or ``train``.
+        nproc: processes; 1 is this one, without the plan.
+        json: print one JSON object.
+
+    Returns:
+        0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage.
+    """
+
+    def work() -> None:
+        source = find_source(checkpoint)
+        config = evaluation_config(source, overrides, config_file, nproc=nproc)
+        if split == "train":
+            config = training_data(config)
+        importlib.import_module("torch").set_num_threads(1)  # ranks that are forked hang after work on more threads
+        check_devices(config, world_size(config.parallel))
+        check_model(config)
+        loaders = check_data(config)
+        if loaders is not None and loaders.validation is None:
+            raise ConfigError(
+                f"there is no {split} data: {loaders.validation_missing}; --split train evaluates the training data, "
+                f"data.validation=dict(path=...) or data.type=... other data"
+            )
+        # torch is imported here
+        from colossus.inference import ranks
+
+        _say(f"{_title(source)}: {describe(config)}")
+        if loaders is not None:
+            _say(f"{split} data: {loaders.description.partition('; validation: ')[2]}")
+        began = time.perf_counter()
+        numbers = _numbers(ranks.evaluate(config, source.folder), config, loaders)
+        numbers["seconds"] = time.perf_counter() - began
+        if json:
+            about = {"checkpoint": str(source.folder), "step": source.manifest.step, "split": split}
+            finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+            print(json_module.dumps({**about, "plan": describe(config), **finite}, indent=2))
+            return
+        for key, value in numbers.items():
+            shown = f"{value:,}" if isinstance(value, int) else f"{value:.1f}" if key == "seconds" else f"{value:.6g}"
+            print(f"{key.replace('_', ' '):<14} {shown}")
+
+    return _exit_code("evaluate", work)
+
+
+def _numbers(summary: EvalResult, config: Config, loaders: Loaders | None) -> dict[str, Any]:
+    """Loss, perplexity, metrics, count; perplexity of a loss that is the negative log-likelihood of tokens."""
+    found: dict[str, Any] = {"loss": summary.loss}
+    options = model_options(config)
+    has_more = getattr(options, "label_smoothing", 0) or getattr(options, "z_loss", 0)
+    if hasattr(options, "vocab_size") and not has_more:
+        found["perplexity"] = math.exp(summary.loss) if summary.loss < 700 else math.inf
+        if loaders is not None and loaders.tokenizer is not None and loaders.tokenizer.name == "bytes":
+            found["bits_per_byte"] = summary.loss / math.log(2)
+    return {**found, **summary.metrics, str(getattr(options, "counted", "tokens")): summary.tokens}

@@ -1,0 +1,63 @@
+"""Sizes and options of a transformer block that a config may leave out. No torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from colossus.arithmetic import round_up
+
+
+def default_norm_eps(norm: str) -> float:
+    """The epsilon of a norm of `colossus.registry.NORMS`."""
+    return 1e-6 if norm == "rmsnorm" else 1e-5
+
+
+def default_ffn_size(mlp: str, hidden_size: int) -> int:
+    """Features between the two matmuls of an MLP of `colossus.registry.MLPS`.
+
+    Four times ``hidden_size``. The three matrices of SwiGLU cost what two do at 8/3 of it (2002.05202), here up to a
+    multiple of 64. It depends on the model alone: fitted to the tensor ranks, another plan would be another model.
+    """
+    return round_up(-(-8 * hidden_size // 3), 64) if mlp == "swiglu" else 4 * hidden_size
+
+
+class RotaryScaling(BaseModel):
+    """The scaling of Llama 3.1 (2407.21783); the keys are those of ``rope_scaling`` in its Hugging Face configs.
+    ``rope_type="linear"`` (2306.15595) divides all frequencies by ``factor``, and has no other keys.
+
+    Frequencies that turn less than ``low_freq_factor`` times over the original length are divided by ``factor``, those
+    that turn more than ``high_freq_factor`` times stay as they are, and in between one goes over into the other.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    factor: Annotated[float, Field(ge=1)]
+    low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
+    high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
+    original_max_position_embeddings: Annotated[int, Field(ge=1)] = 8192
+    rope_type: Literal["llama3", "linear"] = "llama3"
+
+    @model_validator(mode="after")
+    def _in_order(self) -> RotaryScaling:
+        if self.rope_type == "linear":
+            fields = type(self).model_fields
+            others = [key for key in fields if key not in ("factor", "rope_type")]
+            if unused := [key for key in others if getattr(self, key) != fields[key].default]:
+                raise ValueError(f"{', '.join(unused)}: rope_type = 'linear' has a factor only")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor = {self.low_freq_factor} is not below high_freq_factor = {self.high_freq_factor}"
+            )
+        return self
+
+    def scale(self, frequency: float) -> float:
+        """The frequency, in radians per token, that takes the place of another."""
+        if self.rope_type == "linear":
+            return frequency / self.factor
+        turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = min(1.0, max(0.0, kept))
+        return frequency * (kept + (1 - kept) / self.factor)

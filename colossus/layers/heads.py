@@ -1,0 +1,211 @@
+"""Attention heads: from features to heads and back, and key/value heads that are fewer than the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossus.arithmetic import either, nearest_multiples, not_a_multiple
+from colossus.comm.collectives import Pending, Ready
+from colossus.construct.initial_values import torch_linear
+from colossus.error_place import located_error
+from colossus.layers.layer import Layer
+from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
+from colossus.layout.parameter import Initializer
+from colossus.sharded_tensor.regions import move
+from colossus.sharded_tensor.tensor import ShardedTensor, unwrap, wrap
+from colossus.tensor_parallel.dtypes import to_product_dtype
+from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans
+from colossus.tensor_parallel.mode import MatmulSharding
+from colossus.tensor_parallel.move_plan import MovePlan
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[batch, .., tokens, heads * head_dim] -> [batch, .., heads, tokens, head_dim], for an attention of one's own.
+
+    Of features that are split, as ``Linear(split="column")`` leaves them, the rank's heads: what works on each head by
+    itself is right on them, ``F.scaled_dot_product_attention`` with a mask in the whole layout. It is
+    ``x.unflatten(-1, (-1, head_dim)).transpose(-3, -2)``, with the checks below.
+
+    Args:
+        heads: of all ranks; of keys and values it may be fewer than of queries (``enable_gqa=True``).
+
+    Raises:
+        ValueError: for heads that do not divide the features, or over the ranks; and where tokens are split.
+    """
+    ways, axes, shape = 1, "", tuple(x.shape)
+    if isinstance(x, ShardedTensor):
+        activation = x.placement.activation
+        if activation.features:
+            ways, axes = x.placement.parallel.context.size(activation.features), ",".join(activation.features)
+        if x.placement.place("tokens") is not None:
+            raise located_error(
+                f"split_heads: tokens are split ({activation}), and an attention must see them all. Between blocks "
+                f'colossus.layers.Linear(split="column") gathers them; under parallel.sequence use '
+                f"colossus.layers.Attention, which passes keys and values between the ranks"
+            )
+        if x.placement.num_features is not None:
+            raise located_error(
+                f"split_heads: these {x.placement.num_features} features are padded, as a vocabulary is; no heads"
+            )
+    features = shape[-1] * ways
+    if heads < 1 or features % heads:
+        raise located_error(f"split_heads: {not_a_multiple('features', features, f'heads = {heads}', max(heads, 1))}")
+    if heads % ways:
+        raise located_error(
+            f"split_heads: heads = {heads} does not divide over the {ways} ranks of {axes}; heads are split whole: "
+            f"take {either(nearest_multiples(heads, ways))}, or colossus.layers.to_whole(x) first"
+        )
+    if len(shape) < 3:
+        raise located_error(f"split_heads: x has shape {shape}; it takes [batch, .., tokens, heads * head_dim]")
+    return x.unflatten(-1, (-1, features // heads)).transpose(-3, -2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[batch, .., heads, tokens, head_dim] -> [batch, .., tokens, heads * head_dim], the inverse of `split_heads`.
+
+    Of a rank's heads it gives split features, which ``Linear(split="row")`` takes.
+    """
+    if x.dim() < 4:
+        raise located_error(f"merge_heads: x has shape {tuple(x.shape)}; it takes [batch, .., heads, tokens, head_dim]")
+    return x.transpose(-3, -2).flatten(-2)
+
+
+class ReplicatedKV(Layer):
+    """The query, key and value of an attention, [.., features] each, where key/value heads are fewer than the ranks.
+
+    Every rank stores the weights of all key/value heads, and multiplies by those of the one head that its queries look
+    at. The gradients are summed over these ranks as those of any replicated parameter. x is moved once for all three
+    products, and kept for their backward as it was moved.
+
+    Args:
+        outputs: out_features of ``query``, ``key`` and ``value``.
+        num_kv_heads: divides the ranks that split heads.
+
+    Shape:
+        input [.., in_features]; output a tuple of three, split by heads over these ranks: of key and value each rank
+        has one head.
+
+    Raises:
+        ValueError: when in_features do not divide as the mode splits them.
+    """
+
+    is_fused = True
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        num_kv_heads: int,
+        bias: bool = True,
+        *,
+        init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        shardings = self.parallel.shardings
+        assert shardings is not None, "heads are split"
+        self.in_features, self.outputs, self.num_kv_heads = in_features, dict(outputs), num_kv_heads
+        axes = shardings.regions.inner.features
+        copies = shardings.ways(axes) // num_kv_heads
+        computed = {name: size if name == "query" else size * copies for name, size in outputs.items()}
+        chosen = shardings.choose("column", in_features, computed)
+        if not isinstance(chosen, MatmulSharding):
+            raise located_error(
+                f"the attention's Linear({in_features}, {computed}, split='column') under parallel.tensor.mode = "
+                f"{self.parallel.mode.name}: {'; '.join(map(str, chosen))}"
+            )
+        self.x_layout = chosen.x
+        head = self.context.index(axes) // copies
+        options: dict[str, Any] = dict(bias=bias, init=init, bias_init=bias_init, dtype=dtype)
+        for name, size in outputs.items():
+            rows = None if name == "query" else (head * size // num_kv_heads, (head + 1) * size // num_kv_heads)
+            self.add_module(name, _Projection(in_features, size, chosen, rows, **options))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        local, at = unwrap(x, self.parallel)
+        try:
+            moved = move(to_product_dtype(local), at.activation, self.x_layout, self.parallel)
+            marked = wrap(moved, at.moved(self.x_layout, moved.dim()))
+            return tuple(getattr(self, name)(marked) for name in self.outputs)
+        except (ValueError, RuntimeError) as error:
+            self.name_error(error, local, at.activation, self.in_features)
+            raise
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.outputs}, num_kv_heads={self.num_kv_heads}"
+
+
+class _Projection(Layer):
+    """One of the three products; ``rows`` of a replicated weight are those that this rank multiplies by."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sharding: MatmulSharding,
+        rows: tuple[int, int] | None,
+        *,
+        bias: bool,
+        init: Initializer | None,
+        bias_init: Initializer | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.rows = out_features, rows
+        self.sharding = sharding if rows is None else _replicated_outputs(sharding)
+        default = torch_linear(in_features)
+        weight_shape, bias_shape = {"": (out_features, in_features)}, {"": (out_features,)}
+        bias_layout = Layout((sharding.y.features if rows is None else (),))
+        self.weight = self.make_parameter(weight_shape, self.sharding.weight, init or default, dtype=dtype)
+        self.bias = self.make_parameter(bias_shape, bias_layout, bias_init or default, dtype=dtype) if bias else None
+        self.decide_gradients(self.weight, self.sharding.x, self.sharding.y)
+        self.decide_gradients(self.bias, self.sharding.y)
+        self._move_plans: dict[tuple[Activation, int], MatmulPlans] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        local, at = unwrap(x, self.parallel)
+        key = (at.activation, local.dim())
+        plans = self._move_plans.get(key)
+        if plans is None:
+            plans = self._move_plans[key] = self._make_plans(*key)
+        bias = self.bias if self.bias is None or self.rows is None else self.bias[slice(*self.rows)]
+        y = matmul(local, self.weight, bias, plans)
+        return wrap(y, at.moved(self.parallel.regions.inner, y.dim()))
+
+    def _make_plans(self, source: Activation, ndim: int) -> MatmulPlans:
+        inner, weights = self.parallel.regions.inner, self.parallel.weights
+        plans = matmul_plans(self.sharding, source, inner, ndim, self.context, weights)
+        if self.rows is None:
+            return plans
+        before, behind = self.rows[0], self.out_features - self.rows[1]
+        forward = (*plans.w.forward, _Pad(-before, -behind))
+        return replace(plans, w=MovePlan(forward, (_Pad(before, behind), *plans.w.backward)))
+
+
+def _replicated_outputs(sharding: MatmulSharding) -> MatmulSharding:
+    """A column linear's sharding with a weight whose rows are whole on all ranks that split the features of y."""
+
+    def without(layout: Layout) -> Layout:
+        rows = tuple(axis for axis in layout.dims[0] if axis not in sharding.y.features)
+        return replace(layout, dims=(rows, *layout.dims[1:]))
+
+    return replace(sharding, weight=without(sharding.weight), gathered_weight=without(sharding.gathered_weight))
+
+
+@dataclass(frozen=True)
+class _Pad:
+    """As a move of a weight: zeros before and behind its rows, or, negative, as many rows left out."""
+
+    before: int
+    behind: int
+
+    def start(self, x: Tensor, *, owned: bool) -> Pending:
+        return Ready(F.pad(x, (0, 0, self.before, self.behind)))

@@ -1,0 +1,266 @@
+"""Cross-entropy and accuracy over a vocabulary that may be split; the logits are never gathered."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossus.comm import collectives
+from colossus.comm.autograd import first_order
+from colossus.context.groups import AxisGroup
+from colossus.error_place import located_error
+from colossus.layers.embedding import check_range
+from colossus.layout.layout import Layout
+from colossus.layout.moves import moves
+from colossus.sharded_tensor.regions import local
+from colossus.sharded_tensor.tensor import ShardedTensor, unwrap
+from colossus.tensor_parallel.dtypes import to_wide_dtype
+from colossus.tensor_parallel.move_plan import MovePlan, run
+
+
+@dataclass(frozen=True)
+class SplitLogits:
+    """One rank's rows and columns of the logits.
+
+    Attributes:
+        local: [.., columns], of which those behind the first ``stop - start`` are padding.
+        group: over which the columns are split; None when the rank has all.
+        start, stop: the rank's columns, of ``total``.
+        sum_over, shared_by: see `to_whole_sum`; None and 1 when the rank's rows are those of its own samples.
+    """
+
+    local: Tensor
+    group: AxisGroup | None
+    start: int
+    stop: int
+    total: int
+    sum_over: AxisGroup | None = None
+    shared_by: int = 1
+
+    def to_whole_sum(self, local_sum: Tensor) -> Tensor:
+        """From a sum over the rank's rows to one that the whole layout adds up over ranks; its gradient is unchanged.
+
+        In 3D the rank's rows are not those of its samples. The sums are added over ``sum_over`` and divided by
+        ``shared_by``, the ranks of different samples that then hold the same sum: the sum over all ranks is exact, that
+        of one rank is not the sum of its own samples.
+        """
+        if self.sum_over is None:
+            return local_sum
+        total: Tensor = _UserSum.apply(local_sum, self.sum_over, self.shared_by)
+        return total
+
+
+def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits, Tensor]:
+    """The rank's rows and columns of the logits, and the labels of these rows.
+
+    Args:
+        logits: [.., columns], plain or with split features.
+        labels: [..], in the whole layout.
+
+    Raises:
+        ValueError: for shapes that do not fit.
+    """
+    if isinstance(logits, ShardedTensor) and logits.placement.is_whole:
+        logits, _ = unwrap(logits, logits.placement.parallel)
+    if not isinstance(logits, ShardedTensor):
+        _check(logits, labels, labels)
+        width = logits.shape[-1]
+        return SplitLogits(logits, None, 0, width, width), labels
+    parallel = logits.placement.parallel
+    shard, placement = unwrap(logits, parallel)
+    activation = placement.activation
+    context, ndim, user = parallel.context, shard.dim(), parallel.regions.whole
+    rows, user_rows = (Layout(a.rows().at(ndim).dims[:-1]) for a in (activation, user))
+    if labels.dim() != ndim - 1:
+        _check(logits, labels, labels)
+    own = labels if rows == user_rows else run(MovePlan.of(moves(user_rows, rows), context).forward, labels).wait()
+    _check(logits, labels, own)
+    group = context.group(activation.features)
+    width = shard.shape[-1]
+    total = placement.num_features or width * group.size
+    start = min(group.index * width, total)
+    axes, user_axes = rows.shard_axes, user_rows.shard_axes
+    extra = tuple(axis for axis in axes if axis not in user_axes)
+    shared_by = math.prod(context.grid.sizes[axis] for axis in user_axes if axis not in axes)
+    moved = bool(extra) or shared_by > 1
+    split = SplitLogits(
+        shard, group, start, min(start + width, total), total, context.group(extra) if moved else None, shared_by
+    )
+    return split, own
+
+
+def _check(logits: Tensor, labels: Tensor, own: Tensor) -> None:
+    """``own``: the labels of the rank's rows."""
+    if own.shape != logits.shape[:-1]:
+        raise located_error(
+            f"labels have shape {tuple(labels.shape)}, logits {tuple(logits.shape)}: all dims but the last must agree"
+        )
+
+
+class _UserSum(torch.autograd.Function):
+    """A scalar summed over a group and divided; backward is the identity: each rank keeps the gradient of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, group: AxisGroup, shared_by: int) -> Tensor:
+        return collectives.all_reduce(total, group).wait() / shared_by
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Sum of the losses of all valid tokens, and their number.
+
+    The engine divides by the number of valid tokens of the global batch, so that the loss does not depend on how the
+    batch is split: sum and number are of the samples this rank holds in the whole layout. A vocabulary that is
+    split over ranks costs one all-gather, of 3 numbers per token and rank (4 with smoothing).
+
+    Args:
+        logits: [.., vocabulary], plain or with split features.
+        labels: [..] in 0..vocabulary-1, or ``ignore_index``; in the whole layout.
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+        z_loss: weight of the squared log-partition, which keeps logits from drifting (2204.02311, section 5).
+
+    Returns:
+        (sum, count): scalars, the same on all tensor ranks that hold the same samples. In 3D a rank's sum is its share
+        of the sum over all ranks (see `SplitLogits.to_whole_sum`), since other ranks have the logits of its samples.
+
+    Raises:
+        ValueError: for shapes that do not fit, and for labels outside the vocabulary (checked on CPU).
+    """
+    labels = local(labels)
+    count = (labels != ignore_index).sum()  # of the rank's own samples, whichever rows of the logits it has
+    split, labels = local_logits_and_labels(logits, labels)
+    flat = split.local.reshape(-1, split.local.shape[-1])
+    valid = labels != ignore_index
+    if split.group is None and z_loss == 0.0:
+        loss = F.cross_entropy(
+            to_wide_dtype(flat),
+            labels.reshape(-1),
+            reduction="sum",
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+        )
+        return loss, count
+    check_range(labels.masked_fill(~valid, 0), split.total, "labels")
+    loss = _CrossEntropy.apply(flat, labels.reshape(-1), valid.reshape(-1), split, label_smoothing, z_loss)
+    return split.to_whole_sum(loss), count
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum of the losses of a rank's rows, of logits whose vocabulary is split. Shapes are per rank, of t rows.
+
+        logits          [t, v]     the first stop - start columns are of the vocabulary, the rest is padding
+        labels, valid   [t]        of these rows, over all of the vocabulary
+        log_sum         [t]        log-sum-exp over the whole vocabulary, the same on all ranks of the group
+
+        forward  each rank's maximum, sum of exponentials and target logit (0 where another rank has it), and the sum
+                 of logits when smoothing, are all-gathered: 3 or 4 [t]. The loss, a scalar, is the same on all ranks.
+        dgrad    dlogits [t, v] = (softmax - one_hot(labels)) * grad, more with smoothing and z_loss; 0 for padding
+                 no communication: the loss is replicated over the group, so grad is the same on all ranks, and with
+                 log_sum, which is saved, a column's gradient needs no other column
+
+    There is no weight, and so no wgrad. Of low precision logits and dlogits have that, the rest is of float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, split: SplitLogits, smoothing: float, z_loss: float
+    ) -> Tensor:
+        narrow, logits = logits, to_wide_dtype(logits)
+        columns = logits[:, : split.stop - split.start]
+        is_local = (labels >= split.start) & (labels < split.stop) & valid
+        column = (labels - split.start).masked_fill_(~is_local, 0)
+        if columns.shape[1]:
+            maximum = columns.amax(-1)
+            exponentials = (columns - maximum.unsqueeze(-1)).exp_().sum(-1)
+            target = columns.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill_(~is_local, 0.0)
+        else:  # a rank that holds only padding
+            maximum = logits.new_full((logits.shape[0],), float("-inf"))
+            exponentials, target = torch.zeros_like(maximum), torch.zeros_like(maximum)
+        rows = [maximum, exponentials, target] + ([columns.sum(-1)] if smoothing else [])
+        by_rank = torch.stack(rows).unsqueeze(0)
+        if split.group is not None:
+            by_rank = collectives.all_gather(by_rank, split.group).wait()
+        highest = by_rank[:, 0].amax(0)
+        log_sum = highest + (by_rank[:, 1] * (by_rank[:, 0] - highest).exp()).sum(0).log()
+        loss = log_sum - by_rank[:, 2].sum(0)
+        if smoothing:
+            loss = (1.0 - smoothing) * loss + smoothing * (log_sum - by_rank[:, 3].sum(0) / split.total)
+        if z_loss:
+            loss = loss + z_loss * log_sum.square()
+        ctx.save_for_backward(narrow, log_sum, column, is_local, valid)
+        ctx.options = split, smoothing, z_loss
+        return loss.masked_fill(~valid, 0.0).sum()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        narrow, log_sum, column, is_local, valid = ctx.saved_tensors
+        logits = to_wide_dtype(narrow)
+        split, smoothing, z_loss = ctx.options
+        width = split.stop - split.start
+        weight = valid.to(logits.dtype) * grad
+        out = (logits - log_sum.unsqueeze(-1)).exp_()
+        out.mul_((weight * (1.0 + 2.0 * z_loss * log_sum)).unsqueeze(-1))
+        if width:
+            hit = (weight * (smoothing - 1.0)).masked_fill(~is_local, 0.0)
+            out.scatter_add_(1, column.unsqueeze(1), hit.unsqueeze(1))
+        if smoothing:
+            out.sub_((weight * (smoothing / split.total)).unsqueeze(-1))
+        if width < out.shape[1]:
+            out[:, width:] = 0.0
+        return out.to(narrow.dtype), None, None, None, None, None
+
+
+@torch.no_grad()
+def accuracy(logits: Tensor, labels: Tensor, *, k: int = 1, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """Number of valid tokens whose label is among the ``k`` highest logits, and the number of valid tokens.
+
+    The logits are never gathered: a label is right when fewer than k columns are higher than its own. Of equal logits
+    the one with the lower index counts as higher, as in ``torch.argmax``.
+
+    Args:
+        logits: [.., vocabulary], plain or with split features.
+        labels: [..] in 0..vocabulary-1, or ``ignore_index``; in the whole layout.
+
+    Returns:
+        (correct, count): float64 scalars over the samples this rank holds in the whole layout; sum them over the ranks
+        that hold other samples.
+    """
+    labels = local(labels)
+    count = (labels != ignore_index).sum().double()
+    split, labels = local_logits_and_labels(logits, labels)
+    columns = split.local[..., : split.stop - split.start]
+    valid = labels != ignore_index
+    is_local = (labels >= split.start) & (labels < split.stop) & valid
+    column = (labels - split.start).masked_fill_(~is_local, 0).unsqueeze(-1)
+    if columns.shape[-1]:
+        target = columns.gather(-1, column).squeeze(-1).masked_fill_(~is_local, 0.0)
+    else:  # a rank that holds only padding
+        target = torch.zeros(labels.shape, dtype=columns.dtype, device=columns.device)
+    if split.group is not None:
+        target = collectives.all_reduce(target, split.group, owned=True).wait()
+    target = target.unsqueeze(-1)
+    index = torch.arange(split.start, split.stop, device=labels.device)
+    # NaN counts as higher: a model that gives NaN is never right
+    above = ~(columns <= target) | ((columns == target) & (index < labels.unsqueeze(-1)))
+    higher = above.sum(-1).double()
+    if split.group is not None:
+        higher = collectives.all_reduce(higher, split.group, owned=True).wait()
+    correct = ((higher < k) & valid).sum().double()
+    return split.to_whole_sum(correct), count

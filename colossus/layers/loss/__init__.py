@@ -1,1 +1,0 @@
-"""What is computed from logits whose vocabulary may be split: cross-entropy and accuracy."""

@@ -1,1 +1,0 @@
-"""A simulated schedule as text and as a picture."""

@@ -1,0 +1,198 @@
+"""Which blocks of a model each stage of a pipeline runs, and which parameters a rank therefore holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from colossus.construct.tensor_replacer import keep_attributes_on_meta
+from colossus.error_place import located_error
+from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks, run_blocks
+from colossus.layout.parameter import record_full_order, spec_of
+from colossus.schedule.bounds import Split, name_ranges, stage_bounds
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """A model split into stages.
+
+    Attributes:
+        blocks: of the whole model, in order.
+        bounds: stage s runs ``blocks[bounds[s]:bounds[s + 1]]``.
+        rank_of: stage -> index along the pipeline axis.
+        stages_of: name of a parameter -> the stages that use it, ascending.
+        names: of all parameters of the whole model, in the order of ``named_parameters``.
+        sizes: name of a parameter -> number of elements of the whole parameter.
+    """
+
+    blocks: tuple[NamedBlock, ...]
+    bounds: tuple[int, ...]
+    rank_of: Mapping[int, int]
+    stages_of: Mapping[str, tuple[int, ...]]
+    names: tuple[str, ...]
+    sizes: Mapping[str, int]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds) - 1
+
+    def stages_on(self, rank: int) -> list[int]:
+        """The stages of a pipeline rank, ascending."""
+        return [stage for stage in range(self.num_stages) if self.rank_of[stage] == rank]
+
+    def blocks_of(self, stage: int) -> tuple[NamedBlock, ...]:
+        return self.blocks[self.bounds[stage] : self.bounds[stage + 1]]
+
+    def forward_of(self, stage: int) -> Callable[[Any], Any]:
+        """A function that runs the blocks of a stage in turn, each on what the one before returned."""
+        calls = [block.call for block in self.blocks_of(stage)]
+        return lambda x: run_blocks(calls, x)
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Pipeline ranks that hold a parameter, each once, the one of its lowest stage first."""
+        return tuple(dict.fromkeys(self.rank_of[stage] for stage in self.stages_of[name]))
+
+    def parameters_on(self, stage: int) -> list[str]:
+        """Names of the parameters that a stage uses, in the order of the whole model."""
+        return [name for name in self.names if stage in self.stages_of[name]]
+
+    def describe(self) -> list[str]:
+        """One line per stage: its rank, its blocks, and the elements of its whole parameters."""
+        lines = []
+        for stage in range(self.num_stages):
+            blocks = self.blocks_of(stage)
+            names = name_ranges([block.name for block in blocks])
+            elements = sum(self.sizes[name] for name in self.parameters_on(stage))
+            count = f"{len(blocks)} block{'' if len(blocks) == 1 else 's'}"
+            lines.append(f"stage {stage} on rank {self.rank_of[stage]}: {names} ({count}), {elements:,} parameters")
+        return lines
+
+
+def make_partition(model: nn.Module, rank_of: Mapping[int, int], split: Split = "parameters") -> Partition:
+    """Split a model that is a chain of blocks into stages.
+
+    Args:
+        model: whole; on the meta device or not.
+        rank_of: stage -> index along the pipeline axis, as ``colossus.schedule.actions.placement`` gives it.
+        split: ``"parameters"`` (as equal as can be in elements of whole parameters; a tied one counts on every stage
+            that uses it), or the number of blocks of each stage.
+
+    Raises:
+        ValueError: for a model that is no chain, more stages than blocks, and a split that does not fit.
+    """
+    blocks = tuple(pipeline_blocks(model))
+    if has_hooks(model):
+        raise ValueError(
+            f"{type(model).__name__} has hooks of its own, but a pipeline calls its blocks, never the model as a "
+            f"whole: put the hooks on a module inside of it"
+        )
+    num_stages = len(rank_of)
+    assert sorted(rank_of) == list(range(num_stages))
+    if num_stages > len(blocks):
+        raise ValueError(
+            f"{num_stages} stages for {len(blocks)} blocks ({name_ranges([block.name for block in blocks])}): every "
+            f"stage needs a block; use at most {len(blocks)} stages (fewer ranks in parallel.pipeline.size, or fewer "
+            f"chunks of the schedule), or cut the model into more blocks"
+        )
+    sizes = {name: spec_of(parameter).num_elements for name, parameter in model.named_parameters()}
+    elements = [sum(sizes[name] for name in block.parameters) for block in blocks]
+    bounds = stage_bounds(split, [block.name for block in blocks], elements, num_stages)
+    stages_of = _stages_by(blocks, bounds, lambda block: block.parameters)
+    return Partition(blocks, bounds, dict(rank_of), stages_of, tuple(sizes), sizes)
+
+
+def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:
+    """Delete from a model on the meta device what no stage of one pipeline rank uses: for ``build(prepare=...)``.
+
+    Parameters and buffers of other ranks are deleted from every module that has them, rather than set to None, which
+    may mean a missing bias. One that several stages share stays on each of their ranks, under all its names. Buffers
+    that no block owns stay. Calling the model, or a module of another rank, raises a ValueError from then on.
+    """
+    here = set(partition.stages_on(rank))
+    if len(here) == partition.num_stages:
+        return
+    modules = _stages_by(partition.blocks, partition.bounds, lambda block: block.modules)
+    buffers = _stages_by(partition.blocks, partition.bounds, lambda block: block.buffers)
+    parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    buffer_names = {id(buffer): name for name, buffer in model.named_buffers()}
+    record_full_order(model)
+    for name, module in model.named_modules():
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is not None and not here.intersection(partition.stages_of[parameter_names[id(parameter)]]):
+                del module._parameters[leaf]
+        for leaf, buffer in list(module._buffers.items()):
+            if buffer is not None and not here.intersection(buffers.get(buffer_names[id(buffer)], here)):
+                del module._buffers[leaf]
+        stages = modules.get(name, ())  # empty: owned by no block, so every rank has it
+        if stages and not here.intersection(stages):
+            keep_attributes_on_meta(module)
+            message = (
+                f"{name} ({type(module).__name__}) is on stage {stages[0]} (pipeline rank "
+                f"{partition.rank_of[stages[0]]}), but is called on rank {rank}: a PipelineBlock must own (name) every "
+                f"module that it calls"
+            )
+            module.register_forward_pre_hook(partial(_refuse_call, message))
+    if "" not in modules:
+        message = (
+            f"{type(model).__name__} is called as a whole, but pipeline rank {rank} has stage "
+            f"{', '.join(map(str, sorted(here)))} of {partition.num_stages} only: call engine.train_step(batch) or "
+            f"engine.evaluate()"
+        )
+        model.register_forward_pre_hook(partial(_refuse_call, message))
+
+
+def _refuse_call(message: str, module: nn.Module, args: Any) -> NoReturn:
+    """A forward pre-hook, once it has its message, of a module that this rank cannot run."""
+    raise ValueError(message)
+
+
+def _stages_by(
+    blocks: Sequence[NamedBlock], bounds: Sequence[int], names_of: Callable[[NamedBlock], Sequence[str]]
+) -> dict[str, tuple[int, ...]]:
+    """Name -> the stages whose blocks own it, ascending."""
+    out: dict[str, tuple[int, ...]] = {}
+    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        for name in {name for block in blocks[start:stop] for name in names_of(block)}:
+            out[name] = (*out.get(name, ()), stage)
+    return out
+
+
+class MetaTensorGuard(TorchFunctionMode):
+    """Inside, an operation on a tensor of the meta device is an error: it belongs to a stage of another rank.
+
+    Without it, some operations on CPU would return any numbers (uninitialized memory).
+
+    Raises:
+        ValueError: naming the stage, the operation, and the shape of the tensor.
+    """
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") != "__get__":
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and leaf.is_meta:
+                    name = getattr(func, "__name__", str(func))
+                    raise located_error(
+                        f"stage {self._stage}: {name} on a tensor of shape {tuple(leaf.shape)} that has no values "
+                        f"here. It belongs to another stage, or somebody took hold of it while the model was built "
+                        f"(w = self.head.weight in pipeline_blocks, say). {MUST_NAME_ALL}"
+                    )
+        return func(*args, **kwargs)
+
+
+MUST_NAME_ALL = (
+    "A PipelineBlock must name every module, parameter and buffer that it uses, and look them up when it is called"
+)

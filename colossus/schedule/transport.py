@@ -1,0 +1,259 @@
+"""Values between stages: flattened into plain local tensors and a ValueSpec, sent forward, their gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr as path_string
+
+from colossus.comm.links import Incoming, Links, Wait
+from colossus.layers.model_parallel import ModelParallel
+from colossus.schedule.actions import Action
+from colossus.sharded_tensor.placement import Placement
+from colossus.sharded_tensor.tensor import placement_of, plain, wrap
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+_CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a value.
+
+    Attributes:
+        shape: of this rank's shard.
+        needs_gradient: whether its gradient is sent back to the stage that made it.
+        placement: of a `ShardedTensor`, without its ``parallel``; None for a plain tensor.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    needs_gradient: bool
+    placement: Placement | None
+
+
+@dataclass(frozen=True)
+class RepeatedTensor:
+    """The tensor that the value holds already at this index of its tensors: sent once, it stays one tensor."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class ValueSpec:
+    """Everything about a value but the contents of its tensors.
+
+    Attributes:
+        tree: the structure of the nest.
+        leaves: `TensorSpec` or `RepeatedTensor` in place of each tensor; other leaves as they are.
+    """
+
+    tree: TreeSpec
+    leaves: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
+
+    @property
+    def differentiable(self) -> list[TensorSpec]:
+        """Those whose gradient is sent back."""
+        return [leaf for leaf in self.tensors if leaf.needs_gradient]
+
+    def __str__(self) -> str:
+        return f"{tree_unflatten([_describe_leaf(leaf) for leaf in self.leaves], self.tree)}"
+
+
+def flatten_value(value: Any, parallel: ModelParallel, where: str) -> tuple[ValueSpec, list[Tensor]]:
+    """The spec of a value, and its tensors as plain local ones, still in the autograd graph.
+
+    Args:
+        where: what made it, for errors.
+
+    Raises:
+        ValueError: for a leaf that cannot be sent.
+    """
+    found, tree = tree_flatten_with_path(value)
+    leaves: list[Any] = []
+    tensors: list[Tensor] = []
+    index_of: dict[int, int] = {}
+    for path, item in found:
+        if isinstance(item, Tensor) and id(item) in index_of:
+            leaves.append(RepeatedTensor(index_of[id(item)]))
+        elif isinstance(item, Tensor):
+            if item.layout is not torch.strided:
+                raise ValueError(
+                    f"{where} returned a tensor of layout {item.layout}; what goes on is dense: .to_dense()"
+                )
+            index_of[id(item)] = len(tensors)
+            placement, local = placement_of(item), plain(item)
+            if placement is not None:
+                placement = replace(placement, parallel=None)  # type: ignore[arg-type]  # each rank has its own
+            needs = item.requires_grad and torch.is_grad_enabled()
+            leaves.append(TensorSpec(local.shape, local.dtype, needs, placement))
+            tensors.append(local)
+        elif isinstance(item, _CONSTANTS):
+            leaves.append(item)
+        else:
+            raise ValueError(
+                f"{where} returned {type(item).__name__} at {path_string(path) or 'its top'}; what goes on to the next "
+                f"stage is a tensor, or a nest of tuples, lists and dicts of tensors, numbers and strings"
+            )
+    return ValueSpec(tree, tuple(leaves)), tensors
+
+
+def unflatten_value(spec: ValueSpec, tensors: Iterable[Tensor], parallel: ModelParallel) -> tuple[Any, list[Tensor]]:
+    """The value with these tensors, detached from what made them; and its leaves of autograd that get a gradient."""
+    rest = iter(tensors)
+    items: list[Any] = []
+    made: list[Tensor] = []
+    roots: list[Tensor] = []
+    for leaf in spec.leaves:
+        if not isinstance(leaf, TensorSpec):
+            items.append(made[leaf.index] if isinstance(leaf, RepeatedTensor) else leaf)
+            continue
+        local = next(rest).detach()
+        if leaf.needs_gradient:
+            roots.append(local.requires_grad_())
+            local = _unsafe_view(local, local.shape)  # no leaf: a stage may begin with an operation in place
+        if leaf.placement is not None:
+            local = wrap(local, replace(leaf.placement, parallel=parallel))
+        made.append(local)
+        items.append(local)
+    return tree_unflatten(items, spec.tree), roots
+
+
+def batch_signature(batch: Any) -> tuple[Any, ...]:
+    """Structure, shapes and dtypes of a batch: equal for two batches whose values between stages have equal specs."""
+    found, tree = tree_flatten_with_path(batch)
+    tensors = [(tuple(item.shape), item.dtype) for _, item in found if isinstance(item, Tensor)]
+    return str(tree), tuple(tensors), torch.is_grad_enabled()
+
+
+def gradients(roots: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of the roots of `unflatten_value`; zeros for those that were not used."""
+    return [root.grad if root.grad is not None else torch.zeros_like(root) for root in roots]
+
+
+def _describe_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, RepeatedTensor):
+        return f"tensor {leaf.index} again"
+    if not isinstance(leaf, TensorSpec):
+        return leaf
+    return (
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{'' if leaf.needs_gradient else ' (no gradient)'}"
+    )
+
+
+class Transport:
+    """The transfers of one rank.
+
+    Args:
+        links: to the other ranks of the pipeline.
+        rank_of: stage -> index of the rank that has it.
+
+    Attributes:
+        receives_early: whether receives are to be posted before their turn.
+        step_id: identifies the step, the same on all ranks of a model; two ranks that disagree get an error.
+    """
+
+    def __init__(self, links: Links, rank_of: Mapping[int, int]) -> None:
+        self._links, self._rank_of = links, rank_of
+        self.receives_early = links.takes_early
+        self.step_id: object = None
+        #: by the stage that makes the value, and the shape of the batch
+        self._specs: dict[tuple[int, Hashable], ValueSpec] = {}
+        self._posted: dict[Action, tuple[ValueSpec, Incoming]] = {}
+        self._unflushed: dict[tuple[str, int, int], Wait] = {}
+
+    # -- sending ------------------------------------------------------------------------------------------
+
+    def send_value(self, action: Action, spec: ValueSpec, tensors: Sequence[Tensor], shape: Hashable) -> None:
+        """Send a stage's output; ahead of the first one for a shape of batch, its spec.
+
+        Raises:
+            ValueError: when its spec differs from that of an earlier one for a batch of the same shape.
+        """
+        known = self._specs.get((action.stage, shape))
+        if known is None:
+            self._specs[action.stage, shape] = spec
+            self._links.send_object(self._peer(action), spec, f"description of the {_message_name(action)}")
+        elif known != spec and repr(known) != repr(spec):  # a NaN is not equal to itself
+            raise ValueError(
+                f"stage {action.stage} returned {spec} for microbatch {action.microbatch}, but {known} for an "
+                f"earlier one of the same shape: what goes between stages must look the same for batches of one shape. "
+                f"Pass a number that changes as a tensor, pad what depends on values, and make a new engine when "
+                f"parameters are frozen"
+            )
+        self.send(action, tensors)
+
+    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        """Start a send. Its tensors are kept unchanged until an answer shows that it was received, or `flush`."""
+        if action.kind == "send_gradient":  # that of an activation is waited for when its gradient has come
+            self._flush(action.kind, action.stage, action.microbatch - 1)
+        key = action.kind, action.stage, action.microbatch
+        self._unflushed[key] = self._links.send(self._peer(action), tensors, _message_name(action), self.step_id)
+
+    # -- receiving ----------------------------------------------------------------------------------------
+
+    def post_receive(self, action: Action, shape: Hashable, *, early: bool = False) -> None:
+        """Post the receive of a stage's input, or of the gradient of its output, unless it has been posted.
+
+        Args:
+            early: before its turn; only done where the spec of its value is known already.
+        """
+        if action in self._posted:
+            return
+        is_gradient = action.kind == "receive_gradient"
+        made_by = action.stage if is_gradient else action.peer
+        assert made_by is not None
+        spec = self._specs.get((made_by, shape))
+        if spec is None:
+            if early:
+                return
+            spec = self._links.recv_object(self._peer(action), f"description of the {_message_name(action)}")
+            self._specs[made_by, shape] = spec
+        tensors = spec.differentiable if is_gradient else spec.tensors
+        self._posted[action] = (
+            spec,
+            self._links.receive(self._peer(action), tensors, _message_name(action), self.step_id),
+        )
+
+    def wait_value(self, stage: int, microbatch: int) -> tuple[ValueSpec, list[Tensor]]:
+        """A stage's input, once it is there."""
+        spec, incoming = self._posted.pop(Action("receive_activation", stage, microbatch, stage - 1))
+        return spec, incoming.wait()
+
+    def wait_gradient(self, stage: int, microbatch: int) -> list[Tensor]:
+        """The gradients of the tensors of a stage's output that require one, once they are there."""
+        _, incoming = self._posted.pop(Action("receive_gradient", stage, microbatch, stage + 1))
+        arrived = incoming.wait()
+        self._flush("send_activation", stage, microbatch)
+        return arrived
+
+    def flush(self) -> None:
+        """Wait until everything that was sent may be changed."""
+        for wait in self._unflushed.values():
+            wait()
+        self._unflushed.clear()
+
+    def _flush(self, kind: str, stage: int, microbatch: int) -> None:
+        wait = self._unflushed.pop((kind, stage, microbatch), None)
+        if wait is not None:
+            wait()
+
+    def _peer(self, action: Action) -> int:
+        assert action.peer is not None
+        return self._rank_of[action.peer]
+
+
+def _message_name(action: Action) -> str:
+    """The same at both ends: of a send, and of the receive that mirrors it."""
+    what = "activation" if action.kind.endswith("activation") else "gradient"
+    stages = (action.stage, action.peer) if action.kind.startswith("send") else (action.peer, action.stage)
+    return f"{what} of microbatch {action.microbatch} from stage {stages[0]} to stage {stages[1]}"

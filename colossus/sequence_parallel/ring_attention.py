@@ -1,0 +1,243 @@
+"""Ring attention (2105.13120): keys and values are passed round a ring of ranks, blockwise as in 2310.01889."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossus.comm.autograd import first_order, uncompiled
+from colossus.comm.ring import rotate
+from colossus.context.groups import AxisGroup
+from colossus.error_place import located_error
+from colossus.sequence_parallel.kernels import block_backward, block_forward
+from colossus.sequence_parallel.tiles import AttentionTile, attention_tiles
+
+#: groups by their c10d name: an operation that torch can record takes no other objects than tensors and numbers
+_groups: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictionary()
+
+
+@uncompiled  # messages between two ranks
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: AxisGroup,
+    *,
+    causal: bool,
+    documents: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Exact attention over the tokens of all ranks of ``group``.
+
+    A rank holds its own keys and values, those of the rank it works on, and those of the next, which are on their way:
+    never the whole sequence. Sent by a rank: forward 2 (R - 1) blocks of [batch, kv_heads, s, head_dim], backward
+    4 (R - 1).
+
+    Shape:
+        q [batch, heads, s, head_dim], k and v [batch, kv_heads, s, head_dim], the result like q: the s tokens that this
+        rank holds, in zigzag order (without causal attention any order will do). The whole sequence has R s.
+
+    Args:
+        group: the R ranks. One rank is a ring too.
+        documents: integers [batch, s]; a token looks only at tokens with the same number. Padding is a document
+            of its own, say -1. They are passed on with the keys.
+        scale: of the scores, by default head_dim ** -0.5.
+
+    Raises:
+        ValueError: when heads are no multiple of kv_heads, s is odd, or documents do not fit.
+    """
+    _check(q, k, v, documents, group)
+    return _RingAttention.apply(q, k, v, documents, group, causal, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+class _RingAttention(torch.autograd.Function):
+    """The autograd core. On each of R ranks, with K and V the keys and values of all ranks, concatenated:
+
+        forward     out = softmax(scale q K^T) V             k, v: all-gather, a block at a time
+        backward    dq = sum of the blocks' shares           stays where q is
+                    dk, dv = sum of the ranks' shares        dk, dv: reduce-scatter, the dual of the all-gather
+
+    Neither collective is called as such. In step t = 0 .. R - 1 rank i works on the keys and values of rank i - t,
+    while they go on to rank i + 1. In backward they are passed on in the same direction again, and the sums of their
+    gradients one step behind them: rank i adds its share of the dk and dv of rank i - t to what rank i - 1 has sent,
+    and sends the sum to rank i + 1. The last of these messages comes to the owner, who adds its own share of step 0.
+
+    Per rank:
+        q, out, dout, dq    [batch, heads, s, head_dim]
+        k, v, dk, dv        [batch, kv_heads, s, head_dim]; the same of the block at work and of the one on its way
+        documents           [batch, s], passed on with k and v
+        lse                 [batch, heads, s], log-sum-exp of each query's scores with all keys
+        saved               q, k, v, documents, out, lse
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        group: AxisGroup,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        name = group.name if group.size > 1 else ""
+        _groups[name] = group
+        out, lse = RING_ATTENTION(q, k, v, documents, name, causal, scale)
+        ctx.save_for_backward(q, k, v, documents, out, lse)
+        ctx.options = group, causal, scale
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_backward(grads[0], *ctx.saved_tensors, *ctx.options), None, None, None, None)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, name: str, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output [batch, heads, s, head_dim] and its log-sum-exp [batch, heads, s]; see `_RingAttention`.
+
+    One operation for torch: selective checkpointing can keep its results as a whole, and what happens inside, such as
+    the merging in place, is not recorded.
+    """
+    group = _groups[name]
+    out = _wide_zeros(q)
+    lse = torch.full_like(out[..., 0], float("-inf"))
+    for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group):
+        block = q.shape[-2], group.size, group.index, source, causal, documents
+        for tile in attention_tiles(*block, *key_documents):
+            rows, columns = tile.queries, tile.keys
+            tile_out, tile_lse = block_forward(
+                q[:, :, rows],
+                keys[:, :, columns],
+                values[:, :, columns],
+                causal=tile.causal,
+                mask=tile.mask,
+                scale=scale,
+            )
+            _merge(out[:, :, rows], lse[:, :, rows], tile_out, tile_lse)
+    return out.to(q.dtype), lse
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    group: AxisGroup,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the shapes of q, k, v; see `_RingAttention`.
+
+    Sums are kept in at least float32; messages have the dtype of the keys.
+    """
+    dq = _wide_zeros(q)
+
+    def add_tile(tile: AttentionTile, keys: Tensor, values: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """A function of its own: what it has computed is freed before the next tile."""
+        rows, columns = tile.queries, tile.keys
+        grads = block_backward(
+            dout[:, :, rows],
+            q[:, :, rows],
+            keys[:, :, columns],
+            values[:, :, columns],
+            out[:, :, rows],
+            lse[:, :, rows],
+            causal=tile.causal,
+            mask=tile.mask,
+            scale=scale,
+        )
+        for total, span, grad in zip((dq, dk, dv), (rows, columns, columns), grads, strict=True):
+            total[:, :, span] += grad
+
+    own_grads: list[Tensor] = []
+    arriving: Callable[[], list[Tensor]] | None = None
+    for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group):
+        grads = [_wide_zeros(keys), _wide_zeros(values)]
+        block = q.shape[-2], group.size, group.index, source, causal, documents
+        for tile in attention_tiles(*block, *key_documents):
+            add_tile(tile, keys, values, *grads)
+        if source == group.index:
+            own_grads = grads
+            continue
+        if arriving is not None:
+            grads = _add(grads, arriving())
+        arriving = rotate([grad.to(k.dtype) for grad in grads], group, "gradients of keys and values")
+        del grads
+    if arriving is not None:
+        own_grads = _add(own_grads, arriving())
+    return dq.to(q.dtype), own_grads[0].to(k.dtype), own_grads[1].to(v.dtype)
+
+
+def _rotating_blocks(
+    k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Keys, values (and documents) of every rank, beginning with this one, with the index of the rank they belong to.
+
+    The next block is on its way while the caller works with this one.
+    """
+    block = [k, v] if documents is None else [k, v, documents]
+    for step in range(group.size):
+        arriving = rotate(block, group, "keys and values") if step < group.size - 1 else None
+        yield (group.index - step) % group.size, block
+        if arriving is not None:
+            block = arriving()
+
+
+def _add(totals: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    return [total.add_(other) for total, other in zip(totals, others, strict=True)]
+
+
+def _merge(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
+    """Add the output of more keys, in place, to the output and log-sum-exp of the keys seen so far (online softmax)."""
+    total = torch.logaddexp(lse, tile_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(tile_out, (tile_lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def _wide_zeros(x: Tensor) -> Tensor:
+    """Zeros [batch, heads, tokens, head_dim], at least float32, that lie in memory as the kernels' results do."""
+    batch, heads, tokens, head_dim = x.shape
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.new_zeros(batch, tokens, heads, head_dim, dtype=dtype).transpose(1, 2)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup) -> None:
+    batch, heads, tokens, head_dim = q.shape
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[2:] != (tokens, head_dim) or heads % k.shape[1]:
+        raise located_error(
+            f"attention over a sequence: queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}; "
+            f"they must be [batch, heads, tokens, head_dim] alike, but for fewer key and value heads that divide the "
+            f"queries'"
+        )
+    if group.size > 1 and tokens % 2:
+        raise located_error(
+            f"ring attention: {tokens} tokens on each rank, {group.size} ranks: a rank holds an early and a late chunk "
+            f"of equal length, so the number must be even"
+        )
+    if documents is not None and (documents.shape != (batch, tokens) or documents.is_floating_point()):
+        raise located_error(
+            f"attention over a sequence: documents {tuple(documents.shape)} of {documents.dtype} must be whole numbers "
+            f"[batch, tokens] = [{batch}, {tokens}], the number of the document that each token of this rank belongs to"
+        )
+
+
+# torch.library.custom_op would do the same, but imports torch._dynamo (4 s) at its first call
+_library = torch.library.Library("colossus", "FRAGMENT")
+_library.define(
+    "ring_attention"
+    "(Tensor q, Tensor k, Tensor v, Tensor? documents, str group, bool causal, float scale) -> (Tensor, Tensor)"
+)
+_library.impl("ring_attention", _forward, "CompositeExplicitAutograd")
+#: the forward pass as torch sees it, for a policy of selective checkpointing
+RING_ATTENTION = torch.ops.colossus.ring_attention.default

@@ -1,0 +1,91 @@
+"""A language model over very many words, after that of Parallax (1808.02621, after 1602.02410): large tables around a
+small trunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from colossus.construct.initial_values import Normal
+from colossus.error_place import located_error
+from colossus.layers.dropout import Dropout
+from colossus.layers.embedding import Embedding, PositionEmbedding
+from colossus.layers.layer import call
+from colossus.layers.pipeline_block import PipelineBlock
+from colossus.models.transformer import INIT, Transformer
+from colossus.registry import MODELS
+from colossus.sharded_tensor.regions import moved, to_whole
+from colossus.sparse.sampled_softmax import SampledSoftmax
+from colossus.sparse.words_options import WordsOptions
+
+#: of tables that are looked up, whose rows are learned seldom
+_TABLE_INIT = Normal(0.05)
+
+
+@MODELS.register("WordsLM")
+class WordsLM(Transformer[WordsOptions]):
+    """Words, and with ``pairs`` hashed pairs of them, to the next word; options as in `WordsOptions`.
+
+    Shape:
+        ids [batch, tokens] in the whole layout, or with ``pairs`` dict(ids=.., pairs=..), both of that shape.
+        Output [batch, tokens, hidden_size]: what `SampledSoftmax` turns into a loss, in evaluation that of the softmax
+        over all words.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        o = WordsOptions(**options)
+        super().__init__(o)
+        sparse = o.sparse_embeddings
+        is_gpt = o.trunk == "gpt"
+        outer = self.parallel.regions.residual if is_gpt else None
+        table: dict[str, Any] = dict(init=_TABLE_INIT, sparse=sparse, return_layout=outer)
+        self.embedding = Embedding(o.vocab_size, o.hidden_size, **table)
+        self.pairs = Embedding(o.pairs, o.hidden_size, **table) if o.pairs else None
+        self.positions = PositionEmbedding(o.seq_len, o.hidden_size) if is_gpt and not o.is_rotary else None
+        self.dropout = Dropout(o.dropout)
+        rotary = dict(rotary=o.is_rotary, rotary_base=o.rotary_base, rotary_scaling=o.rotary_scaling)
+        self.blocks = self.make_blocks(causal=True, **rotary) if is_gpt else nn.ModuleList()
+        self.lstm = None if is_gpt else nn.LSTM(o.hidden_size, o.hidden_size, o.num_layers, batch_first=True)
+        self.norm = self.make_norm()
+        self.head = SampledSoftmax(o.hidden_size, o.vocab_size, o.num_samples, sparse=sparse, init=INIT)
+
+    def pipeline_blocks(self) -> list[PipelineBlock | nn.Module]:
+        trunk = self.block_calls() if self.lstm is None else [PipelineBlock(self._recur, self.lstm, name="lstm")]
+        return [
+            PipelineBlock(self._embed, self.embedding, self.pairs, self.positions, self.dropout, name="embedding"),
+            *trunk,
+            PipelineBlock(self._normalized, self.norm, self.head, name="head"),
+        ]
+
+    def _embed(self, inputs: Tensor | dict[str, Tensor]) -> Tensor:
+        ids, pairs = (inputs["ids"], inputs.get("pairs")) if isinstance(inputs, dict) else (inputs, None)
+        if (pairs is None) != (self.pairs is None):
+            raise located_error(
+                f"WordsLM: model.pairs = {self.options.pairs}, but the batch has "
+                f"{'no' if pairs is None else 'a key'} 'pairs': give data.pairs the same number"
+            )
+        outer = self.parallel.regions.residual if self.lstm is None else self.parallel.regions.whole
+        x = moved(self.embedding(ids), outer, self.parallel)
+        if self.pairs is not None and pairs is not None:
+            x = x + moved(self.pairs(pairs), outer, self.parallel)
+        return self.dropout(x if self.positions is None else self.positions(x))
+
+    def _recur(self, x: Tensor) -> Tensor:
+        assert self.lstm is not None
+        out: Tensor = self.lstm(to_whole(x))[0]
+        return x + out
+
+    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        x: Tensor = call(block, hidden, self.parallel)
+        return x
+
+    def _normalized(self, hidden: Tensor) -> Tensor:
+        x: Tensor = call(self.norm, hidden, self.parallel)
+        return x
+
+    def loss(self, hidden: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """(sum, count) over the words of a batch with ``labels`` [batch, tokens]."""
+        loss: tuple[Tensor, Tensor] = self.head(hidden, batch["labels"])
+        return loss
