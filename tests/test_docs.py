@@ -86,13 +86,26 @@ def test_places_of_the_architecture_are_there() -> None:
             assert (ROOT / "colossus" / path).exists() or (ROOT / path).exists(), path
 
 
-# -- README.md ----------------------------------------------------------------------------------------------
+# -- README.md, the reference -------------------------------------------------------------------------------
+
+
+def _script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_picture_of_the_readme_is_what_its_script_draws() -> None:
-    spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
+    pictures = _script("make_pictures")
     assert pictures.PLAN.read_text() == pictures.plan()
+
+
+def test_reference_pages_have_every_public_name_and_command(tmp_path: Path) -> None:
+    """A public name that moved without its package knowing fails here."""
+    _script("make_reference").write(tmp_path)
+    assert ".. autoclass:: colossus.layers.Linear" in (tmp_path / "layers.md").read_text()
+    assert "`--rdzv-endpoint HOST:PORT`" in (tmp_path / "command-line.md").read_text()
+    assert "`parallel.tensor.sequence_sharded`" in (tmp_path / "config.md").read_text()

@@ -20,7 +20,7 @@ from helpers.verified import launch_forked
 import colossus
 from colossus.cli.main import COMMANDS, main
 from colossus.doctor import network
-from colossus.verify import command as verify
+from colossus.verify import run_verify as verify
 
 ROOT = Path(colossus.__file__).parent.parent
 #: command -> words that leave it less to do
