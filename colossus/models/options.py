@@ -32,10 +32,13 @@ class DecoderOptions(TransformerOptions):
     rotary_base: Annotated[float, Field(gt=1)] = 10000.0
     #: of Llama 3.1 and later: dict(factor=8.0, original_max_position_embeddings=8192), say
     rotary_scaling: RotaryScaling | None = None
+    #: the head uses the weight of the embedding
     tie_embeddings: bool = True
     #: the gradient of the embedding is of the rows that a batch touches (`colossus.layers.Embedding`, sparse)
     sparse_embeddings: bool = False
+    #: part of a label's weight that is spread over all classes
     label_smoothing: Probability = 0.0
+    #: weight of the squared logarithm of the softmax' divisor, which keeps logits small
     z_loss: Annotated[float, Field(ge=0)] = 0.0
 
     def sequence_mode(self, parallel: Any) -> str:
@@ -94,6 +97,7 @@ class DecoderOptions(TransformerOptions):
 class GPTOptions(DecoderOptions):
     """Options of the GPT: ``model = dict(type="GPT", num_layers=8, ...)``."""
 
+    #: of tokens
     positions: Literal["learned", "rotary"] = "learned"
 
     @property
@@ -152,12 +156,15 @@ class ViTOptions(TransformerOptions):
     image_size: Sides = (224, 224)
     #: of a patch, or a side
     patch_size: Sides = (16, 16)
+    #: channels of an image
     in_channels: Count = 3
+    #: classes of labels
     num_classes: Count = 1000
     #: what is classified: the class token, or the mean over all patches (2205.01580), then without a class token
     pool: Literal["token", "mean"] = "token"
     #: of all norms; 1e-6 in the code of the paper, 1e-12 in Hugging Face's
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    #: part of a label's weight that is spread over all classes
     label_smoothing: Probability = 0.0
 
     @property

@@ -58,23 +58,33 @@ class TransformerOptions(BaseModel):
     samples: ClassVar[str] = "sequences"
     counted: ClassVar[str] = "tokens"
 
+    #: transformer blocks
     num_layers: Count = 4
+    #: features between blocks
     hidden_size: Count = 128
+    #: heads of the queries
     num_heads: Count = 4
     #: key/value heads (grouped-query attention); default ``num_heads``
     num_kv_heads: Count = Field(default_factory=lambda values: values["num_heads"])
     #: features of a head; default ``hidden_size / num_heads``
     head_dim: Count = Field(default_factory=lambda values: max(1, values["hidden_size"] // values["num_heads"]))
+    #: gelu, gelu_tanh or swiglu
     mlp: Annotated[str, _known(MLPS)] = "gelu"
+    #: features inside of the MLP; by default 4 x hidden_size, of swiglu about 8/3 x
     ffn_hidden_size: Count = Field(
         default_factory=lambda values: default_ffn_size(values["mlp"], values["hidden_size"])
     )
+    #: layernorm or rmsnorm
     norm: Annotated[str, _known(NORMS)] = "layernorm"
     #: of all norms; default 1e-5 for layernorm and 1e-6 for rmsnorm
     norm_eps: Annotated[float, Field(gt=0)] = Field(default_factory=lambda values: default_norm_eps(values["norm"]))
+    #: after the embedding, attention and MLP
     dropout: Probability = 0.0
+    #: of attention weights
     attention_dropout: Probability = 0.0
+    #: whether linears and layernorms have biases
     bias: bool = True
+    #: of every block; see train.activation_checkpoint
     activation_checkpoint: Literal["none", "full", "selective"] = "none"
 
     @model_validator(mode="before")

@@ -72,7 +72,9 @@ class SlowMoOptions(AveragingOptions):
 
 class DiLoCoOptions(AveragingOptions):
     period: Count = 30
+    #: learning rate of the outer step
     outer_lr: Rate = 0.7
+    #: momentum of the outer step
     outer_momentum: Momentum = 0.9
     #: whether the outer momentum is Nesterov's
     nesterov: bool = True
