@@ -152,7 +152,7 @@ HF_FAMILIES = Registry(
     },
 )
 #: folders of weights that are no checkpoints of ours, by what tells them
-WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.hf_folder:HuggingFace"})
+WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.weight_format:HuggingFace"})
 #: what `colossus checkpoint convert --to` writes
 WEIGHT_WRITERS = Registry(
     "form of weights",

@@ -9,7 +9,7 @@ copied to the host first (`host_staging`), and then goes one of these ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from colossus import torch_versions
 from colossus.arithmetic import either, nearest_multiples
 from colossus.comm import accounting, host_staging, log, ring
 from colossus.comm.autograd import is_recorded
+from colossus.comm.pending import Pending, Ready
 from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
@@ -27,74 +28,6 @@ from colossus.error_place import located_error
 _functional = torch.ops._c10d_functional
 #: whole tensors of this size or more are gathered and scattered by messages on gloo, at least twice as fast
 _MESSAGES_BYTES = 1 << 20
-
-
-class Pending:
-    """A started collective. ``wait()`` returns its result; call it once."""
-
-    __slots__ = ("_entry", "_finish")
-
-    def __init__(self, finish: Callable[[], Tensor], entry: log.Entry | None) -> None:
-        self._finish = finish
-        self._entry = entry
-
-    def wait(self) -> Tensor:
-        result = self._finish()
-        if self._entry is not None:
-            self._entry.done = True
-        return result
-
-    def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
-        """The same collective, its result changed once it is there."""
-        finish = self.wait
-        return Pending(lambda: change(finish()), None)
-
-
-class Ready(Pending):
-    """Nothing to wait for: the value is already here."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
-
-    def wait(self) -> Tensor:
-        return self._value
-
-
-#: yields what was started, is sent its result, and returns that of the whole
-Stages = Generator[Pending, Tensor, Tensor]
-
-
-class Staged(Pending):
-    """Each of the stages begins once the one before has been waited for: by `advance`, or in the end by `wait`.
-
-    What is started in between on the same groups has to be the same on all ranks.
-    """
-
-    __slots__ = ("_result", "_stages", "_under_way")
-
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
-        self._result: Tensor | None = None
-        self._under_way: Pending | None = None
-        self._go_on(None)
-
-    def advance(self) -> None:
-        """Wait for the stage that is under way, and start the next. Nothing where the last is over."""
-        if self._under_way is not None:
-            self._go_on(self._under_way.wait())
-
-    def wait(self) -> Tensor:
-        while self._result is None:
-            self.advance()
-        return self._result
-
-    def _go_on(self, value: Tensor | None) -> None:
-        try:
-            self._under_way = next(self._stages) if value is None else self._stages.send(value)
-        except StopIteration as end:
-            self._result, self._under_way = end.value, None
 
 
 def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False, what: str = "") -> Pending:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from colossus.comm import collectives
 from colossus.comm.autograd import first_order
-from colossus.comm.collectives import Pending, Ready
+from colossus.comm.pending import Pending, Ready
 from colossus.context.groups import AxisGroup
 
 

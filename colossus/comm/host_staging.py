@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from colossus.comm.autograd import is_recorded
+from colossus.comm.pending import Pending
 from colossus.context.groups import AxisGroup
-
-if TYPE_CHECKING:
-    from colossus.comm.collectives import Pending
 
 
 def is_needed(x: Tensor, group: AxisGroup) -> bool:

@@ -22,7 +22,7 @@ from torch import distributed as dist
 from colossus.comm import accounting, collectives, host_staging, log
 from colossus.comm.autograd import is_recorded
 from colossus.comm.channel import Channel
-from colossus.comm.collectives import Pending, Ready
+from colossus.comm.pending import Pending, Ready
 from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
 

@@ -127,3 +127,9 @@ def build_grid(parallel: Any) -> RankGrid:
 def _data_axes(size: int, shard: int | None) -> dict[str, int]:
     """One axis, or two where ZeRO shards in groups of neighbours (``shard``) and replicates between them."""
     return {"data": size} if shard is None else {"replicate": size // shard, "shard": shard}
+
+
+ONE_RANK = RankGrid(
+    {"pipeline": 1, "data": 1, "sequence": 1, "tensor": 1},
+    {"pipeline": ("pipeline",), "data": ("data",), "sequence": ("sequence",), "tensor": ("tensor",)},
+)

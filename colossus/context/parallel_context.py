@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from colossus.arithmetic import factors
-from colossus.context.grid import Axes, RankGrid, build_grid
+from colossus.context.grid import ONE_RANK, Axes, RankGrid, build_grid
 from colossus.context.groups import AxisGroup, new_process_group, set_timeout, store_of
 from colossus.context.layer_options import LayerOptions
 from colossus.context.precision import Precision
@@ -157,10 +157,8 @@ class ParallelContext:
         return tuple(axis for axis in self.grid.names if axis not in data)
 
     def group(self, axes: Axes) -> AxisGroup:
-        """The group of this rank over these axes; axes of one rank do not count.
-
-        The first call for a tuple of axes creates the group: all of its ranks must make it.
-        """
+        """The group of this rank over these axes; axes of one rank do not count. All of its ranks must make the first
+        call, which creates it."""
         names = tuple(name for name in self.grid.axes(axes) if self.grid.sizes[name] > 1)
         group = self._groups.get(names)
         if group is None:
@@ -195,9 +193,8 @@ class ParallelContext:
             along_axes = self.grid.group(self.rank, names)
             ranks = tuple(along_axes[index] for index in indices)
             process_group = self._connect((*names, label) if label else names, ranks) if len(ranks) > 1 else None
-            group = self._groups[key] = AxisGroup(
-                (label,) if label else names, ranks, ranks.index(self.rank), process_group
-            )
+            counted = (label,) if label else names
+            group = self._groups[key] = AxisGroup(counted, ranks, ranks.index(self.rank), process_group)
         return group
 
     def background_group(self, label: str, timeout: timedelta) -> AxisGroup:
@@ -290,12 +287,6 @@ class ParallelContext:
         return f"ParallelContext(rank {self.rank}/{self.world_size}: {at})"
 
 
-_ONE_RANK = RankGrid(
-    {"pipeline": 1, "data": 1, "sequence": 1, "tensor": 1},
-    {"pipeline": ("pipeline",), "data": ("data",), "sequence": ("sequence",), "tensor": ("tensor",)},
-)
-
-
 def current_context() -> ParallelContext:
     """The innermost context entered with ``with``; outside any, the last that joined other ranks and is open still.
 
@@ -312,7 +303,7 @@ def current_context() -> ParallelContext:
 
 def one_rank() -> ParallelContext:
     """A context of this process alone."""
-    return ParallelContext(_ONE_RANK)
+    return ParallelContext(ONE_RANK)
 
 
 def _context_like(grid: RankGrid, rank: int, options: LayerOptions, seed: int) -> ParallelContext:

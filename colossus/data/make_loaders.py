@@ -162,10 +162,8 @@ def build_loaders(
     }
     spec = parse_data(data)
     if pairs is not None and spec.options.get("pairs", pairs) != pairs:
-        raise ValueError(
-            f"data.pairs = {spec.options['pairs']}, but model.pairs = {pairs}: leave data.pairs out, it is the model's "
-            f"then"
-        )
+        given = spec.options["pairs"]
+        raise ValueError(f"data.pairs = {given}, but model.pairs = {pairs}: leave data.pairs out")
     train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, endless=True)
     train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
     _check_vocabulary(train_data, vocab_size)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from colossus.comm.collectives import Pending, Staged
+from colossus.comm.pending import Pending, Staged
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.axes import agree_on_axes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
-from colossus.comm.collectives import Pending, Staged, Stages
+from colossus.comm.pending import Pending, Staged, Stages
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
 from colossus.gradients.bucket_sum import padded

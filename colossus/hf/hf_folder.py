@@ -6,14 +6,12 @@ Everything that can be wrong is found from ``config.json`` and the headers of th
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -28,7 +26,7 @@ from colossus.checkpoint.manifest import (
     TensorEntry,
 )
 from colossus.hf.family import Family, Row
-from colossus.hf.model_config import CONFIG, INDEX, SINGLE, beside_of, is_hf_folder, options_of, read_json, spec_of
+from colossus.hf.model_config import CONFIG, INDEX, SINGLE, beside_of, options_of, read_json, spec_of
 
 #: what safetensors calls a dtype -> torch's name
 _DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items() if not name.startswith("complex")}
@@ -230,22 +228,3 @@ def _are_equal(folder: Path, *tensors: StoredTensor) -> bool:
     num_bytes = math.prod(one.shape) * ITEM_BYTES.get(one.dtype, 0)
     first, second = (np.memmap(folder / each.file, np.uint8, "r", each.offset, num_bytes) for each in tensors)
     return first.data == second.data
-
-
-class HuggingFace:
-    """What `colossus.checkpoint.weight_sources` asks of a format of weights."""
-
-    title = "a model folder of Hugging Face"
-
-    @staticmethod
-    def recognises(path: Path) -> bool:
-        return is_hf_folder(path)
-
-    @staticmethod
-    def manifest(path: Path) -> Manifest:
-        """What it holds; a CheckpointError says why it cannot be read."""
-        return read_folder(path).manifest
-
-    @staticmethod
-    def open(path: Path) -> Any:
-        return importlib.import_module("colossus.hf.hf_reader").HFReader(path)

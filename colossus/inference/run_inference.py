@@ -23,13 +23,12 @@ from colossus.inference.config import (
     Sampling,
     Source,
     describe,
-    evaluation_config,
     find_source,
     generation_config,
     num_positions,
     prompt_problems,
-    training_data,
 )
+from colossus.inference.evaluation_config import evaluation_config, training_data
 from colossus.inference.generated_text import Texts, special_ids, tokenizer_of
 from colossus.launch.command import worker_variables
 from colossus.launch.data_check import check_data, is_ours

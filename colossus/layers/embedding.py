@@ -23,8 +23,8 @@ from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.sharded_tensor.placement import Placement
-from colossus.sharded_tensor.regions import local, move, require_sequences, sequence_place
-from colossus.sharded_tensor.tensor import unwrap, wrap
+from colossus.sharded_tensor.regions import local, move, require_sequences, sequence_place, unwrap
+from colossus.sharded_tensor.tensor import wrap
 from colossus.tensor_parallel.dtypes import activation_dtype, gradient_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.arithmetic import either, nearest_multiples, not_a_multiple
-from colossus.comm.collectives import Pending, Ready
+from colossus.comm.pending import Pending, Ready
 from colossus.construct.initial_values import torch_linear
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
-from colossus.sharded_tensor.regions import move
-from colossus.sharded_tensor.tensor import ShardedTensor, unwrap, wrap
+from colossus.sharded_tensor.regions import move, unwrap
+from colossus.sharded_tensor.tensor import ShardedTensor, wrap
 from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans
 from colossus.tensor_parallel.mode import MatmulSharding

@@ -15,8 +15,8 @@ from colossus.layers.layer import Layer
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, rows_of
-from colossus.sharded_tensor.regions import move
-from colossus.sharded_tensor.tensor import unwrap, wrap
+from colossus.sharded_tensor.regions import move, unwrap
+from colossus.sharded_tensor.tensor import wrap
 from colossus.tensor_parallel.choose_sharding import unsharded
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans, product
 from colossus.tensor_parallel.mode import MatmulSharding

@@ -16,7 +16,8 @@ from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.sharded_tensor.tensor import unwrap, wrap
+from colossus.sharded_tensor.regions import unwrap
+from colossus.sharded_tensor.tensor import wrap
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans, product
 
 

@@ -17,8 +17,8 @@ from colossus.error_place import located_error
 from colossus.layers.embedding import check_range
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
-from colossus.sharded_tensor.regions import local
-from colossus.sharded_tensor.tensor import ShardedTensor, unwrap
+from colossus.sharded_tensor.regions import local, unwrap
+from colossus.sharded_tensor.tensor import ShardedTensor
 from colossus.tensor_parallel.dtypes import to_wide_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, run
 

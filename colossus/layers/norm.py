@@ -25,7 +25,8 @@ from colossus.layers.layer import Layer
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
-from colossus.sharded_tensor.tensor import ShardedTensor, unwrap, wrap
+from colossus.sharded_tensor.regions import unwrap
+from colossus.sharded_tensor.tensor import ShardedTensor, wrap
 from colossus.tensor_parallel.dtypes import to_wide_dtype
 
 

@@ -18,8 +18,8 @@ from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.sharded_tensor.placement import Placement
-from colossus.sharded_tensor.regions import require_sequences
-from colossus.sharded_tensor.tensor import mark, unwrap, wrap
+from colossus.sharded_tensor.regions import require_sequences, unwrap
+from colossus.sharded_tensor.tensor import mark, wrap
 
 
 class PatchEmbedding(Linear):

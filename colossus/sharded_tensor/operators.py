@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -172,3 +172,31 @@ def bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 bound = {**dict(zip(names, args, strict=False)), **named}
                 return Call(name, {_ARGUMENTS.get(key, key): value for key, value in bound.items()}, overload)
     return Call(name, {"self": args[0]} if args else {}, None)
+
+
+def tensors_of(nest: Iterable[Any]) -> list[Tensor]:
+    """Those among the arguments of a call. torch's pytree, in Python, takes ten times as long."""
+    found: list[Tensor] = []
+    for x in nest:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (tuple, list)):
+            found += tensors_of(x)
+        elif isinstance(x, dict):
+            found += tensors_of(x.values())
+    return found
+
+
+# --- what is let through
+
+#: their second argument, if it is a tensor, says a dtype or a device
+LIKE_FIRST = {"to", "type_as"}
+#: what says something about a tensor, or makes a plain one
+PASSED_ON = {
+    "dim", "size", "ndimension", "numel", "nelement", "element_size", "is_contiguous", "stride", "is_floating_point",
+    "is_complex", "is_signed", "is_tensor", "is_inference", "is_conj", "is_neg", "is_shared", "is_pinned", "get_device",
+    "retain_grad", "requires_grad_", "data_ptr", "storage_offset", "untyped_storage", "__len__", "__hash__", "__set__",
+    "__delete__", "__dir__", "__reduce_ex__", "backward", "as_subclass", "result_type", "is_same_size", "_is_view",
+    "_is_zerotensor", "_is_functional_tensor", "register_post_accumulate_grad_hook", "new_zeros", "new_ones",
+    "new_empty", "new_full", "new_tensor", "new",
+}  # fmt: skip

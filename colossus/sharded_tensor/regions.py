@@ -11,7 +11,7 @@ from colossus.error_place import located_error
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 from colossus.sharded_tensor.placement import HasRegions, Place, Placement
-from colossus.sharded_tensor.tensor import ShardedTensor, mark, misplaced, plain, unwrap
+from colossus.sharded_tensor.tensor import ShardedTensor, mark, plain
 
 
 def with_sequence(x: Tensor, place: Place | None, parallel: HasRegions) -> Tensor:
@@ -95,3 +95,39 @@ def require_sequences(x: Tensor) -> None:
     place = sequence_place(x)
     if place is not None and place != Place(plain(x).dim() - 2):
         raise misplaced(x, place, "[batch, tokens, features]")
+
+
+def unwrap(x: Tensor, parallel: HasRegions, num_features: int = 1) -> tuple[Tensor, Placement]:
+    """The plain local tensor for a layer, and how it is split. A plain tensor is in the whole layout.
+
+    Args:
+        num_features: the last dims, of which none holds tokens.
+
+    Raises:
+        ValueError: when what is split is not in the dims in which layers take it.
+    """
+    if not isinstance(x, ShardedTensor):
+        return x, parallel.whole_placement
+    placement, local = x.placement, plain(x)
+    place = placement.place("sequence")
+    if place is not None and place.dim >= local.dim() - num_features:
+        raise misplaced(x, place, f"features in the last {num_features} dims" if num_features > 1 else "features last")
+    if placement.parallel is not parallel:
+        raise located_error(
+            f"an activation of {placement.parallel.context} meets a layer of {parallel.context}: a model belongs to "
+            f"one context; where several are alive, run it inside of `with context:`"
+        )
+    if not placement.is_standard(local.dim()):
+        raise located_error(
+            f"{x!r}: what is split is not where layers take it, features in the last dim, samples in the first, whole. "
+            f"Heads become features again by colossus.layers.merge_heads(x), or x.transpose(1, 2).flatten(-2)"
+        )
+    return local, placement
+
+
+def misplaced(x: Tensor, place: Place, takes: str) -> ValueError:
+    flattened = ", flattened with others" if place[1:] != (1, 1) else ""
+    return located_error(
+        f"a layer takes {takes}, but its input of local shape {tuple(plain(x).shape)} has tokens in dim {place.dim}"
+        f"{flattened}"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch.utils._pytree import tree_map_only
 from colossus.comm.conjugate import conjugate
 from colossus.error_place import located_error
 from colossus.sharded_tensor.operands import At, aligned
-from colossus.sharded_tensor.operators import Call, aten_name, bind, is_pointwise
-from colossus.sharded_tensor.placement import ROLES, HasRegions, MixesPartsError, Place, Placement, local_mask
+from colossus.sharded_tensor.operators import LIKE_FIRST, PASSED_ON, Call, aten_name, bind, is_pointwise, tensors_of
+from colossus.sharded_tensor.placement import ROLES, MixesPartsError, Place, Placement, local_mask
 from colossus.sharded_tensor.refusal import refusal
 from colossus.sharded_tensor.rules import RANDOM, RULES
+
+_WHOLE = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class ShardedTensor(Tensor):
@@ -51,7 +53,7 @@ class ShardedTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__get__":
                 return _property(func, args)
-            if name in _PASSED_ON or (name in _LIKE_FIRST and not isinstance(args[0], ShardedTensor)):
+            if name in PASSED_ON or (name in LIKE_FIRST and not isinstance(args[0], ShardedTensor)):
                 return func(*args, **kwargs)
             if len(types) > 1 and any(each not in _WHOLE and not issubclass(each, ShardedTensor) for each in types):
                 return NotImplemented  # a parameter that is split knows better what it may meet
@@ -62,7 +64,7 @@ class ShardedTensor(Tensor):
             is_elementwise = is_pointwise(func, args, kwargs)
             placement = _common_placement(args, kwargs) if is_elementwise else None
             if placement is None:
-                tensors = _tensors((args, kwargs))
+                tensors = tensors_of((args, kwargs))
                 first = next(x for x in tensors if isinstance(x, ShardedTensor))
                 try:
                     placement = _placement_of_result(name, func, args, kwargs, tensors, is_elementwise)
@@ -92,10 +94,8 @@ class ShardedTensor(Tensor):
 
 
 def wrap(x: Tensor, placement: Placement | None) -> Tensor:
-    """What a layer has computed, marked in place with how it is split; plain where nothing is.
-
-    An alias, as `mark` makes it, would be an operation more in forward and in backward.
-    """
+    """What a layer has computed, marked in place with how it is split; plain where nothing is. An alias, as of `mark`,
+    would be an operation more in forward and in backward."""
     if placement is None or (not placement.places and placement.activation == placement.parallel.regions.whole):
         return x
     if torch.compiler.is_compiling():
@@ -110,34 +110,6 @@ def mark(x: Tensor, placement: Placement) -> Tensor:
     out = x.as_subclass(ShardedTensor)
     out.placement = placement
     return out
-
-
-def unwrap(x: Tensor, parallel: HasRegions, num_features: int = 1) -> tuple[Tensor, Placement]:
-    """The plain local tensor for a layer, and how it is split. A plain tensor is in the whole layout.
-
-    Args:
-        num_features: the last dims, of which none holds tokens.
-
-    Raises:
-        ValueError: when what is split is not in the dims in which layers take it.
-    """
-    if not isinstance(x, ShardedTensor):
-        return x, parallel.whole_placement
-    placement, local = x.placement, plain(x)
-    place = placement.place("sequence")
-    if place is not None and place.dim >= local.dim() - num_features:
-        raise misplaced(x, place, f"features in the last {num_features} dims" if num_features > 1 else "features last")
-    if placement.parallel is not parallel:
-        raise located_error(
-            f"an activation of {placement.parallel.context} meets a layer of {parallel.context}: a model belongs to "
-            f"one context; where several are alive, run it inside of `with context:`"
-        )
-    if not placement.is_standard(local.dim()):
-        raise located_error(
-            f"{x!r}: what is split is not where layers take it, features in the last dim, samples in the first, whole. "
-            f"Heads become features again by colossus.layers.merge_heads(x), or x.transpose(1, 2).flatten(-2)"
-        )
-    return local, placement
 
 
 def placement_of(x: Any) -> Placement | None:
@@ -161,14 +133,6 @@ def plain_of_graph(x: Tensor) -> Tensor:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)
-
-
-def misplaced(x: Tensor, place: Place, takes: str) -> ValueError:
-    flattened = ", flattened with others" if place[1:] != (1, 1) else ""
-    return located_error(
-        f"a layer takes {takes}, but its input of local shape {tuple(plain(x).shape)} has tokens in dim {place.dim}"
-        f"{flattened}"
-    )
 
 
 # --- one call
@@ -285,19 +249,6 @@ def _plain(nest: Any) -> Any:
     return tree_map_only(ShardedTensor, lambda x: x.as_subclass(Tensor), nest)
 
 
-def _tensors(nest: Iterable[Any]) -> list[Tensor]:
-    """Those among the arguments of a call. torch's pytree, in Python, takes ten times as long."""
-    found: list[Tensor] = []
-    for x in nest:
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif isinstance(x, (tuple, list)):
-            found += _tensors(x)
-        elif isinstance(x, dict):
-            found += _tensors(x.values())
-    return found
-
-
 def _wants_sum(x: Tensor) -> bool:
     """Whether it is a plain tensor that gets a gradient: of what ranks split it is that of one part."""
     return not isinstance(x, ShardedTensor) and x.requires_grad and torch.is_grad_enabled()
@@ -366,19 +317,3 @@ def _split_hook(hook: Callable[[Tensor], Tensor | None], placement: Placement) -
         return None if changed is None else plain(changed)
 
     return split_hook
-
-
-# --- what is let through
-
-#: their second argument, if it is a tensor, says a dtype or a device
-_LIKE_FIRST = {"to", "type_as"}
-#: what says something about a tensor, or makes a plain one
-_PASSED_ON = {
-    "dim", "size", "ndimension", "numel", "nelement", "element_size", "is_contiguous", "stride", "is_floating_point",
-    "is_complex", "is_signed", "is_tensor", "is_inference", "is_conj", "is_neg", "is_shared", "is_pinned", "get_device",
-    "retain_grad", "requires_grad_", "data_ptr", "storage_offset", "untyped_storage", "__len__", "__hash__", "__set__",
-    "__delete__", "__dir__", "__reduce_ex__", "backward", "as_subclass", "result_type", "is_same_size", "_is_view",
-    "_is_zerotensor", "_is_functional_tensor", "register_post_accumulate_grad_hook", "new_zeros", "new_ones",
-    "new_empty", "new_full", "new_tensor", "new",
-}  # fmt: skip
-_WHOLE = (Tensor, torch.nn.Parameter, FakeTensor)

@@ -18,8 +18,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.rows.row_gradient import row_source
-from colossus.sharded_tensor.regions import local, move
-from colossus.sharded_tensor.tensor import unwrap
+from colossus.sharded_tensor.regions import local, move, unwrap
 from colossus.sparse.log_uniform import LogUniformSample, sample
 from colossus.tensor_parallel.dtypes import product_dtype, to_wide_dtype
 from colossus.tensor_parallel.matmul import product

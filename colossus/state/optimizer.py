@@ -53,7 +53,7 @@ def why_not_saved(optimizer: Any) -> str | None:
 
 
 def optimizer_values(optimizer: Any, made: Sequence[GroupOptions]) -> dict[str, Any]:
-    """What is saved of an optimizer beside the state of its parameters.
+    """What is saved of an optimizer beside the state of its parameters; nothing of one that has nothing to update.
 
     Args:
         made: the options of its groups as it was made.
@@ -64,7 +64,7 @@ def optimizer_values(optimizer: Any, made: Sequence[GroupOptions]) -> dict[str, 
     if problem := why_not_saved(optimizer):
         raise CheckpointError(problem)
     kind = type(optimizer).__qualname__
-    return {"kind": kind, "made": list(made), "now": group_options(optimizer), "is_empty": _is_empty(optimizer)}
+    return {} if _is_empty(optimizer) else {"kind": kind, "made": list(made), "now": group_options(optimizer)}
 
 
 def _is_empty(optimizer: Any) -> bool:
@@ -79,8 +79,8 @@ def saved_optimizer(values: Mapping[str, Any], replica: str = "") -> SavedOptimi
         values: of the checkpoint, decoded.
         replica: before the paths of one that has an optimizer of its own.
     """
-    found = [values[path] for path in sorted(values) if path.startswith(f"{replica}optimizer_groups/")]
-    return min(found, key=lambda each: bool(each["is_empty"]), default=None)
+    found = (values[path] for path in sorted(values) if path.startswith(f"{replica}optimizer_groups/"))
+    return next(filter(None, found), None)
 
 
 def require_same_optimizer(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm.autograd import is_recorded
-from colossus.comm.collectives import Pending, Ready
+from colossus.comm.pending import Pending, Ready
 from colossus.context.precision import Precision
 from colossus.tensor_parallel.dtypes import gradient_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, reduce_wgrad, run

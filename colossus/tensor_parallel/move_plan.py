@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from colossus.comm.collectives import Pending, Ready
 from colossus.comm.conjugate import start
+from colossus.comm.pending import Pending, Ready
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import Precision

@@ -16,7 +16,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
-from colossus.comm.collectives import Pending, Ready
+from colossus.comm.pending import Pending, Ready
 from colossus.context.groups import AxisGroup
 from colossus.layout.parameter import spec_of
 

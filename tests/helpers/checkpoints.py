@@ -111,7 +111,7 @@ def contents(folder: Path) -> Contents:
             for path, value in reader.manifest.values.items()
             if path.startswith("optimizer_groups/")
         ]
-        values["groups"] = next(each["now"] for each in options if not each["is_empty"])
+        values["groups"] = next(each["now"] for each in options if each)
         return Contents({key: reader.tensor(key) for key in kept}, values, dict(reader.manifest.aliases))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
-from colossus.comm.collectives import Pending
+from colossus.comm.pending import Pending
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW

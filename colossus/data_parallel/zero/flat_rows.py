@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import uneven
-from colossus.comm.collectives import Pending
+from colossus.comm.pending import Pending
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW, Precision

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import uneven
-from colossus.comm.collectives import Pending
+from colossus.comm.pending import Pending
 from colossus.data_parallel.zero.flat_rows import FlatRows
 from colossus.gradients.buckets import LocalSum, sum_of_all
 from colossus.layout.parameter import attach, spec_of

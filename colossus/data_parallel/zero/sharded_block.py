@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from colossus.comm.autograd import is_recorded
-from colossus.comm.collectives import Pending
+from colossus.comm.pending import Pending
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
