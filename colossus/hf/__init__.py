@@ -18,4 +18,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Family", "HFReader", "save"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"Family": "family", "HFReader": "reader", "save": "writer"})
+__getattr__, __dir__ = lazy_names(__name__, {"Family": "family", "HFReader": "hf_reader", "save": "hf_writer"})
