@@ -266,12 +266,6 @@ TABLE: dict[str, Bad] = {
         "parallel.strategy.ways.*: must be 'dense', 'gather' or 'owners'",
         "strategy.type=hybrid parallel.strategy.ways={'*':'owner'}",
     ),
-    "alpha of no table": words_bad(
-        "parallel.strategy.alpha: 'x' fits no table", "strategy.type=hybrid parallel.strategy.alpha={'x':0.1}"
-    ),
-    "alpha above 1": words_bad(
-        "parallel.strategy.alpha.*: must be at most 1", "strategy.type=hybrid parallel.strategy.alpha={'*':1.5}"
-    ),
     "hosts of tables": words_bad("hosts = 3 does not divide data 4", "strategy.type=hybrid parallel.strategy.hosts=3"),
     # everything else
     "cuda": bad("device = 'cuda', but torch finds no CUDA device", overrides="device=cuda"),
