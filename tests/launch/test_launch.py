@@ -115,7 +115,7 @@ def test_a_rank_that_hangs_is_shown_where_it_hangs(tmp_path: Path) -> None:
     assert "did not reach the end of its step" in err
     assert "in _trouble" in err
     assert "who waits for whom:\n  rank 0 waits in #9 all_reduce [12 float32] at colossus/gradients" in err
-    assert "over data; rank 1 has not come to it, its last there: #7 all_reduce [3 float64]" in err
+    assert "over data; rank 1 has not come to it, its last there: #8 all_reduce [2 float64]" in err
     assert "rank 0 stopped because rank 1 did not answer." in err
 
 
