@@ -17,12 +17,13 @@ from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.loss_function import LossFunction
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.results import EvalResult, StepResult, addend, signal_of
-from colossus.engine.stages import ModelStages, PipelineRuntime
+from colossus.engine.stages import ModelStages
 from colossus.error_place import add_place
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
 from colossus.schedule.actions import Action
 from colossus.schedule.executor import Executor, StepTotals
+from colossus.schedule.pipeline import PipelineRuntime
 from colossus.state.run import Run
 from colossus.state.state import State
 

@@ -28,12 +28,13 @@ from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.optimizers import OptimizerFactory, build_optimizer, require_factory
-from colossus.engine.stages import ModelStages, PipelineRuntime
+from colossus.engine.stages import ModelStages
 from colossus.gradients.reduction import ModelParts
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import num_parameters
 from colossus.random import GlobalRng
 from colossus.registry import MODELS, STRATEGIES
+from colossus.schedule.pipeline import PipelineRuntime
 from colossus.sparse.table_updates import require_optimizer_of_tables
 from colossus.sparse.tables import survey
 from colossus.state.run import Run

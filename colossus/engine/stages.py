@@ -1,10 +1,9 @@
-"""The stages of a model on this rank: which there are, by a pipeline's schedule; how the executor runs them; what a
-forward draws at random."""
+"""The stages of a model on this rank: how the executor runs them, and what a forward draws at random."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -14,137 +13,22 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from colossus.comm.links import Links
-from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum, metrics_of
 from colossus.layers.deferred_wgrad import DeferredWgrad
-from colossus.layers.model_parallel import ModelParallel, model_parallel_of
-from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
 from colossus.nest import tensors
 from colossus.random import GlobalRng, hash_key
-from colossus.schedule.actions import Action, placement
-from colossus.schedule.build import make_schedule
-from colossus.schedule.executor import Executor, Stages, WgradTasks, forward_only
+from colossus.schedule.executor import WgradTasks
 from colossus.schedule.observer import StepObserver
-from colossus.schedule.partition import MUST_NAME_ALL, MetaTensorGuard, Partition, keep_stages_of, make_partition
-from colossus.schedule.transport import Transport
+from colossus.schedule.partition import MUST_NAME_ALL, MetaTensorGuard
+from colossus.schedule.pipeline import PipelineRuntime
 from colossus.sharded_tensor.regions import without_sequence
 from colossus.sharded_tensor.tensor import ShardedTensor
-
-
-class PipelineRuntime:
-    """What a rank knows of the pipeline of its run; without one, that is a schedule of one stage on one rank.
-
-    Attributes:
-        actions: of this rank in a step.
-        rank_of: stage -> index along the pipeline axis.
-        rank: this rank's index along the pipeline axis.
-        partition: of the model, from `split` on; None when there is one stage.
-    """
-
-    def __init__(self, config: Config, context: ParallelContext) -> None:
-        schedule = config.schedule
-        size = context.size("pipeline")
-        self._context, self._split = context, config.parallel.pipeline.split
-        actions = make_schedule(schedule.type, size, schedule.microbatches, **schedule.options)
-        self.rank_of: Mapping[int, int] = placement(actions)
-        self.rank = context.index("pipeline")
-        self.actions: Sequence[Action] = actions[self.rank]
-        self.partition: Partition | None = None
-        self._forward_actions: dict[int, list[Action]] = {}
-        self._links: Links | None = None
-
-    @property
-    def last_stage(self) -> int:
-        """Number of the last stage of the model."""
-        return max(self.rank_of)
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether backwards are split into those of inputs and those of weights."""
-        return any(action.kind == "backward_weight" for action in self.actions)
-
-    def split(self, model: nn.Module) -> None:
-        """Delete the stages of other ranks from a model on the meta device.
-
-        Raises:
-            ValueError: see `make_partition`.
-        """
-        if self.last_stage:
-            self.partition = make_partition(model, self.rank_of, self._split)
-            keep_stages_of(model, self.partition, self.rank)
-
-    def stage_forwards(self, model: nn.Module) -> dict[int, Callable[[Any], Any]]:
-        """Stage -> what runs it, for the stages of this rank."""
-        if self.partition is None:
-            return {0: model}
-        return {stage: self.partition.forward_of(stage) for stage in self.partition.stages_on(self.rank)}
-
-    def parameters_on(self, stage: int, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters that a stage of this rank uses."""
-        if self.partition is None:
-            return list(model.parameters())
-        held = dict(model.named_parameters())
-        return [held[name] for name in self.partition.parameters_on(stage)]
-
-    def parameters_by_stage(self, model: nn.Module) -> dict[int, list[nn.Parameter]]:
-        """Stage -> the parameters whose gradients are complete with it, in the order of a rank's reductions.
-
-        Parameters that several stages of the rank share come with the last of these.
-        """
-        order = [action.stage for action in self.actions if action.kind == "reduce"]
-        found: dict[int, list[nn.Parameter]] = {}
-        taken: set[int] = set()
-        for stage in reversed(order):
-            found[stage] = [param for param in self.parameters_on(stage, model) if id(param) not in taken]
-            taken |= {id(param) for param in found[stage]}
-        return {stage: found[stage] for stage in order}
-
-    def chain(self, model: nn.Module) -> list[NamedBlock] | None:
-        """The blocks of this rank where the model is a chain of blocks."""
-        if self.partition is not None:
-            return [block for stage in self.partition.stages_on(self.rank) for block in self.partition.blocks_of(stage)]
-        return pipeline_blocks(model) if is_chain(model) else None
-
-    def tied_parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
-        """Parameters of this rank that other pipeline ranks hold, too, each with all ranks that do."""
-        if self.partition is None:
-            return []
-        held = dict(model.named_parameters())
-        ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.names if name in held}
-        return [(held[name], ranks) for name, ranks in ranks_of.items() if len(ranks) > 1]
-
-    def make_executor(
-        self, stages: Stages, parallel: ModelParallel, observers: Sequence[StepObserver] = ()
-    ) -> Executor:
-        """The executor of this rank's actions. All ranks of the pipeline must call."""
-        transport = None
-        if self._context.size("pipeline") > 1:
-            group = self._context.group("pipeline")
-            pairs = [
-                (self.rank_of[stage], self.rank_of[stage + step])
-                for step in (1, -1)
-                for stage in self.rank_of
-                if stage + step in self.rank_of and self.rank_of[stage] != self.rank_of[stage + step]
-            ]
-            self._links = Links(group, pairs, self._context.device)
-            transport = Transport(self._links, self.rank_of)
-        return Executor(stages, self.rank_of, transport, parallel, observers)
-
-    def forward_actions(self, microbatches: int) -> list[Action]:
-        """The actions of this rank in an evaluation of at most as many microbatches as a step has."""
-        if microbatches not in self._forward_actions:
-            self._forward_actions[microbatches] = forward_only(self.actions, microbatches)
-        return self._forward_actions[microbatches]
-
-    def close(self) -> None:
-        if self._links is not None:
-            self._links.close()
 
 
 class ModelStages:

@@ -18,7 +18,6 @@ from colossus.construct.build_model import build
 from colossus.context.device import pick_device
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.inputs import batch_axes
-from colossus.engine.stages import PipelineRuntime
 from colossus.error_place import add_place
 from colossus.inference.config import Source, generation_config
 from colossus.layers import to_whole
@@ -29,6 +28,7 @@ from colossus.layers.pipeline_block import run_blocks
 from colossus.models.transformer import Transformer
 from colossus.registry import MODELS
 from colossus.schedule.partition import MetaTensorGuard
+from colossus.schedule.pipeline import PipelineRuntime
 from colossus.state.parameters import known_weights, load_matched, parameter_boxes, require_same_model
 
 

@@ -60,8 +60,8 @@ def check_model(config: Config) -> ModelInfo | None:
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext
     from colossus.engine.checkpointed_modules import with_activation_checkpoint
-    from colossus.engine.stages import PipelineRuntime
     from colossus.layout.parameter import num_parameters
+    from colossus.schedule.pipeline import PipelineRuntime
     from colossus.sparse.table_updates import require_optimizer_of_tables
     from colossus.sparse.tables import survey
 
