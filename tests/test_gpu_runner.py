@@ -73,6 +73,7 @@ def rows_of(*sections: Section, folder: Path, budget: float = 60.0) -> list[Row]
     return list(Runner("cpu", budget, folder).run(sections))
 
 
+@pytest.mark.long
 def test_each_way_to_fail_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = section_of(PROGRAM, monkeypatch)
     rows = rows_of(section, folder=tmp_path)
@@ -118,6 +119,7 @@ def test_a_section_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "no_such_module" in (tmp_path / "missing.log").read_text()
 
 
+@pytest.mark.long
 def test_a_budget_that_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
         "import time\nfrom benchmarks.gpu.section import Case\n"

@@ -183,6 +183,7 @@ def on_device(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_steps_and_rings_run_on_a_device_and_nobody_waits_while_the_clock_runs() -> None:
     (found,) = run_fake_ranks(1, on_device)
     assert found["waits"] == []

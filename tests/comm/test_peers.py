@@ -93,7 +93,7 @@ def _many_links(context: ParallelContext) -> list[int]:
 
 def test_closed_links_leave_no_file() -> None:
     for files in run_ranks(2, _many_links, plan=grid(data=2)):
-        assert files[-1] <= files[1]  # a file that was about to be closed may have been counted once
+        assert files[-1] <= files[1] + 1  # one that is about to be closed may be counted; a leak is one for each link
 
 
 def _death(rank: int, sends_first: bool) -> str:

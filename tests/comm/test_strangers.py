@@ -150,6 +150,7 @@ def _forks(context: ParallelContext) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.long
 def test_a_forked_process_keeps_no_connection_open() -> None:
     with pytest.raises(RankError, match="rank 1 ---\ndied without a word") as caught:
         run_ranks(2, _forks, timeout=20)

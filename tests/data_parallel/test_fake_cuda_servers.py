@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from helpers.fake_cuda import Waits, batch_on_device, files_of, run_fake_ranks
 from helpers.training import BATCH, batch_of, config_of
 from torch import Tensor
@@ -94,6 +95,7 @@ CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
 ]
 
 
+@pytest.mark.long
 def test_a_step_waits_for_its_gradients_and_for_no_pull() -> None:
     """Each gradient is waited for by an event of its own, once all of them are on their way."""
     (found,) = run_fake_ranks(2, steps, [strategy for strategy, _ in CASES])

@@ -103,6 +103,7 @@ def test_ranks_that_do_not_communicate_end_with_the_other_node(tmp_path: Path) -
     assert all("rank 1 (data 1) was killed by SIGKILL" in err for _, _, err in ended)
 
 
+@pytest.mark.long
 def test_a_stop_before_training_stops_the_other_node(tmp_path: Path) -> None:
     launchers = start_nodes(tmp_path, TROUBLE="slow start")
     wait_for(lambda: len(list(tmp_path.glob("*/building"))) == 2, *(launcher.pid for launcher in launchers))

@@ -42,6 +42,7 @@ def stop_at(process: Process, folder: Path, rows: int, signum: int) -> tuple[int
     return finish(process)
 
 
+@pytest.mark.long
 def test_a_stop_waits_for_a_slow_disk_but_not_for_a_stuck_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "GRACE_SECONDS", 0.5)  # of the forked launcher and ranks, too
     monkeypatch.setattr(processes, "KILL_SECONDS", 1.0)

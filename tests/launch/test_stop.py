@@ -67,6 +67,7 @@ def stopped(
     return in_child(body)
 
 
+@pytest.mark.long
 def test_patience_begins_anew_with_progress_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code, seconds = stopped(monkeypatch, tmp_path, patience=1.5, progress_seconds=2.0)
     assert code == 143

@@ -221,6 +221,7 @@ def steps_that_wait(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_the_logging_rank_waits_for_its_device_at_logging_steps_only(tmp_path: Path) -> None:
     (found,) = run_fake_ranks(1, steps_that_wait, tmp_path)
     assert found["metrics, tensorboard"] == found["live"] == {}

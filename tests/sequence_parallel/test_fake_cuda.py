@@ -56,6 +56,7 @@ def all_modes(rank: int) -> None:
         attention(rank, mode)
 
 
+@pytest.mark.long
 def test_attention_waits_for_nothing() -> None:
     run_fake_ranks(WORLD, all_modes, ranks=(1,))
 

@@ -204,6 +204,7 @@ def test_a_silent_worker_is_given_up_and_a_quiet_one_is_not() -> None:
         quiet.close()
 
 
+@pytest.mark.long
 def test_a_slow_server_is_waited_for_and_a_silent_one_is_not() -> None:
     streams: list[Stream] = []
 

@@ -90,6 +90,7 @@ def block_by_block(context: ParallelContext, backend: str) -> tuple[int, float]:
     return counters["stats"]["unique_graphs"], gap
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", but(set(MODES) - {"1d_sequence"}, MODES))
 def test_blocks_share_one_graph(mode: str) -> None:
     """Also where what they take and return is split: a type of ours, which a compiler asks what it is."""
