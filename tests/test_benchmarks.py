@@ -14,25 +14,19 @@ import numpy as np
 import pytest
 import torch
 from helpers.hosts import needs_hosts
-from hypothesis import given
-from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
 from benchmarks import (  # noqa: E402
-    bubble,
     common,
     pipeline,
-    plot,
-    stragglers,
     strategies_on_hosts,
     tensor,
     tensor_block,
     train_step,
 )
-from benchmarks.bubble_stages import Task, weight  # noqa: E402
-from benchmarks.cases import KINDS, RECOMPUTING  # noqa: E402
+from benchmarks.cases import RECOMPUTING  # noqa: E402
 from benchmarks.common import Spread  # noqa: E402
 from benchmarks.tensor_cases import CASES  # noqa: E402
 from benchmarks.workload import Workload, fuse_qkv  # noqa: E402
@@ -124,11 +118,13 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_four_ranks_compute_the_same(tmp_path: Path) -> None:
-    names = ["serial", "ddp-4", "colossus-data-4", "dtensor-4", "megatron-4", "megatron-lean-4"]
-    names += ["colossus-tensor-4"]
-    _, payload = smoke("train_step", tmp_path, "--no-memory", "--cases", *names)
-    assert_same_training(payload["results"][0], set(names))
+@pytest.mark.parametrize(
+    ("name", "words"), [("collectives", "microseconds per all-reduce"), ("startup", "seconds until")]
+)
+def test_it_runs(tmp_path: Path, name: str, words: str) -> None:
+    text, payload = smoke(name, tmp_path)
+    assert words in text
+    assert payload
 
 
 @pytest.mark.long
@@ -172,21 +168,6 @@ def test_hf_loading(tmp_path: Path) -> None:
     assert "MB above the weights" in text
 
 
-@pytest.mark.long
-def test_collectives(tmp_path: Path) -> None:
-    text, payload = smoke("collectives", tmp_path)
-    assert {row["ranks"] for row in payload["results"]} == {2, 3}
-    assert {"shared", "c10d", "all_reduce"} <= set(payload["results"][0]["seconds"])
-    assert "microseconds per all-reduce" in text
-
-
-@pytest.mark.long
-def test_startup(tmp_path: Path) -> None:
-    text, payload = smoke("startup", tmp_path)
-    assert {"colossus --help", "colossus show", "colossus launch, misspelt key"} <= set(payload["seconds"])
-    assert "seconds until the answer" in text
-
-
 def assert_counted_is_formula(payload: dict[str, Any]) -> None:
     """In both tables, for every case of ours."""
     for name, case in payload["cases"].items():
@@ -219,15 +200,6 @@ def test_tensor(tmp_path: Path, names: list[str]) -> None:
     assert 3 * hidden**2 < cases["2d-2x2"]["parameters"] < 3 * hidden**2 + 13 * hidden
     if Path("/proc/self/clear_refs").exists():
         assert all(case["peak"] > 4 * case["parameters"] for case in cases.values())
-
-
-@pytest.mark.long
-def test_tensor_policies_and_rectangles(tmp_path: Path) -> None:
-    names = ["2d-2x2-keep", "2d-2x3", "2d-2x3-keep", "2.5d-2x2x2-keep", "3d-2x2x2-keep", "1d-4"]
-    text, payload = smoke("tensor", tmp_path, "--no-memory", "--cases", *names)
-    assert list(payload["cases"]) == ["plain", *names[:-1]]
-    assert_counted_is_formula(payload)
-    assert "skipped 1d-4: Attention: num_heads = 6 does not divide over the 4 ranks" in text
 
 
 BENCH = tensor.Bench(tensor.SMOKE, blocks=1, steps=1, microbatches=2)
@@ -301,41 +273,6 @@ def test_sequence(tmp_path: Path) -> None:
     assert one["losses"] == pytest.approx(four["losses"], rel=1e-5)
 
 
-def test_a_stage_without_its_deferred_gradient_is_refused() -> None:
-    task = Task("zb-h1", 2, 4, 1, 0.0)
-    good = {"0.weight": 4 * weight().numpy(), "1.weight": 4 * weight().numpy()}
-    bubble.check_gradients(task, [good])
-    for bad in ({"0.weight": good["0.weight"]}, {**good, "1.weight": 0 * good["1.weight"]}):
-        with pytest.raises(RuntimeError, match=r"zb-h1 on 2 ranks: no gradient, or a wrong one, of 1\.weight"):
-            bubble.check_gradients(task, [bad])
-
-
-def test_a_gap_is_refused_and_named() -> None:
-    tensor.check("2d", {"output": 1e-6, "gradient of the input": 1e-5})
-    with pytest.raises(RuntimeError, match=r"2d: the gradient of the input differs from that of plain by 0\.1"):
-        tensor.check("2d", {"output": 1e-3, "gradient of the input": 0.1})
-    with pytest.raises(RuntimeError, match="2d: the output differs from that of plain by nan"):
-        tensor.check("2d", {"output": float("nan"), "gradient of the input": 0.1})
-
-
-def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    for file, words in (("bars.png", "pip install -e '.[plot]'"), ("bars.txt", "none of .png, .svg")):
-        with pytest.raises(SystemExit) as stopped:
-            tensor.main(["--plot", file])
-        assert stopped.value.code == 2
-        assert words in capsys.readouterr().err
-
-
-def test_bars_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    panels = [plot.Panel("time", {"a-1": Spread(1.0, 0.5, 2.0)}, line=1.0), plot.Panel("MB", {"a-1": 3.0, "b": 0.0})]
-    plot.bars(tmp_path / "bars.svg", "two", panels)
-    assert (tmp_path / "bars.svg").read_text().lstrip().startswith("<?xml")
-
-
 def test_a_case_that_computes_something_else_is_refused() -> None:
     reference = [(2.0, 1.0), (1.5, 0.9)]
     train_step.check({"serial": reference, "same": [(2.0, 1.0), (1.50001, 0.9)]})
@@ -367,17 +304,6 @@ def test_a_fused_weight_splits_into_whole_heads(ways: int) -> None:
             assert torch.equal(held, whole.chunk(ways)[rank])
 
 
-def test_every_peer_of_a_case_exists() -> None:
-    assert all(peer in KINDS for kind in KINDS.values() for peer in kind.peers)
-
-
-@given(st.lists(st.sampled_from(["a", "b", "c"]), max_size=6))
-def test_labels_are_unique_and_keep_their_names(names: list[str]) -> None:
-    labels = common.unique(names)
-    assert list(labels.values()) == names
-    assert all(label.replace(common.AGAIN, "") == name for label, name in labels.items())
-
-
 def test_blocks_alternate_and_ratios_are_taken_within_a_block() -> None:
     calls: list[str] = []
     seconds = {"a": iter([1.0, 10.0, 2.0]), "b": iter([2.0, 20.0, 6.0])}
@@ -400,34 +326,6 @@ def test_generation(tmp_path: Path) -> None:
             assert set(found["seconds"]) == {"plain", "plain-apart", "colossus"}
             assert found["colossus-tensor-2"] > 0
     assert "decode tokens/s" in text
-
-
-def test_predicted_speeds_of_stragglers() -> None:
-    def speeds(strategy: str, replicas: int = 4, steps: int = 400) -> list[float | None]:
-        return [stragglers.predicted(strategy, kind, replicas, steps, 3.0) for kind in stragglers.KINDS]
-
-    assert speeds("all_reduce") == pytest.approx([1, 1 / 3, (3 + 1 + 1 + 1) / 4 / 3])
-    assert speeds("sgp peers=3") == pytest.approx(speeds("all_reduce"))
-    nobody, same, another = zip(*(speeds(f"sgp overlap={k}") for k in (0, 1, 2, 4)), strict=True)
-    assert set(nobody) == {1.0}
-    assert all(share == pytest.approx(1 / 3, abs=0.02) for share in same)  # whatever the overlap
-    assert sorted(another) == list(another)
-    assert another[0] < 0.7 < 0.78 < another[1] < 0.9 < another[3]
-    assert speeds("sgp overlap=2", replicas=2, steps=1)[0] == 1.0
-    assert speeds("ad-psgd") == [None] * 3
-
-
-def test_expected_bytes_of_strategies() -> None:
-    for replicas in (2, 4, 8):
-        ring = strategies_on_hosts.expected_bytes("all_reduce", replicas, 1000)
-        assert ring == 2 * (replicas - 1) / replicas * 4000
-        gossip = strategies_on_hosts.expected_bytes("sgp overlap=1", replicas, 1000)
-        assert gossip is not None
-        assert gossip / ring == pytest.approx(replicas / (2 * (replicas - 1)))
-        assert strategies_on_hosts.expected_bytes("local_sgd period=5", replicas, 1000) == ring / 5
-        assert strategies_on_hosts.expected_bytes("all_reduce compress=fp16", replicas, 1000) == ring / 2
-    assert strategies_on_hosts.expected_bytes("all_reduce compress=powersgd", 4, 1000) is None
-    assert strategies_on_hosts.expected_bytes("ad-psgd", 4, 1000) is None
 
 
 @pytest.mark.long

@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
 from benchmarks.gpu import __main__ as program  # noqa: E402
-from benchmarks.gpu import child, report, signals  # noqa: E402
+from benchmarks.gpu import signals  # noqa: E402
 from benchmarks.gpu.ranks import Inherited, RankPool  # noqa: E402
 from benchmarks.gpu.runner import Runner  # noqa: E402
 from benchmarks.gpu.section import Row, Section  # noqa: E402
@@ -135,53 +134,6 @@ def test_a_budget_that_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert name in ("all", "set-up, and what follows", "a, and what follows")  # by how fast the machine starts it
     assert found == [("first", "a", "passed"), ("first", "b", "left out"), ("first", "c", "left out")]
     assert all(row.detail == "no time in 0.8 s; give more with --budget" for row in rows[1:])
-
-
-def test_cases_for_which_a_section_had_no_time_come_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (
-        "import time\nfrom benchmarks.gpu.section import Case\n"
-        "def cases(device, budget):\n"
-        "    return [Case(name, lambda name=name: time.sleep(0.3 if name == 'a' else 0.0)) for name in 'abc']\n"
-    )
-    short, long = section_of(text, monkeypatch, "short"), section_of(text, monkeypatch, "long")
-    short = Section("short", "short", 0.01, "")
-    rows = rows_of(short, long, folder=tmp_path, budget=20.0)
-    assert [(row.section, row.name) for row in rows] == [
-        ("short", "a"), ("long", "a"), ("long", "b"), ("long", "c"), ("short", "b"), ("short", "c"),
-    ]  # fmt: skip
-    assert all(row.result == "passed" for row in rows)
-
-
-def test_what_failed_is_told_behind_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [
-        Row("a", "one", "passed", 1.25, {"gap": 1.5e-7, "tokens/s": 12345.6, "MFU": None}),
-        Row("a", "two [x]", "failed", 0.5, {}, "ValueError: 3 is not 4", "/logs/a.log"),
-        Row("a", "three", "left out", detail="no CUDA device"),
-        Row("a", "four", "left out", detail="no CUDA device"),
-        Row("b", "five", "left out", detail="no CUDA device"),
-    ]
-    report.print_table(rows, Console(width=160))
-    text = capsys.readouterr().out
-    assert "gap 1.5e-07, tokens/s 12,346, MFU n/a" in text
-    assert "2 cases: three; four" in text
-    assert text.count("no CUDA device") == 2
-    assert text.splitlines()[-1] == "failed   a: two [x] (0.5 s) ValueError: 3 is not 4; log: /logs/a.log"
-    assert report.in_words(rows) == "1 passed, 1 failed, 3 left out"
-
-
-def test_errors_of_ranks_in_a_line() -> None:
-    def raised() -> str:
-        return (
-            "Traceback (most recent call last):\n  File x, line 1\nValueError: 3 is not 4\nlast collectives:\n  none\n"
-        )
-
-    failed = RanksFailed({2: raised(), 1: raised()}, {}, [])
-    assert child.in_a_line(failed) == "rank 1 failed: ValueError: 3 is not 4"
-    assert child.in_a_line(RuntimeError("a\n  b")) == "RuntimeError: a b"
-    assert len(child.in_a_line(RuntimeError("x" * 1000))) == 600
-    with pytest.raises(AssertionError) as caught:
-        raise AssertionError
-    assert "raise AssertionError" in child.in_a_line(caught.value)  # the line, where nothing is said
 
 
 class Held:
@@ -310,17 +262,6 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         monkeypatch.setattr(program.importlib.metadata, "version", lambda name, version=version: version)
         assert program.missing_packages() == []
     assert f'"torch>={program.OLDEST_TORCH}"' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_where_pip_fails_the_way_without_is_told(tmp_path: Path) -> None:
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text("#!/bin/sh\necho pip has no network >&2\nexit 1\n")
-    python.chmod(0o755)
-    given = {**os.environ, "VENV": str(tmp_path), "PYTHON": sys.executable}
-    done = subprocess.run([ROOT / "scripts" / "test-gpu"], env=given, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert f"INSTALL=no PYTHON={sys.executable} scripts/test-gpu" in done.stderr.splitlines()[-1]
 
 
 def test_the_table_of_sections() -> None:

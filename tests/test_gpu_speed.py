@@ -8,7 +8,6 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +20,6 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 
 from benchmarks import timing  # noqa: E402
 from benchmarks.gpu.one_process_ring import OneProcessRing  # noqa: E402
-from benchmarks.gpu.section import LeftOut  # noqa: E402
 from benchmarks.gpu.sections import blocks, feeding, kernels, step  # noqa: E402
 from benchmarks.gpu.sections.kernels import Attention  # noqa: E402
 from benchmarks.peers.ours import ColossusCase  # noqa: E402
@@ -85,75 +83,6 @@ def test_a_loss_that_is_not_torchs_fails() -> None:
         step.check([(4.0, 1.0), (3.9, 1.101)], wanted, 1e-4)
     with pytest.raises(AssertionError, match="loss nan at step 1"):
         step.check([(float("nan"), 1.0), (3.9, 1.1)], wanted, 1e-2)
-
-
-def test_figures_that_cannot_be_fail() -> None:
-    figures: dict[str, Any] = {"MFU": 0.4, "MFU of torch": None, "time / torch": 1.3}
-    step.require_plausible(figures, judged=False)
-    with pytest.raises(AssertionError, match=r"takes 1\.30 times as long as bare torch's"):
-        step.require_plausible(figures, judged=True)
-    with pytest.raises(AssertionError, match=r"MFU is 1\.2: the peak or the clock is wrong"):
-        step.require_plausible({**figures, "MFU": 1.2}, judged=False)
-
-
-def device_of(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], memory: int) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: capability >= (8, 0))
-
-
-def test_what_a_device_cannot_do_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_name = {variant.name: variant for variant in step.VARIANTS}
-
-    def left_out(device: torch.device) -> set[str]:
-        out = set()
-        for name, variant in by_name.items():
-            try:
-                step.require(variant, device)
-            except LeftOut:
-                out.add(name)
-        return out
-
-    assert set(by_name) - left_out(CPU) == {"fp32", "bf16"}
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: object())
-    device_of(monkeypatch, (7, 5), 15 << 30)
-    assert set(by_name) - left_out(CUDA) == {"fp32", "fp32, small: the host's time"}
-    assert step.workload_for(CUDA, by_name["fp32"]).hidden == step.MIDDLE.hidden
-    device_of(monkeypatch, (9, 0), 140 << 30)
-    assert not left_out(CUDA)
-    assert step.workload_for(CUDA, by_name["fp32"]).hidden == step.LARGE.hidden
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)
-    assert left_out(CUDA) == {name for name, variant in by_name.items() if variant.compiled}
-
-
-def test_large_weights_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all variants of a size, and never by colossus, which would draw them one by one on the host."""
-    drawn: list[Workload] = []
-    real = Workload.state
-    monkeypatch.setattr(Workload, "state", lambda self, device: drawn.append(self) or real(self, device))
-    monkeypatch.setattr(
-        "colossus.construct.initial_values.Normal.__call__", lambda *given: pytest.fail("drawn by colossus")
-    )
-    monkeypatch.setattr(timing, "BLOCKS", (1, 1))
-    monkeypatch.setattr(timing, "MOST_CALLS", 1)
-    monkeypatch.setattr(step, "CHECKED_STEPS", 2)
-    states: dict[Workload, Any] = {}
-    for variant in step.VARIANTS:
-        if variant.name in ("fp32", "bf16"):
-            step._run(variant, CPU, states, 0.0)
-    assert drawn == [step.ON_CPU] == [*states]
-
-
-def test_times_are_of_as_many_calls_as_fit() -> None:
-    counts = dict.fromkeys("ab", 0)
-
-    def count(name: str) -> None:
-        counts[name] += 1
-
-    series = timing.compare({name: lambda name=name: count(name) for name in counts}, CPU, seconds=0.0)
-    blocks_taken, calls = timing.BLOCKS[0], timing.MOST_CALLS
-    assert {name: len(taken) for name, taken in series.items()} == dict.fromkeys("ab", blocks_taken)
-    assert counts == dict.fromkeys("ab", 2 + blocks_taken * (1 + calls))
 
 
 # -- on a device ----------------------------------------------------------------------------------------------
@@ -253,17 +182,6 @@ def test_what_a_block_sends_has_to_be_what_the_formula_says(monkeypatch: pytest.
             stage.ranks.ask("no_such_method")
         assert blocks._block(stage, "1d-sequence-2") is not None
         assert started == [1, 2, 2]
-
-
-def test_a_loader_that_is_waited_for_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "BLOCKS", (1, 1))
-    monkeypatch.setattr(timing, "MOST_CALLS", 1)
-    figures = feeding._run(CPU, feeding.of_images(False), 0, 0.0, judged=False)
-    assert figures is not None
-    assert figures["MB of a batch"] == (4 * 3 * 16 * 16 * 4 + 4 * 8) / 1e6
-    monkeypatch.setattr(feeding, "SLOWEST", 0.0)
-    with pytest.raises(AssertionError, match="reading and copying make a step"):
-        feeding._run(CPU, feeding.of_tokens(False), 0, 0.0, judged=True)
 
 
 @pytest.mark.long

@@ -36,32 +36,6 @@ def test_sums_by_axes_and_operation() -> None:
     ]
 
 
-def _tell(sent: float) -> None:
-    for counter in accounting.listeners:
-        counter.add("sum", "tensor", torch.float32, sent)
-
-
-def test_counters_nest() -> None:
-    """Also when inner and outer have counted the same so far."""
-    before = list(accounting.listeners)  # of an engine of another test
-    with accounting.count() as outer:
-        with accounting.count() as inner:
-            _tell(1)
-        _tell(2)
-        with accounting.count() as second:
-            _tell(4)
-    _tell(8)
-    assert (outer.bytes(), inner.bytes(), second.bytes()) == (7, 1, 4)
-    assert accounting.listeners == before
-
-
-def test_a_counter_ends_with_its_block() -> None:
-    before = list(accounting.listeners)
-    with pytest.raises(RuntimeError), accounting.count():
-        raise RuntimeError
-    assert accounting.listeners == before
-
-
 # -- collectives ----------------------------------------------------------------------------------------------
 
 

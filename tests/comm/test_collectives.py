@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -128,7 +127,6 @@ def test_large_tensors_go_by_messages_on_gloo(world: int) -> None:
 def _through_the_host(context: ParallelContext) -> list[int]:
     staged = on_host.pretend()
     _plain_collectives(context)
-    _broadcasts(context)
     counts = [_check_pairs(context, False), _check_pairs(context, True)]
     assert staged.copies == staged.returned > 500
     assert _compiled(context) == (True, True, True)
@@ -196,17 +194,6 @@ def _plain_collectives(context: ParallelContext) -> None:
     assert collectives.all_to_all(torch.zeros(n, 0), group, 0, 1).wait().shape == (1, 0)
 
 
-def _broadcasts(context: ParallelContext) -> None:
-    group = context.group("tensor")
-    x = torch.tensor([3.0, float(group.index)])
-    assert collectives.broadcast(x, group, 1) is x
-    assert x.tolist() == [3.0, 1.0]
-
-
-def test_a_broadcast_overwrites() -> None:
-    run_ranks(2, _broadcasts)
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_dtypes_max_scalars_and_empty(world: int) -> None:
     run_ranks(world, _plain_collectives)
@@ -253,33 +240,6 @@ def _same_bits(context: ParallelContext) -> None:
 def test_a_sum_is_the_same_on_all_ranks(world: int) -> None:
     """Bit for bit, at every size: replicas that drift apart by one bit drift apart for good."""
     run_ranks(world, _same_bits)
-
-
-def _outstanding(context: ParallelContext) -> None:
-    group, other = context.group("tensor"), context.group("data")
-    order = random.Random(context.rank)  # every rank waits in another order
-    for turn in range(3):
-        started = []
-        for index in range(40):
-            size = [1, 50, 5000, 20000][index % 4]  # some exchanged, some not
-            on = other if index % 5 == 4 else group
-            x = torch.full((size,), float(context.rank + index + turn))
-            expected = sum(float(rank + index + turn) for rank in on.ranks)
-            kind = index % 3
-            if kind == 0:
-                pending = collectives.all_gather(x, on, 0)
-                check: Callable[[Tensor], bool] = lambda y, e=expected, s=size: y.sum().item() == e * s  # noqa: E731
-            else:
-                pending = collectives.all_reduce(x, on, owned=kind == 1)
-                check = lambda y, e=expected: bool((y == e).all())  # noqa: E731
-            started.append((pending, check))
-        order.shuffle(started)
-        for pending, check in started:
-            assert check(pending.wait())
-
-
-def test_many_outstanding_waited_for_in_any_order() -> None:
-    run_ranks(4, _outstanding, plan=grid(data=2, tensor=2))
 
 
 # -- errors ---------------------------------------------------------------------------------------------------
@@ -338,20 +298,6 @@ def test_a_second_derivative_is_refused() -> None:
 # -- memory ---------------------------------------------------------------------------------------------------
 
 
-def _slices(context: ParallelContext) -> list[int]:
-    group = context.group("tensor")
-    out = []
-    for dim in (0, 1):
-        part = conjugate(torch.ones(8, 8, requires_grad=True), "slice", "gather", group, dim)
-        part.mul_(2.0)  # it is the caller's
-        out.append(part.untyped_storage().nbytes())
-    return out
-
-
-def test_a_slice_does_not_keep_the_whole_alive() -> None:
-    assert run_ranks(2, _slices) == [[8 * 8 * 4 // 2] * 2] * 2
-
-
 # -- the log --------------------------------------------------------------------------------------------------
 
 
@@ -372,17 +318,6 @@ def test_the_log_is_bounded(clean_log: None) -> None:
     assert lines[0].startswith("#8 sum over tensor [7 float32] at ")
     log.resize(2)
     assert [line.split()[0] for line in log.recent()] == ["#11", "#12"]
-
-
-def test_sequence_numbers_count_by_axis(clean_log: None) -> None:
-    entries = [log.record("sum", axes, (2, 3), torch.int64) for axes in ("tensor", "data", "tensor", "dataxtensor")]
-    assert [entry.sequence for entry in entries] == [1, 1, 2, 1]
-    entries[1].done = True
-    line = log.recent()[1]
-    assert "#1 sum over data [2x3 int64] at " in line
-    assert line.endswith(": done")
-    assert "WAITING for 0." in log.recent()[0]
-    assert "[scalar float32]" in str(log.record("sum", "x", (), torch.float32))
 
 
 def _sites(context: ParallelContext) -> list[str]:

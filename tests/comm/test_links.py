@@ -113,31 +113,6 @@ def test_a_message_larger_than_the_ring_goes_another_way() -> None:
     run(_larger_than_the_ring)
 
 
-def _slow_reader(context: ParallelContext) -> float:
-    """A sender goes on while there is room, and waits when there is none."""
-    links._BUFFER_BYTES = 64 << 10
-    link = linked(context)
-    since = time.monotonic()
-    if context.rank == 0:
-        for _ in range(3):
-            link.send(1, [torch.ones(4_000)], "part")  # 16 KB each
-        ahead = time.monotonic() - since
-        for _ in range(6):
-            link.send(1, [torch.ones(4_000)], "part")
-        link.receive(1, [torch.empty(1)], "end").wait()
-        return ahead
-    time.sleep(1.0)
-    for _ in range(9):
-        link.receive(0, [torch.empty(4_000)], "part").wait()
-    link.send(0, [torch.ones(1)], "end")
-    return 0.0
-
-
-def test_a_sender_runs_ahead_as_far_as_there_is_room() -> None:
-    ahead, _ = run(_slow_reader)
-    assert ahead < 0.9, "three messages fit: the sender need not wait for the reader, who sleeps for a second"
-
-
 def test_more_small_messages_than_a_socket_holds() -> None:
     def body(context: ParallelContext) -> None:
         link = linked(context)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import secrets
 import socket
 import threading
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colossus.comm import listener, net
+from colossus.comm import net
 from colossus.comm.listener import Listener, dial
 from colossus.comm.net import Stream, WireError
 
@@ -139,27 +138,6 @@ def test_the_last_words_come_before_the_farewell() -> None:
         assert my_inbox.ended == []
 
 
-def test_many_threads_send_at_once() -> None:
-    with place() as found:
-        streams = [found.enter() for _ in range(3)]
-
-        def work(number: int) -> None:
-            for index in range(200):
-                for stream, *_ in streams:
-                    stream.send(b"%d" % number, [memoryview(b"%d" % index)])
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for _, _, _, inbox in streams:
-            until(lambda inbox=inbox: len(inbox.frames) == 800)
-            for number in range(4):
-                mine = [payload for head, payload in inbox.frames if head == b"%d" % number]
-                assert mine == [b"%d" % index for index in range(200)]
-
-
 # -- strangers ------------------------------------------------------------------------------------------------
 
 
@@ -271,46 +249,6 @@ def test_another_key_and_another_word_of_oneself_are_refused(found_server: Place
         thread.join()
     assert len(found_server.streams) == number
     serves(found_server)
-
-
-def test_who_listens_in_the_place_of_another_learns_nothing() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()[:2]
-        with pytest.raises(TimeoutError, match=r"nothing has answered at 127.0.0.1:\d+ within 0.2 s"):
-            dial(address, KEY, seconds=0.2)
-    with pytest.raises(ConnectionRefusedError):
-        dial(address, KEY)
-
-
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_a_crowd_that_says_nothing_and_a_system_without_files(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(listener, "GREETING_SECONDS", 1.0)
-    monkeypatch.setattr(listener, "_PAUSE_SECONDS", 0.05)
-    with place() as found:
-        serves(found)
-        before = _open_files()
-        silent = [connected(found) for _ in range(40)]
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        extra = socket.socket()
-        most = os.dup(0)
-        os.close(most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        try:
-            extra.connect(found.listener.address)
-            until(lambda: "cannot make a connection and tries it again" in caplog.text)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for sock in silent:  # their time is over
-            assert len(rest(sock)) == CHALLENGE
-        for sock in (*silent, extra):
-            sock.close()
-        serves(found)
-        until(lambda: _open_files() <= before)
 
 
 def test_what_no_one_of_ours_sends_ends_the_stream_alone() -> None:

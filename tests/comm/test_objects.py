@@ -6,7 +6,7 @@ from typing import Any
 
 from helpers.ranks import grid, run_ranks
 
-from colossus.comm.objects import all_gather_object, broadcast_object, from_bytes, to_bytes
+from colossus.comm.objects import all_gather_object, broadcast_object
 from colossus.context.parallel_context import ParallelContext
 
 
@@ -26,8 +26,3 @@ def test_objects_reach_the_ranks_of_the_group_in_its_order() -> None:
         column = rank % 2
         pair = [{"rank": column}, {"rank": column + 2}]
         assert found == (pair, (column + 2, "x"), 2, [rank], rank)
-
-
-def test_bytes_and_back() -> None:
-    value = {"a": (1, None), "b": [2.5, "x"]}
-    assert from_bytes(to_bytes(value)) == value

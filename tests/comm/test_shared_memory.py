@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import RankError, grid, run_ranks
+from helpers.ranks import RankError, run_ranks
 from helpers.segments import OWN_SLOT_BYTES
 from torch import Tensor
 
@@ -50,18 +50,6 @@ def test_parts_come_in_group_order_and_slots_are_not_overwritten_early(world: in
             assert torch.equal(got, expected.expand_as(got))
 
     run_ranks(world, body)
-
-
-def test_open_collectives_are_finished_by_the_next_and_keep_their_results() -> None:
-    def body(context: ParallelContext) -> None:
-        channel = channel_for(torch.zeros(1), context.group("tensor"))
-        assert channel is not None
-        waiting = [channel.start(torch.full((3,), float(i + context.rank)), _sum) for i in range(9)]
-        for index in (4, 8, 0, 7, 1, 2, 3, 6, 5):
-            assert torch.equal(waiting[index](), torch.full((3,), 2.0 * index + 1.0))
-            assert torch.equal(waiting[index](), torch.full((3,), 2.0 * index + 1.0))
-
-    run_ranks(2, body)
 
 
 def test_what_does_not_fit_a_slot_goes_another_way() -> None:
@@ -123,21 +111,6 @@ def test_nothing_is_left_when_a_peer_dies_while_groups_are_made() -> None:
     with pytest.raises(RankError, match="died without a word") as caught:
         run_ranks(3, body)
     assert "rank 0" not in str(caught.value)
-
-
-def test_all_groups_together_take_a_bounded_share_of_memory() -> None:
-    total = 64 << 20
-
-    def body(context: ParallelContext) -> int:
-        shared_memory.memory_bytes = lambda: (total, None)
-        for axes in ("tensor", "data", ("data", "tensor")):
-            channel_for(torch.ones(1), context.group(axes))
-        assert channel_for(torch.ones(1), context.group("tensor")) is not None
-        return sum(map(len, shared_memory._allocated))
-
-    taken = run_ranks(4, body, plan=grid(data=2, tensor=2))
-    assert 0 < sum(taken) <= total // 4
-    assert max(taken) <= total // 16
 
 
 def test_ranks_that_run_different_collectives_are_told_so() -> None:

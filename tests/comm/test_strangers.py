@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,31 +109,6 @@ def test_the_kernel_keeps_other_users_out() -> None:
     (_, first), (told, second) = run_ranks(2, _spied_on, timeout=20)
     assert (first, second) == (3.0, 3.0)
     assert told == ["refused refused refused"]
-
-
-def _mistaken(context: ParallelContext, what: str) -> float:
-    """Rank 1 finds something else in the place of what rank 0 has made, as in a container of its own."""
-
-    def mistake(offers: list[Any]) -> None:
-        address, memory = offers[0]
-        other = os.memfd_create("other")
-        os.truncate(other, 1 << 20)
-        kept.append(other)
-        wrong = replace(memory, process=os.getpid(), descriptor=other) if what == "memory" else memory
-        offers[0] = (address + "0" if what == "address" else address, wrong)
-
-    kept: list[int] = []
-    if context.rank == 1:
-        at_exchange(1, mistake)
-    group = context.group("tensor")
-    total = collectives.all_reduce(torch.tensor([1.0 + context.rank]), group).wait().item()
-    assert channel_for(torch.zeros(1), group) is None
-    return total
-
-
-@pytest.mark.parametrize("what", ["memory", "address"])
-def test_ranks_that_find_something_else_fall_back(what: str) -> None:
-    assert run_ranks(2, _mistaken, what, timeout=20) == [3.0, 3.0]
 
 
 def _forks(context: ParallelContext) -> float:

@@ -14,7 +14,6 @@ import torch
 from helpers.ranks import grid, run_ranks
 from torch import distributed as dist
 
-from colossus import layers
 from colossus.comm.collectives import all_gather
 from colossus.config.schema import Parallel
 from colossus.context.grid import RankGrid, build_grid
@@ -65,46 +64,6 @@ def test_ranks_may_have_made_other_groups_before() -> None:
     for rank, (total, ranks) in enumerate(run_ranks(8, _odd_history, plan=THREE, timeout=15)):
         assert total == 4.0
         assert ranks == THREE.group(rank, ("col", "data"))
-
-
-def _same_object(context: ParallelContext) -> tuple[bool, ...]:
-    tensor = context.group("tensor")
-    return (
-        context.group(("row", "col")) is tensor,
-        context.group(("row",)) is context.group("row"),
-        context.group(("pipeline", "row")) is context.group("row"),  # axes of one rank do not count
-        context.group("pipeline").process_group is None,
-        context.group(()).size == 1,
-        context.group(("data", "row", "col")).process_group is dist.group.WORLD,
-        context.group(("col", "row")) is not tensor,
-        context.mesh.get_group("row") is context.group("row").process_group,
-        all_gather(torch.ones(1), context.group(("data", "row", "col"))).wait().numel() == 8,  # nobody leaves early
-    )
-
-
-def _odd_contexts(rank: int) -> tuple[float, bytes]:
-    """One rank has built a layer outside of any context, and a context that joins nobody."""
-    if rank == 1:
-        layers.Linear(3, 3)
-        ParallelContext(THREE, rank, connect=False)
-    for _ in range(2):  # the second is another one
-        with ParallelContext(THREE, rank, timeout_seconds=10.0) as context:
-            total = torch.ones(1)
-            dist.all_reduce(total, group=context.group(("col", "data")).process_group)
-            context.store().set("last", str(context.rank)) if rank == 3 else context.store().wait(["last"])
-            last = context.store().get("last")
-            context.close()
-    return total.item(), last
-
-
-def test_ranks_may_have_made_other_contexts_before() -> None:
-    assert run_ranks(8, _odd_contexts, with_context=False) == [(4.0, b"3")] * 8
-
-
-def test_groups_are_made_once() -> None:
-    plan = RankGrid({"pipeline": 1, **THREE.sizes}, {**THREE.public, "pipeline": ("pipeline",)})
-    for checks in run_ranks(8, _same_object, plan=plan):
-        assert all(checks), checks
 
 
 def _silent_rank(rank: int) -> tuple[float, str]:
@@ -191,13 +150,6 @@ def test_the_current_context() -> None:
     assert current_context().world_size == 1
 
 
-def test_the_context_is_left_when_a_block_raises() -> None:
-    context = ParallelContext(grid())
-    with pytest.raises(RuntimeError, match="boom"), context:
-        raise RuntimeError("boom")
-    assert current_context() is not context
-
-
 # -- 4,096 ranks ----------------------------------------------------------------------------------------------
 
 BIG = [
@@ -241,15 +193,6 @@ def test_4096_ranks(parallel: dict[str, Any]) -> None:
 
 
 # -- errors ---------------------------------------------------------------------------------------------------
-
-
-def test_unknown_axis() -> None:
-    context = ParallelContext(grid())
-    for ask in (context.group, context.size, context.index):
-        with pytest.raises(ValueError, match="no axis named 'depth' in this plan; axes are data, pipeline"):
-            ask("depth")
-    with pytest.raises(ValueError, match="name the same mesh axis twice"):
-        context.group(("tensor", "tensor"))
 
 
 def test_started_alone(monkeypatch: pytest.MonkeyPatch) -> None:

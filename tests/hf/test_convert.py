@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import resource
@@ -15,7 +14,7 @@ from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder, random_tensors
 from helpers.ranks import run_ranks
 from helpers.training import BATCH, batch_of, config_of
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import colossus
 import colossus.hf
@@ -99,15 +98,6 @@ def test_a_folder_is_looked_at_like_a_checkpoint(tmp_path: Path, capsys: Capture
     capsys.readouterr()
     assert main(["checkpoint", "diff", str(source), str(tmp_path / "narrow")]) == 3
     assert "dtypes: " in capsys.readouterr().out
-
-
-def test_in_another_dtype(tmp_path: Path) -> None:
-    source = make_folder(tmp_path / "source", LLAMA)
-    assert convert(source, tmp_path / "ours", "--to", "colossus", "--dtype", "bf16") == 0
-    assert convert(tmp_path / "ours", tmp_path / "hf", "--to", "hf", "--dtype", "fp64") == 0
-    wide = {name: value.to(torch.bfloat16).double() for name, value in tensors_of(source).items()}
-    assert_same(tensors_of(tmp_path / "hf"), wide)
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float64"
 
 
 def test_numbers_that_a_dtype_has_no_room_for(tmp_path: Path, capsys: Captured) -> None:
@@ -207,52 +197,6 @@ def test_no_rank_holds_the_model_while_it_is_saved(tmp_path: Path) -> None:
 
 
 # -- refused ----------------------------------------------------------------------------------------------
-
-
-def _attempts(rank: int, root: Path) -> list[str]:
-    """What `save` says on this rank of models that are no family, of a folder that is there, of a disk that is full."""
-    told = []
-
-    def attempt(target: str, **model: Any) -> None:
-        engine = colossus.initialize(config_of(dict(tensor=2), 1, "fp32", model=model))
-        with pytest.raises(CheckpointError) as raised:
-            colossus.hf.save(engine, root / target)
-        told.append(str(raised.value))
-        engine.close()
-
-    attempt("mixed", mlp="swiglu")
-    attempt("there")
-    engine = colossus.initialize(config_of(dict(tensor=2), 1, "fp32"))
-    engine.model.extra = nn.Linear(2, 2)
-    with pytest.raises(CheckpointError) as raised:
-        colossus.hf.save(engine, root / "extra")
-    told.append(str(raised.value))
-    engine.close()
-    write = os.write
-
-    def full(descriptor: int, data: memoryview) -> int:
-        if rank == 0 and len(data) == 24 * 4:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, data)
-
-    os.write = full
-    attempt("full")
-    os.write = write
-    return told
-
-
-def test_what_cannot_be_saved_is_told_on_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    here, there = run_ranks(2, _attempts, tmp_path, with_context=False)
-    assert here == there
-    mixed, exists, extra, full = here
-    assert "no gpt2, since mlp = 'swiglu' (not 'gelu_tanh' or 'gelu')" in mixed
-    assert "no llama, since positions = 'learned' (not 'rotary'), norm = 'layernorm' (not 'rmsnorm')" in mixed
-    assert f"{tmp_path / 'there'}: is there already" in exists
-    assert "a gpt2 has no extra.weight, extra.bias" in extra
-    assert "model.safetensors: cannot be written: No space left on device" in full
-    assert os.listdir(tmp_path) == ["there"]
-    assert not os.listdir(tmp_path / "there")
 
 
 def test_what_cannot_be_converted(tmp_path: Path, capsys: Captured) -> None:

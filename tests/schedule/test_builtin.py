@@ -76,16 +76,6 @@ def test_any_size_passes_the_checker_and_keeps_the_order(
                     assert inputs[0] >= at["backward_input", stage + 1, index][1] + wire
 
 
-@given(**SIZES)
-@settings(max_examples=examples(25))
-def test_bubble_of_gpipe_and_1f1b(stages: int, microbatches: int) -> None:
-    for name in ("gpipe", "1f1b"):
-        found = simulated(name, stages, microbatches)
-        expected = (stages - 1) / (microbatches + stages - 1)
-        assert found.bubbles == pytest.approx([expected] * stages, abs=1e-12)
-        assert found.makespan == pytest.approx(3 * (microbatches + stages - 1))
-
-
 @given(**SIZES, chunks=st.integers(1, 4))
 @settings(max_examples=examples(25))
 def test_bubble_of_the_others(stages: int, microbatches: int, chunks: int) -> None:
@@ -120,11 +110,6 @@ def test_one_rank_has_one_stage_and_full_backwards(name: str) -> None:
     if name == "gpipe":
         turns.sort(key=lambda turn: turn[0] != "forward")
     assert own == [*(Action(kind, 0, index) for kind, index in turns), Action("reduce"), Action("step")]
-
-
-def test_where_the_stages_are() -> None:
-    assert placement(make("interleaved", 3, 4, 2)) == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2}
-    assert placement(make("zb-v", 3, 4)) == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}
 
 
 def test_gradients_are_reduced_as_soon_as_they_are_complete() -> None:

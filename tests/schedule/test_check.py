@@ -53,16 +53,6 @@ def test_a_dropped_action_is_named() -> None:
         assert refusal(actions) == f"rank {rank}: no {dropped}; add it", name
 
 
-def test_an_action_done_twice_is_named() -> None:
-    for name, rank, index in PLACES:
-        actions = copy(name)
-        action = actions[rank][index]
-        actions[rank].insert(index + 1, action)
-        assert refusal(actions) == (
-            f"rank {rank}, action {index + 1} ({action}) is done already by action {index}; drop one of them"
-        ), name
-
-
 def test_an_action_on_another_rank_is_named() -> None:
     for name in LISTS:
         actions = copy(name)
@@ -89,10 +79,6 @@ def test_an_action_on_another_rank_is_named() -> None:
 def test_odd_actions(own: list[Action], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         check([own], MICROBATCHES if "3 microbatches" in message else 1)
-
-
-def test_a_rank_without_a_stage() -> None:
-    assert refusal([[Action("forward")], []], 1) == "rank 1 of 2 has no stage: give it one, or use fewer ranks"
 
 
 def test_activations_in_flight_above_the_bound() -> None:
@@ -124,14 +110,6 @@ def test_swapped_actions_are_refused_or_still_right() -> None:
         assert (own[index].stage, own[index].microbatch) != (own[index + 1].stage, own[index + 1].microbatch)
     assert len(refused) > len(PLACES) // 5
     assert all(re.search(r"swap them|move one of the two", error) for error in refused)
-
-
-def test_what_a_rank_needs_of_itself() -> None:
-    halves = [Action("forward"), Action("backward_weight"), Action("backward_input")]
-    assert refusal([halves], 1) == (
-        "rank 0, action 1 (backward of weights of microbatch 0 on stage 0) needs the backward of inputs of microbatch "
-        "0 on stage 0 before it, which is action 2; swap them"
-    )
 
 
 def test_compute_actions_that_wait_for_each_other() -> None:
@@ -221,14 +199,3 @@ def test_compute_actions_are_all_that_a_schedule_gives() -> None:
 
     with pytest.raises(ValueError, match=r"schedule full .*send of the activation .* are put in"):
         make_schedule(full, 2, 2)
-
-
-def test_a_schedule_that_forgets_is_told_by_its_name() -> None:
-    def forgetful(stages: int, microbatches: int) -> Actions:
-        return [compute("F00", "F01", "B00", "B01"), compute("F10", "B10", "F11")]
-
-    with pytest.raises(ValueError, match="forgetful") as caught:
-        make_schedule(forgetful, 2, 2)
-    assert str(caught.value) == (
-        "schedule forgetful (stages=2, microbatches=2): rank 1: no backward of microbatch 1 on stage 1; add it"
-    )

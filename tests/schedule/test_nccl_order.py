@@ -6,7 +6,6 @@ The executor, the transport and the links are the real ones; what they give to t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -176,19 +175,3 @@ def test_no_ring_waits_for_ever(size: int, one_by_one: bool) -> None:
 
 
 # -- the rules themselves --------------------------------------------------------------------------------------------
-
-
-def facing(first: Sequence[str], second: Sequence[str]) -> list[Trace]:
-    """Two ranks that send to and receive from each other, in these orders."""
-    traces = [Trace(0), Trace(1)]
-    for trace, order in zip(traces, (first, second), strict=True):
-        for direction in order:
-            trace.start(direction, (direction, 1 - trace.rank, "x"))
-    return traces
-
-
-@pytest.mark.parametrize("rules", ALL_RULES)
-def test_two_sends_that_face_each_other_are_found(rules: Rules) -> None:
-    play(facing(["send", "receive"], ["receive", "send"]), rules)
-    with pytest.raises(Stuck, match=r"rank 0: .* on the GPU: send"):
-        play(facing(["send", "receive"], ["send", "receive"]), rules)

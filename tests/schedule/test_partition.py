@@ -239,14 +239,6 @@ def test_wrong_splits(split: Any, message: str) -> None:
         make_partition(meta(lambda: GPT(**SIZES)), straight(3), split)
 
 
-def test_more_stages_than_blocks() -> None:
-    message = (
-        r"8 stages for 6 blocks \(embedding, blocks\.0 to blocks\.3, head\): every stage needs a block; use at most 6"
-    )
-    with pytest.raises(ValueError, match=message):
-        make_partition(meta(lambda: GPT(**SIZES)), {stage: stage % 4 for stage in range(8)})
-
-
 # -- what a rank holds ----------------------------------------------------------------------------------------
 
 
@@ -298,18 +290,6 @@ def test_the_same_start_of_sharded_stages() -> None:
     sizes = run_ranks(4, _sharded_start, plan=grid(pipeline=2, tensor=2), seed=5)
     assert [rank for rank, _ in sizes] == [0, 0, 1, 1]
     assert sizes[0] == sizes[1]
-
-
-@pytest.mark.parametrize("name", PLACES)
-def test_the_stages_in_turn_are_the_model(name: str) -> None:
-    rank_of, split = PLACES[name]
-    whole = build(Mixed, ParallelContext(grid(), seed=3))
-    ids = torch.randint(0, 11, (3, 6))
-    partitions = {rank: stage_of(Mixed, rank_of, rank, split=split)[1] for rank in set(rank_of.values())}
-    x: Any = ids
-    for stage, rank in rank_of.items():
-        x = partitions[rank].forward_of(stage)(x)
-    assert torch.equal(x, whole(ids))
 
 
 def test_what_is_here_and_what_is_not() -> None:

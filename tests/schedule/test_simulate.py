@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from colossus.schedule.build import make_schedule
 from colossus.schedule.simulate import Times, simulate
 
@@ -39,17 +37,3 @@ def test_weights_hold_their_activation_until_they_have_their_gradient() -> None:
     found = simulate(make_schedule("zb-h1", 2, 2))
     assert found.makespan == 7
     assert found.peaks == [2, 2]
-
-
-@pytest.mark.parametrize(
-    ("times", "message"),
-    [
-        (dict(forward=-1.0), "forward: a time is a finite number of at least 0, got -1.0"),
-        (dict(transfer=float("nan")), "transfer: a time is a finite number of at least 0, got nan"),
-        (dict(stages=[1.0, float("inf")]), "stages: a time is a finite number of at least 0, got inf"),
-        (dict(stages=[1.0]), "times.stages has 1 factors for 2 stages"),
-    ],
-)
-def test_times_that_cannot_be(times: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        simulate(TWO, Times(**times))  # type: ignore[arg-type]

@@ -71,19 +71,6 @@ def test_halves_and_chunks() -> None:
     ]
 
 
-def test_letters_alone_where_it_is_narrow() -> None:
-    simulation = simulate(make_schedule("1f1b", 4, 16))
-    lines = draw(simulation, 80).splitlines()
-    assert all(len(line) <= 80 for line in lines[:5])
-    assert set("".join(line[8:] for line in lines[:4])) == set("FB.")
-    assert lines[-1].endswith("too narrow for numbers of microbatches")
-    # each kind has its share of the row
-    row = lines[0][8:]
-    assert len(row) == 72
-    assert abs(row.count("F") / len(row) - 16 / simulation.makespan) < 0.1
-    assert abs(row.count(".") / len(row) - simulation.bubbles[0]) < 0.1
-
-
 USERS = """
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action
@@ -107,20 +94,6 @@ def test_a_schedule_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert out.startswith("schedule    mine, 2 stages on 2 ranks, 1 microbatch\n")
     assert "makespan 6, bubble 50.0 %" in out
-
-
-@pytest.mark.parametrize("kind", ['"mine"', "mine"])
-def test_a_wrong_schedule_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(USERS.format(type=kind, hurry=True))
-    assert main(["show", str(path), "--timeline"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == (
-        f"colossus: own.py: schedule: schedule {kind.replace(chr(34), chr(39))} (stages=2, microbatches=1): rank 1, "
-        "action 0 (backward of microbatch 0 on stage 1) needs the forward of microbatch 0 on stage 1 before it, "
-        "which is action 1; swap them\n"
-    )
 
 
 def test_no_matplotlib(

@@ -5,12 +5,8 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from helpers.launching import ROOT
 from helpers.long import but
 from helpers.verified import Verify, counts
-
-from colossus.config import load_config
-from colossus.verify import run_verify
 
 #: sequences of LENGTH tokens; labels of the first ones are ignored, in each sample another number
 TOKENS = """
@@ -91,15 +87,6 @@ def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     assert counts(out)["gradients"] == counts(out)["initial values"]
 
 
-@pytest.mark.parametrize("plan", but(("ulysses_tensor",), ("padded", "ulysses_tensor")))
-def test_a_model_of_ones_own_agrees(verify: Verify, plan: str) -> None:
-    length, words = PLANS[plan]
-    net = NET.replace("MIDDLE", "nn.Sequential(nn.Linear(16, 16), nn.GELU())")
-    code, out, err = verify(text_of(net, length), *words)
-    assert (code, err) == (0, ""), out
-    assert counts(out)["outputs of modules"] == 11, "tokens behind heads, too"
-
-
 MIXING = {
     "a mean over tokens": ("x + x.mean(1, keepdim=True)", 8, RING),
     "a shift": ("x + x.roll(1, 1)", 7, [*RING, "parallel.sequence.pad=True"]),
@@ -149,7 +136,3 @@ class Halved(nn.Module):
     assert code == 3
     assert out.startswith("DIFFERENT at step 1: the gradient of middle.weight\n")
     assert "its gradient is summed over sequence" in out
-
-
-def test_the_long_config_of_the_repository_is_not_refused() -> None:
-    run_verify._check_config(load_config(ROOT / "configs" / "gpt_long.py"))

@@ -19,29 +19,14 @@ from helpers.verified import Verify, config_file, counts, leftovers
 
 from colossus.config import load_config
 from colossus.verify.capture import row_fingerprints
-from colossus.verify.difference import difference_of
 from colossus.verify.hooks import Comparison, Reference
 from colossus.verify.run_verify import write_config
-from colossus.verify.verify_report import Finding
 
 GPT = """
 model = dict(type="GPT", num_layers=2, hidden_size=16, num_heads=4, vocab_size=13, seq_len=6)
 data = dict(type=_Tokens)
 train = dict(global_batch_size=8, clip_grad_norm=0.5)
 optimizer = dict(type="AdamW", lr=1e-2)
-"""
-
-#: five tokens, which two ranks pad
-VIT = """
-class Images(_Tokens):
-    def __getitem__(self, index):
-        return torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(index)), index % 3
-
-model = dict(type="ViT", num_layers=2, hidden_size=16, num_heads=4, image_size=(4, 6), patch_size=(2, 3), in_channels=1,
-             num_classes=3)
-data = dict(type=Images)
-train = dict(global_batch_size=8)
-optimizer = dict(type="SGD", lr=0.1)
 """
 
 NET = """
@@ -126,12 +111,6 @@ def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     assert "rounding noise (as a key bias has it), up to " in out
 
 
-def test_a_vit_whose_tokens_are_padded_agrees(verify: Verify) -> None:
-    code, out, err = verify(VIT, "parallel.tensor.size=2", "parallel.tensor.sequence_sharded=True")
-    assert (code, err) == (0, ""), out
-    assert counts(out)["outputs of modules"] == 9, "as of a GPT, and the class token"
-
-
 def test_modules_that_run_again_in_backward_are_watched_once(verify: Verify) -> None:
     text = """
     class Again(nn.Module):
@@ -167,22 +146,6 @@ def test_dropout_is_turned_off_and_named(verify: Verify, middle: str, named: str
         assert out.startswith(f"note: dropout is off here, its masks differ between plans by design: {named}\n")
     else:
         assert "dropout" not in out
-
-
-def test_samples_in_another_order_are_the_same_samples(verify: Verify) -> None:
-    text = NET + textwrap.dedent("""
-    class _Interleaved:
-        def __init__(self, data_rank, data_size, global_batch_size):
-            self.mine = range(data_rank, global_batch_size, data_size)
-        def __iter__(self):
-            points = _Points()
-            for start in range(0, 40, 8):
-                yield torch.utils.data.default_collate([points[start + i] for i in self.mine])
-    data = dict(type=_Interleaved, per_rank=True)
-    """)
-    code, out, _ = verify(text, *TWO_BY_TWO, middle="nn.Sequential(nn.Linear(16, 16), nn.Tanh())")
-    assert code == 0, out
-    assert counts(out)["outputs of modules"] == 7
 
 
 # -- what is wrong --------------------------------------------------------------------------------------------
@@ -242,24 +205,6 @@ def test_a_copy_on_one_rank_that_differs(verify: Verify) -> None:
     assert "its gradient needs no sum over ranks" in out
 
 
-def test_of_wrong_gradients_the_first_in_backward_is_named(verify: Verify) -> None:
-    """``gain`` stands first in the model and is used last, behind it only the wrong backward and ``down``."""
-    text = """
-    class Doubling(nn.Module):
-        def forward(self, x):
-            x = x * 1.0
-            if os.environ["WORLD_SIZE"] != "1":
-                x.register_hook(lambda grad: 2.0 * grad)
-            return x
-    """
-    code, out, _ = verify(textwrap.dedent(text) + NET, "parallel.data=2", middle="Doubling()")
-    assert code == 3
-    assert out.startswith("DIFFERENT at step 1: the gradient of gain\n")
-    assert "it is 2 times that of one process" in out
-    assert re.search("then also: norm.*up[.]", out)
-    assert "down." not in out.partition("agree ")[0]
-
-
 DOUBLED = """if os.environ.get('RANK') == 'NUMBER':
             self.NAME.weight.register_hook(lambda grad: 2.0 * grad)
         self."""
@@ -301,14 +246,6 @@ def test_data_that_depends_on_the_plan(verify: Verify, own: str) -> None:
     assert code == 3
     assert out.startswith("DIFFERENT at step 1: the samples\n")
     assert re.search(r"  \d of the 8 samples under the plan are not among the 8 that one process takes", out)
-
-
-def test_an_initial_value_that_depends_on_the_plan(verify: Verify) -> None:
-    text = NET.replace("torch.ones(16)", "torch.ones(16) * int(os.environ.get('WORLD_SIZE', '1'))")
-    code, out, _ = verify(text, "parallel.data=2")
-    assert code == 3
-    assert out.startswith("DIFFERENT from the start: the initial value of gain\n")
-    assert "absolute 1 at [0]: plan 2, one process 1" in out
 
 
 def test_a_model_that_splits_by_hand(verify: Verify) -> None:
@@ -411,49 +348,6 @@ def test_a_block_that_depends_on_the_microbatch_is_named(verify: Verify, plan: l
     assert "then also: down, the model\n" in out
 
 
-def test_a_gradient_that_is_halved_on_one_stage(verify: Verify) -> None:
-    text = textwrap.dedent(HALVED).replace("{ranks}", "[1]") + chain(behind="Halved()")
-    code, out, _ = verify(text, *PIPELINE, "schedule.microbatches=4")
-    assert code == 3
-    assert out.startswith("DIFFERENT at step 1: the gradient of behind.weight\n  on rank 1 (pipeline 1)\n")
-    assert "  shape [16], whole on every rank, a plain parameter\n  its gradient needs no sum over ranks\n" in out
-    assert "it is 0.5 times that of one process (2 is the size of pipeline" in out
-    assert "then also" not in out
-    assert counts(out)["outputs of modules"] == 6
-
-
-def test_a_module_that_several_stages_call(verify: Verify) -> None:
-    """Its outputs are left out, its weight is not."""
-    text = """
-    class Cell(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(16))
-        def forward(self, x):
-            return torch.tanh(self.weight * x)
-    """
-    shared = textwrap.dedent(text) + chain("Cell()", "self.middle")
-    code, out, _ = verify(shared, *PIPELINE)
-    assert code == 0, out
-    assert counts(out)["outputs of modules"] == 4
-    assert counts(out)["gradients"] == 7
-    sized = shared.replace("* x)", "* x) * (1 + (os.environ['RANK'] == '1') * 1e-3)")
-    code, out, _ = verify(sized, *PIPELINE)
-    assert code == 3
-    assert out.startswith("DIFFERENT at step 1: the output of down\n")
-
-
-def test_blocks_that_are_not_the_forward(verify: Verify) -> None:
-    text = chain().replace(
-        "layers.run_blocks(self.pipeline_blocks(), x)", "2 * layers.run_blocks(self.pipeline_blocks(), x)"
-    )
-    code, out, _ = verify(text, *PIPELINE)
-    assert code == 3
-    assert out.startswith("DIFFERENT at step 1: the output of the model\n")
-    assert "class Chain\n" in out
-    assert "under a pipeline the blocks of the model are called in turn, not its forward\n" in out
-
-
 # -- usage ----------------------------------------------------------------------------------------------------
 
 
@@ -486,19 +380,6 @@ def test_fingerprints_see_every_element_and_no_batch_size() -> None:
     swapped = x[:, [1, 0, 2]]
     assert ((row_fingerprints(swapped) - row_fingerprints(x)).abs().amax(1) > 1e-3).all()
     assert row_fingerprints(torch.ones(2)).shape == row_fingerprints(torch.ones(2, 0, 3)).shape == (2, 2)
-
-
-def test_differences() -> None:
-    at = Finding("weight", 1)
-    one = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    assert difference_of(one, one, 0.0, at).relative == 0.0
-    off = one + torch.tensor([[0.0, 0.0], [0.5, 0.0]])
-    found = difference_of(off, one, 0.0, at)
-    assert (found.relative, found.absolute, found.index, found.plan, found.reference) == (0.1, 0.5, [1, 0], 0.5, 0.0)
-    assert difference_of(off, one, 50.0, at).relative == 0.01
-    assert difference_of(off, one, 0.0, at, comparable=one > 0).relative == 0.0
-    broken = difference_of(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), 0.0, at)
-    assert (broken.relative, broken.index) == (torch.inf, [1])
 
 
 def test_the_hooks_and_sections_of_both_runs(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from helpers.user_models.cases import WIDTH, Batch, classify, features, user_model
 from helpers.user_models.features import HIDDEN, NO_TOKENS, Block, Stack
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from colossus.layers import PipelineBlock
 
@@ -48,21 +47,6 @@ class ManyPointwise(Stack):
         super().__init__(self.Zoo(kit), self.Zoo(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS)
-class NormOfOursBetween(Stack):
-    class Normed(Pair):
-        def __init__(self, kit: Any) -> None:
-            super().__init__(kit)
-            self.norm = kit.LayerNorm(HIDDEN)
-
-        def between(self, h: Tensor) -> Tensor:
-            out: Tensor = self.norm(h)
-            return out
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(self.Normed(kit), self.Normed(kit))
-
-
 @user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT_FEATURES, "a plain tensor of shape"))
 class LearnedScaleBetween(Stack):
     class Scaled(Pair):
@@ -95,14 +79,6 @@ class ViewIntoHeads(Stack):
 
     def __init__(self, kit: Any) -> None:
         super().__init__(self.Viewed(kit), Block(kit))
-
-
-@user_model(features, classify, refused={"": "parametrizations.weight.original"})
-class WeightNormOfOurs(Stack):
-    """A parametrization of a weight of which a rank has a part."""
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(parametrizations.weight_norm(kit.Linear(WIDTH, WIDTH)), Block(kit))
 
 
 def with_penalty(out: Any, batch: Batch) -> tuple[Tensor, int]:

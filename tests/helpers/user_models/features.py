@@ -28,14 +28,6 @@ class Perceptron(nn.Sequential):
         )
 
 
-@user_model(features, classify, refused=NO_TOKENS)
-class PlainPerceptron(nn.Sequential):
-    """Nothing of ours."""
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(nn.Linear(WIDTH, HIDDEN), nn.ReLU(inplace=True), nn.Linear(HIDDEN, CLASSES))
-
-
 class Block(nn.Module):
     def __init__(self, kit: Any) -> None:
         super().__init__()
@@ -79,22 +71,6 @@ class Gated(Stack):
 
     def __init__(self, kit: Any) -> None:
         super().__init__(self.Glu(kit), self.Glu(kit))
-
-
-@user_model(features, classify, refused=NO_TOKENS)
-class MixtureByRouter(Stack):
-    class Experts(nn.Module):
-        def __init__(self, kit: Any) -> None:
-            super().__init__()
-            self.router = nn.Linear(WIDTH, 3)
-            self.experts = nn.ModuleList(Block(kit) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            shares = self.router(x).softmax(-1)
-            return sum((shares[:, i, None] * expert(x) for i, expert in enumerate(self.experts)), torch.zeros_like(x))
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(self.Experts(kit), Block(kit))
 
 
 @user_model(features, classify, refused=NO_TOKENS)
@@ -217,33 +193,6 @@ class WrittenInPlace(Stack):
         super().__init__(self.Inside(kit), self.Inside(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS)
-class LowRank(Stack):
-    """LoRA beside frozen linears, alone and inside of a pair."""
-
-    class Adapted(nn.Module):
-        def __init__(self, kit: Any) -> None:
-            super().__init__()
-            self.up, self.down = kit.Linear(WIDTH, HIDDEN, split="column"), kit.Linear(HIDDEN, WIDTH, split="row")
-            self.up.requires_grad_(False)
-            self.a = nn.Linear(WIDTH, 4, bias=False)
-            self.b = kit.Linear(4, HIDDEN, bias=False, split="column")
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = x + self.down(torch.tanh(self.up(x) + 0.5 * self.b(self.a(x))))
-            return out
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(self.Adapted(kit), self.Adapted(kit))
-
-
-@user_model(features, classify, refused=NO_TOKENS)
-class FrozenTrunk(Stack):
-    def __init__(self, kit: Any) -> None:
-        frozen = Block(kit).requires_grad_(False)
-        super().__init__(frozen, Block(kit))
-
-
 _SUM = dict.fromkeys(("1d", "2d", "2.5d", "3d 8", "data 2 x 1d", "pipeline 2 x 1d"), "sum reduces dim -1")
 
 
@@ -258,25 +207,6 @@ class NormInsideOfAPair(Stack):
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.up(x)
-            out: Tensor = self.down(h / h.sum(-1, keepdim=True).abs().add(1.0))
-            return out
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(self.Inside(kit), Block(kit))
-
-
-@user_model(features, classify, refused=NO_TOKENS)
-class NormBehindToUser(Stack):
-    """The same with the remedy."""
-
-    class Inside(nn.Module):
-        def __init__(self, kit: Any) -> None:
-            super().__init__()
-            self.up, self.down = kit.Linear(WIDTH, HIDDEN, split="column"), kit.Linear(HIDDEN, WIDTH)
-            self.to_whole = kit.to_whole
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.to_whole(self.up(x))
             out: Tensor = self.down(h / h.sum(-1, keepdim=True).abs().add(1.0))
             return out
 

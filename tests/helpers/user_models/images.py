@@ -17,25 +17,6 @@ NO_TOKENS = {"sequence": "token"}
 
 
 @user_model(pictures, classify, refused=NO_TOKENS)
-class ConvolutionStem(nn.Module):
-    def __init__(self, kit: Any) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2))
-        self.norm, self.block = nn.GroupNorm(2, WIDTH), Block(kit)
-        self.head = kit.Linear(WIDTH, CLASSES)
-
-    def bottom(self, x: Tensor) -> Tensor:
-        return self.norm(self.stem(x)).mean((2, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.block(self.bottom(x)))
-        return out
-
-    def pipeline_blocks(self) -> list[Any]:
-        return [PipelineBlock(self.bottom, "stem", "norm"), self.block, self.head]
-
-
-@user_model(pictures, classify, refused=NO_TOKENS)
 class VisionTransformer(nn.Module):
     """Patches, a class token, positions, the class token's features."""
 

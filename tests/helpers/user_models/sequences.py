@@ -18,7 +18,7 @@ from helpers.user_models.cases import (
     user_model,
     vectors,
 )
-from helpers.user_models.features import HIDDEN, NO_CHAIN, Block
+from helpers.user_models.features import NO_CHAIN, Block
 from torch import Tensor, nn
 
 from colossus.layers import PipelineBlock
@@ -102,13 +102,6 @@ class TransformerWithOwnAttention(Language):
 @user_model(tokens, classify, refused=MIXES)
 class TransformerOfPairs(Language):
     attention = PairAttention
-
-
-@user_model(tokens, classify, refused=MIXES)
-class TorchsEncoderLayer(Language):
-    class attention(nn.TransformerEncoderLayer):
-        def __init__(self, kit: Any) -> None:
-            super().__init__(WIDTH, 2, HIDDEN, dropout=0.0, batch_first=True, norm_first=True)
 
 
 @user_model(vectors, classify)

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from helpers.user_models.cases import CLASSES, WIDTH, Batch, classify, features, integers, user_model
+from helpers.user_models.cases import CLASSES, WIDTH, Batch, classify, features, user_model
 from helpers.user_models.features import HIDDEN, NO_CHAIN, NO_TOKENS, Block, Stack
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -22,12 +22,6 @@ OF_A_RANK = dict.fromkeys(("data", "2d", "2.5d", "3d"), "its statistics are of a
 class WeightNorm(Stack):
     def __init__(self, kit: Any) -> None:
         super().__init__(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), Block(kit))
-
-
-@user_model(features, classify, refused=NO_TOKENS, differs=OF_A_FORWARD)
-class SpectralNorm(Stack):
-    def __init__(self, kit: Any) -> None:
-        super().__init__(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), Block(kit))
 
 
 @user_model(features, classify, refused=NO_TOKENS, differs=OF_A_FORWARD | OF_A_RANK)
@@ -106,42 +100,6 @@ class GradientHooks(Stack):
 
 
 @user_model(features, classify, refused=NO_TOKENS)
-class ForwardHooks(Stack):
-    def __init__(self, kit: Any) -> None:
-        block = Block(kit)
-        block.norm.register_forward_hook(lambda module, inputs, out: out * 1.1)
-        block.up.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0.1,))
-        super().__init__(block, Block(kit))
-
-
-class Round(torch.autograd.Function):
-    """Straight through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return (x * 4).round() / 4
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-@user_model(features, classify, refused=NO_TOKENS)
-class AutogradFunction(Stack):
-    class Quantized(nn.Module):
-        def __init__(self, kit: Any) -> None:
-            super().__init__()
-            self.linear = kit.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = Round.apply(self.linear(x))
-            return out
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(self.Quantized(kit), self.Quantized(kit))
-
-
-@user_model(features, classify, refused=NO_TOKENS)
 class GeneratorInConstructor(Stack):
     def __init__(self, kit: Any) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -164,13 +122,3 @@ class CheckpointedReentrant(Stack):
 
     def __init__(self, kit: Any) -> None:
         super().__init__(self.Cheap(kit), self.Cheap(kit))
-
-
-def bags(step: int) -> Batch:
-    return {"inputs": integers(step, 11, 8, 3), "labels": integers(step, CLASSES, 8)}
-
-
-@user_model(bags, classify, refused=NO_TOKENS)
-class EmbeddingBag(Stack):
-    def __init__(self, kit: Any) -> None:
-        super().__init__(nn.EmbeddingBag(11, WIDTH, mode="mean"), Block(kit))

@@ -78,16 +78,3 @@ class TopExperts(Stack):
 
     def __init__(self, kit: Any) -> None:
         super().__init__(self.Routed(), Block(kit))
-
-
-OF_SOME_SAMPLES = dict.fromkeys(("data", "microbatches", "pipeline", "2d", "2.5d", "3d"), "the mean is of some samples")
-
-
-@user_model(features, classify, refused=NO_TOKENS, differs=OF_SOME_SAMPLES)
-class CentredBatch(Stack):
-    class Centred(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x - x.mean(0)
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(self.Centred(), Block(kit))
