@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
@@ -140,8 +140,9 @@ class _TableOptimizer(_Optimizer):
 
 class _Reading(_Ranges):
     num_workers: CountOrZero = 0
-    read_ahead: bool = True
+    per_rank: bool = False
     seed_samples: bool | None = None
+    multiprocessing_context: Literal["fork", "forkserver", "spawn"] | None = None
     worker_timeout: NotNegative = 300.0
 
 

@@ -32,7 +32,7 @@ from colossus.config.training import Checkpoint, Train
 
 #: options of ``data`` that the loader takes, whatever the dataset
 READING_OPTIONS = (
-    "num_workers", "collate_fn", "per_rank", "read_ahead", "seed_samples", "multiprocessing_context", "worker_timeout",
+    "num_workers", "collate_fn", "per_rank", "seed_samples", "multiprocessing_context", "worker_timeout",
 )  # fmt: skip
 
 AXES = ("pipeline", "data", "sequence", "tensor")

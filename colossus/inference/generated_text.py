@@ -84,8 +84,8 @@ class FileTokenizer:
         self._start = special_ids(file.parent, token_ids or {}, "bos_token_id")[:1]
 
     def encode(self, text: str) -> list[int]:
-        text = _printable(text)
-        return self._tokenizer.encode(text, add_special_tokens=self._adds_special).ids or list(self._start)
+        ids = self._tokenizer.encode(_printable(text), add_special_tokens=self._adds_special).ids
+        return ids or list(self._start)
 
     def stream(self, prompt: Sequence[int] = ()) -> _FileStream:
         return _FileStream(self._tokenizer, prompt)
@@ -99,7 +99,7 @@ class _FileStream:
             takes the space of the first of all).
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer, self._library = tokenizer, importlib.import_module("tokenizers.decoders")
         self._begin()
         for token in prompt:
@@ -140,9 +140,8 @@ def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
     name = given if given is not None else source.manifest.tokenizer
     if name is None:
         raise ConfigError(
-            f"{source.folder}: does not say how its text became tokens: give --tokenizer bytes (UTF-8, as "
-            f"data = dict(type='PythonStdlib') has it), --tokenizer PATH of a {TOKENIZER_FILE}, or the prompt as "
-            f"numbers, --tokens 1,2,3"
+            f"{source.folder}: does not say how its text became tokens: give --tokenizer bytes (UTF-8), --tokenizer PATH "
+            f"of a {TOKENIZER_FILE}, or the prompt as numbers, --tokens 1,2,3"
         )
     if name == BYTES:
         return ByteTokenizer()
@@ -176,7 +175,7 @@ class Texts:
 
     Args:
         prompts: as text; None where they were given as tokens.
-        out: where to print; None prints nothing.
+        out: where to print, without what a terminal would obey; None prints nothing.
     """
 
     def __init__(
@@ -247,15 +246,11 @@ class Texts:
             self._write(text)
 
     def _write(self, text: str) -> None:
-        if self._out is not None and (text := harmless(text) if self._out.isatty() else text):
-            self._out.write(text)
+        if self._out is not None:
+            # a model may have learned escape sequences, or to turn lines around
+            self._out.write(_OBEYED.sub(_REPLACEMENT, text.replace("\r", "")) if self._out.isatty() else text)
             self._out.flush()
 
 
 def _printable(prompt: str) -> str:
     return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def harmless(text: str) -> str:
-    """Without what a terminal would obey: a model may have learned escape sequences, or to turn lines around."""
-    return _OBEYED.sub(_REPLACEMENT, text.replace("\r", ""))
