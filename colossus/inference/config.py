@@ -156,20 +156,15 @@ def num_positions(config: Config) -> int | None:
     return None if getattr(options, "is_rotary", True) else int(options.seq_len)
 
 
-def prompt_problems(
-    prompts: Sequence[Sequence[int]], max_tokens: int, positions: int | None, vocab_size: int | None
-) -> list[str]:
+def prompt_problems(prompts: Sequence[Sequence[int]], positions: int | None, vocab_size: int | None) -> list[str]:
     """Why a model with so many positions and tokens cannot continue these prompts."""
     problems = [] if prompts else ["there is no prompt"]
-    if max_tokens < 1:
-        problems.append(f"max_tokens = {max_tokens}: at least 1")
     for number, tokens in enumerate(prompts, 1):
         if not tokens:
             problems.append(f"prompt {number} is empty: a model continues at least one token")
         if positions is not None and len(tokens) > positions:
             problems.append(
-                f"prompt {number} has {len(tokens)} tokens, but the model has learned {positions} positions "
-                f"(model.seq_len): cut it to {positions}, or less to leave room for text"
+                f"prompt {number} has {len(tokens)} tokens, but the model has learned {positions} positions (model.seq_len)"
             )
         largest = max(tokens, default=0)
         if vocab_size is not None and largest >= vocab_size:

@@ -140,8 +140,8 @@ def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
     name = given if given is not None else source.manifest.tokenizer
     if name is None:
         raise ConfigError(
-            f"{source.folder}: does not say how its text became tokens: give --tokenizer bytes (UTF-8), --tokenizer PATH "
-            f"of a {TOKENIZER_FILE}, or the prompt as numbers, --tokens 1,2,3"
+            f"{source.folder}: does not say how its text became tokens: give --tokenizer bytes (UTF-8), --tokenizer "
+            f"PATH of a {TOKENIZER_FILE}, or the prompt as numbers, --tokens 1,2,3"
         )
     if name == BYTES:
         return ByteTokenizer()

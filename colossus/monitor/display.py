@@ -20,8 +20,7 @@ from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import EvalResult, StepResult
 from colossus.machine import gigabytes
-from colossus.monitor.late_results import LateResults
-from colossus.monitor.metrics import StepTimer, peak_memory
+from colossus.monitor.metrics import LateResults, StepTimer, peak_memory
 from colossus.monitor.mfu import Utilisation
 from colossus.server.process import has_servers, read_environment
 
@@ -52,11 +51,10 @@ class Display(Hook):
         self.validation: dict[str, float] = {}
         self.counted = "tokens"
         self.tokens, self.seconds = 0.0, 0.0
-        #: whose speed it is, where replicas count for themselves
-        self.speed_of = ""
+        #: where replicas count for themselves the speed is of one
+        self.per_replica = False
         self._timer = StepTimer()
         self._began = time.monotonic()
-        self._replica = 0
         self._utilisation = Utilisation()
 
     def on_train_start(self, engine: Engine) -> None:
@@ -66,7 +64,7 @@ class Display(Hook):
         self.counted = getattr(model_options(engine.config), "counted", self.counted)
         self._utilisation = Utilisation.of(engine)
         if self.shown:
-            self._write("\n".join(self.heading(engine)))
+            self.show_line("\n".join(self.heading(engine)))
 
     def heading(self, engine: Engine) -> list[str]:
         """What is about to run, in two or three lines."""
@@ -92,8 +90,7 @@ class Display(Hook):
                 lines.append(f"no step is left of train.steps = {self.total}: the run in {self.folder} is complete")
         if checkpoints.weights_match is not None:
             match = checkpoints.weights_match
-            more = [f"{name} {saved} of {here} rows" for name, (saved, here) in match.grown.items()]
-            more += [f"{name} the first {here} of {saved} rows" for name, (saved, here) in match.shortened.items()]
+            more = [f"{name} {saved} of {here} rows" for name, (saved, here) in (match.grown | match.shortened).items()]
             found = f"{len(match.sources)} parameters and buffers from {checkpoints.weights_from}"
             lines.append(", ".join([found, *more]))
         return lines
@@ -105,7 +102,6 @@ class Display(Hook):
         self.shown = engine.context.is_logging_rank  # of those that live
         if not self.shown:
             return
-        self._replica = engine.context.index("data")
         late = self._results.add(result, self._timer.stop())
         self.memory, _ = peak_memory(engine.device)
         self._results.take(self._count, but=0 if self.is_due(engine, result) else late)
@@ -119,7 +115,7 @@ class Display(Hook):
         own = result.replica_tokens
         self.tokens += result.tokens if own is None else own
         self.seconds += seconds
-        self.speed_of = "" if own is None else f" (replica {self._replica})"
+        self.per_replica = own is not None
         self.result = result
 
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
@@ -139,17 +135,13 @@ class Display(Hook):
         self.show_end()
         self.close()
         if self.shown and self.result is not None and self.result.step >= self.total:
-            self._write(self.summary(self.result))
+            self.show_line(self.summary(self.result))
 
     def on_exception(self, engine: Engine, error: BaseException) -> None:
         self.close()
 
     def show_step(self, engine: Engine, result: StepResult) -> None:
-        """After each step.
-
-        Args:
-            result: of the step; its numbers are there only if it is the one of ``self.result``.
-        """
+        """After each step, whose numbers are there only if it is the one of ``self.result``."""
 
     def show_end(self) -> None:
         """All numbers are there."""
@@ -158,14 +150,11 @@ class Display(Hook):
 
     def show_line(self, text: str) -> None:
         """A line that stays."""
-        self._write(text)
+        self.stream.write(text + "\n")
+        self.stream.flush()
 
     def close(self) -> None:
         """Leave the terminal as it was. May be called from another thread, and twice."""
-
-    def _write(self, text: str) -> None:
-        self.stream.write(text + "\n")
-        self.stream.flush()
 
     def fields(self) -> list[str]:
         """The numbers of the last step, one string each."""
@@ -177,7 +166,7 @@ class Display(Hook):
             f"loss {self.result.loss:.4f}{whose}",
             f"grad_norm {self.result.grad_norm:.3g}",
             f"lr {self.result.lr:.3g}",
-            f"{_thousands(speed)} {self.counted}/s{self.speed_of}",
+            f"{_thousands(speed)} {self.counted}/s{' a replica' if self.per_replica else ''}",
             f"memory {gigabytes(self.memory)}",
             f"MFU {'N/A' if mfu is None else f'{mfu:.1%}'}",
             *([f"skipped {self.result.num_skipped}"] if self.result.num_skipped else []),
@@ -246,7 +235,7 @@ class LiveDisplay(Display):
 
     def show_line(self, text: str) -> None:
         if self._live is None:
-            self._write(text)
+            super().show_line(text)
         else:  # above the bar
             self._live.console.print(text, markup=False, highlight=False)
 

@@ -33,8 +33,6 @@ PLANS = {
     "2d": ["parallel.tensor=dict(mode='2d',size=4)"],
     "3d_2x1x2": ["parallel.tensor=dict(mode='3d',shape=(2,1,2))"],
     "pipeline_1d": ["parallel.pipeline=2", "parallel.tensor=2"],
-}
-LONG_PLANS = {
     "2.5d": ["parallel.tensor=dict(mode='2.5d',size=8,depth=2)"],
     "3d": ["parallel.tensor=dict(mode='3d',size=8)"],
     "pipeline_2d": ["parallel.pipeline=2", "parallel.tensor=dict(mode='2d',size=4)"],
@@ -136,11 +134,6 @@ def check_memory(found: list[dict[str, Any]], name: str, plan: str) -> None:
 @pytest.mark.long
 def test_parts_equal_whole_forwards_under_every_plan(sources: dict[str, Source]) -> None:
     check(sources, PLANS)
-
-
-@pytest.mark.long
-def test_parts_equal_whole_forwards_on_eight_ranks(sources: dict[str, Source]) -> None:
-    check(sources, LONG_PLANS)
 
 
 def test_a_rank_without_rotation_by_its_position_would_be_seen(

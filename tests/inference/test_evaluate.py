@@ -280,9 +280,7 @@ def test_wrong_usage(
 ) -> None:  # fmt: skip
     """Each in words, before a process starts; damaged checkpoints with 1."""
     root, _ = runs
-    words = refused(capsys, root / "one", "optimizer.lr=0.1", "checkpoint.every=3")
-    assert "optimizer.lr=0.1: evaluate trains nothing" in words
-    assert "checkpoint.every=3: evaluate trains nothing" in words
+    assert "optimizer.lr: evaluate trains nothing" in refused(capsys, root / "one", "optimizer.lr=0.1")
     assert "3 processes" in refused(capsys, root / "tensor", "--nproc", "3")
     assert "model.num_layers" in refused(capsys, root / "one", "parallel.pipeline=9")
     assert "there is no such folder" in refused(capsys, tmp_path / "nowhere")

@@ -88,15 +88,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-@given(TEXTS)
-def test_text_that_streams_is_the_whole_text(folder: Path, text: str) -> None:
-    tokenizer = FileTokenizer(folder / "tokenizer.json")
-    if not text:
-        return
-    ids = tokenizer.encode(text)
-    assert told(tokenizer.stream(), ids) == tokenizer._tokenizer.decode(ids, skip_special_tokens=True)
-
-
 @given(st.lists(st.integers(0, 250), max_size=25))
 def test_any_tokens_stream_to_what_they_decode_to(folder: Path, ids: list[int]) -> None:
     """Pieces of characters and invalid bytes, too. A decoder that shows a run of bytes as a whole takes letters back

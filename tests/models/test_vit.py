@@ -152,10 +152,9 @@ def test_what_is_refused_before_launch(parallel: dict[str, Any], more: dict[str,
     ("images", "words"),
     [
         (torch.zeros(2, 3, 6, 8), r"\[2, 3, 6, 8\], has shape \[3, 6, 8\], but .* say \[3, 8, 6\]"),
-        (torch.zeros(2, 3, 4, 6), r"has shape \[3, 4, 6\]"),
         (torch.zeros(3, 8, 6), r"has shape \[8, 6\], but"),
-        (torch.zeros(2, 3, 8, 6, dtype=torch.uint8), "images of torch.uint8; make them of floating point"),
-        ({"images": torch.zeros(2, 3, 8, 6)}, "its input is a dict"),
+        (torch.zeros(2, 3, 8, 6, dtype=torch.uint8), "its input is of torch.uint8; it takes images of floating point"),
+        ({"images": torch.zeros(2, 3, 8, 6)}, "its input is of dict"),
     ],
 )
 def test_images_that_are_refused(images: Any, words: str) -> None:

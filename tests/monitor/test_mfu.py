@@ -11,14 +11,20 @@ from typing import Any
 import pytest
 import torch
 from helpers.launched.fake_engine import FakeEngine
-from helpers.ranks import run_ranks
 
 from colossus.config import load_config
-from colossus.context.parallel_context import ParallelContext
 from colossus.engine.fit import fit
 from colossus.monitor.display import PlainDisplay
 from colossus.monitor.metrics import Metrics, peak_memory
-from colossus.monitor.mfu import KINDS, PEAK_TFLOPS, Utilisation, flops_per_token, peak_flops, short_name, uses_tf32
+from colossus.monitor.mfu import (
+    KINDS,
+    PEAK_TFLOPS,
+    Utilisation,
+    device_peak,
+    flops_per_token,
+    peak_flops,
+    short_name,
+)
 
 H100 = "NVIDIA H100 80GB HBM3"
 CUDA = torch.device("cuda", 0)
@@ -78,28 +84,13 @@ def test_every_row_of_the_table_can_be_met_and_is_in_order() -> None:
         assert (tf32 or low) >= (fp32 or 0) >= (fp64 or 0)
 
 
-def told_so(context: ParallelContext) -> list[bool]:
-    """Body of a rank: the old ways first, since they raise after the new one."""
-    matmul = torch.backends.cuda.matmul
-    found = [uses_tf32()]
-    torch.set_float32_matmul_precision("high")
-    found.append(uses_tf32())
-    torch.set_float32_matmul_precision("highest")
-    found.append(uses_tf32())
-    matmul.allow_tf32 = True
-    found.append(uses_tf32())
-    matmul.allow_tf32 = False
-    found.append(uses_tf32())
-    matmul.fp32_precision = "tf32"
-    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
-        _ = matmul.allow_tf32
-    return [*found, uses_tf32()]
-
-
-def test_tf32_is_seen_however_torch_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_ranks(1, told_so) == [[False, True, False, True, False, True]]
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert run_ranks(1, told_so) == [[False] * 6]
+def test_tf32_is_seen_by_the_newer_setting(an_h100: dict[str, Any]) -> None:
+    matmul, peaks = torch.backends.cuda.matmul, []
+    before = matmul.fp32_precision
+    for setting in ("ieee", "tf32", before):
+        matmul.fp32_precision = setting
+        peaks.append(device_peak(CUDA, "fp32"))
+    assert peaks[:2] == [67e12, 494.5e12]
 
 
 def engine_of(*, exact: bool = True, device: torch.device = CUDA, model: Any = MODEL, **parallel: int) -> Any:
