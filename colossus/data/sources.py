@@ -132,19 +132,16 @@ class MapSource(Source):
                     f"is locked: it was forked while another thread held a lock (pytorch issue 130610). "
                     f"data.multiprocessing_context='forkserver' starts workers that hold none"
                 ) from None
-            # without torch's frames, of which one has the error as a local: with that reference cycle the workers would
-            # be left to the garbage collector, which takes 5 s each to end them
+            # without torch's frames, one of which has the error as a local: a reference cycle, see `_Batches`
             raise error.with_traceback(None) from None
 
 
 class _Batches(Dataset[Any]):
     """The batches of one data rank, by step: what loader workers hold.
 
-    While a sample is read the global generators of torch, `random` and `numpy.random` start from (seed, epoch, index),
-    so that what it draws does not depend on the plan, on workers or on a resume.
-
-    It must not lead back to the source: an iterator with workers that is freed by the garbage collector instead of by
-    its count takes its queues apart before it can stop the workers, and then waits 5 s for each.
+    While a sample is read the global generators of torch, `random` and `numpy.random` start from (seed, epoch, index).
+    It must not lead back to the source: in a reference cycle workers are left to the garbage collector, which takes 5 s
+    to end each.
     """
 
     def __init__(self, dataset: Any, order: SampleOrder, options: ReadingOptions) -> None:
@@ -207,11 +204,7 @@ def _unchanged(item: Any) -> Any:
 
 
 def _outlive_stop_signals(worker: int) -> None:
-    """Let this process, a data loader's worker, end by its rank's SIGTERM only.
-
-    A batch system that ends a job tells all of its processes, also those that read data; but the rank they read for has
-    a step to finish.
-    """
+    """Let a worker end by its rank's SIGTERM only: a batch system tells all processes, but a rank has a step to end."""
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # on macOS who has sent it cannot be known

@@ -52,7 +52,7 @@ class StreamSource(Source):
         self.name = type(iterable).__name__
         self.shard, self.per_rank = shard, options.per_rank
         has_state = all(callable(getattr(stateful, name, None)) for name in ("state_dict", "load_state_dict"))
-        self.stateful = stateful if has_state else None
+        self.stateful: Any = stateful if has_state else None
         #: samples of a whole batch
         self._whole = shard.size if options.per_rank else shard.global_batch_size
         self._iterable, self._chunk, self._seeds_items = iterable, chunk or self._whole, options.seeds(iterable)

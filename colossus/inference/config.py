@@ -164,7 +164,7 @@ def prompt_problems(prompts: Sequence[Sequence[int]], positions: int | None, voc
             problems.append(f"prompt {number} is empty: a model continues at least one token")
         if positions is not None and len(tokens) > positions:
             problems.append(
-                f"prompt {number} has {len(tokens)} tokens, but the model has learned {positions} positions (model.seq_len)"
+                f"prompt {number} has {len(tokens)} tokens, but the model has learned {positions} positions"
             )
         largest = max(tokens, default=0)
         if vocab_size is not None and largest >= vocab_size:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -41,8 +39,8 @@ _REFUSALS = (DamagedCheckpoint, CheckpointError, FloatingPointError, ValueError)
 def on_ranks(
     config: Config, make: Callable[[], Any], threads: int | None = None
 ) -> Iterator[Callable[[Callable[[Any], T]], T]]:
-    """Inside, ``call(work)`` is ``work(made)`` on each rank, where ``made`` is what ``make()`` gave; the answer of
-    the first. What is made has a method ``close``.
+    """Inside, ``call(work)`` is ``work(made)`` on each rank, where ``made`` is what ``make()`` gave and has a method
+    ``close``; it answers what the first rank does.
 
     Args:
         threads: of each rank, unless ``OMP_NUM_THREADS`` says another number; by default as many as `colossus launch`
@@ -71,7 +69,7 @@ def on_ranks(
     sys.stderr.flush()
     with LocalRanks(
         count,
-        partial(_Rank, make, os.getpid(), threads),
+        partial(_Rank, make, threads),
         start="spawn" if uses_cuda or sys.platform == "darwin" else "fork",
         backend=choose_backend(config.comm.backend, "cuda" if uses_cuda else "cpu"),
         collective_timeout=config.comm.timeout_seconds,
@@ -87,11 +85,10 @@ def on_ranks(
 
 
 class _Rank:
-    """In a process of its own: Ctrl-C is the affair of the process that has started it, with which it ends."""
+    """In a process of its own: Ctrl-C is the affair of the process that has started it, whose pipe it ends with."""
 
-    def __init__(self, make: Callable[[], Any], parent: int, threads: int, rank: int) -> None:
+    def __init__(self, make: Callable[[], Any], threads: int, rank: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         torch.set_num_threads(threads)
         self._make, self._made = make, None
 
@@ -104,13 +101,6 @@ class _Rank:
             if not isinstance(error, (CheckpointError, FloatingPointError)) and not is_ours(error):
                 raise  # of a user's own code, with its traceback
             return next(kind for kind in _REFUSALS if isinstance(error, kind))(str(error))
-
-
-def _end_with(parent: int) -> None:
-    """End when the parent has, however it did."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def decoding_of(source: Source, config: Config, **options: Any) -> Decoding:

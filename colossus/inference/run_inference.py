@@ -191,9 +191,7 @@ def _conclude(texts: Texts, as_json: bool, source: Source, config: Config, how: 
     for row, ended in enumerate(texts.ended):
         if ended == "positions":
             made = len(texts.tokens[row])
-            _say(
-                f"prompt {row + 1} stopped after {made} tokens: the model has learned no more positions (model.seq_len)"
-            )
+            _say(f"prompt {row + 1} stopped after {made} tokens: the model has learned no more positions")
     shown = [f"{key}: {speed:.1f} tokens/s" for key, speed in speeds.items() if speed is not None]
     _say("; ".join(shown) or "nothing was generated")
 

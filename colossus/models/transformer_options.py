@@ -111,13 +111,20 @@ class TransformerOptions(BaseModel):
         problems = head_problems(
             self.hidden_size, self.num_heads, self.num_kv_heads, given, rotary=self.is_rotary, prefix="model."
         )
-        if parallel.pipeline.size > self.num_blocks:
-            problems = [
-                *problems,
-                f"model.num_layers = {self.num_layers} gives {self.num_blocks} blocks ({self.block_names}), fewer than "
-                f"the stages of parallel.pipeline.size = {parallel.pipeline.size}; every stage needs a block",
-            ]
-        return [*problems, *self.check_sequence(parallel), *self._check_tensor(parallel.tensor)]
+        return [
+            *problems,
+            *self._check_pipeline(parallel),
+            *self.check_sequence(parallel),
+            *self._check_tensor(parallel.tensor),
+        ]
+
+    def _check_pipeline(self, parallel: Any) -> list[str]:
+        if parallel.pipeline.size <= self.num_blocks:
+            return []
+        return [
+            f"model.num_layers = {self.num_layers} gives {self.num_blocks} blocks ({self.block_names}), fewer than the "
+            f"stages of parallel.pipeline.size = {parallel.pipeline.size}; every stage needs a block"
+        ]
 
     def check_sequence(self, parallel: Any) -> list[str]:
         """What is wrong with these sizes under ``parallel.sequence``."""

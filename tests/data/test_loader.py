@@ -26,7 +26,6 @@ from helpers.datasets import (
     same,
     shuffled,
 )
-from torch.utils.data import DataLoader
 
 from colossus.config.section import Named
 from colossus.data import BatchedDataset, build_loaders
@@ -82,15 +81,6 @@ def test_a_run_goes_on_by_its_step_and_by_its_state(make: Callable[[], Any], ste
         assert all(same(next(by_step), batch) for batch in run[back:])
 
 
-def test_epochs_visit_every_sample_once_and_differ() -> None:
-    train = loaders(Numbers()).train
-    seen = [i for batch in islice(train, SAMPLES) for i in ids(batch)]  # SAMPLES * BATCH samples are BATCH epochs
-    epochs = [seen[start : start + SAMPLES] for start in range(0, len(seen), SAMPLES)]
-    assert len(epochs) == BATCH
-    assert all(sorted(epoch) == list(range(SAMPLES)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == BATCH
-
-
 # Map-style datasets
 
 
@@ -134,14 +124,6 @@ def test_a_batch_that_could_not_be_read_is_read_again(workers: int, tmp_path: Pa
     with pytest.raises(OSError, match="not now"):
         list(flaky.validation)
     assert list(map(ids, flaky.validation)) == list(map(ids, sound.validation))
-
-
-def test_a_method_called_batch_is_the_users_own() -> None:
-    class Named(Numbers):
-        def batch(self, batch_size: int) -> None:
-            raise AssertionError("not for us")
-
-    assert len(ids(next(loaders(Named()).train))) == BATCH
 
 
 def test_a_changed_seed_or_data_is_told_on_resume(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,13 +187,6 @@ def test_validation_by_streams(make: Callable[[], Any]) -> None:
     assert [ids(b) for b in whole] == [ids(a) + ids(b) for a, b in zip(*runs, strict=True)]
     assert len(runs[0]) == (5 if make is Batches else 4)
     assert sum(len(ids(batch)) for batch in whole) == (40 if make is Batches else SAMPLES)
-
-
-def test_validation_smaller_than_one_batch() -> None:
-    for kind in (Stream(7), Numbers(7), DataLoader(Numbers(7), batch_size=8)):
-        parts = [loaders({"type": Numbers, "validation": kind}, rank, 2).validation for rank in (0, 1)]
-        for _ in range(2):
-            assert [[ids(batch) for batch in part or ()] for part in parts] == [[[0, 1, 2]], [[3, 4, 5, 6]]]
 
 
 def test_a_validation_batch_that_is_not_the_last_is_whole() -> None:

@@ -13,7 +13,7 @@ import pytest
 from helpers.tokenizer import TEXT, make_tokenizer
 
 from colossus.config import ConfigError, load_config
-from colossus.data import PythonStdlib, TextFolder, TokenFile, build_loaders
+from colossus.data import TextFolder, build_loaders
 from colossus.data.tokenizer import DatasetTokenizer, dataset_tokenizer
 from colossus.launch.data_check import check_data
 
@@ -119,24 +119,6 @@ def test_ids_are_made_once(tmp_path: Path, texts: Path, cache: Path, monkeypatch
     assert len(list(cache.iterdir())) == 2
     monkeypatch.setenv("XDG_CACHE_HOME", str(texts / "0.txt"))  # no folder
     assert len(TextFolder(texts, 8, tokenizer=tokenizer).tokens)
-
-
-def test_bytes_are_what_they_were(texts: Path) -> None:
-    for given in (None, "bytes"):
-        data = TextFolder(texts, 8, tokenizer=given)
-        assert data.tokenizer == DatasetTokenizer("bytes")
-        assert data.vocab_size == 256
-    assert PythonStdlib(8, max_bytes=50_000).tokenizer == DatasetTokenizer("bytes")
-
-
-def test_a_file_of_ids_records_its_tokenizer(tmp_path: Path) -> None:
-    np.save(tmp_path / "ids.npy", np.arange(100, dtype=np.uint16))
-    tokenizer = make_tokenizer(tmp_path / "model")
-    for given, name in ((None, None), ("bytes", "bytes"), (tokenizer.parent, "tokenizer.json")):
-        data = dict(type="TokenFile", path=str(tmp_path / "ids.npy"), tokenizer=given)
-        loaders = build_loaders(data, seed=0, global_batch_size=2, data_rank=0, data_size=1, seq_len=8)
-        assert (None if loaders.tokenizer is None else loaders.tokenizer.name) == name
-    assert TokenFile(tmp_path / "ids.npy", 8).tokenizer is None
 
 
 def test_datasets_of_users_may_say_theirs(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from colossus.engine.initialize import make_engine
 from colossus.hf.hf_folder import read_folder
 from colossus.hf.hf_reader import HFReader
 from colossus.hf.model_config import options_of
-from colossus.monitor.display import PlainDisplay
+from colossus.monitor.display import Display
 
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "vit": VIT}
 
@@ -175,7 +175,7 @@ def test_a_shorter_model_takes_the_first_positions(tmp_path: Path) -> None:
         assert match is not None
         assert match.is_complete
         assert match.shortened == {"positions.weight": (6, 4)}
-        heading = PlainDisplay(tmp_path, io.StringIO()).heading(engine)[-1]
+        heading = Display(tmp_path, io.StringIO()).heading(engine)[-1]
         engine.close()
         with pytest.raises(CheckpointError, match=r"embedding.weight \(11, 8\) there, \(10, 8\) here"):
             colossus.initialize(dict(model=dict(type="hf", path=str(folder), vocab_size=10), **train))

@@ -185,6 +185,13 @@ def test_learned_positions_end_a_text(sources: dict[str, Source]) -> None:
     model.close()
 
 
+def test_an_attention_that_is_called_twice_in_a_forward_is_refused() -> None:
+    attention, cache = torch.nn.Identity(), KeyValueCache()
+    cache.attend(attention, *torch.ones(3, 1, 1, 2, 4))
+    with pytest.raises(ValueError, match="every attention is called once in each forward"):
+        cache.attend(attention, *torch.ones(3, 1, 1, 2, 4))
+
+
 def test_logits_that_are_no_numbers_are_told(sources: dict[str, Source]) -> None:
     model = load_model(sources["gpt"])
     with torch.no_grad():

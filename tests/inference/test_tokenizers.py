@@ -128,15 +128,6 @@ def test_what_begins_and_ends_a_text_is_what_the_files_say(folder: Path, tmp_pat
     assert FileTokenizer(file).stop == (7,)
 
 
-def test_a_prompt_begins_as_training_data_did(folder: Path) -> None:
-    file = folder / "tokenizer.json"
-    plain = FileTokenizer(file, adds_special=False).encode("the")
-    assert FileTokenizer(file).encode("the") == (plain if "byte_level" in folder.name else [1, *plain])
-    ours = tokenizer_of(source(folder, "tokenizer.json", saved=True), None)
-    assert ours is not None
-    assert ours.encode("the") == plain
-
-
 def source(folder: Path, tokenizer: str | None, *, saved: bool = False) -> Source:
     if saved:
         (folder / MANIFEST).touch()

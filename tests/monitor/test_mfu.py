@@ -14,7 +14,7 @@ from helpers.launched.fake_engine import FakeEngine
 
 from colossus.config import load_config
 from colossus.engine.fit import fit
-from colossus.monitor.display import PlainDisplay
+from colossus.monitor.display import Display
 from colossus.monitor.metrics import Metrics, peak_memory
 from colossus.monitor.mfu import (
     KINDS,
@@ -141,7 +141,7 @@ def test_rows_and_lines_on_a_gpu_have_utilisation_and_memory(an_h100: dict[str, 
     of_model = engine_of()
     engine.device = CUDA
     engine.config = engine.config.model_copy(update={"model": of_model.config.model})
-    fit(engine, [Metrics(path), PlainDisplay(tmp_path, stream)])
+    fit(engine, [Metrics(path), Display(tmp_path, stream)])
     flops = Utilisation.of(of_model).flops_per_token
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == 3
