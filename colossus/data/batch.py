@@ -44,17 +44,11 @@ def batch_size_of(batch: Batch) -> int:
     """
     shapes = [(path, tuple(leaf.shape)) for path, leaf in _arrays(batch)]
     if not shapes:
-        raise ValueError(
-            f"cannot tell the batch size: no tensor with a dim 0 in a batch of type {type(batch).__name__}; "
-            f"a batch is a nest of dicts, tuples and lists of tensors"
-        )
+        raise ValueError(f"cannot tell the batch size: no tensor with a dim 0 in a batch of {type(batch).__name__}")
     sizes = {shape[0] for _, shape in shapes}
     if len(sizes) > 1:
         listing = ", ".join(f"{path} {list(shape)}" for path, shape in shapes)
-        raise ValueError(
-            f"cannot tell the batch size: tensors differ in dim 0 ({listing}); "
-            f"dim 0 must count the samples in every tensor"
-        )
+        raise ValueError(f"cannot tell the batch size: tensors differ in dim 0, that of the samples ({listing})")
     return sizes.pop()
 
 
@@ -78,10 +72,8 @@ def split_microbatches(batch: Batch, n: int) -> list[Batch]:
     size = batch_size_of(batch)
     if n < 1 or size % n or not size:
         raise ValueError(
-            f"a batch of {size} samples per data rank does not divide into {n} microbatches"
-            + (f" ({size} / {n} = {size / n:.2f})" if n > 0 else "")
-            + "; change train.global_batch_size or schedule.microbatches so that "
-            "global batch = data ranks x microbatches x samples per microbatch"
+            f"a batch of {size} samples per data rank does not divide into {n} microbatches; change "
+            f"train.global_batch_size or schedule.microbatches"
         )
     if n == 1:
         return [batch]

@@ -71,12 +71,10 @@ class DataSpec:
         if self.is_data:
             return self.kind
         parameters = _parameters(self.kind)
-        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         known = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
-        unknown = [option for option in self.options if option not in known]
-        if unknown and parameters and not open_ended:
-            options = ", ".join([*known, *READING_OPTIONS, "validation"])
-            raise ValueError(f"data: {self.name} has no option {unknown[0]!r}; it has {options}")
+        open_ended = not parameters or len(known) < len(parameters)
+        for option in () if open_ended else self.options.keys() - known:
+            raise ValueError(f"data: {self.name} has no option {option!r}; it has {', '.join(known)}")
         given = {name: value for name, value in defaults.items() if name in known and value is not None} | self.options
         for name in known:
             if parameters[name].default is inspect.Parameter.empty and name not in given:
@@ -151,8 +149,7 @@ def build_loaders(
         vocab_size=vocab_size, pairs=pairs,
     )  # fmt: skip
     spec = parse_data(data)
-    if pairs is not None and spec.options.get("pairs", pairs) != pairs:
-        given = spec.options["pairs"]
+    if pairs is not None and (given := spec.options.get("pairs", pairs)) != pairs:
         raise ValueError(f"data.pairs = {given}, but model.pairs = {pairs}: leave data.pairs out")
     train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, endless=True)
     train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
@@ -161,8 +158,7 @@ def build_loaders(
     if isinstance(train.source, MapSource) and train.source.num_samples < global_batch_size:
         raise ValueError(
             f"{type(train_data).__name__} has {train.source.num_samples} samples, fewer than train.global_batch_size = "
-            f"{global_batch_size}: a batch would hold samples several times; give more data, or set "
-            f"train.global_batch_size to {train.source.num_samples} or less"
+            f"{global_batch_size}: give more data, or set train.global_batch_size to {train.source.num_samples} or less"
         )
 
     eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False)
@@ -171,7 +167,7 @@ def build_loaders(
     if eval_data is train_data and isinstance(source, StreamSource) and source.stateful is not None:
         raise ValueError(
             f"data.validation and the training data are one {type(train_data).__name__}, which keeps one place by its "
-            f"state_dict: each evaluation would move training elsewhere; give data.validation an object of its own"
+            f"state_dict; give data.validation an object of its own"
         )
     tokenizer = tokenizer_of(train_data)
     require_same_tokens(tokenizer, getattr(eval_data, "tokenizer", None))

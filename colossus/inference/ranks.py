@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -69,7 +71,7 @@ def on_ranks(
     sys.stderr.flush()
     with LocalRanks(
         count,
-        partial(_Rank, make, threads),
+        partial(_Rank, make, os.getpid(), threads),
         start="spawn" if uses_cuda or sys.platform == "darwin" else "fork",
         backend=choose_backend(config.comm.backend, "cuda" if uses_cuda else "cpu"),
         collective_timeout=config.comm.timeout_seconds,
@@ -85,10 +87,11 @@ def on_ranks(
 
 
 class _Rank:
-    """In a process of its own: Ctrl-C is the affair of the process that has started it, whose pipe it ends with."""
+    """In a process of its own: Ctrl-C is the affair of the process that has started it, with which it ends."""
 
-    def __init__(self, make: Callable[[], Any], threads: int, rank: int) -> None:
+    def __init__(self, make: Callable[[], Any], parent: int, threads: int, rank: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         torch.set_num_threads(threads)
         self._make, self._made = make, None
 
@@ -103,14 +106,16 @@ class _Rank:
             return next(kind for kind in _REFUSALS if isinstance(error, kind))(str(error))
 
 
+def _end_with(parent: int) -> None:
+    """End when the parent has, however it did."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def decoding_of(source: Source, config: Config, **options: Any) -> Decoding:
     """Prompts on their way through the model of a checkpoint; the options are those of `Decoding`."""
-    model = load_model(source, config)
-    try:
-        return Decoding(model, **options)
-    except BaseException:
-        model.close()
-        raise
+    return Decoding(load_model(source, config), **options)
 
 
 def evaluate(config: Config, folder: Path) -> EvalResult:
