@@ -3,7 +3,6 @@ stopped and gone on with."""
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -44,13 +43,6 @@ class Place(IterableDataset[Tensor]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.state = state
-
-
-class Kept(Place):
-    """Not lost by set_epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
 
 
 class Drawing(IterableDataset[Tensor]):
@@ -160,31 +152,10 @@ def test_only_the_last_batch_of_a_pass_may_be_short() -> None:
         next(train)
 
 
-def test_an_iterator_of_ones_own_ends_too() -> None:
-    class Once:
-        left = 3
-
-        def __iter__(self) -> Once:
-            return self
-
-        def __next__(self) -> Any:
-            self.left -= 1
-            if self.left < 0:
-                raise StopIteration
-            return {"x": torch.arange(BATCH)}
-
-    train = loaders(Once()).train
-    assert len(list(train)) == 3
-    assert list(train) == []
-    train.set_step(0)
-    with pytest.raises(ValueError, match="already read to its end"):
-        next(train)
-
-
 # -- evaluations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Place, Kept, Drawing])
+@pytest.mark.parametrize("kind", [Place, Drawing])
 def test_every_evaluation_begins_at_the_start(kind: Callable[[], Any]) -> None:
     validation = loaders({"type": Numbers, "validation": {"type": kind}}).validation
     assert validation is not None
@@ -297,8 +268,3 @@ def test_data_that_is_not_the_same_any_more(monkeypatch: pytest.MonkeyPatch, cap
     with pytest.raises(ValueError, match="Drawing has less than the 16 items that the run had read of pass 0"):
         loaders(Drawing()).train.load_state_dict(train.state_dict())
     assert "Drawing has no state_dict: reading 16 items of pass 0 again" in caplog.text
-
-
-@pytest.fixture(autouse=True)
-def _log_level(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="colossus.data")
