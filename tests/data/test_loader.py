@@ -207,44 +207,27 @@ def test_a_validation_batch_that_is_not_the_last_is_whole() -> None:
     assert [len(ids(batch)) for batch in validation or ()] == [4, 4, 1]
 
 
-def test_validation_may_have_its_own_batch_size() -> None:
-    built = loaders({"type": Numbers, "validation": Numbers()}, 1, 2, eval_batch_size=4)
-    assert built.validation is not None
-    assert ids(next(iter(built.validation))) == [2, 3]
-    with pytest.raises(ValueError, match=r"train\.eval_batch_size = 3 does not divide over 2 data ranks"):
-        loaders(Numbers(), 0, 2, eval_batch_size=3)
-
-
-def test_validation_of_a_split() -> None:
+def test_validation_of_a_split(tmp_path: Path) -> None:
     built = loaders({"type": "PythonStdlib", "max_bytes": 100_000}, seq_len=32)
     assert built.validation is not None
     assert built.validation_missing is None
     train, held = built.train.source.dataset, built.validation.source.dataset  # type: ignore[attr-defined]
     assert train.seq_len == held.seq_len == 32
     assert next(iter(built.validation))["inputs"].equal(held.batch(np.arange(8))["inputs"])
-    assert "sha256" in built.description
-    assert loaders({"type": "PythonStdlib", "validation": None}, seq_len=32).validation is None
-
-
-def test_validation_options_in_place_of_those_for_training(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"a" * 1000)
-    (tmp_path / "b.txt").write_bytes(b"b" * 1000)
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 1000)
     options = {"type": "TextFolder", "path": tmp_path, "pattern": "a*", "validation_fraction": 0}
     built = loaders({**options, "validation": {"pattern": "b*", "validation_fraction": 0.5}}, seq_len=16)
-    assert built.validation is not None
-    assert set(next(iter(built.validation))["inputs"].flatten().tolist()) == {ord("b")}
-    built = loaders(options, seq_len=16)
-    assert built.validation is None
-    assert "validation_fraction = 0" in str(built.validation_missing)
-
-
-def test_held_out_data_too_small_for_a_sample() -> None:
-    built = loaders({"type": "PythonStdlib", "max_bytes": 2000}, seq_len=128)
-    assert built.validation is None
-    assert "one sample needs seq_len + 1 = 129" in str(built.validation_missing)
-    assert "one sample needs" in built.description
-    with pytest.raises(ValueError, match="Numbers has no samples"):
-        loaders({"type": Numbers, "validation": Numbers(0)})
+    assert set(next(iter(built.validation or ()))["inputs"].flatten().tolist()) == {ord("b")}
+    for data, seq_len, why in (
+        ({"type": "PythonStdlib", "validation": None}, 32, "data.validation says so"),
+        (options, 16, "validation_fraction = 0"),
+        ({"type": "PythonStdlib", "max_bytes": 2000}, 128, "one sample needs seq_len + 1 = 129"),
+    ):
+        built = loaders(data, seq_len=seq_len)
+        assert built.validation is None
+        assert why in str(built.validation_missing)
+        assert why in built.description
 
 
 # What a config may hold
@@ -294,6 +277,7 @@ def test_a_registered_class_a_name_and_a_named_section() -> None:
         ({"type": Batches, "num_workers": 2}, {}, "data.num_workers are for a dataset"),
         ({"type": Batches(), "size": 4}, {}, "Batches is made already and takes no option size"),
         (Numbers(), {"global_batch_size": 9, "data_size": 2}, r"9 does not divide over 2 data ranks \(9 / 2 = 4.50\)"),
+        (Numbers(), {"eval_batch_size": 3, "data_size": 2}, r"train\.eval_batch_size = 3 does not divide over 2 data"),
         (Numbers(), {"seed": -1}, "seed = -1 is negative"),
     ],
 )

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 from helpers.tokenizer import TEXT, make_tokenizer
 
-from colossus.config import ConfigError, load_config
 from colossus.data import TextFolder, build_loaders
 from colossus.data.tokenizer import DatasetTokenizer, dataset_tokenizer
-from colossus.launch.data_check import check_data
 
 
 @pytest.fixture(autouse=True)
@@ -169,22 +167,3 @@ def test_errors(tmp_path: Path, texts: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(ValueError, match=r"TextFolder '.*': tokenizer '.*' cannot be read"):
         TextFolder(texts, 8, tokenizer=tmp_path)
-
-
-def test_the_vocabulary_is_checked_before_the_launch(tmp_path: Path, texts: Path) -> None:
-    """Ids beyond the model's are refused with the number; more than 256 are no matter, as those of bytes would be."""
-    tokenizer = make_tokenizer(tmp_path)
-    data = dict(type="TextFolder", path=str(texts), tokenizer=str(tokenizer))
-
-    def check(vocab_size: int) -> None:
-        model = dict(type="GPT", num_layers=1, hidden_size=8, num_heads=1, vocab_size=vocab_size, seq_len=8)
-        check_data(load_config(dict(model=model, data=data, train=dict(global_batch_size=2))))
-
-    check(300)
-    largest = max(of_library(tokenizer, [path.read_bytes() for path in texts.iterdir()]))
-    assert largest > 255
-    with pytest.raises(
-        ConfigError, match=rf"up to \d+ .*model.vocab_size = {256}: set model.vocab_size to \d+ or more"
-    ):
-        check(256)
-    check(largest + 1)

@@ -216,44 +216,6 @@ def test_a_folder_of_hugging_face(
 
 # -- what is refused --------------------------------------------------------------------------------------------
 
-OWN = """
-from torch import nn
-from colossus import layers
-
-class Net(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.words, self.head = layers.Embedding(256, width), layers.LMHead(width, 256)
-
-    def forward(self, ids):
-        return self.head(self.words(ids))
-
-    def loss(self, logits, batch):
-        return layers.cross_entropy(logits, batch["labels"])
-
-model = dict(type=Net, width=8)
-data = dict(type="TextFolder", path={path!r}, seq_len=12, validation_fraction=0.2)
-train = dict(steps=1, global_batch_size=4, eval_every=1, eval_batches=2, precision="fp64")
-parallel = dict(tensor=2)
-checkpoint = dict(every=1, dir={dir!r})
-device = "cpu"
-"""
-
-
-def test_classes_of_users_come_from_a_config_file_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(OWN.format(path=str(write_text(tmp_path)), dir=str(tmp_path / "own")))
-    (reported, _) = run_ranks(2, train, file, {}, with_context=False)
-    for name in [name for name in sys.modules if name.startswith("colossus_config_")]:
-        del sys.modules[name]
-    words = refused(capsys, tmp_path / "own")
-    assert "its model is colossus_config_mine:Net, none of colossus (GPT, Llama, ViT, WordsLM)" in words
-    assert "code is never imported because a checkpoint names it: give --config FILE" in words
-    assert not [name for name in sys.modules if name.startswith("colossus_config_")]
-    found = evaluate(capsys, tmp_path / "own", "--config", str(file), "train.eval_batches=2")
-    assert found["loss"] == reported
-    assert "perplexity" not in found
-
 
 def test_data_that_a_checkpoint_cannot_give(
     runs: tuple[Path, dict[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
