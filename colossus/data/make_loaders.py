@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import IterableDataset
 
 from colossus.config import Config, model_options
-from colossus.config.schema import READING_OPTIONS
+from colossus.config.schema import ReadingOptions
 from colossus.config.section import Named
 from colossus.data.loader import Loader, Loaders, ValidationLoader
 from colossus.data.sampler import BatchShard, local_batch_size
-from colossus.data.sources import MapSource, ReadingOptions, Source
+from colossus.data.sources import MapSource, Source
 from colossus.data.streams import BatchStream, SampleStream, StreamSource
 from colossus.data.tokenizer import require_same_tokens, tokenizer_of
 from colossus.data.tokens import TooLittleData
@@ -92,7 +92,7 @@ def parse_data(data: Any) -> DataSpec:
     kind = options.pop("type", None)
     if kind is None:
         raise ValueError(f"data needs a 'type': dict(type=..., **options); known: {', '.join(DATASETS.names())}")
-    reading_options = {key: options.pop(key) for key in READING_OPTIONS if key in options}
+    reading_options = {key: options.pop(key) for key in ReadingOptions.model_fields if key in options}
     validation = options.pop("validation", _UNSET)
     spec = DataSpec(DATASETS.get(kind) if isinstance(kind, str) else kind, options, reading_options, validation)
     if spec.is_data and options:

@@ -13,51 +13,19 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import default_collate as torch_collate
 
+from colossus.config.schema import ReadingOptions
 from colossus.data.batch import Batch, slice_batch
 from colossus.data.sampler import BatchShard, SampleOrder
 from colossus.data.tokens import BatchedDataset
 from colossus.random import GLOBAL_RNG, derive_seeds
-
-
-@dataclass(frozen=True)
-class ReadingOptions:
-    """How data is read: keys of the config's ``data`` beside the options of the dataset.
-
-    Attributes:
-        num_workers: processes that read a dataset ahead of the step; 0: this process reads it.
-        collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
-        per_rank: data that is read from the front differs between data ranks: each reads what is its own, no rank takes
-            a shard of what all read.
-        seed_samples: whether global random generators are seeded for what is read. None: unless the data has an
-            attribute ``deterministic = True``.
-        multiprocessing_context: how workers are started: ``fork``, ``forkserver`` or ``spawn``; None: as Python does.
-        worker_timeout: seconds in which a batch must come from a worker; 0: any time.
-    """
-
-    num_workers: int = 0
-    collate_fn: Callable[[list[Any]], Batch] | None = None
-    per_rank: bool = False
-    seed_samples: bool | None = None
-    multiprocessing_context: str | None = None
-    worker_timeout: float = 300.0
-
-    def seeds(self, data: Any) -> bool:
-        """Whether generators are seeded for what is read of ``data``."""
-        return not getattr(data, "deterministic", False) if self.seed_samples is None else self.seed_samples
-
-    @property
-    def seeds_collate(self) -> bool:
-        """Whether generators are seeded for the collating of a batch, by this data rank's place in the global batch."""
-        return self.collate_fn is not None and self.seed_samples is not False
 
 
 class EndOfData(Exception):

@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -18,9 +17,10 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import default_collate as torch_collate
 
+from colossus.config.schema import ReadingOptions
 from colossus.data.batch import Batch, batch_size_of, slice_batch
 from colossus.data.sampler import BatchShard
-from colossus.data.sources import EndOfData, ReadingOptions, Source
+from colossus.data.sources import EndOfData, Source
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 log = logging.getLogger("colossus.data")
@@ -248,7 +248,7 @@ class BatchStream(StreamSource):
                     f"num_replicas={shard.data_size}, rank={shard.data_rank}), or no DistributedSampler and "
                     f"batch_size={shard.global_batch_size}"
                 )
-            options = replace(options, per_rank=True)
+            options = options.model_copy(update={"per_rank": True})
         super().__init__(batches, shard, options, stateful=stateful, chunk=1)
         size = getattr(batches, "batch_size", None)
         if isinstance(batches, DataLoader) and size not in (None, self._whole):

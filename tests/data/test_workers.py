@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import time
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,13 +13,6 @@ import torch
 from helpers.datasets import Numbers, loaders, same
 from helpers.launching import is_running
 from helpers.ranks import run_ranks
-
-from colossus.config.schema import READING_OPTIONS
-from colossus.data.sources import ReadingOptions
-
-
-def test_options_are_those_of_the_schema() -> None:
-    assert tuple(field.name for field in fields(ReadingOptions)) == READING_OPTIONS
 
 
 def begun(data: dict[str, Any]) -> tuple[Any, Any]:
