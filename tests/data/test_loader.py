@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from helpers.datasets import (
     same,
     shuffled,
 )
+from torch.utils.data import DataLoader
 
 from colossus.config.section import Named
 from colossus.data import BatchedDataset, build_loaders
@@ -62,8 +64,11 @@ def test_what_is_read_and_what_the_process_draws_do_not_touch_each_other(make: C
         assert same(left, next(other))
 
 
-@kinds
-@pytest.mark.parametrize("step", [0, 4, 11])
+def with_a_worker() -> DataLoader[Any]:
+    return DataLoader(Stream(), batch_size=BATCH, num_workers=1)
+
+
+@pytest.mark.parametrize(("make", "step"), [*itertools.product(KINDS.values(), (0, 4, 11)), (with_a_worker, 4)])
 def test_a_run_goes_on_by_its_step_and_by_its_state(make: Callable[[], Any], step: int) -> None:
     first = loaders(make()).train
     run = [next(first) for _ in range(step)]

@@ -35,7 +35,7 @@ def test_workers_go_when_the_loader_goes() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_only_its_rank_ends_a_worker(method: str) -> None:
     train, worker = begun({"type": Numbers(), "num_workers": 1, "multiprocessing_context": method})
     plain = loaders(Numbers()).train
@@ -57,6 +57,7 @@ def test_only_its_rank_ends_a_worker(method: str) -> None:
 def _locked(rank: int) -> str:
     """A worker hangs where torch's own does: as it starts, in a lock of the C library."""
     rank_pid = os.getpid()
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1  # which torch waits for it to end by itself
     torch.set_num_threads = lambda number: time.sleep(600.0 * (os.getpid() != rank_pid))
     try:
         next(loaders({"type": Numbers, "num_workers": 1, "worker_timeout": 1}).train)

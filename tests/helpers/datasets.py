@@ -102,7 +102,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "stream": Stream,
     "remembering": Remembering,
     "loader": shuffled,
-    "loader with a worker": lambda: DataLoader(Stream(), batch_size=BATCH, num_workers=1),
     "loader of stream": lambda: DataLoader(Stream(), batch_size=BATCH),
     "loader of remembering": lambda: DataLoader(Remembering(), batch_size=BATCH),
     "batches": Batches,
