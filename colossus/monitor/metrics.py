@@ -119,27 +119,15 @@ def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
 
 
 def keep_rows(path: Path, last_step: int) -> None:
-    """Keep the rows of steps up to ``last_step``, all or nothing at any moment. Half rows go, too."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return
-    kept = [line for line in lines if line.endswith(b"\n") and 0 < _step_of(line) <= last_step]
-    if kept == lines:
-        return
-    draft = path.with_name(f".{path.name}.tmp")
-    with draft.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-
-
-def _step_of(line: bytes) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return 0
+    """Cut the file behind the row of ``last_step``, or before what is no whole row."""
+    size = 0
+    with suppress(FileNotFoundError):
+        with suppress(ValueError, KeyError, TypeError):
+            for line in path.read_bytes().splitlines(keepends=True):
+                if not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
+                    break
+                size += len(line)
+        os.truncate(path, size)
 
 
 class Metrics(Hook):
