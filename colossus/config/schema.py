@@ -7,6 +7,7 @@ component (``dict(type="AdamW", weight_decay=0.1)``), which belong to the compon
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
@@ -39,7 +40,7 @@ class ReadingOptions(Section):
     #: processes that read a dataset ahead of the step; 0: its rank reads it
     num_workers: CountOrZero = 0
     #: makes a batch of a list of samples; None: torch's `default_collate`
-    collate_fn: Any = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
     #: data that is read from the front differs between data ranks: no rank takes a shard of what all read
     per_rank: bool = False
     #: whether global random generators are seeded for what is read; None: unless it says ``deterministic = True``

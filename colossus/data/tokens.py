@@ -187,20 +187,19 @@ def _open(path: Path, dtype: str | None, name: str) -> np.ndarray:
     size = path.stat().st_size
     if size == 0:
         raise ValueError(f"{name} is empty (0 bytes)")
-    if path.suffix == ".npy":
-        tokens: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-        kind = tokens.dtype
-    else:
-        try:
-            kind = np.dtype(dtype or "uint16")
-        except TypeError as error:
-            raise ValueError(f"{name}: data.dtype = {dtype!r} is not a numpy type; use 'uint16' or 'uint32'") from error
-        if size % kind.itemsize:
-            raise ValueError(
-                f"{name} has {size} bytes, which is not a multiple of {kind.itemsize} (one {kind} token): "
-                f"the file is cut off, or data.dtype is not the type it was written with"
-            )
-        tokens = np.memmap(path, dtype=kind, mode="r")
-    if kind.kind not in "iu" or tokens.ndim != 1:
-        raise ValueError(f"{name} holds {kind} {list(tokens.shape)}; tokens are integers in one dimension")
-    return tokens
+    tokens: np.ndarray | None = None
+    try:
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        kind = np.dtype(dtype or "uint16") if tokens is None else tokens.dtype
+    except Exception as error:  # numpy raises many for a bad file, tokenize.TokenError among them
+        raise ValueError(f"{name} cannot be read as .npy, or data.dtype = {dtype!r} is no type: {error}") from error
+    if kind.kind not in "iu" or (tokens is not None and tokens.ndim != 1):
+        shape = "" if tokens is None else f" {list(tokens.shape)}"
+        raise ValueError(f"{name} holds {kind}{shape}; tokens are integers in one dimension, uint16 say")
+    if size % kind.itemsize and tokens is None:
+        raise ValueError(
+            f"{name} has {size} bytes, which is not a multiple of {kind.itemsize} (one {kind} token): "
+            f"the file is cut off, or data.dtype is not the type it was written with"
+        )
+    return np.memmap(path, dtype=kind, mode="r") if tokens is None else tokens
