@@ -77,7 +77,7 @@ class FileTokenizer:
         try:
             self._tokenizer = load_tokenizer(file.read_bytes(), f"the tokenizer {file}")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{error}; prompts of numbers need no tokenizer: --tokens 1,2,3") from None
+            raise ConfigError(f"--tokenizer: {error}; prompts of numbers need no tokenizer: --tokens 1,2,3") from None
         self._adds_special = adds_special
         self.num_ids = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.stop = special_ids(file.parent, token_ids or {}, "eos_token_id")
@@ -129,10 +129,7 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
-    """The tokenizer that a user names, else the one that the checkpoint records.
-
-    Args:
-        given: "bytes", a tokenizer.json, or a folder with one.
+    """The tokenizer that a user names ("bytes", a tokenizer.json, or a folder with one), else that of the checkpoint.
 
     Raises:
         ConfigError: when it is not there, or nothing says which.
@@ -147,9 +144,6 @@ def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
         return ByteTokenizer()
     file = Path(name).expanduser() if given is not None else source.folder / name
     file = file / TOKENIZER_FILE if file.is_dir() else file
-    if not file.is_file():
-        where = "--tokenizer" if given is not None else f"{source.folder}: its tokenizer"
-        raise ConfigError(f"{where} {name}: there is no file {file}; it is 'bytes', or the path of a {TOKENIZER_FILE}")
     # as the model has seen text begin: Hugging Face's with its template, our datasets' without
     is_theirs = source.is_foreign or (bool(source.token_ids) and source.manifest.is_weights_only)
     return FileTokenizer(file, source.token_ids, adds_special=is_theirs)

@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "temperature": (["--temperature", "0"], "temperature = 0.0"),
     "max_tokens": (["--max-tokens", "0"], "must be a whole number of at least 1"),
     "both": (["--tokens", "1"], "--prompt and --tokens"),
-    "tokenizer": (["--tokenizer", "nowhere"], "--tokenizer nowhere: there is no file"),
+    "tokenizer": (["--tokenizer", "nowhere"], "--tokenizer: [Errno 2] No such file or directory: 'nowhere'"),
     "long": (["--prompt", "x" * 41], "prompt 2 has 41 tokens, but the model has learned 40 positions"),
     "empty": (["--prompt", ""], "prompt 2 is empty: a model continues at least one token"),
 }

@@ -141,9 +141,9 @@ def test_which_tokenizer_it_is(folder: Path, tmp_path: Path, monkeypatch: pytest
     assert isinstance(tokenizer_of(source(folder, "tokenizer.json"), None), FileTokenizer)
     for given_path in (folder, folder / "tokenizer.json"):
         assert isinstance(tokenizer_of(source(tmp_path, "bytes"), str(given_path)), FileTokenizer)
-    with pytest.raises(ConfigError, match=r"--tokenizer .*: there is no file"):
+    with pytest.raises(ConfigError, match=r"--tokenizer: .*No such file.*gone"):
         tokenizer_of(source(tmp_path, None), str(tmp_path / "gone"))
-    with pytest.raises(ConfigError, match=r"its tokenizer tokenizer\.json: there is no file"):
+    with pytest.raises(ConfigError, match=r"No such file.*tokenizer\.json"):
         tokenizer_of(source(tmp_path, "tokenizer.json"), None)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"cannot be read.*--tokens 1,2,3"):
