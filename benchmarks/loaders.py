@@ -119,8 +119,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rows, results = [], {}
     for name, make in KINDS.items():
-        for kind, data, most in (("map", Samples(make), 2), ("stream", Stream(make), 1)):
-            for workers in (0, most):
+        for kind, data, numbers in (("map", Samples(make), (0, 2)), ("stream", Stream(make), (0,))):
+            for workers in numbers:
                 case = f"{name}, {kind}" + (f", {workers} worker{'s' * (workers > 1)}" if workers else "")
                 if arguments.only not in case:
                     continue

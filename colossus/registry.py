@@ -127,7 +127,7 @@ MODELS = Registry(
     "model",
     {
         "GPT": "colossus.models.gpt:GPT",
-        "Llama": "colossus.models.llama:Llama",
+        "Llama": "colossus.models.gpt:Llama",
         "ViT": "colossus.models.vit:ViT",
         "WordsLM": "colossus.sparse.words_model:WordsLM",
     },

@@ -128,7 +128,7 @@ def _integers_of_a_batch(config: Config) -> Tensor | None:
         return None
     try:
         loaders = loaders_of(config, config.data, data_rank=0, data_size=config.parallel.data or 1, device="cpu")
-        batch = loaders.train.peek()
+        batch = next(loaders.train)
     except Exception:  # of a user's own data code: training raises it again
         return None
     integers = [x.flatten() for x in tree_leaves(batch) if isinstance(x, Tensor) and not x.is_floating_point()]

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from colossus.config.errors import brief, explain, unknown_key
-from colossus.config.schema import READING_OPTIONS
-from colossus.config.section import FROM_LIST, CountOrZero, Named, Section
+from colossus.config.schema import ReadingOptions
+from colossus.config.section import FROM_LIST, Named, Section
 from colossus.registry import DATASETS, LR_SCHEDULES, OPTIMIZERS, TABLE_OPTIMIZERS, Registry
 
 #: datasets whose tokens are bytes, unless there is a tokenizer
@@ -39,7 +39,7 @@ def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
     known = parameters(named.type, registry)
     problems = []
     if known is not None:
-        known = [*known, *READING_OPTIONS, "validation"] if registry is DATASETS else known
+        known = [*known, *ReadingOptions.model_fields, "validation"] if registry is DATASETS else known
         fields = [name for name in type(named).model_fields if name not in known]
         problems = [
             f"{key}.{option}: {unknown_key(f'{key}.{option}', option, [*fields, *known])}"
@@ -138,16 +138,9 @@ class _TableOptimizer(_Optimizer):
     amsgrad: Annotated[bool, _only(False, "must be False: there is no form of amsgrad for rows")] = False
 
 
-class _Reading(_Ranges):
-    num_workers: CountOrZero = 0
-    read_ahead: bool = True
-    seed_samples: bool | None = None
-    worker_timeout: NotNegative = 300.0
-
-
 def _range_problems(key: str, named: Named, registry: Registry) -> list[str]:
-    ranges: dict[str, type[_Ranges]] = {OPTIMIZERS.kind: _Optimizer, TABLE_OPTIMIZERS.kind: _TableOptimizer}
-    section = (ranges | {DATASETS.kind: _Reading}).get(registry.kind)
+    ranges: dict[str, type[Section]] = {OPTIMIZERS.kind: _Optimizer, TABLE_OPTIMIZERS.kind: _TableOptimizer}
+    section = (ranges | {DATASETS.kind: ReadingOptions}).get(registry.kind)
     if section is None or (registry is OPTIMIZERS and named.type not in ("AdamW", "Adam", "Adagrad", "SGD")):
         return []
     try:

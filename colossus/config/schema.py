@@ -7,10 +7,11 @@ component (``dict(type="AdamW", weight_decay=0.1)``), which belong to the compon
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from colossus.config.section import (
     FROM_LIST,
@@ -30,10 +31,34 @@ from colossus.config.section import (
 )
 from colossus.config.training import Checkpoint, Train
 
-#: options of ``data`` that the loader takes, whatever the dataset
-READING_OPTIONS = (
-    "num_workers", "collate_fn", "per_rank", "read_ahead", "seed_samples", "multiprocessing_context", "worker_timeout",
-)  # fmt: skip
+
+class ReadingOptions(Section):
+    """How data is read: keys of ``data`` beside the options of the dataset."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    #: processes that read a dataset ahead of the step; 0: its rank reads it
+    num_workers: CountOrZero = 0
+    #: makes a batch of a list of samples; None: torch's `default_collate`
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    #: data that is read from the front differs between data ranks: no rank takes a shard of what all read
+    per_rank: bool = False
+    #: whether global random generators are seeded for what is read; None: unless it says ``deterministic = True``
+    seed_samples: bool | None = None
+    #: how workers are started; None: as Python does
+    multiprocessing_context: Literal["fork", "forkserver", "spawn"] | None = None
+    #: seconds in which a batch must come from a worker; 0: any time
+    worker_timeout: Annotated[float, Field(ge=0)] = 300.0
+
+    def seeds(self, data: Any) -> bool:
+        """Whether generators are seeded for what is read of ``data``."""
+        return not getattr(data, "deterministic", False) if self.seed_samples is None else self.seed_samples
+
+    @property
+    def seeds_collate(self) -> bool:
+        """Whether generators are seeded for the collating of a batch, by this data rank's place in the global batch."""
+        return self.collate_fn is not None and self.seed_samples is not False
+
 
 AXES = ("pipeline", "data", "sequence", "tensor")
 

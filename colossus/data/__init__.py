@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from colossus.data.batch import batch_size_of, map_batch, slice_batch, split_microbatches
     from colossus.data.images import Digits
-    from colossus.data.loader import Loader, Loaders, ValidationLoader
+    from colossus.data.loader import Loader, Loaders
     from colossus.data.make_loaders import build_loaders
     from colossus.data.text import PythonStdlib, TextFolder
     from colossus.data.tokens import BatchedDataset, TokenFile, TokenWindows, TooLittleData
@@ -24,12 +23,7 @@ __all__ = [
     "TokenFile",
     "TokenWindows",
     "TooLittleData",
-    "ValidationLoader",
-    "batch_size_of",
     "build_loaders",
-    "map_batch",
-    "slice_batch",
-    "split_microbatches",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -45,11 +39,6 @@ __getattr__, __dir__ = lazy_names(
         "TokenFile": "tokens",
         "TokenWindows": "tokens",
         "TooLittleData": "tokens",
-        "ValidationLoader": "loader",
-        "batch_size_of": "batch",
         "build_loaders": "make_loaders",
-        "map_batch": "batch",
-        "slice_batch": "batch",
-        "split_microbatches": "batch",
     },
 )

@@ -33,15 +33,7 @@ def to_tensors(batch: Batch, device: torch.device | None = None) -> Batch:
             return leaf.to(device, non_blocking=True)
         return leaf
 
-    return map_leaves(convert, batch, is_leaf=_has_nothing_to_convert)
-
-
-#: what the lists of a batch hold beside arrays, for which a look at each takes as long as to read it
-_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
-
-
-def _has_nothing_to_convert(value: Any) -> bool:
-    return type(value) is list and _PLAIN.issuperset(map(type, value))
+    return map_leaves(convert, batch)
 
 
 def batch_size_of(batch: Batch) -> int:
@@ -52,17 +44,11 @@ def batch_size_of(batch: Batch) -> int:
     """
     shapes = [(path, tuple(leaf.shape)) for path, leaf in _arrays(batch)]
     if not shapes:
-        raise ValueError(
-            f"cannot tell the batch size: no tensor with a dim 0 in a batch of type {type(batch).__name__}; "
-            f"a batch is a nest of dicts, tuples and lists of tensors"
-        )
+        raise ValueError(f"cannot tell the batch size: no tensor with a dim 0 in a batch of {type(batch).__name__}")
     sizes = {shape[0] for _, shape in shapes}
     if len(sizes) > 1:
         listing = ", ".join(f"{path} {list(shape)}" for path, shape in shapes)
-        raise ValueError(
-            f"cannot tell the batch size: tensors differ in dim 0 ({listing}); "
-            f"dim 0 must count the samples in every tensor"
-        )
+        raise ValueError(f"cannot tell the batch size: tensors differ in dim 0, that of the samples ({listing})")
     return sizes.pop()
 
 
@@ -86,10 +72,8 @@ def split_microbatches(batch: Batch, n: int) -> list[Batch]:
     size = batch_size_of(batch)
     if n < 1 or size % n or not size:
         raise ValueError(
-            f"a batch of {size} samples per data rank does not divide into {n} microbatches"
-            + (f" ({size} / {n} = {size / n:.2f})" if n > 0 else "")
-            + "; change train.global_batch_size or schedule.microbatches so that "
-            "global batch = data ranks x microbatches x samples per microbatch"
+            f"a batch of {size} samples per data rank does not divide into {n} microbatches; change "
+            f"train.global_batch_size or schedule.microbatches"
         )
     if n == 1:
         return [batch]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -34,13 +32,18 @@ class Digits(BatchedDataset):
     def __init__(self, split: str = "train") -> None:
         if split not in SPLITS:
             raise ValueError(f"Digits: split = {split!r} is not one of {', '.join(map(repr, SPLITS))}")
-        pixels, labels = _load()
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise ValueError(
+                "Digits is a part of scikit-learn, which is not installed: pip install 'colossus[images]'"
+            ) from error
+        pixels, labels = load_digits(return_X_y=True)
         is_held_out = np.arange(len(labels)) % _BLOCK >= _BLOCK - _HELD_OUT
         part = is_held_out if split == "validation" else ~is_held_out
         self.name = f"Digits ({split})"
-        self.images = torch.from_numpy((pixels[part] / 8.0 - 1.0).astype(np.float32)).unsqueeze(1)
+        self.images = torch.from_numpy((pixels[part] / 8.0 - 1.0).astype(np.float32)).view(-1, 1, 8, 8)
         self.labels = torch.from_numpy(labels[part].astype(np.int64))
-        self.info: dict[str, Any] = {"split": split, "images": len(self.labels)}
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -53,15 +56,3 @@ class Digits(BatchedDataset):
     def describe(self) -> str:
         """One line for logs."""
         return f"{self.name}: {len(self):,} images of 1 x 8 x 8"
-
-
-def _load() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Pixels [1797, 8, 8] from 0 to 16, and labels [1797]."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ValueError(
-            "Digits is a part of scikit-learn, which is not installed: pip install 'colossus[images]'"
-        ) from error
-    digits = load_digits()
-    return digits.images, digits.target

@@ -3,82 +3,83 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
 from colossus.config import Config, model_options
-from colossus.config.schema import READING_OPTIONS
+from colossus.config.schema import ReadingOptions
 from colossus.config.section import Named
 from colossus.data.loader import Loader, Loaders, ValidationLoader
 from colossus.data.sampler import BatchShard, local_batch_size
-from colossus.data.sources import MapSource, ReadingOptions, Source
-from colossus.data.streams import BatchStream, SampleStream, WorkerStream
+from colossus.data.sources import MapSource, Source
+from colossus.data.streams import BatchStream, SampleStream, StreamSource
 from colossus.data.tokenizer import require_same_tokens, tokenizer_of
 from colossus.data.tokens import TooLittleData
 from colossus.random import check_seed
-from colossus.registry import DATASETS, nearest
+from colossus.registry import DATASETS
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+#: of `DataSpec.validation`: the config says nothing
+_UNSET = object()
 
 
 @dataclass(frozen=True)
 class DataSpec:
     """What a config says about its data: ``dict(type=..., **options)`` taken apart.
 
-    Args:
-        name: what messages call it.
-        factory: what makes the data; None when the config holds the data itself.
-        instance: the data itself, without a factory.
-        options: arguments of ``factory``.
+    Attributes:
+        kind: what makes the data, or the data itself.
+        options: arguments of ``kind``.
         reading_options: how it is read, as of `ReadingOptions`.
-        validation: what the config says about validation data; `DataSpec.UNSET` when it says nothing.
+        validation: what the config says about validation data.
     """
 
-    UNSET = object()
+    kind: Any
+    options: dict[str, Any]
+    reading_options: dict[str, Any]
+    validation: Any
 
-    name: str
-    factory: Any = None
-    instance: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
-    reading_options: dict[str, Any] = field(default_factory=dict)
-    validation: Any = UNSET
+    @property
+    def name(self) -> str:
+        return getattr(self.kind, "__name__", type(self.kind).__name__)
+
+    @property
+    def is_data(self) -> bool:
+        """Whether there is nothing to make."""
+        return _is_data(self.kind)
 
     @property
     def takes_split(self) -> bool:
-        """Whether the factory makes the validation data too."""
-        return self.factory is not None and "split" not in self.options and "split" in _parameters(self.factory)
+        """Whether ``kind`` makes the validation data too."""
+        return not self.is_data and "split" not in self.options and "split" in _parameters(self.kind)
 
     def build(self, defaults: Mapping[str, Any]) -> Any:
         """The data itself.
 
         Args:
-            defaults: arguments for the factory: it gets those that it names, are not None, and are not in the config.
+            defaults: arguments for ``kind``: it gets those that it names, are not None, and are not in the config.
 
         Raises:
-            ValueError: an option the factory does not know (names the nearest), or one that it needs and lacks.
+            ValueError: an option that ``kind`` does not know, or one that it needs and lacks.
         """
-        if self.factory is None:
-            return self.instance
-        parameters = _parameters(self.factory)
-        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        if self.is_data:
+            return self.kind
+        parameters = _parameters(self.kind)
         known = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
-        for option in self.options:
-            if option not in known and parameters and not open_ended:
-                hint = nearest(option, known)
-                raise ValueError(
-                    f"data: {self.name} has no option {option!r}."
-                    + (f" Did you mean {hint!r}?" if hint else "")
-                    + f" Known: {', '.join([*known, *READING_OPTIONS, 'validation'])}."
-                )
+        open_ended = not parameters or len(known) < len(parameters)
+        for option in () if open_ended else self.options.keys() - known:
+            raise ValueError(f"data: {self.name} has no option {option!r}; it has {', '.join(known)}")
         given = {name: value for name, value in defaults.items() if name in known and value is not None} | self.options
         for name in known:
             if parameters[name].default is inspect.Parameter.empty and name not in given:
                 raise ValueError(f"data: {self.name} needs {name!r}: set data.{name}")
-        return self.factory(**given)
+        return self.kind(**given)
 
 
 def parse_data(data: Any) -> DataSpec:
@@ -91,23 +92,17 @@ def parse_data(data: Any) -> DataSpec:
     kind = options.pop("type", None)
     if kind is None:
         raise ValueError(f"data needs a 'type': dict(type=..., **options); known: {', '.join(DATASETS.names())}")
-    kind = DATASETS.get(kind) if isinstance(kind, str) else kind
-    name = getattr(kind, "__name__", type(kind).__name__)
-    is_instance = _is_data(kind)
-    if not is_instance and not callable(kind):
+    reading_options = {key: options.pop(key) for key in ReadingOptions.model_fields if key in options}
+    validation = options.pop("validation", _UNSET)
+    spec = DataSpec(DATASETS.get(kind) if isinstance(kind, str) else kind, options, reading_options, validation)
+    if spec.is_data and options:
+        raise ValueError(f"data: {spec.name} is made already and takes no option {', '.join(options)}")
+    if not spec.is_data and not callable(spec.kind):
         raise ValueError(
-            f"data is a {name}, which is neither dict(type=..., **options), nor a dataset (__getitem__ and __len__), "
-            f"an IterableDataset, a DataLoader, an iterable of batches or a callable that gives one"
+            f"data is a {spec.name}, which is neither dict(type=..., **options), nor a dataset (__getitem__ and "
+            f"__len__), an IterableDataset, a DataLoader, an iterable of batches or a callable that gives one"
         )
-    # a factory with a parameter of such a name gets the option itself
-    parameters = {} if is_instance else _parameters(kind)
-    reading_options = {key: options.pop(key) for key in READING_OPTIONS if key in options and key not in parameters}
-    validation = DataSpec.UNSET if "validation" in parameters else options.pop("validation", DataSpec.UNSET)
-    if not is_instance:
-        return DataSpec(name, kind, None, options, reading_options, validation)
-    if options:
-        raise ValueError(f"data: {name} is made already and takes no option {', '.join(options)}")
-    return DataSpec(name, None, kind, {}, reading_options, validation)
+    return spec
 
 
 def build_loaders(
@@ -148,21 +143,13 @@ def build_loaders(
     local_batch_size(global_batch_size, data_size)
     eval_size = global_batch_size if eval_batch_size is None else eval_batch_size
     local_batch_size(eval_size, data_size, "train.eval_batch_size")
-    if not 0 <= data_rank < data_size:
-        raise ValueError(f"data_rank = {data_rank} is outside 0..{data_size - 1}")
     device = torch.device(device)
-    defaults = {
-        "seed": seed,
-        "global_batch_size": global_batch_size,
-        "data_rank": data_rank,
-        "data_size": data_size,
-        "seq_len": seq_len,
-        "vocab_size": vocab_size,
-        "pairs": pairs,
-    }
+    defaults: dict[str, Any] = dict(
+        seed=seed, global_batch_size=global_batch_size, data_rank=data_rank, data_size=data_size, seq_len=seq_len,
+        vocab_size=vocab_size, pairs=pairs,
+    )  # fmt: skip
     spec = parse_data(data)
-    if pairs is not None and spec.options.get("pairs", pairs) != pairs:
-        given = spec.options["pairs"]
+    if pairs is not None and (given := spec.options.get("pairs", pairs)) != pairs:
         raise ValueError(f"data.pairs = {given}, but model.pairs = {pairs}: leave data.pairs out")
     train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, endless=True)
     train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
@@ -171,22 +158,21 @@ def build_loaders(
     if isinstance(train.source, MapSource) and train.source.num_samples < global_batch_size:
         raise ValueError(
             f"{type(train_data).__name__} has {train.source.num_samples} samples, fewer than train.global_batch_size = "
-            f"{global_batch_size}: a batch would hold samples several times; give more data, or set "
-            f"train.global_batch_size to {train.source.num_samples} or less"
+            f"{global_batch_size}: give more data, or set train.global_batch_size to {train.source.num_samples} or less"
         )
 
     eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False)
     source, eval_data, missing = _validation(spec, {**defaults, "split": "validation"}, eval_shard)
     _check_vocabulary(eval_data, vocab_size)
-    if eval_data is train_data and getattr(getattr(source, "passes", None), "stateful", None) is not None:
+    if eval_data is train_data and isinstance(source, StreamSource) and source.stateful is not None:
         raise ValueError(
             f"data.validation and the training data are one {type(train_data).__name__}, which keeps one place by its "
-            f"state_dict: each evaluation would move training elsewhere; give data.validation an object of its own"
+            f"state_dict; give data.validation an object of its own"
         )
     tokenizer = tokenizer_of(train_data)
     require_same_tokens(tokenizer, getattr(eval_data, "tokenizer", None))
     description = f"train: {_describe(train_data)}; validation: {missing or _describe(eval_data)}"
-    validation = None if source is None else ValidationLoader(source, shard=eval_shard, device=device)
+    validation = None if source is None else ValidationLoader(source, device=device)
     return Loaders(train, validation, description, missing if source is None else None, tokenizer)
 
 
@@ -220,29 +206,24 @@ def _validation(spec: DataSpec, defaults: dict[str, Any], shard: BatchShard) -> 
     Held-out data that the config did not ask for by name may turn out too small, then there is none;
     data that it names must do.
     """
-    wanted = spec.validation
+    wanted, chosen = spec.validation, spec
     if wanted is None or wanted is False:
         return None, None, "none (data.validation says so)"
-    if wanted is not DataSpec.UNSET:
-        chosen = _validation_spec(spec, wanted)
-        data = chosen.build(defaults if chosen.takes_split else {**defaults, "split": None})
-        return _make_source(data, shard, chosen.reading_options), data, None
-    if not spec.takes_split:
+    if wanted is not _UNSET:
+        if isinstance(wanted, dict) and "type" not in wanted:  # the training data's, with these options in their place
+            if spec.is_data:
+                raise ValueError("data.validation needs a 'type': the training data was made by the config itself")
+            wanted = {"type": spec.kind, **spec.options, **spec.reading_options, **wanted}
+        chosen = parse_data(wanted)
+    elif not spec.takes_split:
         return None, None, "none (give data.validation, or a type that takes split='validation')"
     try:
-        data = spec.build(defaults)
+        data = chosen.build(defaults if chosen.takes_split else {**defaults, "split": None})
     except TooLittleData as error:
+        if spec.validation is not _UNSET:
+            raise
         return None, None, f"none ({error})"
-    return _make_source(data, shard, spec.reading_options), data, None
-
-
-def _validation_spec(spec: DataSpec, wanted: Any) -> DataSpec:
-    """``validation=dict(...)`` without a type: the training data's type and options, with these in their place."""
-    if isinstance(wanted, dict) and "type" not in wanted:
-        if spec.factory is None:
-            raise ValueError("data.validation needs a 'type': the training data was made by the config itself")
-        return parse_data({"type": spec.factory, **spec.options, **spec.reading_options, **wanted})
-    return parse_data(wanted)
+    return _make_source(data, shard, chosen.reading_options), data, None
 
 
 def _check_vocabulary(data: Any, vocab_size: int | None) -> None:
@@ -255,38 +236,22 @@ def _check_vocabulary(data: Any, vocab_size: int | None) -> None:
 
 
 def _describe(data: Any) -> str:
-    if callable(getattr(data, "describe", None)):
-        return str(data.describe())
-    name = type(data).__name__
-    try:
-        return f"{name} of length {len(data):,}"
-    except TypeError:
-        return name
+    return str(data.describe()) if callable(getattr(data, "describe", None)) else type(data).__name__
 
 
 def _make_source(data: Any, shard: BatchShard, reading_options: Mapping[str, Any]) -> Source:
     """The source that reads ``data``: chosen by the kind of object it is."""
-    options = ReadingOptions(**reading_options)
-    source = _source_of(data, shard, options, reading_options)
-    if options.read_ahead is not None:
-        source.may_be_read_ahead = options.read_ahead
-    return source
-
-
-def _source_of(data: Any, shard: BatchShard, options: ReadingOptions, given: Container[str]) -> Source:
-    name = type(data).__name__
+    name, options = type(data).__name__, ReadingOptions(**reading_options)
     if isinstance(data, IterableDataset):
-        if options.num_workers > 1:
+        if options.num_workers:
             raise ValueError(
-                f"data.num_workers = {options.num_workers}, but {name} is an IterableDataset: each worker would read "
-                f"the whole of it, and every sample would come {options.num_workers} times. num_workers=1 reads it "
-                f"ahead in one process; for more, give a DataLoader of your own around a dataset that shares its "
-                f"samples out by torch.utils.data.get_worker_info()"
+                f"data.num_workers = {options.num_workers}, but {name} is an IterableDataset, of which each worker "
+                f"would read the whole; give a DataLoader of your own around it, num_workers=1, or more around a "
+                f"dataset that shares its samples out by torch.utils.data.get_worker_info()"
             )
-        stream = SampleStream(data, shard, options)
-        return WorkerStream(stream, options) if options.num_workers else stream
+        return SampleStream(data, shard, options)
     if _is_map_style(data):
-        if "per_rank" in given:
+        if options.per_rank:
             raise ValueError(
                 f"data.per_rank is for a DataLoader and other data read from the front; each data rank has its own "
                 f"samples of {name}, which is read by number"
@@ -294,14 +259,14 @@ def _source_of(data: Any, shard: BatchShard, options: ReadingOptions, given: Con
         if not len(data):
             raise ValueError(f"{name} has no samples (its length is 0)")
         return MapSource(data, shard, options)
-    for option in ("collate_fn", "num_workers"):
-        if option in given:
-            raise ValueError(
-                f"data.{option} is for a dataset, but {name} gives ready batches; set it where the batches are made"
-            )
-    if hasattr(data, "__iter__"):
-        return BatchStream(data, shard, options)
-    raise ValueError(f"{name} is neither a dataset (__getitem__ and __len__) nor iterable")
+    if not hasattr(data, "__iter__"):
+        raise ValueError(f"{name} is neither a dataset (__getitem__ and __len__) nor iterable")
+    if options.collate_fn or options.num_workers:
+        raise ValueError(
+            f"data.collate_fn and data.num_workers are for a dataset, but {name} gives ready batches; set them where "
+            f"the batches are made"
+        )
+    return BatchStream(data, shard, options)
 
 
 def _is_map_style(data: Any) -> bool:

@@ -31,20 +31,16 @@ IndexArray = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class BatchShard:
-    """The contiguous shard of each global batch that one data rank reads: all that a source knows of the plan.
+    """The contiguous shard of each global batch that one data rank reads: all that a source knows of the plan."""
 
-    Attributes:
-        seed: of the order of samples, and of random numbers that a user's data code draws.
-        global_batch_size: samples of a batch over all data ranks.
-        data_rank: which shard.
-        data_size: number of data ranks; divides ``global_batch_size``.
-        endless: training starts over at the end of the data, validation ends.
-    """
-
+    #: of the order of samples, and of random numbers that a user's data code draws
     seed: int
+    #: samples of a batch over all data ranks
     global_batch_size: int
     data_rank: int
+    #: divides ``global_batch_size``
     data_size: int
+    #: training starts over at the end of the data, validation ends
     endless: bool
 
     @property
@@ -53,10 +49,8 @@ class BatchShard:
         return self.global_batch_size // self.data_size
 
     def span(self, size: int) -> tuple[int, int]:
-        """From and up to which sample this data rank has a global batch of this size, which may be a smaller last one.
-
-        Then data ranks may have one sample more or less than others, or none.
-        """
+        """From and up to which sample this data rank has a global batch of this size; of a smaller last one some data
+        ranks may have a sample less, or none."""
         return size * self.data_rank // self.data_size, size * (self.data_rank + 1) // self.data_size
 
     @property
@@ -90,8 +84,12 @@ class SampleOrder:
         block, row = divmod(step, self._num_steps)
         if self._block is None or self._block[0] != block:
             steps = block * self._num_steps + np.arange(self._num_steps)
-            positions = steps[:, None] * shard.global_batch_size + places
-            self._block = block, samples_at(shard.seed, positions, self.num_samples)
+            epochs, positions = np.divmod(steps[:, None] * shard.global_batch_size + places, self.num_samples)
+            samples = np.empty_like(positions)
+            for epoch in np.unique(epochs).tolist():
+                here = epochs == epoch
+                samples[here] = permute(positions[here], self.num_samples, shard.seed, epoch)
+            self._block = block, samples
         return self._block[1][row]
 
     def seeds(self, step: int, span: tuple[int, int], indices: IndexArray) -> list[int]:
@@ -101,16 +99,6 @@ class SampleOrder:
         keys = np.array([_seed_key(self.shard.seed, epoch) for epoch in epochs.tolist()], np.uint64)
         seeds: list[int] = (_hash(indices.astype(np.uint64), keys) >> np.uint64(1)).tolist()
         return seeds
-
-
-def samples_at(seed: int, positions: IndexArray, num_samples: int) -> IndexArray:
-    """The samples at ``positions`` (any shape) of the endless sequence of all epochs."""
-    epochs, places = np.divmod(positions, num_samples)
-    out = np.empty_like(positions)
-    for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        out[here] = permute(places[here], num_samples, seed, epoch)
-    return out
 
 
 def local_batch_size(global_batch_size: int, data_size: int, what: str = "train.global_batch_size") -> int:

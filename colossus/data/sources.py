@@ -1,5 +1,5 @@
-"""Where batches come from: the interface of a source, the source that reads samples by number (`MapSource`), and the
-worker processes that read ahead.
+"""Where batches come from: the interface of a source, and the source that reads samples by number (`MapSource`), maybe
+in worker processes.
 
 A source gives this data rank's batch of one step after the other, on the CPU. `colossus.data.streams` has the sources
 that can only be read from the front.
@@ -13,72 +13,19 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import default_collate as torch_collate
 
+from colossus.config.schema import ReadingOptions
 from colossus.data.batch import Batch, slice_batch
 from colossus.data.sampler import BatchShard, SampleOrder
 from colossus.data.tokens import BatchedDataset
 from colossus.random import GLOBAL_RNG, derive_seeds
-
-
-@dataclass(frozen=True)
-class ReadingOptions:
-    """How data is read: keys of the config's ``data`` beside the options of the dataset.
-
-    Attributes:
-        num_workers: processes that read a dataset ahead of the step; 0: this process reads it.
-        collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
-        per_rank: data that is read from the front differs between data ranks: each reads what is its own, no rank takes
-            a shard of what all read.
-        read_ahead: whether one batch more than was taken may be read, on CUDA. None: where it cannot depend on what
-            was done with the batches before it.
-        seed_samples: whether global random generators are seeded for what is read. None: unless the data has an
-            attribute ``deterministic = True``.
-        multiprocessing_context: how workers are started: ``fork``, ``forkserver`` or ``spawn``; None: as Python does.
-        worker_timeout: seconds in which a batch must come from a worker; 0: any time.
-    """
-
-    num_workers: int = 0
-    collate_fn: Callable[[list[Any]], Batch] | None = None
-    per_rank: bool = False
-    read_ahead: bool | None = None
-    seed_samples: bool | None = None
-    multiprocessing_context: str | None = None
-    worker_timeout: float = 300.0
-
-    def __post_init__(self) -> None:
-        if isinstance(self.num_workers, bool) or not isinstance(self.num_workers, int) or self.num_workers < 0:
-            raise ValueError(f"data.num_workers = {self.num_workers!r} is not a number of processes (an integer >= 0)")
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise ValueError(
-                f"data.collate_fn = {self.collate_fn!r} is not a function from a list of samples to a batch"
-            )
-        for name in ("per_rank", "read_ahead", "seed_samples"):
-            if getattr(self, name) not in (None, True, False):
-                raise ValueError(f"data.{name} = {getattr(self, name)!r} is neither True nor False")
-        if self.multiprocessing_context not in (None, "fork", "forkserver", "spawn"):
-            raise ValueError(
-                f"data.multiprocessing_context = {self.multiprocessing_context!r} is not 'fork', 'forkserver' or "
-                f"'spawn'"
-            )
-        if isinstance(self.worker_timeout, bool) or not isinstance(self.worker_timeout, int | float):
-            raise ValueError(f"data.worker_timeout = {self.worker_timeout!r} is not a number of seconds (0: any)")
-
-    def seeds(self, data: Any) -> bool:
-        """Whether generators are seeded for what is read of ``data``."""
-        return not getattr(data, "deterministic", False) if self.seed_samples is None else self.seed_samples
-
-    @property
-    def seeds_collate(self) -> bool:
-        """Whether generators are seeded for the collating of a batch, by this data rank's place in the global batch."""
-        return self.collate_fn is not None and self.seed_samples is not False
 
 
 class EndOfData(Exception):
@@ -89,8 +36,6 @@ class Source(ABC):
     """Batches of this data rank, step after step. ``step`` is the number of the next one."""
 
     step: int = 0
-    #: whether one batch more than was taken may be read unasked
-    may_be_read_ahead: bool = True
 
     @abstractmethod
     def read(self) -> Batch:
@@ -141,22 +86,30 @@ class MapSource(Source):
             if self.num_steps is None:
                 steps = itertools.count(self.step)
             seed = derive_seeds(self._shard.seed, (self._shard.data_rank, self.step))[0]
-            self._workers = start_workers(self._by_step, self._options, seed, steps)
+            self._workers = _start_workers(self._by_step, steps, self._options, seed)
+        workers = self._workers
         try:
-            return read_next(self._workers, self._options)
-        except BaseException:  # workers were past this step, which is to be read again
-            self._workers = None
-            raise
+            return next(workers)
+        except BaseException as error:
+            self._workers = None  # they were past this step, which is to be read again
+            workers._shutdown_workers()  # type: ignore[attr-defined]
+            if str(error).startswith("DataLoader timed out"):
+                raise TimeoutError(
+                    f"data.num_workers = {self._options.num_workers}: no batch came from a data loader worker in "
+                    f"{self._options.worker_timeout:g} s (data.worker_timeout). If no batch takes that long, a worker "
+                    f"is locked: it was forked while another thread held a lock (pytorch issue 130610). "
+                    f"data.multiprocessing_context='forkserver' starts workers that hold none"
+                ) from None
+            # without torch's frames, one of which has the error as a local: a reference cycle, see `_Batches`
+            raise error.with_traceback(None) from None
 
 
 class _Batches(Dataset[Any]):
     """The batches of one data rank, by step: what loader workers hold.
 
-    While a sample is read the global generators of torch, `random` and `numpy.random` start from (seed, epoch, index),
-    so that what it draws does not depend on the plan, on workers or on a resume.
-
-    It must not lead back to the source: an iterator with workers that is freed by the garbage collector instead of by
-    its count takes its queues apart before it can stop the workers, and then waits 5 s for each.
+    While a sample is read the global generators of torch, `random` and `numpy.random` start from (seed, epoch, index).
+    It must not lead back to the source: in a reference cycle workers are left to the garbage collector, which takes 5 s
+    to end each.
     """
 
     def __init__(self, dataset: Any, order: SampleOrder, options: ReadingOptions) -> None:
@@ -196,65 +149,30 @@ class _Batches(Dataset[Any]):
         return [self._dataset[index] for index in indices]
 
 
-def start_workers(
-    dataset: Any, options: ReadingOptions, seed: int, sampler: Iterable[Any] | None = None
-) -> Iterator[Any]:
-    """What a dataset gives, one item after the other, uncollated.
-
-    Args:
-        seed: of what workers draw, as torch derives it.
-        sampler: keys of the items, for a dataset that has ``__getitem__``.
-    """
+def _start_workers(batches: _Batches, steps: Iterable[int], options: ReadingOptions, seed: int) -> Iterator[Batch]:
+    """The batches of steps; ``seed`` is of what workers draw, as torch derives it."""
     method = options.multiprocessing_context or multiprocessing.get_start_method()
     loader: DataLoader[Any] = DataLoader(
-        dataset,
+        batches,
         batch_size=None,
-        sampler=sampler,
+        sampler=steps,
         num_workers=options.num_workers,
         collate_fn=_unchanged,
-        worker_init_fn=outlive_stop_signals,
+        worker_init_fn=_outlive_stop_signals,
         multiprocessing_context=method,
         timeout=options.worker_timeout,
     )
-    with GLOBAL_RNG.preserved(seed):  # torch draws the workers' base seed from the global generator
-        if method == "fork":
-            return iter(loader)
-        with _blocked_sigterm():
-            return iter(loader)
-
-
-def read_next(workers: Iterator[Any], options: ReadingOptions) -> Any:
-    """The next item. An error ends the workers.
-
-    It is raised without torch's frames. One of them has it as a local, so that it would be in a reference cycle, and
-    with it all workers, which the garbage collector takes 5 s each to end.
-    """
-    try:
-        return next(workers)
-    except StopIteration:
-        raise
-    except BaseException as error:
-        workers._shutdown_workers()  # type: ignore[attr-defined]
-        if str(error).startswith("DataLoader timed out"):
-            raise TimeoutError(
-                f"data.num_workers = {options.num_workers}: no batch came from a data loader worker in "
-                f"{options.worker_timeout:g} s (data.worker_timeout). If no batch takes that long, a worker is locked: "
-                f"it was forked while another thread held a lock (pytorch issue 130610). "
-                f"data.multiprocessing_context='forkserver' starts workers that hold none"
-            ) from None
-        raise error.with_traceback(None) from None
+    # torch draws the workers' base seed from the global generator
+    with GLOBAL_RNG.preserved(seed), nullcontext() if method == "fork" else _blocked_sigterm():
+        return iter(loader)
 
 
 def _unchanged(item: Any) -> Any:
     return item
 
 
-def outlive_stop_signals(worker: int) -> None:
-    """Let this process, a data loader's worker, end by its rank's SIGTERM only. A ``worker_init_fn``.
-
-    A batch system that ends a job tells all of its processes, also those that read data; but the rank they read for has
-    a step to finish.
-    """
+def _outlive_stop_signals(worker: int) -> None:
+    """Let a worker end by its rank's SIGTERM only: a batch system tells all processes, but a rank has a step to end."""
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # on macOS who has sent it cannot be known

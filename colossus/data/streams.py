@@ -8,62 +8,70 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import nullcontext
+from copy import deepcopy
+from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import default_collate as torch_collate
 
+from colossus.config.schema import ReadingOptions
 from colossus.data.batch import Batch, batch_size_of, slice_batch
-from colossus.data.passes import ONE_PASS, Passes
 from colossus.data.sampler import BatchShard
-from colossus.data.sources import EndOfData, ReadingOptions, Source, read_next, start_workers
+from colossus.data.sources import EndOfData, Source
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 log = logging.getLogger("colossus.data")
 
+_ONE_PASS = (
+    "is an iterator, which can be read once and not from the start again: "
+    "give an iterable, such as a DataLoader or a class with __iter__"
+)
+
 
 class StreamSource(Source):
-    """What `SampleStream` and `BatchStream` share: they reach a step by reading up to it.
+    """Items of an iterable, pass after pass, for data that cannot seek: a step is reached by reading up to it.
+
+    A pass begins, and the items of one batch are read, under global random generators seeded from (seed, epoch, place
+    in the pass): the shuffle of a plain DataLoader is the same on all ranks and after a resume. Before each pass
+    ``set_epoch`` of the iterable, its samplers and its dataset is called, and the ``generator`` of a DataLoader or
+    sampler is seeded.
 
     Args:
-        stateful: what may have a ``state_dict``.
+        iterable: what is read; an iterator (a generator, say) has one pass only.
+        stateful: what may have ``state_dict`` and ``load_state_dict``, the protocol of torchdata's
+            `StatefulDataLoader`; without them a place is found again by reading up to it.
         chunk: items of the iterable that a batch takes; by default its samples.
     """
 
     def __init__(
         self, iterable: Any, shard: BatchShard, options: ReadingOptions, *, stateful: Any, chunk: int | None = None
     ) -> None:
-        has_state = all(callable(getattr(stateful, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.name = type(iterable).__name__
         self.shard, self.per_rank = shard, options.per_rank
+        has_state = all(callable(getattr(stateful, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.stateful: Any = stateful if has_state else None
         #: samples of a whole batch
         self._whole = shard.size if options.per_rank else shard.global_batch_size
-        stateful, seeds_items = stateful if has_state else None, options.seeds(iterable)
-        self.passes = Passes(iterable, shard.seed, chunk or self._whole, stateful, seeds_items=seeds_items)
-        if self.passes.is_one_pass and not shard.endless:
-            raise ValueError(f"data.validation: {self.passes.name} {ONE_PASS}, because every evaluation reads it anew")
-        # a state of the user's own would have to be taken before each batch, and may be costly
-        self.may_be_read_ahead = not has_state
-        #: a pass of validation has ended with a batch that is not whole
-        self._is_over = False
-        self._has_failed = False
-
-    def _span(self, size: int) -> tuple[int, int]:
-        """From and up to which sample of a batch of this size this data rank takes."""
-        return (0, size) if self.per_rank else self.shard.span(size)
+        self._iterable, self._chunk, self._seeds_items = iterable, chunk or self._whole, options.seeds(iterable)
+        self._iterator: Iterator[Any] | None = None
+        self._epoch, self._offset = 0, 0  # of the next item; the latter counts those of its pass
+        #: a pass was empty: the data cannot start over
+        self._has_ended = False
+        #: for certain; a user's iterator class may start over in its __iter__, which shows at the end of a pass
+        self._has_one_pass = hasattr(iterable, "__next__") and type(iterable).__module__ in ("builtins", "itertools")
+        #: the user's own state before the first pass, and the one to be loaded when a pass begins; empty: none
+        self._first_state: list[Any] = []
+        self._next_state: list[Any] = []
+        if self._has_one_pass and not shard.endless:
+            raise ValueError(f"data.validation: {self.name} {_ONE_PASS}, because every evaluation reads it anew")
 
     def read(self) -> Batch:
-        if self._is_over:
+        if not self.shard.endless and self._epoch:  # the pass of an evaluation has ended
             raise EndOfData
-        if self._has_failed:
-            raise RuntimeError(f"{self.passes.name} has raised an error before: what it gives next is not known")
-        try:
-            batch = self._read()
-        except EndOfData:
-            raise
-        except BaseException:
-            self._has_failed = True
-            raise
+        batch = self._read()
         self.step += 1
         return batch
 
@@ -71,24 +79,112 @@ class StreamSource(Source):
     def _read(self) -> Batch:
         """The next batch, or `EndOfData`."""
 
+    def _span(self, size: int) -> tuple[int, int]:
+        """From and up to which sample of a batch of this size this data rank takes."""
+        return (0, size) if self.per_rank else self.shard.span(size)
+
+    def _take(self, count: int, keep: range, *, wrap: bool) -> tuple[list[Any], int]:
+        """Read the next ``count`` items.
+
+        Args:
+            keep: places among them.
+            wrap: go on with the next pass.
+
+        Returns:
+            the items in these places, and how many were read: fewer where the data ends.
+        """
+        kept: list[Any] = []
+        place = 0
+        while place < count and not self._has_ended:
+            before = place
+            with GLOBAL_RNG.preserved() if self._iterator is None or self._seeds_items else nullcontext():
+                if self._iterator is None:
+                    self._iterator = self._begin()
+                if self._seeds_items and self._offset:  # the first items go on from what the beginning has drawn
+                    GLOBAL_RNG.seed(self._rng_seed(self._offset))
+                for item in islice(self._iterator, count - place):
+                    if place in keep:
+                        kept.append(item)
+                    place += 1
+            self._offset += place - before
+            if place < count:
+                self._end_pass()
+                if not wrap:
+                    break
+        return kept, place
+
+    def _rng_seed(self, offset: int) -> int:
+        return derive_seeds(self.shard.seed, (self._epoch, offset))[0]
+
+    def _begin(self) -> Iterator[Any]:
+        starts_over = self.stateful is None or isinstance(self.stateful, DataLoader)  # when it is iterated
+        if not starts_over and not self._first_state:
+            self._first_state = [deepcopy(self.stateful.state_dict())]
+        batch_sampler = getattr(self._iterable, "batch_sampler", None)
+        samplers = [getattr(self._iterable, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler]
+        for part in (self._iterable, *samplers, getattr(self._iterable, "dataset", None)):
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(self._epoch)
+        seed = self._rng_seed(0)
+        for part in (self._iterable, *samplers):
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+        GLOBAL_RNG.seed(seed)
+        if self._next_state:
+            self.stateful.load_state_dict(deepcopy(self._next_state.pop()))
+        return iter(self._iterable)
+
+    def _end_pass(self) -> None:
+        if not self._offset and not self._epoch:
+            raise ValueError(
+                f"{self.name} gave nothing: the data is empty, or it is an iterator already read to its end"
+            )
+        self._has_ended = not self._offset
+        self._epoch, self._offset, self._iterator = self._epoch + 1, 0, None
+
+    def _go_to(self, step: int, epoch: int, offset: int, user_state: list[Any]) -> None:
+        self.step, self._epoch, self._offset, self._has_ended, self._iterator = step, epoch, offset, False, None
+        self._next_state = list(user_state)
+
     def seek(self, step: int) -> None:
         if step < self.step or not step:  # a first step may have failed, and taken items
-            self.passes.rewind()
-            self.step, self._is_over, self._has_failed = 0, False, False
+            if not self._has_one_pass:
+                self._go_to(0, 0, 0, self._first_state)
+            elif self._epoch or self._offset:
+                raise ValueError(f"{self.name} {_ONE_PASS}")
         if step > self.step:
-            log.warning("%s cannot seek: reading %d batches to reach step %d", self.passes.name, step - self.step, step)
+            log.warning("%s cannot seek: reading %d batches to reach step %d", self.name, step - self.step, step)
         while self.step < step:
             self.read()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "passes": self.passes.state_dict()}
+        place: dict[str, Any] = {"epoch": self._epoch, "offset": self._offset}
+        if self.stateful is not None and (self._iterator is not None or self._next_state or self._epoch):
+            user = self._next_state[0] if self._next_state else self.stateful.state_dict()
+            place["user"] = deepcopy(user)  # an object may give the very state that it goes on to change
+        return {"step": self.step, "passes": place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place of ``state``: by the user's own state when the next item is read, or by reading up to it.
+
+        Raises:
+            ValueError: the data has fewer items than were read.
+        """
         if "passes" not in state:  # saved when the data was of another kind
             self.seek(state["step"])
             return
-        self.passes.load_state_dict(state["passes"])
-        self.step, self._is_over, self._has_failed = state["step"], False, False
+        epoch, offset = state["passes"]["epoch"], state["passes"]["offset"]
+        if self.stateful is not None and "user" in state["passes"]:
+            self._go_to(state["step"], epoch, offset, [state["passes"]["user"]])
+            return
+        self.seek(0)
+        self.step, self._epoch = state["step"], epoch
+        if offset:
+            log.warning("%s has no state_dict: reading %d items of pass %d again to resume", self.name, offset, epoch)
+        while self._offset < offset:  # by the chunks of the run, the first of which may have begun in the pass before
+            count = self._chunk if self._offset else offset % self._chunk or self._chunk
+            if self._take(count, range(0), wrap=False)[1] < count:
+                raise ValueError(f"{self.name} has less than the {offset} items that the run had read of pass {epoch}")
 
 
 class SampleStream(StreamSource):
@@ -107,11 +203,10 @@ class SampleStream(StreamSource):
     def _read(self) -> Batch:
         whole, endless = self._whole, self.shard.endless
         start, stop = self._span(whole)
-        samples, size = self.passes.take(whole, range(start, stop) if endless else range(whole), wrap=endless)
+        samples, size = self._take(whole, range(start, stop) if endless else range(whole), wrap=endless)
         if not size or (endless and size < whole):
             raise EndOfData
         if not endless:
-            self._is_over = size < whole
             start, stop = self._span(size)
             if start == stop:  # no sample: a batch of one without it, which looks as others do
                 return slice_batch(self._collated(samples[:1], start), 0, 0)
@@ -123,74 +218,6 @@ class SampleStream(StreamSource):
             return self._collate(samples)
         with GLOBAL_RNG.preserved(derive_seeds(self.shard.seed, (self.step, start))[0]):
             return self._collate(samples)
-
-
-class WorkerStream(Source):
-    """A stream that one worker process reads and collates, ahead of the step that needs it. Going elsewhere takes
-    another worker.
-
-    Args:
-        stream: which is not read here.
-    """
-
-    def __init__(self, stream: SampleStream, options: ReadingOptions) -> None:
-        self.passes = stream.passes
-        self._stream, self._options = stream, options
-        self._worker: Iterator[Any] | None = None
-        #: the stream's state behind the last batch that was taken; None: it begins
-        self._state: dict[str, Any] | None = None
-        self._is_over = False
-
-    def read(self) -> Batch:
-        if self._is_over:
-            raise EndOfData
-        if self._worker is None:
-            seed = derive_seeds(self._stream.shard.seed, (self.step,))[0]
-            self._worker = start_workers(_FromState(self._stream, self._state), self._options, seed)
-        try:
-            batch, self._state = read_next(self._worker, self._options)
-        except StopIteration:
-            self._is_over = True
-            raise EndOfData from None
-        except BaseException:
-            self._worker = None
-            raise
-        self.step += 1
-        return batch
-
-    def seek(self, step: int) -> None:
-        if step < self.step or not step:
-            self._go_to(0, None)
-        while self.step < step:
-            self.read()
-
-    def _go_to(self, step: int, state: dict[str, Any] | None) -> None:
-        self.step, self._state, self._worker, self._is_over = step, state, None, False
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._stream.state_dict() if self._state is None else self._state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "passes" not in state:  # saved when the data was of another kind
-            self.seek(state["step"])
-        else:
-            self._go_to(state["step"], state)
-
-
-class _FromState(IterableDataset[Any]):
-    """The batches of a stream from a state on, each with the state behind it. Iterated once, in a worker."""
-
-    def __init__(self, stream: SampleStream, state: dict[str, Any] | None) -> None:
-        self._stream, self._state = stream, state
-
-    def __iter__(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        if self._state is not None:
-            self._stream.load_state_dict(self._state)
-        while True:
-            try:
-                yield self._stream.read(), self._stream.state_dict()
-            except EndOfData:
-                return
 
 
 class BatchStream(StreamSource):
@@ -221,45 +248,37 @@ class BatchStream(StreamSource):
                     f"num_replicas={shard.data_size}, rank={shard.data_rank}), or no DistributedSampler and "
                     f"batch_size={shard.global_batch_size}"
                 )
-            options = replace(options, per_rank=True)
+            options = options.model_copy(update={"per_rank": True})
         super().__init__(batches, shard, options, stateful=stateful, chunk=1)
-        # a generator of batches may make them from what the model has learnt so far
-        self.may_be_read_ahead &= isinstance(batches, DataLoader)
         size = getattr(batches, "batch_size", None)
         if isinstance(batches, DataLoader) and size not in (None, self._whole):
             raise ValueError(self._wrong_size(size))
-        self._logged_short_batch = False
 
     def _read(self) -> Batch:
         endless = self.shard.endless
         while True:
-            batches, _ = self.passes.take(1, range(1), wrap=endless)
+            batches, _ = self._take(1, range(1), wrap=endless)
             if not batches:
                 raise EndOfData
             size = batch_size_of(batches[0])
             if size != self._whole:
                 self._require_last(size)
             if size == self._whole or not endless:
-                self._is_over = size != self._whole
                 return batches[0] if self.per_rank else slice_batch(batches[0], *self._span(size))
 
     def _require_last(self, size: int) -> None:
         """A batch that is not whole is right as the last one of a pass only, and in training not as its only one."""
-        is_only = self.shard.endless and self.passes.offset == 1
-        if size > self._whole or is_only or self.passes.take(1, range(0), wrap=False)[1]:
+        is_only = self.shard.endless and self._offset == 1
+        if size > self._whole or is_only or self._take(1, range(0), wrap=False)[1]:
             raise ValueError(self._wrong_size(size))
-        if self.shard.endless and not self._logged_short_batch:
-            log.info("%s: the last batch of a pass has %d samples and is dropped", self.passes.name, size)
-            self._logged_short_batch = True
 
     def _wrong_size(self, size: int) -> str:
         shard, whole = self.shard, self.shard.global_batch_size
-        gives = f"{self.passes.name} gives batches of {size} samples, but {shard.batch_size_name} = {whole}"
+        gives = f"{self.name} gives batches of {size} samples, but {shard.batch_size_name} = {whole}"
         if shard.data_size == 1:
             return f"{gives}: set one of them to the other"
         return (
             f"{gives} over {shard.data_size} data ranks. Give batches of {whole} that are the same on all ranks (each "
-            f"data rank takes its {whole} / {shard.data_size} = {shard.size}), or batches of {shard.size} that differ "
-            f"between data ranks: by DistributedSampler(dataset, num_replicas={shard.data_size}, "
-            f"rank={shard.data_rank}), or by other means and data = dict(type=lambda: loader, per_rank=True)"
+            f"data rank takes its {shard.size}), or batches of {shard.size} that differ between data ranks, by a "
+            f"DistributedSampler or with data = dict(type=lambda: loader, per_rank=True)"
         )

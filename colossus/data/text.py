@@ -36,6 +36,8 @@ class _TextWindows(TokenWindows):
 
     Attributes:
         tokenizer: how the text has become ids.
+        sha256: of the text.
+        held_out: whether "files" are held out for validation, or the "tail" of all.
     """
 
     def __init__(
@@ -58,29 +60,20 @@ class _TextWindows(TokenWindows):
             ids = self.tokenizer.encode(texts, name)
             vocab_size = int(ids.max()) + 1 if len(ids) else 0
         super().__init__(ids, seq_len, name=f"{name} ({split})", vocab_size=vocab_size)
-        self.info = {
-            "split": split,
-            "bytes": len(text),
-            "files": len(chosen),
-            "sha256": hashlib.sha256(text).hexdigest(),
-            "held_out": held_out,
-        }
-        if self.tokenizer.name != BYTES:
-            self.info |= {"tokens": len(ids), "tokenizer": self.tokenizer.sha256}
+        self.sha256, self.held_out = hashlib.sha256(text).hexdigest(), held_out
         self.file_names = [file.name for file in chosen]
 
     def describe(self) -> str:
         assert self.tokenizer is not None
         how = f", tokenizer {self.tokenizer.path} ({self.tokenizer.sha256[:12]})" if self.tokenizer.path else ""
-        return f"{super().describe()}, {self.info['files']} files, sha256 {self.info['sha256'][:12]}{how}"
+        return f"{super().describe()}, {len(self.file_names)} files, sha256 {self.sha256[:12]}{how}"
 
 
 class PythonStdlib(_TextWindows):
     """The source of the running Python's standard library: real text on every machine, nothing to download.
 
     The first ``max_bytes`` of all ``.py`` files sorted by relative path, tests and installed packages left out; about
-    5 % of the files are held out for validation. The text differs between Python versions: ``info`` records ``bytes``,
-    ``files``, ``sha256`` (of this split) and ``python``.
+    5 % of the files are held out for validation. The text differs between Python versions: the log names its SHA-256.
 
     Args:
         seq_len: tokens of a sample: bytes, unless there is a tokenizer.
@@ -104,18 +97,16 @@ class PythonStdlib(_TextWindows):
     ) -> None:
         files = stdlib_files(max_bytes, "PythonStdlib")
         super().__init__(files, seq_len, split, STDLIB_FRACTION, "PythonStdlib", tokenizer)
-        self.info["python"] = platform.python_version()
 
     def describe(self) -> str:
-        return f"{super().describe()}, Python {self.info['python']}"
+        return f"{super().describe()}, Python {platform.python_version()}"
 
 
 class TextFolder(_TextWindows):
     """All files of a folder that match a pattern, in the order of their relative paths.
 
     About ``validation_fraction`` of the files is held out. Where whole files cannot give a share within a factor
-    of three of that (one file, or a few of unlike size), the tail of the whole text is held out instead;
-    ``info["held_out"]`` says ``"files"`` or ``"tail"``.
+    of three of that (one file, or a few of unlike size), the tail of the whole text is held out instead.
 
     Args:
         path: the folder; ``~`` is understood.
@@ -172,16 +163,9 @@ def stdlib_files(max_bytes: int, name: str) -> list[TextFile]:
                 path = Path(folder, name)
                 found.append(TextFile(path.relative_to(root).as_posix(), path, path.stat().st_size))
     if not found:
-        raise ValueError(
-            f"{name}: no .py file under {root}; this Python ships its standard library without source. "
-            f"Use another Python, or data = dict(type='TextFolder', path=...)"
-        )
-    return _first_bytes(sorted(found), max_bytes)
-
-
-def _first_bytes(files: list[TextFile], max_bytes: int) -> list[TextFile]:
+        raise ValueError(f"{name}: no .py file under {root}; this Python ships its standard library without source")
     out, left = [], max_bytes
-    for file in files:
+    for file in sorted(found):
         if left <= 0:
             break
         out.append(file._replace(size=min(file.size, left)))
@@ -192,7 +176,7 @@ def _first_bytes(files: list[TextFile], max_bytes: int) -> list[TextFile]:
 def texts_of_split(files: list[TextFile], fraction: float, split: str) -> tuple[list[TextFile], list[bytes], str]:
     """The files of a split, the text that it has of each, and whether "files" are held out or the "tail" of all."""
     chosen, held_out = _one_split(files, fraction, split)
-    texts = [_read(file) for file in chosen]
+    texts = [file.path.read_bytes()[: file.size] for file in chosen]
     if held_out == "tail":
         length = sum(map(len, texts))
         texts = _cut(texts, length - round(length * fraction))[split == "validation"]
@@ -221,11 +205,3 @@ def _fraction_of(name: str) -> float:
     """A number in [0, 1) that belongs to the name."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2.0**64
-
-
-def _read(file: TextFile) -> bytes:
-    try:
-        with open(file.path, "rb") as stream:
-            return stream.read(file.size)
-    except OSError as error:
-        raise ValueError(f"cannot read {file.path}: {error.strerror or error}") from error

@@ -126,8 +126,7 @@ def dataset_tokenizer(given: str | os.PathLike[str] | None, title: str) -> Datas
 def tokenizer_of(data: Any) -> DatasetTokenizer | None:
     """What data says of its ids by an attribute ``tokenizer``, where that can be recorded.
 
-    Of a user's own dataset that is "bytes", or the path of a tokenizer.json or of a folder with one. A name of another
-    kind ("gpt2" of the Hub), or an object, is its own affair.
+    Of a user's own dataset that is "bytes", or the path of a tokenizer.json or of a folder with one.
     """
     named = getattr(data, "tokenizer", None)
     if isinstance(named, DatasetTokenizer):
@@ -144,8 +143,7 @@ def require_same_tokens(train: DatasetTokenizer | None, validation: Any) -> None
     if (train.name, train.content) != (validation.name, validation.content):
         raise ValueError(
             f"data.validation: its ids are of {validation.path or validation.name}, those of the training data of "
-            f"{train.path or train.name}, and mean other tokens to the model; give both the same tokenizer (data"
-            f".tokenizer, data.validation.tokenizer)"
+            f"{train.path or train.name}; give both the same tokenizer (data.tokenizer, data.validation.tokenizer)"
         )
 
 
@@ -156,27 +154,17 @@ def kept_ids(key: str, make: Callable[[], Ids]) -> Ids:
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "colossus" / "tokens"
     kept = folder / f"{key}.npy"
-    if (found := _read(kept)) is not None:
-        return found
+    with contextlib.suppress(Exception):  # numpy raises many: EOFError, ValueError, tokenize.TokenError, ..
+        found: Ids = np.load(kept, mmap_mode="r", allow_pickle=False)
+        if found.ndim == 1 and found.dtype in (np.uint16, np.uint32):
+            return found
     ids = make()
     with contextlib.suppress(OSError):  # a folder that cannot be written to, or is full: the ids are in memory
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".{uuid.uuid4().hex}.npy"
         try:
-            with temporary.open("wb") as file:
-                np.save(file, ids, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
+            np.save(temporary, ids, allow_pickle=False)
             temporary.rename(kept)
         finally:
             temporary.unlink(missing_ok=True)
-    found = _read(kept)
-    return ids if found is None else found
-
-
-def _read(file: Path) -> Ids | None:
-    try:
-        ids = np.load(file, mmap_mode="r", allow_pickle=False)
-    except Exception:  # numpy raises many: EOFError, ValueError, tokenize.TokenError, ..
-        return None
-    return ids if isinstance(ids, np.memmap) and ids.ndim == 1 and ids.dtype in (np.uint16, np.uint32) else None
+    return ids

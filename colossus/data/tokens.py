@@ -40,10 +40,9 @@ class BatchedDataset(Dataset[dict[str, torch.Tensor]]):
         """Samples ``indices`` ``[b]`` as tensors whose dim 0 is ``b``."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        at = index + len(self) if index < 0 else index
-        if not 0 <= at < len(self):
+        if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of a dataset of {len(self)}")
-        sample: dict[str, torch.Tensor] = map_batch(lambda x: x[0], self.batch(np.array([at])))
+        sample: dict[str, torch.Tensor] = map_batch(lambda x: x[0], self.batch(np.array([index % len(self)])))
         return sample
 
 
@@ -68,8 +67,8 @@ class TokenWindows(BatchedDataset):
     def __init__(
         self, tokens: np.ndarray, seq_len: int, *, name: str, vocab_size: int | None = None, check_ids: bool = False
     ) -> None:
-        if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
-            raise ValueError(f"{name}: seq_len = {seq_len!r} is not a number of tokens (an integer >= 1)")
+        if seq_len < 1:
+            raise ValueError(f"{name}: seq_len = {seq_len}: a sample has at least one token")
         if len(tokens) < seq_len + 1:
             raise TooLittleData(
                 f"{name} has {len(tokens)} tokens, but one sample needs seq_len + 1 = {seq_len + 1}; "
@@ -79,7 +78,6 @@ class TokenWindows(BatchedDataset):
         self.seq_len = seq_len
         self.name = name
         self.vocab_size = vocab_size
-        self.info: dict[str, Any] = {}
         self._check_ids = check_ids
 
     def __len__(self) -> int:
@@ -98,18 +96,14 @@ class TokenWindows(BatchedDataset):
         rows = torch.from_numpy(taken.astype(np.int64))
         return {"inputs": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
 
-    def check_ids(self, max_tokens: int = 1 << 26) -> None:
-        """Look at all tokens, or at pieces all over a longer array, for ids outside of the vocabulary.
+    def check_ids(self) -> None:
+        """Look at all tokens, or at 64 pieces all over a longer array, for ids outside of the vocabulary.
 
         Raises:
             ValueError: names such an id.
         """
-        if not self._check_ids:
-            return
-        pieces = max(1, min(64, max_tokens))
-        size, count = max_tokens // pieces, len(self.tokens)
-        starts = range(0, count, max(size, -(-count // pieces)))
-        for start in starts:
+        size, count = 1 << 20, len(self.tokens)
+        for start in range(0, count if self._check_ids else 0, max(size, -(-count // 64))):
             self._raise_on_bad_ids(self.tokens[start : start + size])
 
     def _raise_on_bad_ids(self, taken: np.ndarray) -> None:
@@ -145,7 +139,7 @@ class TokenFile(TokenWindows):
         path: the file; ``~`` is understood.
         seq_len: tokens of a sample.
         split: ``"train"`` (the head) or ``"validation"`` (the tail).
-        dtype: of a raw file, ``"uint16"`` unless given; a ``.npy`` knows its own and must agree when both are given.
+        dtype: of a raw file, ``"uint16"`` unless given; a ``.npy`` knows its own.
         validation_fraction: share of the tokens held out; 0 holds nothing out.
         tokenizer: what made the ids, for the record: ``"bytes"``, a ``tokenizer.json`` or a folder with one. Each
             checkpoint holds it, so that ``colossus generate`` knows it.
@@ -176,7 +170,6 @@ class TokenFile(TokenWindows):
         cut = len(tokens) - round(len(tokens) * validation_fraction)
         self._range = slice(0, cut) if split == "train" else slice(cut, len(tokens))
         super().__init__(tokens[self._range], seq_len, name=f"{name} ({split})", vocab_size=vocab_size, check_ids=True)
-        self.info = {"split": split, "tokens": len(self.tokens), "dtype": str(tokens.dtype)}
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickled memory map would carry the whole file to each worker; the path is enough.
@@ -194,38 +187,19 @@ def _open(path: Path, dtype: str | None, name: str) -> np.ndarray:
     size = path.stat().st_size
     if size == 0:
         raise ValueError(f"{name} is empty (0 bytes)")
-    asked = _integer_dtype(dtype, name) if dtype is not None else None
-    if path.suffix == ".npy":
-        return _open_npy(path, asked, name)
-    kind = asked or np.dtype("uint16")
-    if size % kind.itemsize:
+    tokens: np.ndarray | None = None
+    try:
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        kind = np.dtype(dtype or "uint16") if tokens is None else tokens.dtype
+    except Exception as error:  # numpy raises many for a bad file, tokenize.TokenError among them
+        raise ValueError(f"{name} cannot be read as .npy, or data.dtype = {dtype!r} is no type: {error}") from error
+    if kind.kind not in "iu" or (tokens is not None and tokens.ndim != 1):
+        shape = "" if tokens is None else f" {list(tokens.shape)}"
+        raise ValueError(f"{name} holds {kind}{shape}; tokens are integers in one dimension, uint16 say")
+    if size % kind.itemsize and tokens is None:
         raise ValueError(
             f"{name} has {size} bytes, which is not a multiple of {kind.itemsize} (one {kind} token): "
             f"the file is cut off, or data.dtype is not the type it was written with"
         )
-    return np.memmap(path, dtype=kind, mode="r")
-
-
-def _open_npy(path: Path, asked: np.dtype[Any] | None, name: str) -> np.ndarray:
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # numpy raises many, tokenize.TokenError among them
-        raise ValueError(f"{name} cannot be read as .npy: {error}") from error
-    if tokens.ndim != 1:
-        raise ValueError(
-            f"{name} has shape {list(tokens.shape)}; token ids must be one-dimensional: save array.reshape(-1)"
-        )
-    _integer_dtype(tokens.dtype.name, name)
-    if asked is not None and asked != tokens.dtype:
-        raise ValueError(f"{name} holds {tokens.dtype}, but data.dtype = {asked}; leave data.dtype out for .npy")
-    return tokens
-
-
-def _integer_dtype(dtype: str, name: str) -> np.dtype[Any]:
-    try:
-        kind = np.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(f"{name}: data.dtype = {dtype!r} is not a numpy type; use 'uint16' or 'uint32'") from error
-    if kind.kind not in "iu":
-        raise ValueError(f"{name}: tokens of type {kind} are not integers; use 'uint16' or 'uint32'")
-    return kind
+    return np.memmap(path, dtype=kind, mode="r") if tokens is None else tokens

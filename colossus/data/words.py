@@ -74,15 +74,7 @@ class PythonStdlibWords(TokenWindows):
         super().__init__(ids, seq_len, name=f"{name} ({split})", vocab_size=vocab_size or self.num_words + 1)
         self.pairs = pairs
         self._pair_ids = pair_buckets(ids, pairs) if pairs else None
-        unknown = float(np.mean(ids == UNKNOWN))
-        self.info = {
-            "split": split,
-            "words": len(ids),
-            "different": self.num_words,
-            "unknown": round(unknown, 6),
-            "sha256": digest,
-            "python": platform.python_version(),
-        }
+        self._share_unknown, self._sha256 = float(np.mean(ids == UNKNOWN)), digest
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         """``inputs`` and ``labels`` of samples ``indices`` [b]: int64 [b, seq_len], of inputs maybe two."""
@@ -94,11 +86,10 @@ class PythonStdlibWords(TokenWindows):
         return {"inputs": {"ids": rows["inputs"], "pairs": pairs}, "labels": rows["labels"]}  # type: ignore[dict-item]
 
     def describe(self) -> str:
-        info = self.info
         pairs = f", {self.pairs:,} buckets of pairs" if self.pairs else ""
         return (
             f"{super().describe()}, vocabulary {self.vocab_size:,} (the text has {self.num_words:,} words; unknown "
-            f"here {info['unknown']:.1%}){pairs}, sha256 {info['sha256'][:12]}, Python {info['python']}"
+            f"here {self._share_unknown:.1%}){pairs}, sha256 {self._sha256[:12]}, Python {platform.python_version()}"
         )
 
 

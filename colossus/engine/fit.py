@@ -30,7 +30,7 @@ class Hook:
         """After each optimizer step; ``result.step`` counts from 1, its loss and norm are global values.
 
         On an accelerator who reads them here waits for the step. `StepResult.send_to_host` starts their copy, and who
-        reads them in the next ``on_step_end`` waits for nothing (`colossus.monitor.late_results` is a queue for that).
+        reads them in the next ``on_step_end`` waits for nothing (see `colossus.monitor.metrics.LateResults`).
         """
 
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:

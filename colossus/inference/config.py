@@ -12,13 +12,19 @@ from typing import Any
 from colossus.checkpoint.manifest import BYTES, MANIFEST, TOKENIZER_FILE, Manifest
 from colossus.checkpoint.weight_sources import find_weights, manifest_of
 from colossus.config import Config, ConfigError, load_config, model_options
-from colossus.config.loading import read_file, validate
+from colossus.config.components import is_text
+from colossus.config.loading import read_file, validate, with_tokenizer
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import check_names
+from colossus.config.section import Named
 from colossus.config.sizes import describe_sizes, world_size
 from colossus.config.training import LOW, PrecisionSection
-from colossus.registry import DATASETS, MODELS
+from colossus.registry import DATASETS, MODELS, SCHEDULES
 
+#: what evaluations look at of a recorded config
+_EVALUATE_SECTIONS = ("model", "data", "parallel", "schedule", "train", "comm", "device")
+#: keys of the section train that say how to train
+_OF_TRAINING = ("activation_checkpoint", "steps", "schedule_steps", "eval_every", "eval_batches")
 #: keys that mean something to text
 _GENERATE_KEYS = ("parallel", "train.precision", "comm", "device")
 _DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -104,17 +110,14 @@ def generation_config(source: Source, overrides: Sequence[str] = (), config_file
     Raises:
         ConfigError: for a plan that does not fit the model, or means nothing without training.
     """
-    keys = ", ".join(f"{key}.." for key in _GENERATE_KEYS)
-    problems = [
-        f"{text}: generate trains nothing, and the model is that of the checkpoint; it takes {keys}, a prompt as "
-        f"--prompt TEXT"
-        for text in overrides
-        if not text.partition("=")[0].startswith(_GENERATE_KEYS)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    values = recorded(source, config_file, ("model",))
-    values["train"] = {"precision": recorded_precision(source)}
+    for text in overrides:
+        if not text.partition("=")[0].startswith(_GENERATE_KEYS):
+            keys = ", ".join(f"{key}.." for key in _GENERATE_KEYS)
+            raise ConfigError(
+                f"{text}: generate trains nothing, and the model is that of the checkpoint; it takes {keys}"
+            )
+    values = _recorded(source, config_file, ("model",))
+    values["train"] = {"precision": _recorded_precision(source)}
     stated = validate(apply_overrides(values, overrides), overrides)
     check_names(stated)
     _require_generation(stated)
@@ -137,17 +140,14 @@ def _require_generation(config: Config) -> None:
         f"parallel.zero = {parallel.zero.stage}": parallel.zero.stage,
         "parallel.strategy": "strategy" in parallel.model_fields_set,
     }
-    problems = [
-        f"{key} splits tokens, or what training needs, but generate makes one token after the other: take "
-        f"parallel.tensor or parallel.pipeline, which split the model, or parallel.data, which splits the prompts"
-        for key, is_given in given.items()
-        if is_given
-    ]
+    for key in [key for key, is_given in given.items() if is_given]:
+        raise ConfigError(
+            f"{key} splits tokens, or what training needs, but generate makes one token after the other: take "
+            f"parallel.tensor or parallel.pipeline, which split the model, or parallel.data, which splits the prompts"
+        )
     is_language = hasattr(options, "vocab_size") and getattr(options, "generates", True)
     if config.model is not None and options is not None and not is_language:
-        problems.append(f"model {config.model.type!r} gives no next token: generate takes a language model (GPT, ..)")
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError(f"model {config.model.type!r} gives no next token: generate takes a language model (GPT, ..)")
 
 
 def num_positions(config: Config) -> int | None:
@@ -156,29 +156,95 @@ def num_positions(config: Config) -> int | None:
     return None if getattr(options, "is_rotary", True) else int(options.seq_len)
 
 
-def prompt_problems(
-    prompts: Sequence[Sequence[int]], max_tokens: int, positions: int | None, vocab_size: int | None
-) -> list[str]:
+def prompt_problems(prompts: Sequence[Sequence[int]], positions: int | None, vocab_size: int | None) -> list[str]:
     """Why a model with so many positions and tokens cannot continue these prompts."""
     problems = [] if prompts else ["there is no prompt"]
-    if max_tokens < 1:
-        problems.append(f"max_tokens = {max_tokens}: at least 1")
     for number, tokens in enumerate(prompts, 1):
         if not tokens:
             problems.append(f"prompt {number} is empty: a model continues at least one token")
         if positions is not None and len(tokens) > positions:
             problems.append(
-                f"prompt {number} has {len(tokens)} tokens, but the model has learned {positions} positions "
-                f"(model.seq_len): cut it to {positions}, or less to leave room for text"
+                f"prompt {number} has {len(tokens)} tokens, but the model has learned {positions} positions"
             )
-        wrong = [each for each in tokens if each < 0 or (vocab_size is not None and each >= vocab_size)]
-        if wrong:
-            has = f"0..{vocab_size - 1}" if vocab_size is not None else "0 and above"
+        largest = max(tokens, default=0)
+        if vocab_size is not None and largest >= vocab_size:
             problems.append(
-                f"prompt {number} has the token {wrong[0]}, but the model has the tokens {has}: is it the tokenizer "
-                f"that made its training data?"
+                f"prompt {number} has the token {largest}, but the model has the tokens 0..{vocab_size - 1}: is it the "
+                f"tokenizer that made its training data?"
             )
     return problems
+
+
+# -- evaluation -------------------------------------------------------------------------------------------
+
+
+def evaluation_config(
+    source: Source, overrides: Sequence[str] = (), config_file: str | None = None, *, nproc: int | None = None
+) -> Config:
+    """The config of a checkpoint's run, with all of its validation data, unless the overrides say otherwise.
+
+    Args:
+        config_file: takes the place of what the checkpoint records.
+        nproc: number of processes. 1: in this process, without a plan; another one than the plan has derives
+            ``parallel.data``. None is the plan of the run.
+
+    Raises:
+        ConfigError: for what is no config, a plan that does not fit, code that the checkpoint names.
+    """
+    keys = [text.partition("=")[0] for text in overrides]
+    for key in keys:
+        if key.partition(".")[0] in ("optimizer", "lr_schedule", "checkpoint", "hooks", "name"):
+            raise ConfigError(f"{key}: evaluate trains nothing, and takes the weights of {source.folder}; leave it out")
+    values = _recorded(source, config_file, _EVALUATE_SECTIONS, without_data=bool({"data", "data.type"} & set(keys)))
+    plan, train = dict(values.get("parallel") or {}), dict(values.get("train") or {})
+    plan.pop("strategy", None)  # no replica tells another of a gradient
+    if nproc is not None:
+        plan = {} if nproc == 1 else {key: value for key, value in plan.items() if key != "data"}
+    train.setdefault("precision", _recorded_precision(source))
+    schedule = values.get("schedule") or {}
+    if isinstance(schedule, Mapping) and schedule.get("type", "1f1b") not in SCHEDULES:  # of a user's own
+        schedule = {"microbatches": schedule.get("microbatches", 1)}
+    kept = {key: value for key, value in train.items() if key not in _OF_TRAINING}
+    config = load_config({**values, "parallel": plan, "train": kept, "schedule": schedule}, overrides, nproc)
+    config._source = Path(config_file).name if config_file is not None else None
+    if config.data is None:
+        raise ConfigError(
+            f"{source.folder} records no data, which was given to the run otherwise: give data: data.type=TextFolder "
+            f"data.path=..., say, or --config FILE"
+        )
+    config = _with_its_tokenizer(config, source)
+    most = config.train.eval_batches if {"train", "train.eval_batches"} & set(keys) else None
+    train_section = config.train.model_copy(update={"eval_batches": most})
+    return config.model_copy(update={"name": "evaluate", "train": train_section})
+
+
+def training_data(config: Config) -> Config:
+    """The config with its training data, from first to last, in the place of its validation data."""
+    data = config.data
+    if not isinstance(data, Named):
+        is_maker = callable(data) and not hasattr(data, "__getitem__")
+        return config.model_copy(update={"data": Named(type=data, validation={} if is_maker else data)})
+    has_splits = isinstance(data.type, str) and "split" not in data.options
+    validation = {"split": "train"} if has_splits else {}
+    return config.model_copy(update={"data": Named(**{**data.spec(), "validation": validation})})
+
+
+def _with_its_tokenizer(config: Config, source: Source) -> Config:
+    """Text becomes ids by the tokenizer.json that the checkpoint holds, where nothing names another.
+
+    Raises:
+        ConfigError: for text that nothing says how to read: weights that no run of ours has trained.
+    """
+    data, tokenizer = config.data, source.manifest.tokenizer
+    if tokenizer == TOKENIZER_FILE:
+        return with_tokenizer(config, str(source.folder))
+    is_untold = tokenizer is None and (source.is_foreign or source.manifest.is_weights_only)
+    if is_untold and isinstance(data, Named) and is_text(data.type) and data.options.get("tokenizer") is None:
+        raise ConfigError(
+            f"{source.folder} has no {TOKENIZER_FILE}, so nothing says how text becomes the ids of its model: give "
+            f"data.tokenizer=PATH of one, or data.tokenizer={BYTES}"
+        )
+    return config
 
 
 # -- both -------------------------------------------------------------------------------------------------
@@ -192,7 +258,7 @@ def describe(config: Config) -> str:
     return f"{plan}, {config.train.precision.compute}"
 
 
-def recorded(
+def _recorded(
     source: Source, config_file: str | None, sections: Sequence[str], without_data: bool = False
 ) -> dict[str, Any]:
     """Sections of the config file, else those that the checkpoint records: of colossus, by their names.
@@ -213,17 +279,13 @@ def recorded(
         return found
     if source.manifest.tokenizer == TOKENIZER_FILE and "data" in found:
         found["data"] = _without_tokenizer(found["data"])
-    problems = []
     for key, registry in (("model", MODELS), ("data", DATASETS)):
-        unknown = [each for each in _imported_names(found.get(key)) if each not in registry]
-        if unknown:
-            problems.append(
-                f"{source.folder}: its {key} is {unknown[0]}, none of colossus ({', '.join(registry.names())}), and "
+        for unknown in [each for each in _imported_names(found.get(key)) if each not in registry]:
+            raise ConfigError(
+                f"{source.folder}: its {key} is {unknown}, none of colossus ({', '.join(registry.names())}), and "
                 f"code is never imported because a checkpoint names it: give --config FILE, the config file that it "
                 f"was trained with{', or other data: data.type=TextFolder data.path=...' if key == 'data' else ''}"
             )
-    if problems:
-        raise ConfigError(problems)
     return found
 
 
@@ -244,11 +306,11 @@ def _imported_names(section: Any) -> Iterator[str]:
         yield from _imported_names(section.get("validation"))
 
 
-def recorded_precision(source: Source) -> dict[str, Any]:
+def _recorded_precision(source: Source) -> dict[str, Any]:
     """That of the run; of a folder that does not say, that of most of its tensors."""
-    recorded = (source.manifest.config.get("train") or {}).get("precision")
-    if isinstance(recorded, Mapping):
-        return dict(recorded)
+    of_run = (source.manifest.config.get("train") or {}).get("precision")
+    if isinstance(of_run, Mapping):
+        return dict(of_run)
     counts = Counter(entry.dtype for key, entry in source.manifest.tensors.items() if key.startswith("model/"))
     name = next((_DTYPES[dtype] for dtype, _ in counts.most_common() if dtype in _DTYPES), "fp32")
     return PrecisionSection.keys_of(name) or {}

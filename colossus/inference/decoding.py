@@ -53,7 +53,7 @@ class Decoding:
         stop: Collection[int] = (),
         num_ids: int | None = None,
     ) -> None:
-        if problems := prompt_problems(prompts, max_tokens, model.num_positions, model.vocab_size):
+        if problems := prompt_problems(prompts, model.num_positions, model.vocab_size):
             raise ValueError("\n".join(problems))
         self.model, self._max_tokens = model, max_tokens
         self._sampling, self._stop, self._num_ids = sampling or Sampling(), frozenset(stop), num_ids

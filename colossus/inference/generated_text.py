@@ -77,15 +77,15 @@ class FileTokenizer:
         try:
             self._tokenizer = load_tokenizer(file.read_bytes(), f"the tokenizer {file}")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{error}; prompts of numbers need no tokenizer: --tokens 1,2,3") from None
+            raise ConfigError(f"--tokenizer: {error}; prompts of numbers need no tokenizer: --tokens 1,2,3") from None
         self._adds_special = adds_special
         self.num_ids = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.stop = special_ids(file.parent, token_ids or {}, "eos_token_id")
         self._start = special_ids(file.parent, token_ids or {}, "bos_token_id")[:1]
 
     def encode(self, text: str) -> list[int]:
-        text = _printable(text)
-        return self._tokenizer.encode(text, add_special_tokens=self._adds_special).ids or list(self._start)
+        ids = self._tokenizer.encode(_printable(text), add_special_tokens=self._adds_special).ids
+        return ids or list(self._start)
 
     def stream(self, prompt: Sequence[int] = ()) -> _FileStream:
         return _FileStream(self._tokenizer, prompt)
@@ -99,7 +99,7 @@ class _FileStream:
             takes the space of the first of all).
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer, self._library = tokenizer, importlib.import_module("tokenizers.decoders")
         self._begin()
         for token in prompt:
@@ -129,10 +129,7 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
-    """The tokenizer that a user names, else the one that the checkpoint records.
-
-    Args:
-        given: "bytes", a tokenizer.json, or a folder with one.
+    """The tokenizer that a user names ("bytes", a tokenizer.json, or a folder with one), else that of the checkpoint.
 
     Raises:
         ConfigError: when it is not there, or nothing says which.
@@ -140,17 +137,13 @@ def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
     name = given if given is not None else source.manifest.tokenizer
     if name is None:
         raise ConfigError(
-            f"{source.folder}: does not say how its text became tokens: give --tokenizer bytes (UTF-8, as "
-            f"data = dict(type='PythonStdlib') has it), --tokenizer PATH of a {TOKENIZER_FILE}, or the prompt as "
-            f"numbers, --tokens 1,2,3"
+            f"{source.folder}: does not say how its text became tokens: give --tokenizer bytes (UTF-8), --tokenizer "
+            f"PATH of a {TOKENIZER_FILE}, or the prompt as numbers, --tokens 1,2,3"
         )
     if name == BYTES:
         return ByteTokenizer()
     file = Path(name).expanduser() if given is not None else source.folder / name
     file = file / TOKENIZER_FILE if file.is_dir() else file
-    if not file.is_file():
-        where = "--tokenizer" if given is not None else f"{source.folder}: its tokenizer"
-        raise ConfigError(f"{where} {name}: there is no file {file}; it is 'bytes', or the path of a {TOKENIZER_FILE}")
     # as the model has seen text begin: Hugging Face's with its template, our datasets' without
     is_theirs = source.is_foreign or (bool(source.token_ids) and source.manifest.is_weights_only)
     return FileTokenizer(file, source.token_ids, adds_special=is_theirs)
@@ -176,7 +169,7 @@ class Texts:
 
     Args:
         prompts: as text; None where they were given as tokens.
-        out: where to print; None prints nothing.
+        out: where to print, without what a terminal would obey; None prints nothing.
     """
 
     def __init__(
@@ -247,15 +240,11 @@ class Texts:
             self._write(text)
 
     def _write(self, text: str) -> None:
-        if self._out is not None and (text := harmless(text) if self._out.isatty() else text):
-            self._out.write(text)
+        if self._out is not None:
+            # a model may have learned escape sequences, or to turn lines around
+            self._out.write(_OBEYED.sub(_REPLACEMENT, text.replace("\r", "")) if self._out.isatty() else text)
             self._out.flush()
 
 
 def _printable(prompt: str) -> str:
     return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def harmless(text: str) -> str:
-    """Without what a terminal would obey: a model may have learned escape sequences, or to turn lines around."""
-    return _OBEYED.sub(_REPLACEMENT, text.replace("\r", ""))

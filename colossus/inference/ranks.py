@@ -41,8 +41,8 @@ _REFUSALS = (DamagedCheckpoint, CheckpointError, FloatingPointError, ValueError)
 def on_ranks(
     config: Config, make: Callable[[], Any], threads: int | None = None
 ) -> Iterator[Callable[[Callable[[Any], T]], T]]:
-    """Inside, ``call(work)`` is ``work(made)`` on each rank, where ``made`` is what ``make()`` gave; the answer of
-    the first. What is made has a method ``close``.
+    """Inside, ``call(work)`` is ``work(made)`` on each rank, where ``made`` is what ``make()`` gave and has a method
+    ``close``; it answers what the first rank does.
 
     Args:
         threads: of each rank, unless ``OMP_NUM_THREADS`` says another number; by default as many as `colossus launch`
@@ -115,12 +115,7 @@ def _end_with(parent: int) -> None:
 
 def decoding_of(source: Source, config: Config, **options: Any) -> Decoding:
     """Prompts on their way through the model of a checkpoint; the options are those of `Decoding`."""
-    model = load_model(source, config)
-    try:
-        return Decoding(model, **options)
-    except BaseException:
-        model.close()
-        raise
+    return Decoding(load_model(source, config), **options)
 
 
 def evaluate(config: Config, folder: Path) -> EvalResult:

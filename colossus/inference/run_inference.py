@@ -23,12 +23,13 @@ from colossus.inference.config import (
     Sampling,
     Source,
     describe,
+    evaluation_config,
     find_source,
     generation_config,
     num_positions,
     prompt_problems,
+    training_data,
 )
-from colossus.inference.evaluation_config import evaluation_config, training_data
 from colossus.inference.generated_text import Texts, special_ids, tokenizer_of
 from colossus.launch.command import worker_variables
 from colossus.launch.data_check import check_data, is_ours
@@ -40,15 +41,13 @@ if TYPE_CHECKING:
     from colossus.inference.decoding import Decoding
 
 DONE, FAILED, USAGE = 0, 1, 2
-#: a smaller model has one thread in one process: its operations are too short to share out, and where others use the
-#: cores each waits for the slower one (840,000 parameters took 12 times as long). By no measurement: the sums of a
-#: product depend on the threads in their last bits, and text must not depend on the load
+#: a smaller model has one thread in one process: its operations are too short to share out. Not measured on the spot,
+#: since the sums of a product depend on the threads in their last bits, and text must not depend on the load
 _FEW_PARAMETERS = 20_000_000
 
 
 def _exit_code(name: str, work: Callable[[], None]) -> int:
-    """Work of a command of this name, and its exit code: 0 done, 1 failed at run time or a damaged checkpoint, 2 wrong
-    usage. Errors of a user's own code keep their traceback."""
+    """Work of a command of this name, and its exit code. Errors of a user's own code keep their traceback."""
     try:
         if worker_variables(os.environ) is not None:
             raise ConfigError(f"{name} starts its own processes: run it by itself, without torchrun or srun")
@@ -122,7 +121,7 @@ def generate(
         texts = None if of_text is None else _read(prompts)
         ids = [list(each) for each in tokens] if of_text is None else [of_text.encode(each) for each in texts or ()]
         vocab_size = getattr(model_options(config), "vocab_size", None)
-        if problems := prompt_problems(ids, max_tokens, num_positions(config), vocab_size):
+        if problems := prompt_problems(ids, num_positions(config), vocab_size):
             raise ConfigError(problems)
         check_devices(config, world_size(config.parallel))
         if world_size(config.parallel) > 1:
@@ -191,11 +190,8 @@ def _conclude(texts: Texts, as_json: bool, source: Source, config: Config, how: 
         print(json_module.dumps({**about, **results}, indent=2))
     for row, ended in enumerate(texts.ended):
         if ended == "positions":
-            made, prompt = len(texts.tokens[row]), len(texts.prompt_tokens[row])
-            _say(
-                f"prompt {row + 1} stopped after {made} tokens: the model has learned {made + prompt - 1} positions "
-                f"(model.seq_len), and knows none beyond them"
-            )
+            made = len(texts.tokens[row])
+            _say(f"prompt {row + 1} stopped after {made} tokens: the model has learned no more positions")
     shown = [f"{key}: {speed:.1f} tokens/s" for key, speed in speeds.items() if speed is not None]
     _say("; ".join(shown) or "nothing was generated")
 
@@ -212,10 +208,7 @@ def evaluate(
     nproc: int | None = None,
     json: bool = False,
 ) -> int:
-    """Evaluate a checkpoint's model on all of its run's validation data, and print the numbers.
-
-    Under the plan of the run, on this machine: for the same plan the loss is, to the last bit, the one that the run
-    reported after the checkpoint's step over as many batches.
+    """Evaluate a checkpoint's model on all of its run's validation data, under its plan, and print the numbers.
 
     Args:
         checkpoint: a checkpoint, a folder of them, a run folder, or a model folder of Hugging Face.
@@ -240,8 +233,7 @@ def evaluate(
         loaders = check_data(config)
         if loaders is not None and loaders.validation is None:
             raise ConfigError(
-                f"there is no {split} data: {loaders.validation_missing}; --split train evaluates the training data, "
-                f"data.validation=dict(path=...) or data.type=... other data"
+                f"there is no {split} data: {loaders.validation_missing}; --split train evaluates the training data"
             )
         # torch is imported here
         from colossus.inference import ranks

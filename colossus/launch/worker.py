@@ -89,7 +89,7 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     # torch is imported here, after the signal handlers are installed: it takes seconds
     from colossus.engine.fit import fit
     from colossus.engine.initialize import make_engine
-    from colossus.monitor.display import make_display
+    from colossus.monitor.display import Display
     from colossus.monitor.metrics import Metrics
 
     if is_on_cuda(config) and not ranks_may_share(config):
@@ -103,7 +103,7 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     # torch records by itself when the watchdog of another rank asks for it
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / failure.FOLDER / failure.RECORDING))
     engine.run.folder, engine.checkpoints.resume_from = folder, run.resume
-    metrics, display = Metrics(folder / run_folder.METRICS), make_display(folder)
+    metrics, display = Metrics(folder / run_folder.METRICS), Display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
     hooks = [_beginning(run, config), metrics, display, *user_hooks]
 

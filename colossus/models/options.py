@@ -106,17 +106,12 @@ class GPTOptions(DecoderOptions):
 
     def check(self, parallel: Any) -> list[str]:
         """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
-        return [*super().check(parallel), *self._check_rotary()]
-
-    def _check_rotary(self) -> list[str]:
-        if self.is_rotary:
-            return []
-        given = [key for key in ("rotary_base", "rotary_scaling") if key in self.model_fields_set]
-        return [
+        default = type(self).model_fields
+        return super().check(parallel) + [
             f"model.{key} = {getattr(self, key)!r} says how positions are rotated, but model.positions = "
             f"{self.positions!r}; set positions='rotary', or leave {key} out"
-            for key in given
-            if getattr(self, key) != type(self).model_fields[key].default
+            for key in ("rotary_base", "rotary_scaling")
+            if not self.is_rotary and getattr(self, key) != default[key].default
         ]
 
 
@@ -183,7 +178,12 @@ class ViTOptions(TransformerOptions):
 
     def check(self, parallel: Any) -> list[str]:
         """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
-        return [*self._check_patches(), *super().check(parallel)]
+        problems = [
+            not_a_multiple(f"model.image_size: {name}", side, f"model.patch_size: {name} = {patch}", patch)
+            for name, side, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True)
+            if side % patch
+        ]
+        return [*problems, *super().check(parallel)]
 
     def check_sample(self, shape: tuple[int, ...], label: int | None) -> list[str]:
         """What is wrong with a sample of the data: the shape of its image, its label."""
@@ -199,13 +199,6 @@ class ViTOptions(TransformerOptions):
             )
         return problems
 
-    def _check_patches(self) -> list[str]:
-        return [
-            not_a_multiple(f"model.image_size: {name}", side, f"model.patch_size: {name} = {patch}", patch)
-            for name, side, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True)
-            if side % patch
-        ]
-
     def check_sequence(self, parallel: Any) -> list[str]:
         size = parallel.sequence.size
         if size == 1:
@@ -213,7 +206,6 @@ class ViTOptions(TransformerOptions):
         token = " and the class token" if self.pool == "token" else ""
         return [
             f"parallel.sequence.size = {size} splits the tokens of a batch before it enters the model, but ViT takes "
-            f"images, and makes its {self.num_tokens} tokens ({self.num_patches} patches{token}) of them: set "
-            f"parallel.sequence=1, and split these tokens with parallel.tensor.sequence_sharded, or images with "
-            f"parallel.data"
+            f"images and makes its {self.num_tokens} tokens ({self.num_patches} patches{token}) of them: use "
+            f"parallel.tensor.sequence_sharded"
         ]

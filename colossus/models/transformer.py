@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -72,18 +73,18 @@ class Transformer(nn.Module, Generic[Options]):
         logits: Tensor = run_blocks(self.pipeline_blocks(), inputs)
         return logits
 
+    @abstractmethod
     def pipeline_blocks(self) -> list[PipelineBlock | nn.Module]:
         """The model as a chain: embedding, transformer blocks, head."""
-        raise NotImplementedError
 
+    @abstractmethod
     def example_batch(self) -> dict[str, Tensor]:
         """One sample as a batch of inputs and labels, on the meta device: its operations are those of any."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def run_block(self, block: nn.Module, hidden: Any) -> Any:
+        """One block on what the link before it gave."""
 
     def block_calls(self) -> list[PipelineBlock]:
         """The transformer blocks as links of the chain."""
         return [PipelineBlock(partial(self.run_block, block), block) for block in self.blocks]
-
-    def run_block(self, block: nn.Module, hidden: Any) -> Any:
-        """One block on what the link before it gave."""
-        raise NotImplementedError

@@ -107,22 +107,16 @@ class TransformerOptions(BaseModel):
 
     def check(self, parallel: Any) -> list[str]:
         """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
+        given = self.head_dim if "head_dim" in self.model_fields_set else None
+        problems = head_problems(
+            self.hidden_size, self.num_heads, self.num_kv_heads, given, rotary=self.is_rotary, prefix="model."
+        )
         return [
-            *self._check_heads(),
+            *problems,
             *self._check_pipeline(parallel),
             *self.check_sequence(parallel),
             *self._check_tensor(parallel.tensor),
         ]
-
-    def _check_heads(self) -> list[str]:
-        given = self.head_dim if "head_dim" in self.model_fields_set else None
-        return head_problems(
-            self.hidden_size, self.num_heads, self.num_kv_heads, given, rotary=self.is_rotary, prefix="model."
-        )
-
-    def check_sequence(self, parallel: Any) -> list[str]:
-        """What is wrong with these sizes under ``parallel.sequence``."""
-        return []
 
     def _check_pipeline(self, parallel: Any) -> list[str]:
         if parallel.pipeline.size <= self.num_blocks:
@@ -131,6 +125,10 @@ class TransformerOptions(BaseModel):
             f"model.num_layers = {self.num_layers} gives {self.num_blocks} blocks ({self.block_names}), fewer than the "
             f"stages of parallel.pipeline.size = {parallel.pipeline.size}; every stage needs a block"
         ]
+
+    def check_sequence(self, parallel: Any) -> list[str]:
+        """What is wrong with these sizes under ``parallel.sequence``."""
+        return []
 
     def _check_tensor(self, tensor: Any) -> list[str]:
         """Sizes that the tensor mode does not divide: of each the one line about the most ranks.
@@ -149,9 +147,7 @@ class TransformerOptions(BaseModel):
                 undivided[key] = ways, axes
 
         hidden, wide = "hidden_size", "ffn_hidden_size"
-        divisible = dict.fromkeys(
-            ("query", "key", "value"), tensor.size
-        )  # heads are split whole: by their number below
+        divisible = dict.fromkeys(("query", "key", "value"), tensor.size)  # heads are split whole: see below
         linears: list[tuple[str, str, str, dict[str, int]]] = [
             ("column", hidden, "", divisible),
             ("column", hidden, wide, {"": self.ffn_hidden_size}),

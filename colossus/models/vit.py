@@ -77,20 +77,16 @@ class ViT(Transformer[ViTOptions]):
         return round_up(self.options.num_tokens, self.parallel.context.size(self.parallel.regions.residual.tokens))
 
     def _embed(self, images: Tensor) -> Tensor:
-        self._check(images)
+        if not isinstance(images, Tensor) or not images.is_floating_point():
+            what = images.dtype if isinstance(images, Tensor) else type(images).__name__
+            raise located_error(f"ViT: its input is of {what}; it takes images of floating point, pixels / 255 say")
+        for problem in self.options.check_sample(tuple(images.shape[1:]), None):
+            raise located_error(f"ViT: an image of its input, {list(images.shape)}, {problem}")
         x = moved(self.patches(images), self._whole_tokens, self.parallel)
         if self.class_token is not None:
             x = call(self.class_token, x, self.parallel)
         x = call(self.positions, x, self.parallel)
         return self._split_tokens(call(self.dropout, x, self.parallel))
-
-    def _check(self, images: Tensor) -> None:
-        if not isinstance(images, Tensor):
-            raise located_error(f"ViT: its input is a {type(images).__name__}; it takes a tensor of images")
-        for problem in self.options.check_sample(tuple(images.shape[1:]), None):
-            raise located_error(f"ViT: an image of its input, {list(images.shape)}, {problem}")
-        if not images.is_floating_point():
-            raise located_error(f"ViT: images of {images.dtype}; make them of floating point, pixels / 255 say")
 
     def _split_tokens(self, x: Tensor) -> Tensor:
         """From the tokens of an image, on each rank, to the layout between blocks, padded."""
@@ -139,11 +135,7 @@ class ViT(Transformer[ViTOptions]):
 
 
 def labels_of(batch: Any) -> Tensor:
-    """Of (images, labels), or a dict with ``labels``.
-
-    Raises:
-        ValueError: for a batch that has none.
-    """
+    """Of (images, labels), or a dict with ``labels``."""
     labels = batch.get("labels") if isinstance(batch, dict) else batch[1] if len(batch) == 2 else None
     if not isinstance(labels, Tensor):
         raise located_error(

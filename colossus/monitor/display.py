@@ -20,27 +20,25 @@ from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import EvalResult, StepResult
 from colossus.machine import gigabytes
-from colossus.monitor.late_results import LateResults
-from colossus.monitor.metrics import StepTimer, peak_memory
+from colossus.monitor.metrics import LateResults, StepTimer, peak_memory
 from colossus.monitor.mfu import Utilisation
 from colossus.server.process import has_servers, read_environment
 
 
-def make_display(folder: Path, stream: TextIO | None = None) -> Display:
-    """The display that suits ``stream`` (standard output by default): live on a terminal, else plain lines."""
-    stream = stream or sys.stdout
-    return LiveDisplay(folder, stream) if stream.isatty() else PlainDisplay(folder, stream)
-
-
 class Display(Hook):
-    """Collects the numbers to show; only the logging rank shows them.
+    """What the logging rank shows of a run: on a terminal a progress bar with the numbers of the last step below it,
+    redrawn in place; elsewhere one line every ``train.log_every`` steps, after the first step and after the last, and
+    one per evaluation.
 
-    Speeds are averages since the last line (plain) or over the last steps (live), without evaluations. Where replicas
-    do not wait for each other speed and MFU are of one, and say so, as does a loss that is its own.
+    Speeds are averages since the last line or over the last steps of the bar, without evaluations. Where replicas do
+    not wait for each other speed and MFU are of one, and say so, as does a loss that is its own.
+
+    Args:
+        stream: standard output by default.
     """
 
-    def __init__(self, folder: Path, stream: TextIO) -> None:
-        self.folder, self.stream = folder, stream
+    def __init__(self, folder: Path, stream: TextIO | None = None) -> None:
+        self.folder, self.stream = folder, stream or sys.stdout
         self.shown = False
         #: steps of the run, and those done before this display began
         self.total = self.first = 0
@@ -52,12 +50,13 @@ class Display(Hook):
         self.validation: dict[str, float] = {}
         self.counted = "tokens"
         self.tokens, self.seconds = 0.0, 0.0
-        #: whose speed it is, where replicas count for themselves
-        self.speed_of = ""
+        #: where replicas count for themselves the speed is of one
+        self.per_replica = False
         self._timer = StepTimer()
         self._began = time.monotonic()
-        self._replica = 0
         self._utilisation = Utilisation()
+        self._progress: Progress | None = None
+        self._live: Live | None = None
 
     def on_train_start(self, engine: Engine) -> None:
         self.shown = engine.context.is_logging_rank
@@ -65,8 +64,15 @@ class Display(Hook):
         self._began = time.monotonic()
         self.counted = getattr(model_options(engine.config), "counted", self.counted)
         self._utilisation = Utilisation.of(engine)
-        if self.shown:
-            self._write("\n".join(self.heading(engine)))
+        if not self.shown:
+            return
+        self.show_line("\n".join(self.heading(engine)))
+        if self.stream.isatty():
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn())
+            self._progress = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), expand=True)
+            self._task = self._progress.add_task("train", total=self.total, completed=self.first)
+            self._live = Live(self._progress, console=Console(file=self.stream), refresh_per_second=8)
+            self._live.start()
 
     def heading(self, engine: Engine) -> list[str]:
         """What is about to run, in two or three lines."""
@@ -105,27 +111,36 @@ class Display(Hook):
         self.shown = engine.context.is_logging_rank  # of those that live
         if not self.shown:
             return
-        self._replica = engine.context.index("data")
+        step = result.step
+        is_end = step in (self.first + 1, self.total) or result.stop_requested
+        # a line is of its own step, although an accelerator has to be waited for
+        has_line = self._progress is None and (is_end or step % engine.config.train.log_every == 0)
         late = self._results.add(result, self._timer.stop())
         self.memory, _ = peak_memory(engine.device)
-        self._results.take(self._count, but=0 if self.is_due(engine, result) else late)
-        self.show_step(engine, result)
-
-    def is_due(self, engine: Engine, result: StepResult) -> bool:
-        """Whether the numbers of this step are to be shown now, although an accelerator has to be waited for."""
-        return False
+        self._results.take(self._count, but=0 if has_line else late)
+        if has_line:
+            left = clock((time.monotonic() - self._began) / (step - self.first) * (self.total - step))
+            self.show_line("  ".join([f"step {step}/{self.total}", *self.fields(), f"left {left}"]))
+            self.tokens = self.seconds = 0.0
+        elif self._progress is not None:
+            self._progress.update(self._task, completed=step)
+            self._redraw()
+            # an average that forgets: about the last twenty steps
+            self.tokens, self.seconds = self.tokens * 0.95, self.seconds * 0.95
 
     def _count(self, result: StepResult, seconds: float) -> None:
         own = result.replica_tokens
         self.tokens += result.tokens if own is None else own
         self.seconds += seconds
-        self.speed_of = "" if own is None else f" (replica {self._replica})"
+        self.per_replica = own is not None
         self.result = result
 
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
         self.validation = {"loss": summary.loss, **summary.metrics}
-        if self.shown:
-            self.show_evaluation(summary)
+        if self._live is not None:
+            self._redraw()
+        elif self.shown:
+            self.show_line(f"step {summary.step}/{self.total}  {self.validated('  ')}")
 
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
         if self.shown:
@@ -136,36 +151,33 @@ class Display(Hook):
 
     def on_train_end(self, engine: Engine) -> None:
         self._results.take(self._count)
-        self.show_end()
+        self._redraw()
         self.close()
         if self.shown and self.result is not None and self.result.step >= self.total:
-            self._write(self.summary(self.result))
+            self.show_line(self.summary(self.result))
 
     def on_exception(self, engine: Engine, error: BaseException) -> None:
         self.close()
 
-    def show_step(self, engine: Engine, result: StepResult) -> None:
-        """After each step.
-
-        Args:
-            result: of the step; its numbers are there only if it is the one of ``self.result``.
-        """
-
-    def show_end(self) -> None:
-        """All numbers are there."""
-
-    def show_evaluation(self, summary: EvalResult) -> None: ...
-
     def show_line(self, text: str) -> None:
-        """A line that stays."""
-        self._write(text)
+        """A line that stays, above the bar."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        else:
+            self.stream.write(text + "\n")
+            self.stream.flush()
 
     def close(self) -> None:
         """Leave the terminal as it was. May be called from another thread, and twice."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
 
-    def _write(self, text: str) -> None:
-        self.stream.write(text + "\n")
-        self.stream.flush()
+    def _redraw(self) -> None:
+        if self._live is not None and self._progress is not None and self.result is not None:
+            loss, *rest = self.fields()
+            validated = [self.validated("  ").replace("validation loss", "validation")] if self.validation else []
+            self._live.update(Group(self._progress, Text("  ".join([loss, *validated, *rest]))))
 
     def fields(self) -> list[str]:
         """The numbers of the last step, one string each."""
@@ -177,7 +189,7 @@ class Display(Hook):
             f"loss {self.result.loss:.4f}{whose}",
             f"grad_norm {self.result.grad_norm:.3g}",
             f"lr {self.result.lr:.3g}",
-            f"{_thousands(speed)} {self.counted}/s{self.speed_of}",
+            f"{_thousands(speed)} {self.counted}/s{' a replica' if self.per_replica else ''}",
             f"memory {gigabytes(self.memory)}",
             f"MFU {'N/A' if mfu is None else f'{mfu:.1%}'}",
             *([f"skipped {self.result.num_skipped}"] if self.result.num_skipped else []),
@@ -194,72 +206,6 @@ class Display(Hook):
         validated = self.validated(", ") if self.validation else ""
         skipped = f"{result.num_skipped} skipped" if result.num_skipped else ""
         return ", ".join(filter(None, [done, validated, skipped])) + f"; run folder {self.folder}"
-
-
-class PlainDisplay(Display):
-    """One line every ``train.log_every`` steps, after the first step and after the last, and one per evaluation."""
-
-    def is_due(self, engine: Engine, result: StepResult) -> bool:
-        is_end = result.step in (self.first + 1, self.total) or result.stop_requested
-        return is_end or result.step % engine.config.train.log_every == 0
-
-    def show_step(self, engine: Engine, result: StepResult) -> None:
-        if not self.is_due(engine, result):
-            return
-        step = result.step
-        left = clock((time.monotonic() - self._began) / (step - self.first) * (self.total - step))
-        self.show_line("  ".join([f"step {step}/{self.total}", *self.fields(), f"left {left}"]))
-        self.tokens = self.seconds = 0.0
-
-    def show_evaluation(self, summary: EvalResult) -> None:
-        self.show_line(f"step {summary.step}/{self.total}  {self.validated('  ')}")
-
-
-class LiveDisplay(Display):
-    """A progress bar with the numbers of the last step below it, redrawn in place."""
-
-    def __init__(self, folder: Path, stream: TextIO) -> None:
-        super().__init__(folder, stream)
-        self._live: Live | None = None
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn())
-        self._progress = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), expand=True)
-
-    def on_train_start(self, engine: Engine) -> None:
-        super().on_train_start(engine)
-        if not self.shown:
-            return
-        self._task = self._progress.add_task("train", total=self.total, completed=self.first)
-        self._live = Live(self._progress, console=Console(file=self.stream), refresh_per_second=8)
-        self._live.start()
-
-    def show_step(self, engine: Engine, result: StepResult) -> None:
-        self._progress.update(self._task, completed=result.step)
-        self._redraw()
-        # an average that forgets: about the last twenty steps
-        self.tokens, self.seconds = self.tokens * 0.95, self.seconds * 0.95
-
-    def show_end(self) -> None:
-        self._redraw()
-
-    def show_evaluation(self, summary: EvalResult) -> None:
-        self._redraw()
-
-    def show_line(self, text: str) -> None:
-        if self._live is None:
-            self._write(text)
-        else:  # above the bar
-            self._live.console.print(text, markup=False, highlight=False)
-
-    def close(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
-
-    def _redraw(self) -> None:
-        if self._live is not None and self.result is not None:
-            loss, *rest = self.fields()
-            validated = [self.validated("  ").replace("validation loss", "validation")] if self.validation else []
-            self._live.update(Group(self._progress, Text("  ".join([loss, *validated, *rest]))))
 
 
 def _thousands(number: float) -> str:

@@ -6,10 +6,13 @@ import json
 import math
 import os
 import sys
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -19,8 +22,69 @@ from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook, evaluation_due
 from colossus.engine.results import EvalResult, StepResult
 from colossus.machine import peak_resident_bytes
-from colossus.monitor.late_results import PATIENCE, LateResults
 from colossus.monitor.mfu import Utilisation
+
+T = TypeVar("T")
+#: seconds that a run which has failed waits for the numbers of a step, should its device be stuck
+PATIENCE = 5.0
+
+
+class LateResults(Generic[T]):
+    """Results with what belongs to each, in the order of their steps: a hook that shows every step waits for none.
+
+    On the CPU a result is there when its step is over. On an accelerator its numbers travel while the next step runs,
+    and it is taken after that one. Whoever uses this takes what is left at the end.
+    """
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[StepResult, T]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, result: StepResult, belongings: T) -> int:
+        """Let the numbers of a step travel.
+
+        Returns:
+            How many of the last should not be taken yet: 1 on an accelerator, else 0.
+        """
+        is_late = result.send_to_host()
+        self._coming.append((result, belongings))
+        return int(is_late)
+
+    @property
+    def last(self) -> T | None:
+        """What belongs to the last one; None: all are written."""
+        with self._lock:
+            return self._coming[-1][1] if self._coming else None
+
+    def take(self, write: Callable[[StepResult, T], None], *, but: int = 0, patience: float = math.inf) -> None:
+        """Take them in order, each once. May be called from any thread; while another one takes it waits as long.
+
+        Args:
+            write: what is done with each; its numbers are there. What it raises is raised here; the next call goes on
+                behind that result.
+            but: the last so many stay.
+            patience: seconds to wait for each one's numbers; from the first on that do not come all stay.
+        """
+        if not self._lock.acquire(timeout=-1 if patience == math.inf else patience + 0.1):
+            return
+        try:
+            while len(self._coming) > but and _comes_in(self._coming[0][0], patience):
+                write(*self._coming.popleft())
+        finally:
+            self._lock.release()
+
+
+def _comes_in(result: StepResult, seconds: float) -> bool:
+    """Wait for the numbers of a step, without end or for some seconds. Returns whether they are there."""
+    if seconds == math.inf:
+        result.wait()
+        return True
+    end = time.monotonic() + seconds
+    while not result.is_there:
+        if time.monotonic() >= end:
+            return False
+        time.sleep(1e-3)
+    return True
 
 
 class StepTimer:
@@ -55,31 +119,15 @@ def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
 
 
 def keep_rows(path: Path, last_step: int) -> None:
-    """Keep the rows of steps up to ``last_step``, all or nothing at any moment. Half rows go, too."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return
-    kept = [line for line in lines if line.endswith(b"\n") and 0 < _step_of(line) <= last_step]
-    if kept == lines:
-        return
-    draft = path.with_name(f".{path.name}.tmp")
-    with draft.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-
-
-def _of_evaluation(summary: EvalResult) -> dict[str, float]:
-    return {"validation_loss": summary.loss, **{f"validation_{name}": mean for name, mean in summary.metrics.items()}}
-
-
-def _step_of(line: bytes) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return 0
+    """Cut the file behind the row of ``last_step``, or before what is no whole row."""
+    size = 0
+    with suppress(FileNotFoundError):
+        with suppress(ValueError, KeyError, TypeError):
+            for line in path.read_bytes().splitlines(keepends=True):
+                if not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
+                    break
+                size += len(line)
+        os.truncate(path, size)
 
 
 class Metrics(Hook):
@@ -130,12 +178,9 @@ class Metrics(Hook):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if engine.checkpoints.resumed_from is not None:
                 keep_rows(self._path, engine.completed_steps)
-            self._open()
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             self._counts, self._train = engine.config.comm.accounting, engine.config.train
         self._timer.start()
-
-    def _open(self) -> None:
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def on_step_start(self, engine: Engine) -> None:
         if self._counts:
@@ -163,7 +208,8 @@ class Metrics(Hook):
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
         row = self._rows.last
         if row is not None:
-            row[1].update(_of_evaluation(summary) | engine.strategy.consensus())
+            means = {"loss": summary.loss, **summary.metrics}
+            row[1].update({f"validation_{name}": mean for name, mean in means.items()} | engine.strategy.consensus())
         self._write()
 
     def on_save(self, engine: Engine) -> None:
@@ -197,9 +243,8 @@ class Metrics(Hook):
         counted = result.tokens if result.replica_tokens is None else result.replica_tokens
         mfu = self._utilisation.at(counted / seconds)
         has_scale = result.loss_scale is not None
-        row |= {"mfu": mfu} if mfu is not None else {}
-        row |= {"replica": result.replica} if result.replica is not None else {}
-        row |= {"loss_scale": result.loss_scale} if has_scale else {}
+        maybe = {"mfu": mfu, "replica": result.replica, "loss_scale": result.loss_scale}
+        row |= {key: value for key, value in maybe.items() if value is not None}
         row |= {"skipped": result.num_skipped} if has_scale or self._train.on_nonfinite == "skip" else {}
         if self._file is not None:
             self._append((json.dumps(row) + "\n").encode(), self._file)
@@ -207,14 +252,10 @@ class Metrics(Hook):
     def _append(self, line: bytes, file: int) -> None:
         """One unbuffered write: whatever happens next, the line is in the file. Training goes on without it."""
         size = os.fstat(file).st_size
-        try:
-            written = os.write(file, line)
-            while written < len(line):  # a full disk takes a part, and tells why with the next write
-                written += os.write(file, line[written:])
-        except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(file, size)  # no half line
-            if not self._warned:
-                self._warned = True
-                reason = error.strerror or error
-                print(f"colossus: rows are missing in {self._path}: {reason}; training goes on", file=sys.stderr)
+        with suppress(OSError):
+            if os.write(file, line) == len(line):
+                return
+            os.ftruncate(file, size)  # a full disk takes a part: no half line
+        if not self._warned:
+            self._warned = True
+            print(f"colossus: rows are missing in {self._path} (is the disk full?); training goes on", file=sys.stderr)

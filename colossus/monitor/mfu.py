@@ -5,7 +5,6 @@ Peaks are from the data sheets of vendors; None where none is known, no guess.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,48 +90,35 @@ KINDS = ("fp16", "bf16", "tf32", "fp32", "fp64")
 # Dense TFLOP/s per device, without sparsity: where a sheet gives only numbers with sparsity (Hopper, Ada, Blackwell)
 # they are halved. fp64 and, of AMD, fp32 are those of the matrix units where there are such. Products of fp16 and bf16
 # are accumulated in fp32, as torch has them accumulated: on GeForce that is half of the number in large print.
-#: short name -> peaks by `KINDS`, None where there is none or none is known
+#: short name -> peaks by `KINDS`, None where there is none or none is known; from data sheets and whitepapers
 PEAK_TFLOPS: dict[str, tuple[float | None, ...]] = {
-    # NVIDIA Blackwell: HGX B200 / B300 and GB200 / GB300 NVL72 pages, divided by their 8 and 72 GPUs
     "B200": (2250.0, 2250.0, 1125.0, 75.0, 37.0),
     "B300": (2250.0, 2250.0, 1125.0, None, None),
     "GB200": (2500.0, 2500.0, 1250.0, 80.0, 40.0),
     "GB300": (2500.0, 2500.0, 1250.0, None, None),
-    # NVIDIA H100, H200 and GH200 data sheets
     "H100": (989.5, 989.5, 494.5, 67.0, 67.0),
     "H100 PCIE": (756.5, 756.5, 378.0, 51.0, 51.0),
     "H100 NVL": (835.5, 835.5, 417.5, 60.0, 60.0),
     "H200": (989.5, 989.5, 494.5, 67.0, 67.0),
     "H200 NVL": (835.5, 835.5, 417.5, 60.0, 60.0),
     "GH200": (989.5, 989.5, 494.5, 67.0, 67.0),
-    # NVIDIA Ada: L4, L40, L40S data sheets; RTX in the Ada and Blackwell architecture whitepapers
     "L4": (121.0, 121.0, 60.0, 30.3, None),
     "L40": (181.05, 181.05, 90.5, 90.5, None),
     "L40S": (362.05, 362.05, 183.0, 91.6, None),
-    "RTX 6000 ADA GENERATION": (364.2, 364.2, 182.1, 91.1, None),
     "RTX 4090": (165.2, 165.2, 82.6, 82.6, None),
-    "RTX 4080": (97.5, 97.5, 48.7, 48.7, None),
     "RTX 5090": (209.5, 209.5, 104.8, 104.8, None),
-    # NVIDIA Ampere: A100, A30, A40, A10 data sheets; RTX in the GA102 whitepaper
     "A100": (312.0, 312.0, 156.0, 19.5, 19.5),
-    "A800": (312.0, 312.0, 156.0, 19.5, 19.5),
-    "A30": (165.0, 165.0, 82.0, 10.3, 10.3),
+    "A100 PCIE": (312.0, 312.0, 156.0, 19.5, 19.5),
     "A40": (149.7, 149.7, 74.8, 37.4, None),
     "A10": (125.0, 125.0, 62.5, 31.2, None),
     "RTX A6000": (154.8, 154.8, 77.4, 38.7, None),
     "RTX 3090": (71.0, 71.0, 35.6, 35.6, None),
-    # NVIDIA T4 and V100 data sheets: no bf16, no tf32
     "T4": (65.0, None, None, 8.1, None),
     "V100 SXM2": (125.0, None, None, 15.7, 7.8),
     "V100 PCIE": (112.0, None, None, 14.0, 7.0),
-    "V100S PCIE": (130.0, None, None, 16.4, 8.2),
-    # AMD Instinct data sheets; their tf32 has to be asked for in ways that are not looked for here
     "MI300X": (1307.4, 1307.4, None, 163.4, 163.4),
     "MI325X": (1307.4, 1307.4, None, 163.4, 163.4),
-    "MI300A": (980.6, 980.6, None, 122.6, 122.6),
-    "MI210": (181.0, 181.0, None, 45.3, 45.3),
 }
-_SAME = {"A100 PCIE": "A100", "A800 PCIE": "A800"}
 _NO_NAME = re.compile(r"NVIDIA|TESLA|GEFORCE|AMD|INSTINCT|HBM3|SXM[456]|OAM|AC|\d+GB")
 
 
@@ -141,9 +127,7 @@ def short_name(device_name: str) -> str:
 
     All else stays: a slice (``H100 MIG 1G.10GB``), a ``RTX 4090 LAPTOP GPU`` and an ``A10G`` are other devices.
     """
-    words = [word for word in re.split(r"[\s-]+", device_name.upper()) if not _NO_NAME.fullmatch(word)]
-    name = " ".join(words)
-    return _SAME.get(name, name)
+    return " ".join(word for word in re.split(r"[\s-]+", device_name.upper()) if not _NO_NAME.fullmatch(word))
 
 
 def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float | None:
@@ -159,18 +143,10 @@ def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float
     return None if peak is None else peak * 1e12
 
 
-def uses_tf32() -> bool:
-    """Whether products of fp32 are taken in TensorFloat-32, however torch was told so.
-
-    `torch.backends.cuda.matmul.allow_tf32` raises once the newer ``fp32_precision`` was set to what it cannot say.
-    """
-    if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":  # NVIDIA's libraries then take none, whatever torch asks for
-        return False
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
 def device_peak(device: torch.device, precision: str) -> float | None:
     """Peak FLOP/s of this rank's device; None on CPUs, whose peak depends on clocks that nobody can look up."""
     if device.type != "cuda":
         return None
-    return peak_flops(torch.cuda.get_device_name(device), precision, tf32=uses_tf32())
+    # `matmul.allow_tf32` raises once this newer setting of torch was set to what that cannot say
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return peak_flops(torch.cuda.get_device_name(device), precision, tf32=tf32)

@@ -8,7 +8,7 @@ from typing import Any
 
 from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult
-from colossus.monitor.late_results import PATIENCE, LateResults
+from colossus.monitor.metrics import PATIENCE, LateResults
 
 
 class TensorBoard(Hook):

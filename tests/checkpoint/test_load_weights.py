@@ -18,7 +18,7 @@ import colossus
 from colossus.checkpoint import CheckpointError, full_state_dict
 from colossus.engine.fit import fit
 from colossus.models.gpt import GPT
-from colossus.monitor.display import PlainDisplay
+from colossus.monitor.display import Display
 
 LARGER = dict(vocab_size=SIZES["vocab_size"] + 6, seq_len=SIZES["seq_len"] + 4)
 GROW = ("embedding.weight", "positions.weight")
@@ -224,7 +224,7 @@ def by_config(rank: int, root: str) -> None:
     assert summary.loss == pytest.approx(loss, rel=1e-10)
     assert engine.checkpoints.weights_from == path
     count = len(state) - 1  # of what is tied, one
-    assert PlainDisplay(path, io.StringIO()).heading(engine)[-1] == f"{count} parameters and buffers from {path}"
+    assert Display(path, io.StringIO()).heading(engine)[-1] == f"{count} parameters and buffers from {path}"
     after = whole(engine)
     engine.close()
 

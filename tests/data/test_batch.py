@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossus.data.batch import batch_size_of, map_batch, slice_batch, split_microbatches, to_tensors
+from colossus.data.batch import batch_size_of, map_batch, slice_batch, split_microbatches
 from colossus.nest import leaves
 
 
@@ -47,12 +47,6 @@ def test_microbatches_concatenate_to_the_batch(parts: int, each: int) -> None:
         assert piece["pair"].y[1].item() == 5.0
 
 
-def test_microbatches_are_views() -> None:
-    batch = torch.zeros(4, 2)
-    split_microbatches(batch, 2)[1].fill_(1)
-    assert batch.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
-
-
 def test_a_list_of_tensors_is_a_nest_even_when_it_is_as_long_as_the_batch() -> None:
     pieces = split_microbatches([torch.arange(2), torch.arange(2) + 5], 2)
     assert [[t.tolist() for t in piece] for piece in pieces] == [[[0], [5]], [[1], [6]]]
@@ -70,21 +64,6 @@ def test_the_size_is_not_guessed() -> None:
     with pytest.raises(ValueError, match="no tensor"):
         batch_size_of({"a": ["x", "y"], "b": torch.tensor(1)})
     assert batch_size_of((np.zeros((7, 2)), torch.zeros(7))) == 7
-
-
-def test_map_batch_touches_tensors_only_and_keeps_the_nest() -> None:
-    out = map_batch(lambda t: t + 1, nested(2))
-    assert out["pair"].x.tolist() == [1, 2]
-    assert out["names"] == ["file0", "file1"]
-    assert out["weight"].item() == 1.5
-    assert out["note"] == "whole"
-
-
-def test_slice_and_numpy() -> None:
-    piece = slice_batch({"x": np.arange(6), "y": torch.arange(6)}, 2, 4)
-    out = to_tensors(piece, torch.device("cpu"))
-    assert isinstance(out["x"], torch.Tensor)
-    assert out["x"].tolist() == out["y"].tolist() == [2, 3]
 
 
 class Encoding(UserDict[str, Any]):

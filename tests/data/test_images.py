@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import builtins
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from colossus.config import ConfigError, load_config
-from colossus.data import BatchedDataset, Digits, build_loaders
+from colossus.data import Digits
 from colossus.launch.data_check import check_data
 from colossus.registry import DATASETS
 
@@ -39,30 +37,6 @@ def test_the_split_is_fixed_and_complete(splits: dict[str, Digits]) -> None:
         assert set(dataset.labels.tolist()) == set(range(10))
 
 
-def test_samples_and_batches(splits: dict[str, Digits]) -> None:
-    train = splits["train"]
-    assert isinstance(train, BatchedDataset)
-    batch = train.batch(np.array([5, 0, -1 % len(train)]))
-    assert (batch["inputs"].shape, batch["inputs"].dtype) == ((3, 1, 8, 8), torch.float32)
-    assert batch["labels"].dtype == torch.int64
-    assert (batch["inputs"].min(), batch["inputs"].max()) == (-1, 1)
-    for row, index in enumerate((5, 0, -1)):
-        assert torch.equal(train[index]["inputs"], batch["inputs"][row])
-        assert train[index]["labels"] == batch["labels"][row]
-    with pytest.raises(IndexError, match="sample 1440 of a dataset of 1440"):
-        train[1440]
-    assert train.describe() == "Digits (train): 1,440 images of 1 x 8 x 8"
-
-
-def test_data_ranks_take_different_images(splits: dict[str, Digits]) -> None:
-    data, sizes = dict(type="Digits"), dict(seed=0, global_batch_size=8, data_size=2)
-    whole = next(iter(build_loaders(data, seed=0, global_batch_size=8, data_rank=0, data_size=1).train))
-    parts = [next(iter(build_loaders(data, data_rank=rank, **sizes).train)) for rank in range(2)]
-    assert torch.equal(torch.cat([part["inputs"] for part in parts]), whole["inputs"])
-    held = [build_loaders(data, data_rank=rank, **sizes).validation for rank in range(2)]
-    assert sum(len(batch["labels"]) for loader in held for batch in loader) == 357
-
-
 def test_a_language_model_takes_no_images(splits: Any) -> None:
     config = load_config(dict(model=dict(type="GPT"), data=dict(type="Digits")), nproc=1)
     with pytest.raises(
@@ -85,16 +59,3 @@ def test_a_language_model_takes_no_images(splits: Any) -> None:
 def test_what_is_refused_before_launch(overrides: list[str], words: str, splits: Any) -> None:
     with pytest.raises(ConfigError, match=words):
         check_data(load_config(CONFIG, overrides, nproc=2))
-
-
-def test_without_scikit_learn_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *more: Any, **options: Any) -> Any:
-        if name.partition(".")[0] == "sklearn":
-            raise ImportError(f"no module named {name}")
-        return real(name, *more, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"pip install 'colossus\[images\]'"):
-        check_data(load_config(CONFIG, nproc=2))

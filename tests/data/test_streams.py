@@ -1,9 +1,8 @@
-"""Data that is read from the front: streams of samples and ready batches, in one process or in a worker, evaluated in
-between, stopped and gone on with."""
+"""Data that is read from the front: streams of samples and ready batches, evaluated in between,
+stopped and gone on with."""
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -16,7 +15,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 SAMPLES = 21
-workers = pytest.mark.parametrize("num_workers", [0, 1])
 
 
 def rows(batches: Any) -> list[Any]:
@@ -45,13 +43,6 @@ class Place(IterableDataset[Tensor]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.state = state
-
-
-class Kept(Place):
-    """Not lost by set_epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
 
 
 class Drawing(IterableDataset[Tensor]):
@@ -101,52 +92,7 @@ def test_the_users_own_state_is_used_instead_of_reading(wrap: Callable[[Any], An
     assert data.served == read
 
 
-def test_a_stateful_loader_is_asked_before_its_dataset() -> None:
-    class StatefulLoader(DataLoader[Any]):
-        loaded: Any = None
-
-        def state_dict(self) -> dict[str, str]:
-            return {"mine": "yes"}
-
-        def load_state_dict(self, state: dict[str, str]) -> None:
-            self.loaded = state
-
-    def make() -> StatefulLoader:
-        return StatefulLoader(Remembering(), batch_size=BATCH)
-
-    first = loaders(make()).train
-    next(first)
-    user = make()
-    second = loaders(user).train
-    second.load_state_dict(first.state_dict())
-    next(second)
-    assert user.loaded == {"mine": "yes"}
-
-
-def test_reading_up_to_a_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    loaders(Stream()).train.set_step(2)
-    assert "Stream cannot seek: reading 2 batches to reach step 2" in caplog.text
-    train = loaders(Stream()).train
-    for _ in range(5):
-        next(train)
-    loaders(Stream()).train.load_state_dict(train.state_dict())
-    assert "Stream has no state_dict: reading 11 items of pass 1 again" in caplog.text
-
-
-def test_an_empty_stream() -> None:
-    with pytest.raises(ValueError, match="Stream gave nothing: the data is empty"):
-        next(loaders(Stream(0)).train)
-
-
 # -- DataLoaders and other ready batches --------------------------------------------------------------------------
-
-
-def test_a_loader_is_taken_as_it_is() -> None:
-    """Its own collate, its own order; a short batch at the end of a pass is dropped, as with drop_last."""
-    data = DataLoader(Numbers(), batch_size=BATCH, collate_fn=lambda samples: {"x": [s["x"] for s in samples][::-1]})
-    data.collate_fn = lambda samples: {"x": torch.stack([sample["x"] for sample in samples]).flip(0)}
-    batches = [ids(batch) for batch in islice(loaders(data).train, 4)]
-    assert batches == [list(range(s + 7, s - 1, -1)) for s in (0, 8, 16, 0)]
 
 
 def test_a_distributed_sampler_gives_each_rank_its_part_and_is_told_the_epoch() -> None:
@@ -181,7 +127,7 @@ def test_batches_of_a_rank_are_taken_whole_where_the_data_says_so() -> None:
 
 def test_batches_of_a_wrong_size() -> None:
     """Those of a DataLoader are refused at once: of its part, all data ranks would train on the same samples."""
-    words = r"batches of {} samples, but train.global_batch_size = 8 over 2 data ranks.*8 / 2 = 4.*DistributedSampler"
+    words = r"batches of {} samples, but train.global_batch_size = 8 over 2 data ranks.*takes its 4.*DistributedSampler"
     for size in (4, 6):
         with pytest.raises(ValueError, match=words.format(size)):
             loaders(shuffled(size), 0, 2)
@@ -206,66 +152,12 @@ def test_only_the_last_batch_of_a_pass_may_be_short() -> None:
         next(train)
 
 
-def test_a_short_batch_of_the_size_of_a_part_is_not_taken_for_one() -> None:
-    data = DataLoader(Numbers(20), batch_size=BATCH)  # 8, 8, 4
-    assert [ids(batch) for batch in islice(loaders(data, 1, 2).train, 3)] == [
-        [4, 5, 6, 7], [12, 13, 14, 15], [4, 5, 6, 7],
-    ]  # fmt: skip
-
-
-def test_a_pass_with_nothing_but_a_short_batch() -> None:
-    class Shrinking(Batches):
-        def __iter__(self) -> Iterator[Any]:
-            self.size, size = 5, self.size
-            yield {"x": torch.arange(size)}
-
-    train = loaders(Shrinking()).train
-    next(train)
-    with pytest.raises(ValueError, match="batches of 5 samples"):
-        next(train)
-
-
-def test_an_iterator_of_ones_own_ends_too() -> None:
-    class Once:
-        left = 3
-
-        def __iter__(self) -> Once:
-            return self
-
-        def __next__(self) -> Any:
-            self.left -= 1
-            if self.left < 0:
-                raise StopIteration
-            return {"x": torch.arange(BATCH)}
-
-    train = loaders(Once()).train
-    assert len(list(train)) == 3
-    assert list(train) == []
-    train.set_step(0)
-    with pytest.raises(ValueError, match="already read to its end"):
-        next(train)
-
-
-def test_a_generator_ends() -> None:
-    train = loaders(iter(list(Batches(count=3)))).train
-    assert len(list(train)) == 3
-    generator = (batch for batch in Batches(count=3))
-    train = loaders(generator).train
-    train.set_step(2)
-    assert ids(next(train)) == list(range(16, 24))
-    with pytest.raises(StopIteration):
-        next(train)
-    with pytest.raises(ValueError, match="generator is an iterator, which can be read once"):
-        train.set_step(0)
-
-
 # -- evaluations ---------------------------------------------------------------------------------------------------
 
 
-@workers
-@pytest.mark.parametrize("kind", [Place, Kept, Drawing])
-def test_every_evaluation_begins_at_the_start(kind: Callable[[], Any], num_workers: int) -> None:
-    validation = loaders({"type": Numbers, "validation": {"type": kind, "num_workers": num_workers}}).validation
+@pytest.mark.parametrize("kind", [Place, Drawing])
+def test_every_evaluation_begins_at_the_start(kind: Callable[[], Any]) -> None:
+    validation = loaders({"type": Numbers, "validation": {"type": kind}}).validation
     assert validation is not None
     next(iter(validation))  # one that stops early
     first = rows(validation)
@@ -274,10 +166,9 @@ def test_every_evaluation_begins_at_the_start(kind: Callable[[], Any], num_worke
         assert rows(islice(validation, taken)) == first[:taken]
 
 
-@workers
-def test_an_evaluation_behind_a_failed_one(num_workers: int) -> None:
+def test_an_evaluation_behind_a_failed_one() -> None:
     """Its first batch, too, is made of the first samples."""
-    validation = loaders({"type": Numbers, "validation": {"type": Failing, "num_workers": num_workers}}).validation
+    validation = loaders({"type": Numbers, "validation": {"type": Failing}}).validation
     assert validation is not None
     for _ in range(2):
         batches = iter(validation)
@@ -312,27 +203,25 @@ def test_one_object_with_one_place_is_not_for_training_and_validation() -> None:
         loaders({"type": data, "validation": data})
 
 
-# -- one worker, and going on --------------------------------------------------------------------------------------
+# -- going on ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("kind", [Place, Drawing])
-def test_a_place_is_found_in_one_process_and_in_a_worker(kind: Callable[[], Any], step: int) -> None:
-    whole = rows(islice(loaders(kind()).train, step + 3))
-    for before, after in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        first = loaders({"type": kind, "num_workers": before}).train
+def test_a_place_is_found_again(kind: Callable[[], Any]) -> None:
+    for step in (0, 1, 2, 3, 7):
+        whole = rows(islice(loaders(kind()).train, step + 3))
+        first = loaders(kind()).train
         assert rows(islice(first, step)) == whole[:step]
         state = first.state_dict()
         next(first)  # what reads on changes nothing that was saved
-        second = loaders({"type": kind, "num_workers": after}).train
+        second = loaders(kind()).train
         second.load_state_dict(state)
         assert rows(islice(second, 3)) == whole[step:]
         second.set_step(0)
         assert rows([next(second)]) == rows([next(loaders(kind()).train)])
 
 
-@workers
-def test_data_of_each_data_rank_is_taken_whole(num_workers: int) -> None:
+def test_data_of_each_data_rank_is_taken_whole() -> None:
     """An IterableDataset that gives a data rank its own samples, and says so."""
 
     class Own(IterableDataset[Tensor]):
@@ -342,7 +231,7 @@ def test_data_of_each_data_rank_is_taken_whole(num_workers: int) -> None:
         def __iter__(self) -> Iterator[Tensor]:
             return iter(map(torch.tensor, self.numbers))
 
-    data = {"type": Own, "per_rank": True, "num_workers": num_workers}
+    data = {"type": Own, "per_rank": True}
     runs = [rows(islice(loaders({**data, "validation": data}, rank, 2).train, 3)) for rank in (0, 1)]
     assert runs[0] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 0]]
     assert runs[1] == [[1, 3, 5, 7], [9, 11, 13, 15], [17, 19, 1, 3]]
@@ -351,51 +240,11 @@ def test_data_of_each_data_rank_is_taken_whole(num_workers: int) -> None:
     assert seen == [list(range(0, SAMPLES, 2)), list(range(1, SAMPLES, 2))]
 
 
-def test_what_iter_draws_it_draws_again_in_the_middle_of_a_pass() -> None:
-    class Permuted(Place):
-        def __iter__(self) -> Iterator[Tensor]:
-            order = torch.randperm(SAMPLES)
-            return (torch.stack([order[int(row[0])], row[2]]) for row in super().__iter__())
-
-    whole = rows(islice(loaders(Permuted()).train, 6))
-    first, second = loaders(Permuted()).train, loaders(Permuted()).train
-    list(islice(first, 4))
-    second.load_state_dict(first.state_dict())
-    assert rows(islice(second, 2)) == whole[4:]
-
-
-def test_data_that_draws_nothing_leaves_generators_alone_behind_the_beginning() -> None:
-    class Quiet(Drawing):
-        deterministic = True
-
-    train, drawn = loaders(Quiet()).train, loaders(Drawing()).train
-    assert same({"x": next(train)[:, 0]}, {"x": next(drawn)[:, 0]})  # an order that is drawn as a pass begins is seeded
-    random.seed(1)
-    next(train)
-    after = random.random()
-    random.seed(1)
-    assert [(random.randrange(13 - n), random.random()) for n in range(BATCH)]
-    assert random.random() == after
-
-
 # -- errors, and ends ----------------------------------------------------------------------------------------------
 
 
-@workers
-def test_a_stream_that_has_failed_is_not_read_on(num_workers: int) -> None:
-    """It would begin its next pass, or miss the samples that were read before the error."""
-    train = loaders({"type": Failing, "num_workers": num_workers}).train
-    next(train)
-    for words in ("record 11", "record 11" if num_workers else "Failing has raised an error before"):
-        with pytest.raises((OSError, RuntimeError), match=words):
-            next(train)
-    train.set_step(0)
-    assert next(train)[:, 0].tolist() == list(range(BATCH))
-
-
-@workers
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_is_left_of_data_that_cannot_start_over_is_dropped(size: int, num_workers: int) -> None:
+def test_what_is_left_of_data_that_cannot_start_over_is_dropped(size: int) -> None:
     class Once(IterableDataset[Tensor]):
         place = 0
 
@@ -408,38 +257,14 @@ def test_what_is_left_of_data_that_cannot_start_over_is_dropped(size: int, num_w
                 raise StopIteration
             return torch.tensor([self.place])
 
-    runs = [rows(loaders({"type": Once, "num_workers": num_workers}, rank, size).train) for rank in range(size)]
+    runs = [rows(loaders({"type": Once}, rank, size).train) for rank in range(size)]
     assert [[len(batch) for batch in run] for run in runs] == [[BATCH // size] * 2] * size
 
 
-@workers
-def test_data_that_is_not_the_same_any_more(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {"type": Drawing, "num_workers": num_workers}
-    train = loaders(data).train
+def test_data_that_is_not_the_same_any_more(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    train = loaders(Drawing()).train
     next(train), next(train)
-    state = train.state_dict()
     monkeypatch.setitem(globals(), "SAMPLES", 10)
-    other = loaders(data).train
-    words = "Drawing has less than 16 items in pass 0, but the run that goes on had read so many"
-    if num_workers:
-        other.load_state_dict(state)
-        for _ in range(2):
-            with pytest.raises(ValueError, match=words):
-                next(other)
-    else:
-        with pytest.raises(ValueError, match=words):
-            other.load_state_dict(state)
-
-
-def test_a_pass_without_items_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    class Gap(Place):
-        def __iter__(self) -> Iterator[Tensor]:
-            return iter([]) if self.epoch == 1 else iter(torch.zeros(BATCH, 1))
-
-    assert len(list(loaders(Gap()).train)) == 1
-    assert "Gap gave nothing in pass 1: the data ends" in caplog.text
-
-
-@pytest.fixture(autouse=True)
-def _log_level(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="colossus.data")
+    with pytest.raises(ValueError, match="Drawing has less than the 16 items that the run had read of pass 0"):
+        loaders(Drawing()).train.load_state_dict(train.state_dict())
+    assert "Drawing has no state_dict: reading 16 items of pass 0 again" in caplog.text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from colossus.data import PythonStdlibWords, TooLittleData, text, words
+from colossus.data import PythonStdlibWords, text, words
 from colossus.registry import DATASETS
 
 FILES = {"a.py": "def f(x):\n    return f(x, 12.5)\n\n\n", "b.py": "x = x\n", "c.py": 'café = "x"\n', "d.py": "x\n"}
@@ -38,10 +38,10 @@ def test_words_are_numbered_by_how_often_training_has_them(small: Path) -> None:
     train, validation = PythonStdlibWords(3), PythonStdlibWords(3, "validation")
     # x five times, a line's end three times, then what comes twice, then once: in the order of the characters
     order = ["?", "x", "\n", "(", ")", "f", "\n\n\n", ",", "12.5", ":", "=", "def", "return"]
-    assert (train.num_words, train.vocab_size, train.info["unknown"]) == (12, 13, 0.0)
+    assert (train.num_words, train.vocab_size) == (12, 13)
     assert [order[each] for each in train.tokens] == [*words.words_of(FILES["a.py"]), "x", "=", "x", "\n", "x", "\n"]
     assert [order[each] for each in validation.tokens] == ["?", "=", "?", "x", "?", "\n"]
-    assert validation.info["unknown"] == 0.5
+    assert "unknown here 50.0%" in validation.describe()
     few = PythonStdlibWords(3, vocab_size=5)
     assert few.tokens.tolist() == [each if each < 5 else 0 for each in train.tokens.tolist()]
     assert "vocabulary 5 (the text has 12 words; unknown here 42.9%)" in few.describe()
@@ -81,21 +81,11 @@ def test_ids_are_made_once(small: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_bad_options(small: Path) -> None:
-    with pytest.raises(ValueError, match=r"PythonStdlibWords: vocab_size = 1 has no word beside the unknown one"):
-        PythonStdlibWords(3, vocab_size=1)
-    with pytest.raises(ValueError, match="pairs = -1 is negative: give a number of buckets, or 0 for none"):
-        PythonStdlibWords(3, pairs=-1)
-    with pytest.raises(TooLittleData, match=r"has 21 tokens, but one sample needs seq_len \+ 1 = 22"):
-        PythonStdlibWords(21)
-    with pytest.raises(ValueError, match="split = 'test' is not one of"):
-        PythonStdlibWords(3, "test")
-
-
-def test_the_library_of_this_python() -> None:
-    """A part of it: the splits are those of the bytes, and the ids those of its words."""
-    train, validation = (PythonStdlibWords(8, split, max_bytes=200_000) for split in ("train", "validation"))
-    assert 1000 < train.num_words < len(train.tokens) / 5
-    counts = np.bincount(train.tokens)
-    assert counts[0] == 0
-    assert (np.diff(counts[1:]) <= 0).all()
-    assert 0 < validation.info["unknown"] < 0.5
+    for options, message in (
+        (dict(seq_len=3, vocab_size=1), "PythonStdlibWords: vocab_size = 1 has no word beside the unknown one"),
+        (dict(seq_len=3, pairs=-1), "pairs = -1 is negative"),
+        (dict(seq_len=21), r"has 21 tokens, but one sample needs seq_len \+ 1 = 22"),
+        (dict(seq_len=3, split="test"), "split = 'test' is not one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PythonStdlibWords(**options)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.monitor.display import PlainDisplay
+from colossus.monitor.display import Display
 from colossus.monitor.metrics import Metrics
 
 STEPS, NORM, VALUE = 3, 0.5, 0.004
@@ -83,7 +83,7 @@ def test_rows_and_lines(tmp_path: Path) -> None:
     faulty = Faulty(settings({}, on_nonfinite="skip"))
     engine = faulty.engine
     path, stream = tmp_path / "metrics.jsonl", io.StringIO()
-    hooks = [Metrics(path), PlainDisplay(tmp_path, stream)]
+    hooks = [Metrics(path), Display(tmp_path, stream)]
     for hook in hooks:
         hook.on_train_start(engine)
     for step in range(STEPS):

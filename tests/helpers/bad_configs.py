@@ -98,9 +98,9 @@ TABLE: dict[str, Bad] = {
     # files of tokens
     "empty file": bad("is empty (0 bytes)", text=tokens("empty.bin")),
     "odd bytes": bad("has 33 bytes, which is not a multiple of 2", text=tokens("odd.bin")),
-    "dtype": bad("tokens of type float32 are not integers", text=tokens("ids.bin", dtype="float32")),
-    "no dtype": bad("data.dtype = 'int99' is not a numpy type", text=tokens("ids.bin", dtype="int99")),
-    "table of tokens": bad("has shape [20, 20]", "reshape(-1)", text=tokens("table.npy")),
+    "dtype": bad("holds float32; tokens are integers in one dimension", text=tokens("ids.bin", dtype="float32")),
+    "no dtype": bad("data.dtype = 'int99' is no type", text=tokens("ids.bin", dtype="int99")),
+    "table of tokens": bad("holds int64 [20, 20]; tokens are integers in one dimension", text=tokens("table.npy")),
     "no npy": bad("cannot be read as .npy", text=tokens("broken.npy")),
     "too short": bad(
         "has 19 tokens, but one sample needs seq_len + 1 = 65", text=tokens("short.bin"), overrides="model.seq_len=64"
@@ -153,18 +153,18 @@ TABLE: dict[str, Bad] = {
     "workers": bad("data.num_workers: must be at least 0, got -1", overrides="data.num_workers=-1"),
     "half a worker": bad("data.num_workers: must be a whole number", overrides="data.num_workers=0.5"),
     "workers of a stream": bad(
-        "every sample would come 2 times",
+        "_Stream is an IterableDataset, of which each worker would read the whole",
         text="data = dict(type=_Stream, num_workers=2)",
     ),
-    "collate_fn": bad("data.collate_fn = 3 is not a function", text=samples("collate_fn=3")),
+    "collate_fn": bad("data.collate_fn: input should be callable, got 3", text=samples("collate_fn=3")),
     "per_rank of a dataset": bad("data.per_rank is for a DataLoader", text=samples("per_rank=True")),
     "workers of a loader": bad(
-        "data.num_workers is for a dataset",
+        "data.num_workers are for a dataset",
         text="data = dict(type=lambda: DataLoader(_Samples(), batch_size=8), num_workers=1)",
     ),
     "option of data": bad("data.cuont: no such key; did you mean data.count?", text=samples("cuont=7")),
     "option of validation": bad(
-        "_Samples has no option 'cuont'. Did you mean 'count'?", text=samples("validation=dict(cuont=7)")
+        "_Samples has no option 'cuont'; it has count", text=samples("validation=dict(cuont=7)")
     ),
     "type of validation": bad("no dataset named 'TextFold'", text=samples("validation=dict(type='TextFold')")),
     "validation that is no data": bad("data is a int, which is neither", text=samples("validation=5")),

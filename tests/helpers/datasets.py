@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from colossus.data import Loaders, build_loaders
 
@@ -97,17 +97,14 @@ def shuffled(size: int = BATCH, workers: int = 0) -> DataLoader[Any]:
 
 KINDS: dict[str, Callable[[], Any]] = {
     "map": Numbers,
-    "subset": lambda: Subset(Numbers(), range(2, SAMPLES)),
     "list": lambda: [{"x": torch.tensor(i)} for i in range(SAMPLES)],
     "stdlib": lambda: {"type": "PythonStdlib", "seq_len": 16, "max_bytes": 8000},
     "stream": Stream,
     "remembering": Remembering,
     "loader": shuffled,
-    "loader with a worker": lambda: DataLoader(Stream(), batch_size=BATCH, num_workers=1),
     "loader of stream": lambda: DataLoader(Stream(), batch_size=BATCH),
     "loader of remembering": lambda: DataLoader(Remembering(), batch_size=BATCH),
     "batches": Batches,
-    "callable": lambda: lambda seed: Numbers(SAMPLES + seed),
 }
 
 

@@ -33,8 +33,6 @@ PLANS = {
     "2d": ["parallel.tensor=dict(mode='2d',size=4)"],
     "3d_2x1x2": ["parallel.tensor=dict(mode='3d',shape=(2,1,2))"],
     "pipeline_1d": ["parallel.pipeline=2", "parallel.tensor=2"],
-}
-LONG_PLANS = {
     "2.5d": ["parallel.tensor=dict(mode='2.5d',size=8,depth=2)"],
     "3d": ["parallel.tensor=dict(mode='3d',size=8)"],
     "pipeline_2d": ["parallel.pipeline=2", "parallel.tensor=dict(mode='2d',size=4)"],
@@ -138,11 +136,6 @@ def test_parts_equal_whole_forwards_under_every_plan(sources: dict[str, Source])
     check(sources, PLANS)
 
 
-@pytest.mark.long
-def test_parts_equal_whole_forwards_on_eight_ranks(sources: dict[str, Source]) -> None:
-    check(sources, LONG_PLANS)
-
-
 def test_a_rank_without_rotation_by_its_position_would_be_seen(
     sources: dict[str, Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +183,13 @@ def test_learned_positions_end_a_text(sources: dict[str, Source]) -> None:
     with pytest.raises(ValueError, match=r"prompt 2 has 13 tokens, but the model has learned 12 positions"):
         Decoding(model, [[1], [1] * 13])
     model.close()
+
+
+def test_an_attention_that_is_called_twice_in_a_forward_is_refused() -> None:
+    attention, cache = torch.nn.Identity(), KeyValueCache()
+    cache.attend(attention, *torch.ones(3, 1, 1, 2, 4))
+    with pytest.raises(ValueError, match="every attention is called once in each forward"):
+        cache.attend(attention, *torch.ones(3, 1, 1, 2, 4))
 
 
 def test_logits_that_are_no_numbers_are_told(sources: dict[str, Source]) -> None:

@@ -88,15 +88,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-@given(TEXTS)
-def test_text_that_streams_is_the_whole_text(folder: Path, text: str) -> None:
-    tokenizer = FileTokenizer(folder / "tokenizer.json")
-    if not text:
-        return
-    ids = tokenizer.encode(text)
-    assert told(tokenizer.stream(), ids) == tokenizer._tokenizer.decode(ids, skip_special_tokens=True)
-
-
 @given(st.lists(st.integers(0, 250), max_size=25))
 def test_any_tokens_stream_to_what_they_decode_to(folder: Path, ids: list[int]) -> None:
     """Pieces of characters and invalid bytes, too. A decoder that shows a run of bytes as a whole takes letters back
@@ -137,15 +128,6 @@ def test_what_begins_and_ends_a_text_is_what_the_files_say(folder: Path, tmp_pat
     assert FileTokenizer(file).stop == (7,)
 
 
-def test_a_prompt_begins_as_training_data_did(folder: Path) -> None:
-    file = folder / "tokenizer.json"
-    plain = FileTokenizer(file, adds_special=False).encode("the")
-    assert FileTokenizer(file).encode("the") == (plain if "byte_level" in folder.name else [1, *plain])
-    ours = tokenizer_of(source(folder, "tokenizer.json", saved=True), None)
-    assert ours is not None
-    assert ours.encode("the") == plain
-
-
 def source(folder: Path, tokenizer: str | None, *, saved: bool = False) -> Source:
     if saved:
         (folder / MANIFEST).touch()
@@ -159,9 +141,9 @@ def test_which_tokenizer_it_is(folder: Path, tmp_path: Path, monkeypatch: pytest
     assert isinstance(tokenizer_of(source(folder, "tokenizer.json"), None), FileTokenizer)
     for given_path in (folder, folder / "tokenizer.json"):
         assert isinstance(tokenizer_of(source(tmp_path, "bytes"), str(given_path)), FileTokenizer)
-    with pytest.raises(ConfigError, match=r"--tokenizer .*: there is no file"):
+    with pytest.raises(ConfigError, match=r"--tokenizer: .*No such file.*gone"):
         tokenizer_of(source(tmp_path, None), str(tmp_path / "gone"))
-    with pytest.raises(ConfigError, match=r"its tokenizer tokenizer\.json: there is no file"):
+    with pytest.raises(ConfigError, match=r"No such file.*tokenizer\.json"):
         tokenizer_of(source(tmp_path, "tokenizer.json"), None)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"cannot be read.*--tokens 1,2,3"):

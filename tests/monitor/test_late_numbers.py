@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import io
 import json
-import sys
+import random
+import threading
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.fake_cuda import Waits, batch_on_device, run_fake_ranks
+from helpers.fake_cuda import Waits, run_fake_ranks
 from helpers.launched.fake_engine import FakeEngine
-from helpers.training import batch_of, config_of
 
-import colossus
 from colossus.engine.fit import Hook, fit
 from colossus.engine.results import StepResult
-from colossus.monitor.display import LiveDisplay, PlainDisplay
-from colossus.monitor.metrics import Metrics
-from colossus.monitor.tensorboard import TensorBoard
+from colossus.monitor.display import Display
+from colossus.monitor.metrics import LateResults, Metrics
 
 
 class LateResult(SimpleNamespace):
@@ -142,7 +140,7 @@ def test_what_is_there_is_written_before_a_hard_end(tmp_path: Path) -> None:
 
 def test_plain_lines_are_of_their_own_step_and_wait_at_these_alone(tmp_path: Path) -> None:
     stream, engine = io.StringIO(), LateEngine(steps=7, log_every=3, validation=False)
-    fit(engine, [PlainDisplay(tmp_path, stream)])
+    fit(engine, [Display(tmp_path, stream)])
     lines = [line.split("  ") for line in stream.getvalue().splitlines()[1:-1]]
     assert [line[:2] for line in lines] == [
         *(["step 1/7", "loss 9.3333"], ["step 3/7", "loss 7.3333"], ["step 6/7", "loss 4.3333"]),
@@ -155,7 +153,8 @@ def test_the_live_display_ends_with_the_last_step(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     stream, engine = io.StringIO(), LateEngine(steps=4, validation=False)
-    display = LiveDisplay(tmp_path, stream)
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    display = Display(tmp_path, stream)
     seen = []
 
     class Reader(Hook):
@@ -169,69 +168,98 @@ def test_the_live_display_ends_with_the_last_step(tmp_path: Path, monkeypatch: p
     assert "done: 4 steps" in stream.getvalue()
 
 
+# -- several threads ----------------------------------------------------------------------------------------
+
+
+STEPS = 60
+
+
+class ThreadedResult(SimpleNamespace):
+    """There or not at random; who reads it is interrupted by another thread while it makes a row of it."""
+
+    def __init__(self, engine: ThreadedEngine, fields: dict[str, Any]) -> None:
+        super().__init__(**fields)
+        self.engine = engine
+
+    def send_to_host(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        time.sleep(0.001)
+
+    @property
+    def is_there(self) -> bool:
+        return self.engine.chance.random() < 0.5
+
+    @property
+    def loss(self) -> float:
+        time.sleep(self.engine.chance.choice((0.0, 0.002)))
+        return float(self.step)
+
+
+class ThreadedEngine(FakeEngine):
+    chance = random.Random(0)
+
+    def train_step(self, batch: object) -> Any:
+        fields = vars(super().train_step(batch))
+        return ThreadedResult(
+            self, {key: x for key, x in fields.items() if key not in ("loss", "send_to_host", "is_there", "wait")}
+        )
+
+
+def test_threads_that_write_at_once_write_each_row_once_in_order(tmp_path: Path) -> None:
+    """A row leaves the queue and goes to the file in one piece: else a thread overtakes one that makes a line."""
+    path = tmp_path / "metrics.jsonl"
+    metrics, over = Metrics(path), threading.Event()
+
+    def flush() -> None:
+        while not over.is_set():
+            metrics.flush()
+
+    threads = [threading.Thread(target=flush) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        fit(ThreadedEngine(steps=STEPS, validation=False), [metrics])
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+
+
+def test_after_a_write_that_raises_the_next_goes_on_behind_it() -> None:
+    late, seen = LateResults[str](), []
+    for step in (1, 2):
+        fields: Any = dict(step=step, is_there=True, send_to_host=lambda: True, wait=lambda: None)
+        late.add(SimpleNamespace(**fields), "")  # type: ignore[arg-type]
+
+    def write(result: Any, _: str) -> None:
+        if result.step == 1:
+            raise ValueError("step 1")
+        seen.append(result.step)
+
+    with pytest.raises(ValueError, match="step 1"):
+        late.take(write)
+    late.take(write)
+    assert seen == [2]
+
+
+def test_a_hard_end_waits_for_no_thread_that_waits_for_a_device() -> None:
+    late, comes = LateResults[str](), threading.Event()
+    late.add(SimpleNamespace(step=1, is_there=False, send_to_host=lambda: True, wait=lambda: comes.wait(10)), "")  # type: ignore[arg-type]
+    seen: list[int] = []
+    other = threading.Thread(target=late.take, args=(lambda result, _: seen.append(result.step),))
+    other.start()
+    late.take(lambda result, _: seen.append(result.step), patience=0.0)
+    assert (seen, comes.is_set()) == ([], False)
+    comes.set()
+    other.join()
+    assert seen == [1]
+
+
 # -- on a device ----------------------------------------------------------------------------------------------
-
-TRAIN = dict(log_every=2, on_nonfinite="skip")
-
-
-class Watch(Hook):
-    """Which steps wait for the device, with what their hooks do; and how old the numbers are that they read."""
-
-    def __init__(self, waits: Waits) -> None:
-        self.waits, self.of_step = waits, {}  # type: ignore[var-annotated]
-        self.ages: dict[int, list[int]] = {}
-
-    def on_step_start(self, engine: Any) -> None:
-        self.close(engine)
-        Waits.begin_step()
-
-    def close(self, engine: Any) -> None:
-        if engine.completed_steps:
-            self.ages[engine.completed_steps] = [age for age, _ in self.waits.bounds]
-            self.waits.bounds.clear()
-        if self.waits.found:
-            self.of_step[engine.completed_steps] = list(self.waits.found)
-            self.waits.found.clear()
-
-
-def steps_that_wait(rank: int, folder: Path) -> dict[str, Any]:
-    writer = ModuleType("torch.utils.tensorboard")
-    writer.SummaryWriter = lambda *args, **options: SimpleNamespace(  # type: ignore[attr-defined]
-        add_scalar=lambda name, value, step: float(value), flush=lambda: None, close=lambda: None
-    )
-    sys.modules[writer.__name__] = writer
-    found: dict[str, Any] = {}
-    hooks = {
-        "metrics, tensorboard": lambda: [Metrics(folder / "metrics.jsonl"), TensorBoard()],
-        "live": lambda: [LiveDisplay(folder, io.StringIO())],
-        "plain": lambda: [PlainDisplay(folder, io.StringIO())],
-    }
-    for name, make in hooks.items():
-        engine = colossus.initialize(config_of({}, 5, "fp16", device="cuda", train=TRAIN))
-        batches: Any = [batch_on_device(batch_of(0))] * 5
-        engine.loaders = SimpleNamespace(train=batches, validation=None, description="", validation_missing="")  # type: ignore[assignment]
-        with Waits(allowed=True) as waits:
-            watch = Watch(waits)
-            fit(engine, [watch, *make()])
-        engine.close()
-        found[name] = {
-            step: lines for step, lines in watch.of_step.items() if step > 1
-        }  # which makes the optimizer's state
-        found[f"ages, {name}"] = watch.ages
-    return found
-
-
-@pytest.mark.long
-def test_the_logging_rank_waits_for_its_device_at_logging_steps_only(tmp_path: Path) -> None:
-    (found,) = run_fake_ranks(1, steps_that_wait, tmp_path)
-    assert found["metrics, tensorboard"] == found["live"] == {}
-    assert set(found["plain"]) == {2, 4}
-    assert all("Event.synchronize" in line and "host_transfer.py" in line for line in found["plain"][2])
-    assert len(rows_of(tmp_path / "metrics.jsonl")) == 5
-    # the step itself reads two numbers of the step before: finite, stop; a row one more, which is read once for all
-    # hooks; a line has read what it shows in its own step
-    assert found["ages, metrics, tensorboard"] == found["ages, live"] == {1: [], **dict.fromkeys((2, 3, 4), [1] * 3)}
-    assert found["ages, plain"] == {1: [], 2: [1] * 2, 3: [1] * 2, 4: [1] * 3}
 
 
 def reads(rank: int) -> tuple[list[str], list[str], list[Any]]:

@@ -16,7 +16,7 @@ from helpers.launched.fake_engine import FakeEngine
 from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.engine.fit import Hook, fit
 from colossus.monitor import display as display_module
-from colossus.monitor.display import PlainDisplay
+from colossus.monitor.display import Display
 from colossus.monitor.metrics import Metrics
 from colossus.monitor.tensorboard import TensorBoard
 
@@ -80,7 +80,7 @@ def test_plain_lines_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.Monkey
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(display_module.time, "monotonic", lambda: float(next(clock)))
     stream = io.StringIO()
-    shown = PlainDisplay(tmp_path, stream)
+    shown = Display(tmp_path, stream)
     engine = resumed(100, steps=104, log_every=1, validation=False)
     fit(engine, [shown])
     shown.on_checkpoint(engine, SAVED)  # type: ignore[arg-type]

@@ -171,7 +171,7 @@ def test_pairs_of_the_data_are_those_of_the_model() -> None:
         check_data(given(pairs=5000))
     config = given(pairs=29)
     check_data(config)
-    pairs = loaders_of(config, config.data, data_rank=0, data_size=1, device="cpu").train.peek()["inputs"]["pairs"]
+    pairs = next(loaders_of(config, config.data, data_rank=0, data_size=1, device="cpu").train)["inputs"]["pairs"]
     assert 1 < int(pairs.max()) + 1 <= 29
 
 
