@@ -54,7 +54,8 @@ def test_one_that_is_killed_and_one_that_is_ended_in_order() -> None:
         with pytest.raises(ServerGone, match=r"server 1 at .* is gone: its connection "):
             worker.pull({"w": torch.empty(8)}).wait()
         assert time.monotonic() - began < 5
-        assert (first.alive, second.returncode) == (True, -signal.SIGKILL)
+        assert second._child.wait(10) == -signal.SIGKILL  # the connection breaks before the system tells of the end
+        assert first.alive
         first.close()
         assert first.returncode == 0
         with pytest.raises(ServerGone, match="it was closed"):
