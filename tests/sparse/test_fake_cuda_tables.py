@@ -16,7 +16,7 @@ import colossus
 from colossus import layers
 from colossus.comm import uneven
 from colossus.context.groups import AxisGroup
-from colossus.sparse.row_exchange import RowExchange
+from colossus.sparse.owners import RowExchange
 
 
 class Net(nn.Module):

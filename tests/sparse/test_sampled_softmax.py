@@ -15,7 +15,7 @@ from helpers.training import config_of, run_cases
 from colossus import layers
 from colossus.config.schema import Parallel
 from colossus.models.options import GPTOptions
-from colossus.sparse import log_uniform
+from colossus.sparse import sampled_softmax as log_uniform
 
 HIDDEN, CLASSES = 5, 23
 
