@@ -190,7 +190,15 @@ def embedding_bag(
 
 
 def _wide_rows(ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor, int | None]:
-    """A row for each id in the dtype of ``table.grad``, of each id its place, and the place that belongs to no bag."""
+    """Rows in the dtype of ``table.grad``, of each id its place among them, and the place that belongs to no bag.
+
+    On the CPU they are those of the distinct ids. How many these are, the host would have to wait for on an
+    accelerator: there is a row for each id.
+    """
+    if ids.device.type == "cpu":
+        distinct, where = torch.unique(ids, return_inverse=True)
+        padding = [] if padding_idx is None else (distinct == padding_idx).nonzero().flatten().tolist()
+        return look_up(distinct, table, wide=True), where, padding[0] if padding else None
     count = len(ids)
     where = torch.arange(count, device=ids.device)
     if padding_idx is None:

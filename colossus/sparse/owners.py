@@ -23,10 +23,8 @@ _Ids = TypeVar("_Ids", int, Tensor)
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank stores which rows of a table: it is cut into partitions of neighbouring rows, which its owners are
-    dealt in turn.
-
-    With many partitions owners send about as much as each other where ids are sorted by frequency, as words are.
+    """Which rank stores which rows of a table: partitions of neighbouring rows, dealt to the owners in turn. With many
+    of them owners send about as much as each other where ids are sorted by frequency, as words are.
 
     Attributes:
         width: rows of a partition; the last may have fewer.
@@ -114,26 +112,22 @@ class Owners(TableSync):
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self._forget()
+        self.end()
         self._exchange.keeps = True
 
     def end(self) -> None:
-        self._forget()
-        self._exchange.keeps = False
-
-    def _forget(self) -> None:
         for cache in self.caches:
             cache.clear()
+        self._exchange.keeps = False
 
     def fetch(self, ids: Tensor) -> Tensor:
         own = self.caches[0]
         if torch._C._current_graph_task_id() != -1:  # a recomputation: the other ranks may be elsewhere
             if len(own.missing(ids)):
                 raise located_error(
-                    f"{self.name!r}: a backward looks up rows that are not here any more. Under activation "
-                    f"checkpointing the recomputation must look up what the forward did; and it finds rows in "
-                    f"engine.train_step alone: in a backward of your own leave activation checkpointing out, or hold "
-                    f"the table whole on each rank, parallel.strategy.ways = {{{self.name!r}: 'gather'}}"
+                    f"{self.name!r}: a backward looks up rows that are not here any more. A recomputation (activation "
+                    f"checkpointing) finds the rows of its forward in engine.train_step alone: in a backward of your "
+                    f"own leave it out, or set parallel.strategy.ways = {{{self.name!r}: 'gather'}}"
                 )
             return own.rows_of(ids)
         return self._exchange.fetch(self._number, ids)
@@ -287,38 +281,30 @@ class RowExchange:
         return said, back
 
     def _agree(self, number: int, counts: Sequence[int], request: Request) -> tuple[uneven.Lengths, Request]:
-        """Lengths of a round at one level, and what its ranks want together."""
-        group = self.levels[number].group
-        said = request.kind, request.table, request.rank, request.is_used
-        lengths, heard = uneven.agree(counts, group, self._device, said)
-        return lengths, self._together([Request(Kind(kind), of, by, bool(used)) for kind, of, by, used in heard])
-
-    def _together(self, requests: Sequence[Request]) -> Request:
-        """What ranks want together.
+        """Lengths of a round at one level, and what its ranks want.
 
         Raises:
             RuntimeError: they want different things.
         """
-        acting = [request for request in requests if request.kind != Kind.END]
+        said = request.kind, request.table, request.rank, request.is_used
+        lengths, heard = uneven.agree(counts, self.levels[number].group, self._device, said)
+        requests = [Request(Kind(kind), table, rank, bool(used)) for kind, table, rank, used in heard]
+        acting = [each for each in requests if each.kind != Kind.END]
         if not acting:
-            return requests[0]
+            return lengths, requests[0]
         first = acting[0]
         # whoever gave its gradients waits for those of the others
-        compared = requests if first.kind == Kind.SUM else acting
-        for other in compared:
+        for other in requests if first.kind == Kind.SUM else acting:
             if (other.kind, other.table) != (first.kind, first.table):
-                doing, other_doing = (
-                    "is through" if each.kind == Kind.END else f"is at {self._tables[each.table].name!r}"
-                    for each in (first, other)
-                )
+                at, other_at = (f"the {each.kind.name} of {self._tables[each.table].name!r}" for each in (first, other))
                 raise located_error(
-                    f"rank {first.rank} {doing} while rank {other.rank} {other_doing}: rows of tables that have owners "
-                    f"are exchanged by all ranks together. Every rank must look up in the same tables as often and in "
-                    f"the same order in each step, with an empty tensor of ids where it has none: look for an `if` in "
-                    f"a forward that depends on the rank or on the data",
+                    f"rank {first.rank} is at {at} while rank {other.rank} is at {other_at}: rows of tables that have "
+                    f"owners are exchanged by all ranks at once. Every rank must look up in the same tables as often "
+                    f"and in the same order in each step, with an empty tensor of ids where it has none: look for an "
+                    f"`if` in a forward that depends on the rank or on the data",
                     RuntimeError,
                 )
-        return replace(first, is_used=any(request.is_used for request in requests))
+        return lengths, replace(first, is_used=any(each.is_used for each in requests))
 
     # -- ids ----------------------------------------------------------------------------------------------
 

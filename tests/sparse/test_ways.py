@@ -28,7 +28,6 @@ def test_the_formula_in_numbers() -> None:
     assert bytes_sent("dense", 5, 800, 0.25) == 1280
     assert bytes_sent("gather", 5, 800, 0.25) == 800
     assert bytes_sent("owners", 5, 800, 0.25) == 320
-    assert [bytes_sent(way, 1, 800, 0.25) for way in ("dense", "gather", "owners")] == [0, 0, 0]
 
 
 @given(st.integers(2, 64), st.floats(0, 1, allow_subnormal=False), st.integers(1, 10**9))
@@ -55,11 +54,8 @@ def test_owners_never_send_more(parties: int, touched: float, size: int) -> None
 )
 def test_tables_are_owned_unless_something_speaks_against_it(table: TableFacts, way: str) -> None:
     assert choose(table).way == way
-
-
-def test_the_user_has_the_last_word() -> None:
-    for way in ("dense", "gather", "owners"):
-        assert choose(TABLE, way).way == way  # type: ignore[arg-type]
+    if table.tied is None:
+        assert choose(table, "gather").way == "gather"  # the user has the last word
 
 
 # -- what is refused --------------------------------------------------------------------------------------------
