@@ -114,10 +114,6 @@ class Sharding:
         self.specs: dict[str, TensorSpec] = {}
         self.ranges: dict[str, tuple[RowRange, ...]] = {}
 
-    @property
-    def num_servers(self) -> int:
-        return len(self.loads)
-
     def place(self, specs: Iterable[TensorSpec]) -> None:
         """Give new tensors their ranges. The order of ``specs`` does not matter.
 
@@ -128,17 +124,18 @@ class Sharding:
         for spec in new:
             if spec.name in self.specs:
                 raise ValueError(f"there are two tensors {spec.name!r}")
-        share = sum(spec.nbytes for spec in new) / self.num_servers
+        num_servers = len(self.loads)
+        share = sum(spec.nbytes for spec in new) / num_servers
         for spec in new:
-            lightest = sorted(range(self.num_servers), key=lambda server: (self.loads[server], server))
+            lightest = sorted(range(num_servers), key=lambda server: (self.loads[server], server))
             each, more = 0, spec.num_rows
             if spec.nbytes > share * _SMALL and spec.num_rows > 1:
-                each, more = divmod(spec.num_rows, self.num_servers)
+                each, more = divmod(spec.num_rows, num_servers)
                 extra = dict.fromkeys(lightest[:more], 1)
             else:
                 extra = {lightest[0]: more}
             ranges, start = [], 0
-            for server in range(self.num_servers):
+            for server in range(num_servers):
                 if count := each + extra.get(server, 0):
                     ranges.append(RowRange(server, start, start + count))
                     self.loads[server] += count * spec.row_bytes

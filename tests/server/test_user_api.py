@@ -126,7 +126,7 @@ def test_servers_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     table = ps.init(torch.zeros(6, 2), "table")
     for handle in made:
         handle.wait(9.0)
-    assert table.servers.sharding.num_servers == 2
+    assert len(table.servers.sharding.loads) == 2
     ps.send(table, torch.ones(1, 2), ids=torch.tensor([4])).wait()
     assert ps.receive(table).wait().sum() == 2
     for other in others:

@@ -79,23 +79,6 @@ def test_sums_of_a_narrow_table_are_wide() -> None:
     assert torch.equal(bag.weight.grad[1].float(), torch.full((DIM,), 1000.0))
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_padding_in_a_table_with_wide_sums(mode: str) -> None:
-    ours, plain = twins(mode=mode, padding_idx=2)
-    ours.weight.data = ours.weight.data.bfloat16()
-    ours.weight.grad_dtype = torch.float32
-    plain = plain.float()
-    plain.load_state_dict(ours.state_dict())
-    ids = torch.tensor([[2, 2, 2], [1, 2, 5], [5, 5, 6]])
-    weights = torch.randn(3, 3, generator=torch.Generator().manual_seed(0)) if mode == "sum" else None
-    found, want = (bag(ids, per_sample_weights=weights) for bag in (ours, plain))
-    for out in (found, want):
-        (out.float() * torch.arange(9.0).view(3, 3)).sum().backward()
-    assert torch.equal(found, want.bfloat16())
-    assert ours.weight.grad.dtype == torch.float32
-    torch.testing.assert_close(ours.weight.grad, plain.weight.grad, rtol=1e-5, atol=1e-5)
-
-
 class Largest(TorchDispatchMode):
     """The most bytes of a result of an operator, a tensor or several."""
 

@@ -155,12 +155,12 @@ def test_a_tied_table_is_dense() -> None:
 
 
 def test_a_gpt_with_a_sparse_table_trains_as_with_a_dense_one() -> None:
-    """In a pipeline of 2D stages; SGD, for which rows that are not touched stay anyway."""
+    """In a pipeline; SGD, for which rows that are not touched stay anyway."""
     more: dict[str, Any] = dict(optimizer=dict(type="SGD", lr=0.5, weight_decay=0.0))
     sparse = dict(tie_embeddings=False, sparse_embeddings=True)
     reference = run_cases(1, {"dense": config_of({}, 3, "fp64", model=dict(tie_embeddings=False), **more)}, 3)
-    for plan in (dict(tensor=dict(mode="2d", size=4)), dict(pipeline=2, data=2, strategy="hybrid")):
-        config = config_of(plan, 3, "fp64", model=sparse, schedule=dict(microbatches=2), **more)
-        for trace in run_cases(4, {"sparse": config}, 3)["sparse"]:
-            assert trace.losses == pytest.approx(reference["dense"][0].losses, rel=1e-11)
-            assert trace.norms == pytest.approx(reference["dense"][0].norms, rel=1e-11)
+    plan = dict(pipeline=2, data=2, strategy="hybrid")
+    config = config_of(plan, 3, "fp64", model=sparse, schedule=dict(microbatches=2), **more)
+    for trace in run_cases(4, {"sparse": config}, 3)["sparse"]:
+        assert trace.losses == pytest.approx(reference["dense"][0].losses, rel=1e-11)
+        assert trace.norms == pytest.approx(reference["dense"][0].norms, rel=1e-11)
