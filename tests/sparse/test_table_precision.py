@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 from helpers.long import but
-from helpers.ranks import run_ranks
+from helpers.ranks import grid, run_ranks
 from helpers.tables import SAMPLES, TABLES, Run, Words, batch_of, loss_fn, own_part, train
 
 import colossus
+from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
+from colossus.context.parallel_context import ParallelContext
+from colossus.gradients.gradient_norm import GradientNorm
+from colossus.rows.row_gradient import RowGradient
 
 PRECISIONS: dict[str, Any] = {"bf16": "bf16", "fp16": "fp16", "bf16 parameters": dict(params="bf16", compute="bf16")}
 #: of losses, and of weights by the norm of their difference
@@ -67,3 +71,13 @@ def test_small_updates_of_a_table_are_not_rounded_away() -> None:
     assert gradient.dtype == torch.float32
     torch.testing.assert_close(end, start - 1e-2 * gradient, rtol=1e-6, atol=1e-8)
     assert (end != start).any(1).sum() == gradient.any(1).sum() > 5
+
+
+def test_the_norm_of_many_rows_does_not_depend_on_their_order() -> None:
+    """Of 32 bits, whose plain sum is off by 1e-5: plans have rows in orders of their own."""
+    context = ParallelContext(grid())
+    table: Any = colossus.build(lambda: layers.Embedding(5000, 256, sparse=True), context)
+    rows = torch.randn(5000, 256, generator=torch.Generator().manual_seed(0))
+    table.weight.grad = RowGradient(torch.arange(5000), rows).as_sparse(5000)
+    (square,) = GradientNorm([table.weight], context).local_squares(torch.device("cpu")).tolist()
+    assert square == pytest.approx(rows.double().square().sum().item(), rel=1e-8)
