@@ -234,6 +234,18 @@ def test_a_server_that_is_closed_says_so() -> None:
         RpcClient(server.endpoint, TOKEN, 0)
 
 
+def test_a_server_that_is_closed_waits_for_workers_that_are_connected() -> None:
+    with serving() as (_, server):
+        client = RpcClient(server.endpoint, TOKEN, 0)
+        closing = threading.Thread(target=server.close, args=(20.0,))
+        closing.start()
+        time.sleep(0.1)
+        assert client.call("echo", {"a": 1}).result(10).header == {"a": 1}
+        client.close()
+        closing.join(5)
+        assert not closing.is_alive()
+
+
 def test_memory_under_way_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colossus.server.rpc_client._MOST_CALL_BYTES", 1000)
     with serving() as (_, server):
