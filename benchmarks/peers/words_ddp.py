@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from colossus.context.rng_streams import RngStreams
-from colossus.sparse import log_uniform
+from colossus.sparse import sampled_softmax as log_uniform
 
 
 class PlainWords(nn.Module):

@@ -1,5 +1,5 @@
 """Streams of frames between processes that know a common key: what peers (`colossus.comm.peers`) and servers
-(`colossus.server.rpc`) talk through.
+(`colossus.server`) talk through.
 
 One thread of each process runs an asyncio loop that reads and writes all streams, by raw sockets into and out of the
 callers' memory. A frame is a *head*, some bytes, and a *payload*, which is read to where its receiver wants it.

@@ -35,7 +35,7 @@ from colossus.layout.parameter import num_parameters
 from colossus.random import GlobalRng
 from colossus.registry import MODELS, STRATEGIES
 from colossus.schedule.pipeline import PipelineRuntime
-from colossus.sparse.table_updates import require_optimizer_of_tables
+from colossus.sparse.table_optimizers import require_optimizer_of_tables
 from colossus.sparse.tables import survey
 from colossus.state.run import Run
 from colossus.tensor_parallel.dtypes import set_gradient_dtype

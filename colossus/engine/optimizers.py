@@ -16,7 +16,7 @@ from colossus.config.schema import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.parameter import spec_of
 from colossus.registry import OPTIMIZERS
-from colossus.sparse.table_updates import group_tables, table_problem, tell_of_weight_decay
+from colossus.sparse.table_optimizers import group_tables, table_problem
 from colossus.state.optimizer import why_not_saved
 
 #: (full name, parameter) of what a rank updates, as ``model.named_parameters()`` would give it
@@ -178,8 +178,6 @@ def _problem(made: Any, named: dict[str, nn.Parameter], config: Config) -> str |
 def _group_tables(made: Any, config: Config, context: ParallelContext, tables: Container[int] | None) -> None:
     if tables is not None:
         group_tables(made, config, lambda param: id(param) in tables)
-        if context.is_logging_rank:
-            tell_of_weight_decay(config, made)
 
 
 def _updates_nothing(rates: Sequence[float | None]) -> torch.optim.Optimizer:

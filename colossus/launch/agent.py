@@ -221,9 +221,11 @@ class _Agent(LocalElasticAgent):
         """Whether all ranks here have ended, or those that run are to be ended."""
         self._processes.note_exits()
         self._processes.warn_of_stragglers()
+        if self._server_has_failed():  # asked first: it is why ranks have ended
+            return True
         if not self._processes.running() or not all(ended.is_good for ended in self._outcome.exits.values()):
             return True
-        return self._server_has_failed() or (self._nodes is not None and self._nodes.has_trouble())
+        return self._nodes is not None and self._nodes.has_trouble()
 
     def _server_has_failed(self) -> bool:
         """A server of this node has ended before its time."""

@@ -62,7 +62,7 @@ def check_model(config: Config) -> ModelInfo | None:
     from colossus.engine.checkpointed_modules import with_activation_checkpoint
     from colossus.layout.parameter import num_parameters
     from colossus.schedule.pipeline import PipelineRuntime
-    from colossus.sparse.table_updates import require_optimizer_of_tables
+    from colossus.sparse.table_optimizers import require_optimizer_of_tables
     from colossus.sparse.tables import survey
 
     if config.model is None:

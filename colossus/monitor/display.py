@@ -84,7 +84,7 @@ class Display(Hook):
             f"{engine.num_parameters:,} parameters{zero and f', {zero}'}"
         ]
         if has_servers():
-            places = [f"{each['host']} (process {each['process']})" for each in read_environment().endpoints]
+            places = [f"{each['host']} (process {each['process']})" for each in read_environment()[0]]
             lines.append(f"parameters at {len(places)} server(s): {', '.join(places)}")
         if loaders is not None:
             lines.append(loaders.description)

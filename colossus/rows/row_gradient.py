@@ -71,15 +71,6 @@ class RowSource(Protocol):
         """
         ...
 
-    def require_ids(self, ids: Tensor) -> None:
-        """That ids [samples of a microbatch, ..] are in the table. A lookup asks so itself; this is for ids of which it
-        gets a part, or another order, since the error names their place.
-
-        Raises:
-            ValueError: for an id that is not.
-        """
-        ...
-
     def read(self, ids: Tensor) -> Tensor:
         """Rows [n, dim] of distinct ascending ids [n], without a gradient; nothing keeps them."""
         ...

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from colossus.server.frames import Reply, ServerGone
-from colossus.server.pieces import Pieces, Splitter, TensorState, Value
-from colossus.server.rpc_client import Handle, RpcClient, Waits
+from colossus.server.frames import Reply
+from colossus.server.rpc_client import Handle, RpcClient
 from colossus.server.shard import ShardSpec, check_optimizer
-from colossus.server.sharding import Sharding, TensorSpec
+from colossus.server.sharding import Pieces, Sharding, TensorSpec, TensorState, Value
 
+T = TypeVar("T")
 Options = Mapping[str, Any]
 _NONE: Options = MappingProxyType({})
 
@@ -42,13 +40,8 @@ class Servers:
     def __init__(self, clients: Sequence[RpcClient], worker: int, workers: Sequence[int] | None = None) -> None:
         self._clients, self.worker = list(clients), worker
         self.workers = tuple(sorted({worker} if workers is None else set(workers)))
-        if worker not in self.workers:
-            raise ValueError(f"worker {worker} is none of the workers {list(self.workers)}")
         self.sharding = Sharding(len(self._clients))
-        self._splitter = Splitter(self.sharding)
         self._versions: dict[tuple[str, int], int] = {}
-        #: that nobody may wait for
-        self._pushes: list[Handle[dict[str, int | None]]] = []
         self._lock = threading.RLock()
 
     def close(self, patience_seconds: float | None = None) -> None:
@@ -56,27 +49,9 @@ class Servers:
 
         Args:
             patience_seconds: for which calls under way are waited for, at each; None: without end.
-
-        Raises:
-            Refused: a push that nobody waited for was refused.
         """
         for client in self._clients:
             client.close(patience_seconds)
-        if sys.exception() is None:
-            self._require_accepted()
-
-    def _require_accepted(self) -> None:
-        """
-        Raises:
-            Refused: a push that is done was refused, and nobody was told.
-        """
-        with self._lock:
-            done = [push for push in self._pushes if push.is_done()]
-            self._pushes = [push for push in self._pushes if not push.is_done()]
-        for push in done:
-            if not push.was_waited_for:
-                with suppress(ServerGone):  # which every other call tells, too
-                    push.wait()
 
     # -- tensors --------------------------------------------------------------------------------------------
 
@@ -102,18 +77,17 @@ class Servers:
         source = self.workers[0] if source is None else source
         has_values = source == self.worker
         for name in tensors:
-            check_optimizer(name, optimizers.get(name, optimizer or {}))
+            if chosen := optimizers.get(name, optimizer):
+                check_optimizer(name, chosen)
         with self._lock:
-            self.sharding.place(TensorSpec(name, tuple(x.shape), x.dtype.itemsize) for name, x in tensors.items())
-            for name, tensor in tensors.items():
-                self._splitter.shapes[name], self._splitter.dtypes[name] = tuple(tensor.shape), tensor.dtype
+            self.sharding.place(TensorSpec(name, tuple(x.shape), x.dtype) for name, x in tensors.items())
         specs: dict[int, list[dict[str, Any]]] = {}
         for name, tensor in tensors.items():
             chosen, dtype = dict(optimizers.get(name, optimizer or {})), str(tensor.dtype).removeprefix("torch.")
             for part in self.sharding.ranges[name]:
                 spec = ShardSpec(name, tuple(tensor.shape), dtype, part.start, part.stop, chosen)
                 specs.setdefault(part.server, []).append(asdict(spec))
-        values = self._splitter.split(tensors) if has_values else {}
+        values = self.sharding.split(tensors) if has_values else {}
         common = {"has_values": has_values, "source": source, "workers": list(workers or self.workers)}
         calls = []
         for server, of_server in specs.items():
@@ -124,10 +98,9 @@ class Servers:
     def free(self, names: Sequence[str]) -> Handle[None]:
         """This worker needs tensors no more; they are gone when all that have made them say so."""
         with self._lock:
-            servers = self._splitter.by_server(names)
+            servers = self.sharding.by_server(names)
             for name in names:
                 self.sharding.remove(name)
-                del self._splitter.shapes[name], self._splitter.dtypes[name]
             self._versions = {key: version for key, version in self._versions.items() if key[0] not in names}
         return Handle([self._clients[server].call("free", {"names": of}) for server, of in servers.items()], _nothing)
 
@@ -155,10 +128,8 @@ class Servers:
 
         Raises:
             ValueError: a value does not fit its tensor.
-            Refused: an earlier push that nobody waited for was refused.
         """
-        self._require_accepted()
-        found, counts = self._splitter.split(values), rule in ("add", "gradient")
+        found, counts = self.sharding.split(values), rule in ("add", "gradient")
         calls = []
         for server, pieces in found.items():
             bases = [self._versions.get((name, server)) if counts else None for name in pieces.names]
@@ -174,15 +145,11 @@ class Servers:
                     most[name] = stale if before is None else max(before, stale or 0)
             return most
 
-        handle = Handle(calls, staleness)
-        with self._lock:
-            self._pushes.append(handle)
-        return handle
+        return Handle(calls, staleness)
 
     def pull(self, into: Mapping[str, Tensor]) -> Handle[None]:
         """Values of tensors, of each shard at one time. They are written to until the handle was waited for."""
-        self._require_accepted()
-        found, copy = self._splitter.targets(into)
+        found, copy = self.sharding.targets(into)
 
         def finish(replies: list[Reply]) -> None:
             copy()
@@ -192,7 +159,7 @@ class Servers:
 
     def pull_rows(self, ids: Mapping[str, Tensor]) -> Handle[dict[str, Tensor]]:
         """Some rows of tensors: by name ids int64 [n], ascending and each once -> rows [n, ...]."""
-        found, rows = self._splitter.wanted_rows(ids)
+        found, rows = self.sharding.wanted_rows(ids)
 
         def finish(replies: list[Reply]) -> dict[str, Tensor]:
             self._pulled(found, replies)
@@ -203,7 +170,7 @@ class Servers:
     def _pulled(self, found: Mapping[int, Pieces], replies: Sequence[Reply]) -> None:
         for (server, pieces), reply in zip(found.items(), replies, strict=True):
             for name, version in zip(pieces.names, reply.header["versions"], strict=True):
-                if name in self._splitter.shapes:  # it may have been freed meanwhile
+                if name in self.sharding.specs:  # it may have been freed meanwhile
                     self._versions[name, server] = version
 
     # -- synchronous steps ----------------------------------------------------------------------------------
@@ -215,13 +182,13 @@ class Servers:
         Args:
             step: ascending.
         """
-        found = self._splitter.split(values)
+        found = self.sharding.split(values)
         return Handle(self._of_pieces("accumulate", found, step=step, workers=list(self.workers)), _nothing)
 
     def squares(self, step: int, names: Sequence[str]) -> Handle[dict[str, float]]:
         """By name the squares of the norms of the sums over workers, each element once; done when all parts are at the
         servers."""
-        servers = self._splitter.by_server(names)
+        servers = self.sharding.by_server(names)
         calls = [
             self._clients[server].call("squares", {"names": of, "step": step, "workers": list(self.workers)})
             for server, of in servers.items()
@@ -254,8 +221,8 @@ class Servers:
             found_inf: do not update, and forget the sums.
             into: where the values go afterwards, by name.
         """
-        servers = self._splitter.by_server(names)
-        targets, copy = self._splitter.targets({} if into is None else {name: into[name] for name in names})
+        servers = self.sharding.by_server(names)
+        targets, copy = self.sharding.targets({} if into is None else {name: into[name] for name in names})
         common = {"step": step, "found_inf": found_inf, "pull": into is not None}
         calls = []
         for server, of in servers.items():
@@ -271,26 +238,39 @@ class Servers:
         header = {"step": step, "max_staleness": max_staleness, "workers": list(self.workers)}
         return Handle([self._clients[0].call("clock", header)], _nothing)
 
-    def waiting_for(self) -> Handle[list[Waits]]:
-        """What the calls of this worker that are under way wait for at the servers, now."""
+    def waiting_for(self) -> list[tuple[int, list[int], str]]:
+        """What the calls of this worker that are under way wait for at the servers, now: of each the server, the
+        workers that it waits for, and what these have not done."""
         calls = [client.call("waiting_for") for client in self._clients]
+        replies = [call.result() for call in calls]
+        return [(server, *each) for server, reply in enumerate(replies) for each in reply.header["waits"]]
 
-        def finish(replies: list[Reply]) -> list[Waits]:
-            return [
-                Waits(server, tuple(workers), words)
-                for server, reply in enumerate(replies)
-                for workers, words in reply.header["waits"]
-            ]
+    def wait_or_name_missing(self, handle: Handle[T], seconds: float) -> T:
+        """The result of what depends on other workers.
 
-        return Handle(calls, finish)
+        Raises:
+            RuntimeError: some did not come in time; it names them.
+            ServerGone, Refused: as `Handle.wait` has it.
+        """
+        while True:
+            try:
+                return handle.wait(seconds)
+            except TimeoutError as error:
+                if waits := self.waiting_for():  # else the servers are at work
+                    ranks = ", ".join(map(str, sorted({worker for _, workers, _ in waits for worker in workers})))
+                    server, _, words = waits[0]
+                    raise RuntimeError(
+                        f"timeout: rank {ranks} did not come to the servers within {seconds:g} s "
+                        f"(comm.timeout_seconds): server {server} waits for those that {words}"
+                    ) from error
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def state(self, names: Sequence[str]) -> Handle[dict[str, TensorState]]:
         """Values and what optimizers keep."""
-        servers = self._splitter.by_server(names)
+        servers = self.sharding.by_server(names)
         calls = [self._clients[server].call("dump", {"names": of}) for server, of in servers.items()]
-        rows_of = {name: (self._splitter.shapes[name] or (1,))[0] for name in names}
+        rows_of = {name: self.sharding.specs[name].num_rows for name in names}
 
         def finish(replies: list[Reply]) -> dict[str, TensorState]:
             found: dict[str, list[tuple[int, TensorState]]] = {name: [] for name in names}
@@ -305,8 +285,17 @@ class Servers:
 
     def load_state(self, states: Mapping[str, TensorState]) -> Handle[None]:
         """Take back what `state` gave, of all rows or of some, for tensors that are there."""
-        found = self._splitter.split_states(states)
-        calls = [self._clients[server].call("load", header, arrays) for server, (header, arrays) in found.items()]
+        found: dict[int, tuple[list[dict[str, Any]], list[Tensor]]] = {}
+        for name, state in states.items():
+            for part in self.sharding.ranges_of(name):
+                tensors, arrays = found.setdefault(part.server, ([], []))
+                rows = {key: x[part.start : part.stop].contiguous() for key, x in state.rows.items()}
+                tensors.append({"name": name, "start": part.start, "keys": list(rows), "scalars": state.scalars})
+                arrays += rows.values()
+        calls = [
+            self._clients[server].call("load", {"tensors": tensors}, arrays)
+            for server, (tensors, arrays) in found.items()
+        ]
         return Handle(calls, _nothing)
 
     def _of_pieces(self, op: str, found: Mapping[int, Pieces], **more: Any) -> list[Future[Reply]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,18 +16,9 @@ import torch
 from torch import Tensor
 
 from colossus.comm.host_staging import BufferPool
-from colossus.comm.net import Stream, WireError
+from colossus.comm.net import Stream
 
-_MOST_HEAD_BYTES = 1 << 20
 _ALIGNMENT = 64
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class ServerGone(RuntimeError):
@@ -36,17 +26,11 @@ class ServerGone(RuntimeError):
 
     Attributes:
         index: of the server.
-        address: at which it was reached.
-        reason: in words, without index and address.
-        last_sign: `time.monotonic` when something last came from it; None when nothing ever did.
     """
 
-    def __init__(self, index: int, address: str, reason: str, last_sign: float | None = None) -> None:
-        self.index, self.address, self.reason, self.last_sign = index, address, reason, last_sign
-        seen = "nothing ever came from it"
-        if last_sign is not None:
-            seen = f"the last sign of life came {max(0.0, time.monotonic() - last_sign):.1f} s ago"
-        super().__init__(f"server {index} at {address} is gone: {reason} ({seen})")
+    def __init__(self, index: int, address: str, reason: str) -> None:
+        self.index = index
+        super().__init__(f"server {index} at {address} is gone: {reason}")
 
 
 class Refused(RuntimeError):
@@ -82,94 +66,51 @@ class Request:
     header: dict[str, Any]
     arrays: list[Tensor]
     _answer: Callable[[dict[str, Any], Sequence[Tensor]], None] = field(repr=False)
-    _is_answered: bool = field(default=False, repr=False)
 
     def reply(self, header: dict[str, Any] | None = None, arrays: Sequence[Tensor] = ()) -> None:
         """Answer. The arrays are copied before this returns. A worker that is gone is answered in silence."""
-        self._once({"h": header or {}}, arrays)
+        self._answer({"h": header or {}}, arrays)
+        self.arrays = []
 
-    def fail(self, message: str) -> None:
-        """Refuse the request: the result of the worker's call is `Refused`, with this message."""
-        self._once({"e": message}, ())
-
-    def _once(self, head: dict[str, Any], arrays: Sequence[Tensor]) -> None:
-        if self._is_answered:
-            raise RuntimeError(f"the request {self.op!r} of worker {self.worker} was answered already")
-        self._is_answered = True
-        self._answer(head, arrays)
+    def fail(self, error: Exception) -> None:
+        """Refuse the request: the result of the worker's call is `Refused`, with the words of this error."""
+        self._answer({"e": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}, ())
         self.arrays = []
 
 
 class Packing:
-    """Where tensors of some dtypes and shapes lie in a buffer.
+    """Where tensors lie in a buffer.
+
+    Args:
+        described: dtype and shape of each, as JSON has them.
 
     Attributes:
         num_bytes: of the buffer, with what alignment takes.
     """
 
-    def __init__(self, kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        self._kinds = list(kinds)
-        self._spans, self.num_bytes = [], 0
-        for dtype, shape in self._kinds:
+    def __init__(self, described: Sequence[Any]) -> None:
+        self.described, self.num_bytes = list(described), 0
+        self._spans: list[tuple[torch.dtype, Sequence[int], int, int]] = []
+        for name, shape in self.described:
+            dtype = getattr(torch, name)
             size = math.prod(shape) * dtype.itemsize
-            self._spans.append((self.num_bytes, self.num_bytes + size))
+            self._spans.append((dtype, shape, self.num_bytes, self.num_bytes + size))
             self.num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Packing:
-        """
-        Raises:
-            ValueError: for what cannot be sent.
-        """
-        for tensor in tensors:
-            if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-                raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device}: dense ones of the host are")
-            if tensor.dtype not in _NAMES:
-                raise ValueError(f"a tensor of dtype {tensor.dtype}, where {', '.join(_DTYPES)} can be sent")
-        return cls([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
-
-    @classmethod
-    def described(cls, described: Any, most_bytes: int) -> Packing:
-        """The opposite of `describe`.
-
-        Raises:
-            WireError: it describes no tensors, or more than ``most_bytes``.
-        """
-        kinds, total = [], 0
-        try:
-            if not isinstance(described, list):
-                raise TypeError
-            for name, shape in described:
-                dtype, sizes = _DTYPES[name], tuple(shape)
-                if type(shape) is not list or not all(type(size) is int and size >= 0 for size in sizes):
-                    raise ValueError
-                total += math.prod(max(1, size) for size in sizes) * dtype.itemsize  # as if none were 0: strides, too
-                kinds.append((dtype, sizes))
-        except (ValueError, TypeError, KeyError) as error:
-            raise WireError("arrays that are not described by dtypes and shapes") from error
-        if total > most_bytes:
-            raise WireError(f"arrays of more than {most_bytes} bytes")
-        return cls(kinds)
-
-    def describe(self) -> list[Any]:
-        """As JSON: dtype and shape of each."""
-        return [[_NAMES[dtype], list(shape)] for dtype, shape in self._kinds]
+        return cls([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors])
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors in a buffer, uint8 [at least ``num_bytes``]."""
-        return [
-            buffer[start:stop].view(dtype).view(shape)
-            for (dtype, shape), (start, stop) in zip(self._kinds, self._spans, strict=True)
-        ]
+        return [buffer[start:stop].view(dtype).view(tuple(shape)) for dtype, shape, start, stop in self._spans]
 
     def targets(self, tensors: Sequence[Tensor]) -> list[memoryview] | None:
-        """The memory of tensors as a buffer in pieces; None where they are others, or not contiguous."""
-        if [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors] != self._kinds:
-            return None
+        """The memory of such tensors as a buffer in pieces; None where they are not contiguous."""
         if not all(tensor.is_contiguous() for tensor in tensors):
             return None
         pieces: list[memoryview] = []
-        for tensor, (start, stop) in zip(tensors, self._spans, strict=True):
+        for tensor, (_, _, start, stop) in zip(tensors, self._spans, strict=True):
             if stop > start:
                 pieces.append(memoryview(_flat_bytes(tensor).numpy()))  # type: ignore[arg-type]
                 pieces.append(memoryview(bytearray(-stop % _ALIGNMENT)))
@@ -192,18 +133,9 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def send(stream: Stream, head: dict[str, Any], arrays: Sequence[Tensor], buffers: BufferPool) -> int:
-    """Send a message; the arrays are copied before this returns. Returns their bytes.
-
-    Raises:
-        ValueError: the head is no data of JSON, or too long, or an array cannot be sent.
-    """
+    """Send a message; the arrays, on the host, are copied before this returns. Returns their bytes."""
     packing = Packing.of(arrays)
-    try:
-        raw = json.dumps(head | {"a": packing.describe()}, separators=(",", ":")).encode()
-    except (TypeError, RecursionError) as error:
-        raise ValueError(f"a header must be data of JSON: {error}") from error
-    if len(raw) > _MOST_HEAD_BYTES:
-        raise ValueError(f"a header of {len(raw)} bytes as JSON, where at most {_MOST_HEAD_BYTES} can be sent")
+    raw = json.dumps(head | {"a": packing.described}, separators=(",", ":")).encode()
     if not packing.num_bytes:
         stream.send(raw)
         return 0
@@ -218,8 +150,7 @@ class Messages:
     """What both ends make of frames: see `colossus.comm.net.Receiver`.
 
     Args:
-        most_bytes: of the arrays of one message.
-        into_of: tensors of the reader's, to which those of a message go if they fit.
+        into_of: tensors of the reader's, of the kinds of a message, to which it goes.
         take: is told of each message: its head, its arrays, and the memory that they lie in, None if it is ``into``'s.
         end: see `Receiver.on_end`.
     """
@@ -227,20 +158,16 @@ class Messages:
     def __init__(
         self,
         buffers: BufferPool,
-        most_bytes: int,
         into_of: Callable[[dict[str, Any]], Sequence[Tensor] | None],
         take: Callable[[dict[str, Any], list[Tensor], Tensor | None], object],
         end: Callable[[str | None], object],
     ) -> None:
-        self._buffers, self._most_bytes, self._into_of = buffers, most_bytes, into_of
-        self._take, self._end = take, end
+        self._buffers, self._into_of, self._take, self._end = buffers, into_of, take, end
         self._came: tuple[list[Tensor], Tensor | None] | None = None
 
     def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
-        described = _decode(head)
-        packing = Packing.described(described.get("a", []), self._most_bytes)
-        if packing.num_bytes != size:
-            raise WireError("arrays of another length than their description")
+        described = json.loads(head)
+        packing = Packing(described["a"])
         into = self._into_of(described)
         if into is not None and (pieces := packing.targets(into)) is not None:
             self._came = list(into), None
@@ -250,24 +177,11 @@ class Messages:
         return [memoryview(buffer.numpy())]  # type: ignore[arg-type]
 
     def on_frame(self, head: bytes) -> None:
-        described = _decode(head)
-        if self._came is None:  # no bytes have come
-            packing = Packing.described(described.get("a", []), self._most_bytes)
-            if packing.num_bytes:
-                raise WireError("arrays that have not come")
-            self._came = packing.views(torch.empty(0, dtype=torch.uint8)), None
+        described = json.loads(head)
         came, self._came = self._came, None
+        if came is None:  # no bytes have come
+            came = Packing(described["a"]).views(torch.empty(0, dtype=torch.uint8)), None
         self._take(described, *came)
 
     def on_end(self, reason: str | None) -> None:
         self._end(reason)
-
-
-def _decode(raw: bytes) -> dict[str, Any]:
-    try:
-        head = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"a header that is no JSON ({type(error).__name__})") from error
-    if not isinstance(head, dict):
-        raise WireError("a header that is no object")
-    return head

@@ -11,12 +11,9 @@ import json
 import os
 import secrets
 import select
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +27,6 @@ LEAST_TIMEOUT_SECONDS = 3.0
 #: in which a server must have come up: torch is imported, perhaps from a slow disk by many at once
 _START_SECONDS = 120.0
 _KILL_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Given:
-    """What the environment says.
-
-    Attributes:
-        endpoints: of the servers, by index: dict(index, host, port, process).
-        token: of the run.
-    """
-
-    endpoints: list[dict[str, Any]]
-    token: bytes
 
 
 def new_token() -> bytes:
@@ -63,11 +47,11 @@ def has_servers(variables: Mapping[str, str] = os.environ) -> bool:
     return SERVERS in variables
 
 
-def read_environment(variables: Mapping[str, str] = os.environ) -> Given:
-    """Where the servers are.
+def read_environment(variables: Mapping[str, str] = os.environ) -> tuple[list[dict[str, Any]], bytes]:
+    """The endpoints of the servers, by index: dict(index, host, port, process); and the token of the run.
 
     Raises:
-        ValueError: a variable is missing, or is not what `write_environment` writes.
+        ValueError: a variable is missing.
     """
     for name in (SERVERS, TOKEN):
         if name not in variables:
@@ -75,13 +59,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Given:
                 f"{name} is not set: `colossus launch` sets it for its workers, where it starts servers (strategy "
                 "type='server')"
             )
-    try:
-        endpoints, token = json.loads(variables[SERVERS]), bytes.fromhex(variables[TOKEN])
-        if [endpoint["index"] for endpoint in endpoints] != list(range(len(endpoints))) or not endpoints:
-            raise ValueError("it does not list each server once, in order")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{SERVERS} or {TOKEN} is not what `colossus launch` writes: {error}") from error
-    return Given(endpoints, token)
+    return json.loads(variables[SERVERS]), bytes.fromhex(variables[TOKEN])
 
 
 class ServerFailed(RuntimeError):
@@ -134,10 +112,8 @@ class ServerProcess:
         finally:
             os.close(theirs)
         self.process = self._child.pid
-        # the thread that starts it may end long before this process does, which the system takes for its parent's end
-        lives_long = threading.current_thread() is threading.main_thread()
         settings = {"index": index, "token": token.hex(), "host": host, "timeout_seconds": timeout_seconds}
-        self._tell(json.dumps(settings | {"parent": os.getpid(), "bind": lives_long}))
+        self._tell(json.dumps(settings | {"parent": os.getpid()}))
 
     def wait_until_ready(self) -> None:
         """Raises `ServerFailed` when it has not come up."""
@@ -147,7 +123,7 @@ class ServerProcess:
         if "endpoint" in said:
             self.endpoint = said["endpoint"]
             return
-        self.close(1.0)
+        self.close()
         how = said.get("failure", f"it ended with exit code {self.returncode}" if ready else "it did not come up")
         raise ServerFailed(f"server {self.index} could not be started: {how}")
 
@@ -160,16 +136,20 @@ class ServerProcess:
         """None while it lives; the negative number of a signal that has killed it."""
         return self._child.poll()
 
-    def close(self, seconds: float = _KILL_SECONDS) -> None:
-        """End it: in order, after ``seconds`` by force. Idempotent."""
+    def close(self, patience_seconds: float = 0.0) -> None:
+        """End it, in order or by force. Idempotent.
+
+        Args:
+            patience_seconds: for which it waits until workers that are connected have left.
+        """
         assert self._child.stdin is not None
-        self._tell("close")
+        self._tell(str(patience_seconds))
         with contextlib.suppress(OSError):
             self._child.stdin.close()
         try:
-            self._child.wait(seconds)
+            self._child.wait(patience_seconds + _KILL_SECONDS)
         except subprocess.TimeoutExpired:
-            self._child.send_signal(signal.SIGKILL)
+            self._child.kill()
             self._child.wait()
         self._status.close()
 
@@ -178,12 +158,6 @@ class ServerProcess:
         with contextlib.suppress(OSError, ValueError):  # it has ended
             self._child.stdin.write(line.encode() + b"\n")
             self._child.stdin.flush()
-
-    def __enter__(self) -> ServerProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def start_servers(number: int, token: bytes) -> list[ServerProcess]:
@@ -199,6 +173,6 @@ def start_servers(number: int, token: bytes) -> list[ServerProcess]:
             server.wait_until_ready()
     except BaseException:
         for server in started:
-            server.close(0.0)
+            server.close()
         raise
     return started

@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import struct
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from colossus import machine
 from colossus.comm.host_staging import BufferPool
 from colossus.comm.listener import dial
-from colossus.comm.net import BEAT_SECONDS, WireError
-from colossus.server.frames import Messages, Packing, Refused, Reply, ServerGone, copy, send
-from colossus.server.process import LEAST_TIMEOUT_SECONDS
+from colossus.comm.net import WireError
+from colossus.server.frames import Messages, Refused, Reply, ServerGone, copy, send
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -31,8 +28,6 @@ U = TypeVar("U")
 WORKER = struct.Struct("<i")
 #: bytes of tensors under way; then the next call waits
 _MOST_CALL_BYTES = 256 << 20
-#: tensors that an error lists
-_MOST_NAMES = 3
 #: memory that is kept for later
 _POOLED_BYTES = 256 << 20
 #: in which what is left must be written at the end
@@ -42,7 +37,7 @@ _CLOSE_SECONDS = 2.0
 @dataclass(eq=False)
 class _Pending:
     future: Future[Reply]
-    what: str
+    op: str
     into: Sequence[Tensor] | None
     num_bytes: int = 0
 
@@ -54,7 +49,8 @@ class RpcClient:
         endpoint: `RpcServer.endpoint`.
         token: of the run.
         worker: number of this worker, an int32; one client of a number at a time.
-        timeout_seconds: of silence after which the server is taken for dead, at least `LEAST_TIMEOUT_SECONDS`.
+        timeout_seconds: of silence after which the server is taken for dead, at least
+            `colossus.server.process.LEAST_TIMEOUT_SECONDS`.
         on_progress: called by a thread of the client whenever a reply has come.
 
     Raises:
@@ -70,11 +66,6 @@ class RpcClient:
         timeout_seconds: float = 60.0,
         on_progress: Callable[[], object] = lambda: None,
     ) -> None:
-        if timeout_seconds < LEAST_TIMEOUT_SECONDS:
-            raise ValueError(
-                f"timeout_seconds = {timeout_seconds:g}: a sign of life comes each {BEAT_SECONDS:g} s, so that a "
-                f"server can be taken for dead after {LEAST_TIMEOUT_SECONDS:g} s at the earliest"
-            )
         self.index: int = endpoint["index"]
         host, port = endpoint["host"], endpoint["port"]
         self.address = f"{f'[{host}]' if ':' in host else host}:{port} (process {endpoint['process']})"
@@ -83,27 +74,28 @@ class RpcClient:
         self._changed = threading.Condition(threading.RLock())
         self._pending: dict[int, _Pending] = {}
         self._last = self._num_bytes = 0
-        self._gone: ServerGone | None = None
+        #: why there are no calls any more
+        self._gone: str | None = None
         self._is_closed = False
         self._welcome: Future[str | None] = Future()
         refused = f"server {self.index} at {self.address} refused worker {worker}"
         try:
             self._stream = dial((host, port), token, WORKER.pack(worker), timeout_seconds)
         except WireError as error:
-            raise Refused(
-                f"{refused}: it does not take the token of this process, which is of another run ({error})"
-            ) from error
+            raise Refused(f"{refused}: the token of this process is of another run ({error})") from error
         except OSError as error:
             reason = "nothing listens there" if isinstance(error, ConnectionRefusedError) else str(error)
             raise ServerGone(self.index, self.address, reason) from error
-        most_bytes = machine.memory_bytes()[0] // 4
-        self._stream.start(Messages(self._buffers, most_bytes, self._into_of, self._take, self._end), timeout_seconds)
+        self._stream.start(Messages(self._buffers, self._into_of, self._take, self._end), timeout_seconds)
         refusal = self._welcome.result()
         if self._gone is not None:
-            raise self._gone
+            raise self._error()
         if refusal is not None:
             self._stream.abort()
             raise Refused(f"{refused}: {refusal}")
+
+    def _error(self) -> ServerGone:
+        return ServerGone(self.index, self.address, self._gone or "it was closed")
 
     def call(
         self,
@@ -120,31 +112,26 @@ class RpcClient:
 
         Args:
             op: what is asked for.
-            header: data of JSON; its ``names`` are told in errors.
+            header: data of JSON.
             arrays: on the host; copied before this returns, so that they may be changed afterwards.
             into: where the arrays of the reply go, of the same number, shapes and dtypes: written to by a thread of the
                 client at any time until the call is done. None: new tensors.
 
         Raises:
             ServerGone: it is gone already.
-            ValueError: what cannot be sent.
         """
-        header = header or {}
-        pending = _Pending(Future(), _in_words(op, header.get("names", ())), into)
+        pending = _Pending(Future(), op, into)
         pending.future.set_running_or_notify_cancel()  # it cannot be cancelled
         with self._changed:
             self._changed.wait_for(lambda: self._gone is not None or self._num_bytes < _MOST_CALL_BYTES)
             if self._gone is not None:
-                raise _error_of(self._gone, pending.what)
+                raise self._error()
             if self._is_closed:
                 raise RuntimeError(f"a call {op!r} at server {self.index} by a client that was closed")
             self._last += 1
             self._pending[self._last] = pending
-            try:
-                pending.num_bytes = send(self._stream, {"n": self._last, "o": op, "h": header}, arrays, self._buffers)
-            except BaseException:
-                del self._pending[self._last]
-                raise
+            head = {"n": self._last, "o": op, "h": header or {}}
+            pending.num_bytes = send(self._stream, head, arrays, self._buffers)
             self._num_bytes += pending.num_bytes
         return pending.future
 
@@ -172,68 +159,46 @@ class RpcClient:
             self._welcome.set_result(head["welcome"])
             return
         if "failed" in head:
-            self._end(str(head["failed"]))
+            self._end(head["failed"])
             return
         with self._changed:
-            pending = self._pending.pop(head.get("n", 0), None)
-            if pending is None:
-                raise WireError("a reply to nothing")
+            pending = self._pending.pop(head["n"])
             self._num_bytes -= pending.num_bytes
             self._changed.notify_all()
         if "e" in head:
-            pending.future.set_exception(Refused(f"server {self.index} refused to {pending.what}: {head['e']}"))
-        elif pending.into is None or (all(x is y for x, y in zip(arrays, pending.into, strict=False)) and arrays):
-            pending.future.set_result(Reply(head.get("h") or {}, arrays))
-        elif (found := Packing.of(arrays).describe()) == (wanted := Packing.of(pending.into).describe()):
-            for target, source in zip(pending.into, arrays, strict=True):  # it is not contiguous, or empty
-                copy(target, source)
-            if buffer is not None:
-                self._buffers.give_back(buffer)
-            pending.future.set_result(Reply(head.get("h") or {}, list(pending.into)))
+            pending.future.set_exception(Refused(f"server {self.index} refused to {pending.op}: {head['e']}"))
         else:
-            pending.future.set_exception(ValueError(f"the reply has arrays {found}, where into has {wanted}"))
+            if pending.into is not None and buffer is not None:  # they are not contiguous
+                for target, source in zip(pending.into, arrays, strict=True):
+                    copy(target, source)
+                self._buffers.give_back(buffer)
+            pending.future.set_result(Reply(head["h"], arrays if pending.into is None else list(pending.into)))
         self._on_progress()
 
     def _end(self, reason: str | None) -> None:
-        gone = ServerGone(self.index, self.address, reason or "it was closed", self._stream.last_heard)
         with self._changed:
             if self._gone is None:
-                self._gone = gone
+                self._gone = reason or "it was closed"
             lost = list(self._pending.values())
             self._pending.clear()
             self._num_bytes = 0
             self._changed.notify_all()
         for pending in lost:
-            pending.future.set_exception(_error_of(self._gone, pending.what))
+            pending.future.set_exception(self._error())
         if not self._welcome.done():
             self._welcome.set_result(None)
-
-
-def _error_of(gone: ServerGone, what: str) -> ServerGone:
-    """The same, which says what was asked for."""
-    return ServerGone(gone.index, gone.address, f"{gone.reason}; it was to {what}", gone.last_sign)
-
-
-def _in_words(op: str, names: Sequence[str]) -> str:
-    if not names:
-        return op
-    more = len(names) - _MOST_NAMES
-    return f"{op} {', '.join(map(repr, names[:_MOST_NAMES]))}" + (f" and {more} more" if more > 0 else "")
 
 
 class Handle(Generic[T]):
     """One operation at several servers, under way. It goes on whether it is waited for or not; what is to be made of
     the replies is made by who waits.
-
-    Attributes:
-        was_waited_for: whether somebody was told how it ended.
     """
 
     def __init__(self, calls: Sequence[Future[Reply]], finish: Callable[[list[Reply]], T]) -> None:
         self._calls, self._finish = calls, finish
         self._lock = threading.Lock()
         self._result: T
-        self._is_finished = self.was_waited_for = False
+        self._is_finished = False
 
     def is_done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -256,57 +221,8 @@ class Handle(Generic[T]):
         """
         if concurrent.futures.wait(self._calls, timeout).not_done:
             raise TimeoutError(f"the servers live, but have not answered within {timeout:g} s")
-        self.was_waited_for = True
         with self._lock:
             if not self._is_finished:
                 self._result = self._finish([call.result() for call in self._calls])
                 self._is_finished = True
         return self._result
-
-
-@dataclass(frozen=True)
-class Waits:
-    """Why a call of this worker is not answered yet.
-
-    Attributes:
-        workers: those that a server waits for.
-        words: what they have not done.
-    """
-
-    server: int
-    workers: tuple[int, ...]
-    words: str
-
-    def __str__(self) -> str:
-        who = f"worker{'s' * (len(self.workers) > 1)} {', '.join(map(str, self.workers))}"
-        return f"server {self.server} waits for {who}: {self.words}"
-
-
-def wait_or_name_missing(handle: Handle[T], waiting_for: Callable[[], Handle[list[Waits]]], seconds: float) -> T:
-    """The result of what depends on other workers, waited for as long as others come, or the servers are at work.
-
-    Args:
-        waiting_for: `Servers.waiting_for`.
-        seconds: for which the same workers may be waited for.
-
-    Raises:
-        RuntimeError: the same workers did not come for all of the time; it names them.
-        ServerGone, Refused: as `Handle.wait` has it.
-    """
-    found, since = None, time.monotonic()
-    while True:
-        try:
-            return handle.wait(seconds / 4)
-        except TimeoutError as error:
-            late = error
-        waits = waiting_for().wait()
-        now = time.monotonic()
-        if not waits or (found is not None and waits != found):
-            since = now
-        elif now - since >= seconds:
-            ranks = sorted({worker for each in waits for worker in each.workers})
-            raise RuntimeError(
-                f"timeout: rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} did not come to the servers "
-                f"within {seconds:g} s (comm.timeout_seconds): {'; '.join(map(str, waits))}"
-            ) from late
-        found = waits or None

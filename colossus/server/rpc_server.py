@@ -2,13 +2,12 @@
 
 ``python -m colossus.server.rpc_server STATUS`` is started by `ServerProcess`. It reads what it is from the first line
 of its input (so that the token is in no list of processes), says where it is through the descriptor STATUS, and ends
-when its input says so or is closed, when its parent has gone, or by SIGTERM.
+when its input says so or is closed, or when its parent has gone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from torch import Tensor
 from colossus import machine
 from colossus.comm.host_staging import BufferPool
 from colossus.comm.listener import Listener
-from colossus.comm.net import Stream, WireError
+from colossus.comm.net import Stream
 from colossus.server.frames import Messages, Request, send
 from colossus.server.rpc_client import WORKER
 from colossus.server.store import ShardStore
@@ -38,7 +37,6 @@ _log = logging.getLogger("colossus.server")
 _POOLED_BYTES = 1 << 30
 #: in which what is left must be written at the end
 _CLOSE_SECONDS = 2.0
-_PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.5
 
 
@@ -57,9 +55,7 @@ class RpcServer:
             which MASTER_ADDR is reached, else the loopback.
         on_gone: ``on_gone(worker, reason)``: a worker's client has been closed (reason None), or the worker has died
             or is silent. Its requests that have no answer yet may be answered all the same.
-        on_failure: called by the server's thread after an exception has ended it.
         timeout_seconds: of silence after which a worker is given up.
-        most_bytes: of the arrays of one request; None: a quarter of the memory of the machine.
 
     Attributes:
         endpoint: where it is: data of JSON, for `RpcClient`.
@@ -74,13 +70,9 @@ class RpcServer:
         index: int = 0,
         host: str | None = None,
         on_gone: Callable[[int, str | None], object] = lambda worker, reason: None,
-        on_failure: Callable[[], object] = lambda: None,
         timeout_seconds: float = 60.0,
-        most_bytes: int | None = None,
     ) -> None:
-        self._handle, self._on_gone, self._on_failure = handle, on_gone, on_failure
-        self._timeout = timeout_seconds
-        self._most_bytes = machine.memory_bytes()[0] // 4 if most_bytes is None else most_bytes
+        self._handle, self._on_gone, self._timeout = handle, on_gone, timeout_seconds
         self._buffers = BufferPool(_POOLED_BYTES)
         #: by worker
         self._streams: dict[int, Stream] = {}
@@ -94,9 +86,12 @@ class RpcServer:
         self._handler = threading.Thread(target=self._run, name="colossus-server-handler", daemon=True)
         self._handler.start()
 
-    def close(self) -> None:
-        """End, when the request at work is done: workers that are connected see `ServerGone` (it was closed).
-        Idempotent; not from the handler."""
+    def close(self, patience_seconds: float = 0.0) -> None:
+        """End: workers that are connected after the patience see `ServerGone` (it was closed), when the request at work
+        is done. Idempotent; not from the handler."""
+        deadline = time.monotonic() + patience_seconds
+        while self._streams and self.ended is None and time.monotonic() < deadline:
+            time.sleep(0.005)
         self._is_closing = True
         self._work.put(None)
         self._handler.join()
@@ -115,7 +110,6 @@ class RpcServer:
             except Exception as error:
                 _log.exception("server %d has failed", self.endpoint["index"])
                 self._tell_end(f"it has failed: {type(error).__name__}: {error}")
-                self._on_failure()
                 return
             del work  # and with it what it holds
 
@@ -128,92 +122,63 @@ class RpcServer:
 
     def _take_in(self, stream: Stream) -> None:
         (worker,) = WORKER.unpack(stream.about)
+        is_new = self._streams.setdefault(worker, stream) is stream
 
         def take(head: dict[str, Any], arrays: list[Tensor], buffer: Tensor | None) -> None:
-            self._take_request(worker, stream, head, arrays, buffer)
+            def answer(told: dict[str, Any], arrays: Sequence[Tensor]) -> None:
+                send(stream, {"n": head["n"], **told}, arrays, self._buffers)
+                if buffer is not None:
+                    self._buffers.give_back(buffer)
+
+            request = Request(worker, head["o"], head["h"], arrays, answer)
+            self._work.put(lambda: self._handle(request))
 
         def leave(reason: str | None) -> None:
-            if self._streams.get(worker) is stream:
+            if is_new:
                 del self._streams[worker]
                 self._work.put(lambda: self._on_gone(worker, reason))
 
-        is_new = self._streams.setdefault(worker, stream) is stream
-        stream.start(Messages(self._buffers, self._most_bytes, lambda head: None, take, leave), self._timeout)
+        stream.start(Messages(self._buffers, lambda head: None, take, leave), self._timeout)
         if self.ended is not None:
             send(stream, {"failed": self.ended}, (), self._buffers)
         else:
             refusal = None if is_new else f"a client of worker {worker} is connected already"
             send(stream, {"welcome": refusal}, (), self._buffers)
 
-    def _take_request(
-        self, worker: int, stream: Stream, head: dict[str, Any], arrays: list[Tensor], buffer: Tensor | None
-    ) -> None:
-        number, op, header = head.get("n"), head.get("o"), head.get("h")
-        if type(number) is not int or type(op) is not str or type(header) is not dict:
-            raise WireError("a request without an operation")
-        if self._streams.get(worker) is not stream:
-            raise WireError(f"a request of a client that was refused, worker {worker}")
-
-        def answer(told: dict[str, Any], arrays: Sequence[Tensor]) -> None:
-            send(stream, {"n": number, **told}, arrays, self._buffers)
-            if buffer is not None:
-                self._buffers.give_back(buffer)
-
-        request = Request(worker, op, header, arrays, answer)
-        self._work.put(lambda: self._handle(request))
-
 
 # -- the process ----------------------------------------------------------------------------------------------
 
 
-class _Terminated(BaseException):
-    pass
-
-
-def _terminate(*_: object) -> None:
-    raise _Terminated
-
-
 def main() -> int:
-    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)  # the run ends in order, which is its parent's to see to
     status = os.fdopen(int(sys.argv[1]), "w")
-    told: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    if told["bind"] and sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGTERM, _terminate)
+    given: dict[str, Any] = json.loads(sys.stdin.readline())
     with contextlib.suppress(OSError, ValueError):  # each connection is a file
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    logging.basicConfig(format=f"server {told['index']}: %(message)s")
+    logging.basicConfig(format=f"server {given['index']}: %(message)s")
     torch.set_num_threads(1)
-    store, (wake_read, wake_write) = ShardStore(), os.pipe()
+    store = ShardStore()
     try:
         server = RpcServer(
             store.handle,
-            bytes.fromhex(told["token"]),
-            index=told["index"],
-            host=told["host"],
+            bytes.fromhex(given["token"]),
+            index=given["index"],
+            host=given["host"],
             on_gone=store.on_gone,
-            on_failure=lambda: os.write(wake_write, b"f"),
-            timeout_seconds=told["timeout_seconds"],
+            timeout_seconds=given["timeout_seconds"],
         )
     except Exception as error:
         print(json.dumps({"failure": f"{type(error).__name__}: {error}"}), file=status, flush=True)
         raise
     print(json.dumps({"endpoint": server.endpoint}), file=status, flush=True)
-    try:
-        while server.ended is None and os.getppid() == told["parent"]:
-            ready, _, _ = select.select([sys.stdin, wake_read], [], [], _LOOK_SECONDS)
-            if sys.stdin in ready:  # it says close, or is closed
-                break
-        failed = server.ended is not None
-        server.close()
-        return int(failed)
-    except _Terminated:
-        server.close()
-        return 128 + signal.SIGTERM
+    last: list[Any] = []
+    while server.ended is None and os.getppid() == given["parent"] and not last:
+        last, _, _ = select.select([sys.stdin], [], [], _LOOK_SECONDS)
+    failed = server.ended is not None
+    server.close(float(sys.stdin.readline() or 0) if last else 0.0)  # for so long it waits for workers
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from colossus.rows.row_gradient import RowGradient
 from colossus.server.frames import Request
-from colossus.server.shard import Shard, ShardSpec, check_ids, parts_of
+from colossus.server.shard import Part, Shard, ShardSpec
 from colossus.server.sync_steps import Awaited, SyncSteps, WaitingRequests
 
 
@@ -36,10 +37,11 @@ class ShardStore:
     """The handler of one `RpcServer`: shards of tensors by name.
 
     A server hands over one request after the other, so each is atomic: a pull sees a shard before or after an update,
-    never in between. A request that does not fit is refused in words, before it has changed anything.
+    never in between. What is sent fits: clients check it.
 
-    In headers ``names`` are the tensors of a request, and other lists go along with them; for ``kinds`` see
-    `parts_of`.
+    In headers ``names`` are the tensors of a request, and other lists go along with them. ``kinds`` says what comes of
+    each: "dense": one array, as the shard; "rows": two, ids int64 [n] within the shard, ascending and each once, and
+    rows [n, ...]; "none".
     """
 
     def __init__(self) -> None:
@@ -59,7 +61,7 @@ class ShardStore:
             "free": self._free,
             "push": self._push,
             "pull": self._pull,
-            "accumulate": self._steps.accumulate,
+            "accumulate": lambda request: self._steps.accumulate(request, self._parts(request)),
             "squares": self._steps.squares,
             "apply": self._apply,
             "clock": self._clock,
@@ -68,22 +70,13 @@ class ShardStore:
             "load": self._load,
         }
 
-    @property
-    def num_gone(self) -> int:
-        """How many workers have ended."""
-        return len(self._gone)
-
     def handle(self, request: Request) -> None:
         """Answer a request, now or when others have done what it waits for."""
         self._gone.pop(request.worker, None)
         try:
-            if request.op not in self._ops:
-                raise ValueError(f"there is no {request.op!r}; there are {', '.join(self._ops)}")
             self._ops[request.op](request)
-        except ValueError as error:
-            request.fail(str(error))
-        except Exception as error:  # a header that no worker of ours sends: its worker is told, and others go on
-            request.fail(f"{request.op}: {type(error).__name__}: {error}")
+        except Exception as error:  # the worker is told, and others go on
+            request.fail(error)
         self._waiting.look_again()
 
     def on_gone(self, worker: int, reason: str | None) -> None:
@@ -111,15 +104,13 @@ class ShardStore:
         if header["has_values"]:
             making.values = request.arrays
 
-        def absent() -> list[int]:
-            return [each for each in workers if each not in making.specs and each not in self._gone]
-
-        def look() -> bool:
+        def look() -> Awaited | None:
+            absent = [each for each in workers if each not in making.specs and each not in self._gone]
+            if absent and not making.is_made:
+                return absent, f"have not made {name!r}"
+            if source not in making.specs:
+                raise ValueError(f"worker {source} has gone ({self._gone.get(source)}) and has not made {name!r}")
             if not making.is_made:
-                if absent():
-                    return False
-                if source not in making.specs:
-                    raise ValueError(f"worker {source} has gone ({self._gone.get(source)}) and has not made {name!r}")
                 self._make(making, source)
                 making.is_made = self._making.pop(name, None) is not None
             if specs != making.specs[source]:
@@ -127,12 +118,9 @@ class ShardStore:
                     f"{name!r} is {specs[0]} for worker {worker}, and {making.specs[source][0]} for worker {source}"
                 )
             request.reply()
-            return True
+            return None
 
-        def awaited() -> Awaited:
-            return absent(), f"have not made {name!r}"
-
-        self._waiting.add(request, look, awaited)
+        self._waiting.add(request, look)
 
     def _make(self, making: _Making, source: int) -> None:
         specs = making.specs[source]
@@ -156,31 +144,33 @@ class ShardStore:
                 del self._shards[name], self._users[name]
                 self._steps.restart([name])
 
+    def _parts(self, request: Request) -> list[tuple[Shard, Part]]:
+        arrays = iter(request.arrays)
+        part_of: dict[str, Callable[[], Part]] = {
+            "dense": lambda: next(arrays),
+            "rows": lambda: RowGradient(next(arrays), next(arrays)),
+            "none": lambda: None,
+        }
+        names, kinds = request.header["names"], request.header["kinds"]
+        return [(self._shards[name], part_of[kind]()) for name, kind in zip(names, kinds, strict=True)]
+
     def _push(self, request: Request) -> None:
         """Header: names, kinds, rule, options (for each), bases: the version that the worker has pulled, None: none.
         The reply: staleness of each: updates that came between."""
-        header = request.header
-        found = list(parts_of(self._shards, header["names"], header["kinds"], request.arrays))
-        pairs = list(zip(found, header["options"], header["bases"], strict=True))
-        for (shard, part), options, _ in pairs:
-            shard.check(header["rule"], part, options)
-        staleness = []
-        for (shard, part), options, base in pairs:
+        header, staleness = request.header, []
+        for (shard, part), options, base in zip(self._parts(request), header["options"], header["bases"], strict=True):
             staleness.append(None if base is None else shard.version - base)
             shard.push(header["rule"], part, options)
         request.reply({"staleness": staleness})
 
     def _pull(self, request: Request) -> None:
         """Header: names, kinds: "dense", or "rows": an array of ids. The reply: versions; values."""
-        ids, out = iter(request.arrays), []
+        ids = iter(request.arrays)
         shards = [self._shards[name] for name in request.header["names"]]
-        for shard, kind in zip(shards, request.header["kinds"], strict=True):
-            if kind == "rows":
-                wanted = next(ids)
-                check_ids(wanted, len(shard.values), shard.spec.name)
-                out.append(shard.values.index_select(0, wanted))
-            else:
-                out.append(shard.values)
+        out = [
+            shard.values.index_select(0, next(ids)) if kind == "rows" else shard.values
+            for shard, kind in zip(shards, request.header["kinds"], strict=True)
+        ]
         request.reply({"versions": [shard.version for shard in shards]}, out)
 
     def _apply(self, request: Request) -> None:
@@ -199,16 +189,14 @@ class ShardStore:
                 self._clocks.setdefault(worker, 0)
         self._clocks[request.worker] = request.header["step"]
 
-        def behind() -> list[int]:
-            return sorted(worker for worker, clock in self._clocks.items() if clock < least)
-
-        def look() -> bool:
-            if behind():
-                return False
+        def look() -> Awaited | None:
+            behind = sorted(worker for worker, clock in self._clocks.items() if clock < least)
+            if behind:
+                return behind, f"have finished fewer than {least} steps"
             request.reply()
-            return True
+            return None
 
-        self._waiting.add(request, look, lambda: (behind(), f"have finished fewer than {least} steps"))
+        self._waiting.add(request, look)
 
     def _waiting_for(self, request: Request) -> None:
         """The reply: waits, for each request of this worker that is not answered (workers, what they have not done)."""

@@ -9,7 +9,6 @@ import atexit
 import itertools
 import os
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +23,11 @@ from colossus.context.parallel_context import current_context
 from colossus.context.world import launched_ranks
 from colossus.rows.row_gradient import RowGradient
 from colossus.server.client import Servers
-from colossus.server.pieces import Value
 from colossus.server.process import has_servers, new_token, read_environment
 from colossus.server.rpc_client import Handle, RpcClient
 from colossus.server.rpc_server import RpcServer
-from colossus.server.shard import RULES
+from colossus.server.shard import RULES, check_optimizer
+from colossus.server.sharding import Value
 from colossus.server.store import ShardStore
 
 _PREFIX = "own/"
@@ -44,12 +43,12 @@ class _Joined:
     """
     Attributes:
         process: which has joined; a fork of it has not.
-        own: the server that is a thread of this process, if there is one, and what it keeps.
+        own: the server that is a thread of this process, if there is one.
     """
 
     process: int
     servers: Servers
-    own: tuple[RpcServer, ShardStore] | None
+    own: RpcServer | None
 
 
 _joined: _Joined | None = None
@@ -70,9 +69,7 @@ class ParameterServer:
         self.servers, self.optimizer = servers, optimizer
         self.name, self.shape, self.dtype, self.device = name, like.shape, like.dtype, like.device
         self.is_freed = False
-        self._prefetched: tuple[Handle[None], Tensor] | None = None
-        #: memory of a prefetch that was received
-        self._spare: Tensor | None = None
+        self._prefetched: Handle[Tensor] | None = None
 
     @property
     def key(self) -> str:
@@ -125,23 +122,29 @@ def send(
         options: of the optimizer for this update, ``lr`` above all.
 
     Returns:
-        To be waited for until it is applied; nobody has to: what is refused is told at the next call. The result is the
-        staleness: how many updates came since this rank received the tensor; None where it never did, and for ``zero``
-        and ``copy``.
+        To be waited for until it is applied; nobody has to. The result is the staleness: how many updates came since
+        this rank received the tensor; None where it never did, and for ``zero`` and ``copy``.
+
+    Raises:
+        ValueError: what is sent does not fit the tensor, or it has no optimizer of such options.
     """
     if rule not in RULES:
         raise ValueError(f"there is no rule {rule!r}; there are {', '.join(RULES)}")
-    if rule == "gradient" and "lr" not in {**(handle.optimizer or {}), **options}:
-        missing = "learning rate" if handle.optimizer else "optimizer"
-        given = 'init(.., optimizer=dict(type="sgd", lr=0.1))'
-        raise ValueError(f"{handle!r} has no {missing}: say, {given}")
+    if rule == "gradient":
+        if "lr" not in {**(handle.optimizer or {}), **options}:
+            missing = "learning rate" if handle.optimizer else "optimizer"
+            raise ValueError(f'{handle!r} has no {missing}: say, init(.., optimizer=dict(type="sgd", lr=0.1))')
+        named = {key: value for key, value in options.items() if key not in ("scale", "clip_value")}
+        check_optimizer(handle.name, chosen := {**(handle.optimizer or {}), **named})
+        if ids is not None and chosen.get("weight_decay"):
+            raise ValueError(f"{handle!r} has weight_decay, which needs all rows in each update; rows alone were sent")
+    elif options:
+        raise ValueError(f"{rule} of {handle!r} takes no options, and {', '.join(options)} was given")
     if tensor is None and rule != "zero":
         raise ValueError(f"{rule} of {handle!r} needs a tensor")
-    value: Value = tensor
+    value: Value = tensor if rule != "zero" else None
     if ids is not None:
         value = _rows(handle, ids, tensor, rule)
-    elif rule == "zero":
-        value = None
     key = handle.key
     return handle.servers.push({key: value}, rule, options).then(lambda staleness: staleness[key])
 
@@ -163,15 +166,12 @@ def receive(handle: ParameterServer, into: Tensor | None = None, ids: Tensor | N
         coming, handle._prefetched = handle._prefetched, None
         if coming is None:
             return servers.pull({key: target}).then(lambda _: target)
-        pull, buffer = coming
 
         @torch.no_grad()
-        def copied(_: None) -> Tensor:
-            target.copy_(buffer)
-            handle._spare = buffer  # only now another prefetch may write to it
-            return target
+        def copied(values: Tensor) -> Tensor:
+            return target.copy_(values)
 
-        return pull.then(copied)
+        return coming.then(copied)
     wanted, places = torch.unique(_checked_ids(handle, ids), return_inverse=True)
     shape = (len(ids), *handle.shape[1:])
     _require_fits(handle, into, shape)
@@ -191,13 +191,12 @@ def _require_fits(handle: ParameterServer, into: Tensor | None, shape: tuple[int
         )
 
 
-def prefetch(handle: ParameterServer) -> Handle[None]:
+def prefetch(handle: ParameterServer) -> Handle[Tensor]:
     """Start to receive, into memory of its own; the next `receive` without ids takes it."""
     if handle._prefetched is None:
-        buffer, handle._spare = handle._spare, None
-        buffer = torch.empty(handle.shape, dtype=handle.dtype) if buffer is None else buffer
-        handle._prefetched = handle.servers.pull({handle.key: buffer}), buffer
-    return handle._prefetched[0]
+        buffer = torch.empty(handle.shape, dtype=handle.dtype)
+        handle._prefetched = handle.servers.pull({handle.key: buffer}).then(lambda _: buffer)
+    return handle._prefetched
 
 
 def free(handle: ParameterServer) -> None:
@@ -260,26 +259,20 @@ def close() -> None:
     atexit.unregister(close)
     joined.servers.close()
     if joined.own is not None:
-        server, store = joined.own
         has_failed = sys.exception() is not None or hasattr(sys, "last_value")  # others may wait for this rank then
-        deadline = time.monotonic() + (0.0 if has_failed else _PATIENCE_SECONDS)
-        while store.num_gone < len(joined.servers.workers) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        server.close()
+        joined.own.close(0.0 if has_failed else _PATIENCE_SECONDS)
 
 
 def _join(group: AxisGroup) -> _Joined:
-    own: tuple[RpcServer, ShardStore] | None = None
-    first = 0
+    own, first = None, 0
     if has_servers():
-        given = read_environment()
-        endpoints, token, first = given.endpoints, given.token, _FIRST_WORKER
+        first = _FIRST_WORKER
+        endpoints, token = read_environment()
     else:
         token = all_gather_object(new_token(), group)[0]
         store = ShardStore()
-        server = RpcServer(store.handle, token, index=group.index, on_gone=store.on_gone)
-        own = server, store
-        endpoints = all_gather_object(server.endpoint, group)
+        own = RpcServer(store.handle, token, index=group.index, on_gone=store.on_gone)
+        endpoints = all_gather_object(own.endpoint, group)
     workers = [first + rank for rank in range(group.size)]
     clients = [RpcClient(endpoint, token, workers[group.index]) for endpoint in endpoints]
     return _Joined(os.getpid(), Servers(clients, workers[group.index], workers), own)

@@ -8,13 +8,12 @@ hold the table once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from colossus.comm.accounting import sent
-from colossus.registry import nearest
 
 WayName = Literal["dense", "gather", "owners"]
 WAYS: tuple[WayName, ...] = ("owners", "gather", "dense")
@@ -56,14 +55,9 @@ class TableFacts:
 
 @dataclass(frozen=True)
 class Survey:
-    """The tables of a whole model.
-
-    Attributes:
-        others: names of its other parameters.
-    """
+    """The tables of a whole model."""
 
     tables: tuple[TableFacts, ...] = ()
-    others: tuple[str, ...] = ()
 
     @property
     def untied(self) -> list[TableFacts]:
@@ -138,7 +132,8 @@ def way_problems(ways: Mapping[str, WayName], survey: Survey) -> list[str]:
     """One line for each pattern that fits no table, and each way that a table has been given and cannot take."""
     names = [table.name for table in survey.tables]
     problems = [
-        f"parallel.strategy.ways: {pattern!r} fits no table with sparse=True{_hint(pattern, names, survey.others)}"
+        f"parallel.strategy.ways: {pattern!r} fits no table with sparse=True; "
+        f"the tables are {', '.join(map(repr, names)) or 'none: layers.Embedding(.., sparse=True) is one'}"
         for pattern in ways
         if not any(fnmatchcase(name, pattern) for name in names)
     ]
@@ -158,15 +153,3 @@ def way_problems(ways: Mapping[str, WayName], survey: Survey) -> list[str]:
                 f"'gather' or 'dense'"
             )
     return problems
-
-
-def _hint(pattern: str, names: Sequence[str], others: Sequence[str]) -> str:
-    dense = next((name for name in others if fnmatchcase(name, pattern)), None)
-    if dense is not None:
-        return f", but {dense!r}, whose gradient is dense: give its embedding sparse=True"
-    close = nearest(pattern, list(names))
-    if close is not None:
-        return f"; did you mean {close!r}?"
-    if not names:
-        return ": the model has none (layers.Embedding(.., sparse=True) is one)"
-    return f"; the tables are {', '.join(map(repr, names))}"

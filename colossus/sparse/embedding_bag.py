@@ -82,9 +82,7 @@ class EmbeddingBag(Layer):
     def forward(self, ids: Tensor, offsets: None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         place = require_whole_bags(ids, offsets, self.title)
         ids, user = local(ids), self.parallel.regions.whole
-        if (rows := row_source(self.weight)) is not None:
-            rows.require_ids(ids)
-        else:
+        if row_source(self.weight) is None:
             check_range(ids, self.num_embeddings, f"{self.title}: ids")
         if per_sample_weights is not None:
             per_sample_weights, source = local(per_sample_weights), Layout.whole(per_sample_weights.dim())
@@ -156,7 +154,11 @@ def embedding_bag(
             f"{title}: ids have shape {tuple(ids.shape)}, not [bags, n]. Bags of unlike lengths are filled up with "
             f"padding_idx; there are no offsets, along which no batch can be cut"
         )
-    weights = _flat_weights(ids, per_sample_weights, mode, title)
+    if per_sample_weights is not None and per_sample_weights.shape != ids.shape:
+        raise located_error(
+            f"{title}: per_sample_weights have shape {tuple(per_sample_weights.shape)}, the ids {tuple(ids.shape)}"
+        )
+    weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
     starts = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
     ids = ids.reshape(-1)
     if padding_idx is not None and padding_idx < 0:
@@ -203,15 +205,3 @@ def _wide_rows(ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Ten
         return look_up(ids, table, wide=True), where, None
     rows = look_up(F.pad(ids, (0, 1), value=padding_idx), table, wide=True)
     return rows, where.masked_fill(ids == padding_idx, count), count
-
-
-def _flat_weights(ids: Tensor, weights: Tensor | None, mode: str, title: str) -> Tensor | None:
-    if weights is None:
-        return None
-    if mode != "sum":
-        raise located_error(f"{title}: per_sample_weights are there with mode 'sum' only, not {mode!r}")
-    if weights.shape != ids.shape:
-        raise located_error(
-            f"{title}: per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}: one for each"
-        )
-    return weights.reshape(-1)

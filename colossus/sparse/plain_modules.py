@@ -19,27 +19,6 @@ from colossus.sharded_tensor.tensor import ShardedTensor
 from colossus.sparse.embedding_bag import embedding_bag, require_whole_bags
 
 
-def require_lazy(name: str, module: nn.Module) -> None:
-    """That a module of torch's asks nothing that no plan repeats.
-
-    Raises:
-        ValueError: for ``max_norm`` and ``scale_grad_by_freq``.
-    """
-    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return
-    title = f"{name or 'the model'} ({type(module).__name__})"
-    if module.max_norm is not None:
-        raise ValueError(
-            f"{title} has sparse=True and max_norm = {module.max_norm}: it rescales rows in a lookup, which their "
-            f"owners would not see. Leave max_norm out, or sparse"
-        )
-    if module.scale_grad_by_freq:
-        raise ValueError(
-            f"{title} has sparse=True and scale_grad_by_freq=True: how often an id is in a batch differs between ranks "
-            f"and microbatches. Leave scale_grad_by_freq out, or sparse"
-        )
-
-
 def look_up_in_rows(module: nn.Module) -> None:
     """Let ``module.forward``, a user's own too, look up in the source of its rows; hooks stay outside."""
     if not isinstance(vars(module).get("forward"), RowForward):
@@ -68,16 +47,15 @@ class _RowLookups(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.embedding:
-            return _embedding(*args, **kwargs)
-        if func is F.embedding_bag:
-            return _embedding_bag(*args, **kwargs)
-        return func(*args, **kwargs)
+        if func not in (F.embedding, F.embedding_bag):
+            return func(*args, **kwargs)
+        weight = kwargs["weight"] if "weight" in kwargs else args[1]
+        if row_source(weight) is None:
+            return func(*args, **kwargs)
+        return (_embedding if func is F.embedding else _embedding_bag)(*args, **kwargs)
 
 
-def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **more: Any) -> Tensor:
-    if row_source(weight) is None:
-        return F.embedding(input, weight, padding_idx, *rest, **more)
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **more: Any) -> Tensor:
     return _marked(_narrowed(sparse_embedding(local(input), weight, padding_idx), weight), sequence_place(input), input)
 
 
@@ -94,20 +72,15 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    options: dict[str, Any] = dict(mode=mode, padding_idx=padding_idx)
-    if (source := row_source(weight)) is None:
-        options |= dict(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-        options |= dict(include_last_offset=include_last_offset)
-        return F.embedding_bag(input, weight, offsets, per_sample_weights=per_sample_weights, **options)
     place = require_whole_bags(input, offsets, "EmbeddingBag")
-    source.require_ids(local(input))
     out = embedding_bag(
         local(input),
         weight,
+        mode=mode,
         sparse=True,
         per_sample_weights=None if per_sample_weights is None else local(per_sample_weights),
+        padding_idx=padding_idx,
         title="EmbeddingBag",
-        **options,
     )
     return _marked(_narrowed(out, weight), place, input)
 

@@ -1,10 +1,18 @@
-"""The loss of a softmax over very many classes, from a sample of them."""
+"""The loss of a softmax over very many classes, from a sample of them.
+
+Samples are log-uniform (Zipfian), as TensorFlow's ``log_uniform_candidate_sampler`` draws them: class k of n has the
+probability log((k + 2) / (k + 1)) / log(n + 1), right for classes in the order of falling frequency.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,12 +27,54 @@ from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.rows.row_gradient import row_source
 from colossus.sharded_tensor.regions import local, move, unwrap
-from colossus.sparse.log_uniform import LogUniformSample, sample
 from colossus.tensor_parallel.dtypes import product_dtype, to_wide_dtype
 from colossus.tensor_parallel.matmul import product
 
 #: classes of which an evaluation has the rows at once
 _BLOCK = 8192
+
+
+@dataclass(frozen=True)
+class LogUniformSample:
+    """Different classes, and how they were drawn.
+
+    Attributes:
+        classes: int64 [n], in the order in which they were drawn.
+        num_classes: of which.
+        num_draws: how many draws gave them; those that came again were left out.
+    """
+
+    classes: np.ndarray
+    num_classes: int
+    num_draws: int
+
+    def expected_count(self, classes: Any, xp: Any = np) -> Any:
+        """How often a class is expected in such a sample, of the shape of ``classes``; see `probability`.
+
+        1 - (1 - p) ** draws (TensorFlow's "candidate sampling algorithms").
+        """
+        return -xp.expm1(self.num_draws * xp.log1p(-probability(classes, self.num_classes, xp)))
+
+
+def probability(classes: Any, num_classes: int, xp: Any = np) -> Any:
+    """Of drawing each class, of the shape of ``classes``: an array, or a tensor of float64 where ``xp`` is torch."""
+    return xp.log1p(1.0 / (classes + 1.0)) / math.log(num_classes + 1.0)
+
+
+@lru_cache(maxsize=8)  # once for all microbatches of a step
+def sample(key: int, num_samples: int, num_classes: int) -> LogUniformSample:
+    """Draw until there are ``num_samples`` different classes; the same on every machine for the same key."""
+    assert num_samples <= num_classes
+    generator = np.random.Generator(np.random.Philox(key))
+    drawn = np.empty(0, dtype=np.int64)
+    while True:
+        values = np.exp(generator.random(len(drawn) or 2 * num_samples) * math.log(num_classes + 1.0))
+        fresh = np.clip(values.astype(np.int64) - 1, 0, num_classes - 1)  # rounding at the ends
+        drawn = np.concatenate((drawn, fresh))
+        first = np.sort(np.unique(drawn, return_index=True)[1])
+        if len(first) >= num_samples:
+            first = first[:num_samples]
+            return LogUniformSample(drawn[first], num_classes, int(first[-1]) + 1)
 
 
 class SampledSoftmax(Layer):
@@ -93,8 +143,6 @@ class SampledSoftmax(Layer):
                 f"{self.title}: labels have shape {tuple(labels.shape)}, x {tuple(x.shape)} on this rank"
             )
         is_counted = labels != self.ignore_index
-        if (table := row_source(self.weight)) is not None:
-            table.require_ids(labels.masked_fill(~is_counted, 0))
         count, is_counted = is_counted.sum(), is_counted.reshape(-1)
         x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
         left_out: Tensor | None = None
@@ -117,7 +165,7 @@ class SampledSoftmax(Layer):
     def sample(self) -> LogUniformSample:
         """The classes that this step has drawn."""
         rng = self.context.rng
-        return _sample(rng.key("negatives", rng.step, self.full_name), self.num_samples, self.num_classes)
+        return sample(rng.key("negatives", rng.step, self.full_name), self.num_samples, self.num_classes)
 
     def _sampled(self, x: Tensor, labels: Tensor) -> Tensor:
         """x [t, features], labels [t] -> the losses [t]."""
@@ -161,12 +209,6 @@ class SampledSoftmax(Layer):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.num_classes}, num_samples={self.num_samples}, bias={self.bias is not None}"
-
-
-@lru_cache(maxsize=8)
-def _sample(key: int, num_samples: int, num_classes: int) -> LogUniformSample:
-    """Once for all microbatches of a step."""
-    return sample(key, num_samples, num_classes)
 
 
 def _log_expected(drawn: LogUniformSample, classes: Tensor, dtype: torch.dtype) -> Tensor:

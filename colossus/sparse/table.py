@@ -1,20 +1,22 @@
-"""A table of embeddings on a rank: lookups in it, and the gradient that they leave."""
+"""A table of embeddings on a rank: lookups in it, the gradient that they leave, and how that is summed over the ranks
+that share the table, where each of them holds all of its rows (else `colossus.sparse.owners`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from colossus.comm import collectives, uneven
 from colossus.comm.autograd import first_order, uncompiled
-from colossus.context.parallel_context import ParallelContext
+from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
+from colossus.gradients.bucket_sum import FlatSum, TwoLevelSum
 from colossus.layout.parameter import spec_of
 from colossus.rows.row_gradient import RowGradient
 from colossus.rows.row_rules import Features
-from colossus.sparse.ways import TableSync
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
@@ -31,10 +33,8 @@ class Table:
         own_sum: of the gradients of this rank in the last step; None where it had none.
     """
 
-    def __init__(
-        self, param: nn.Parameter, way: TableSync, context: ParallelContext, features: Features | None = None
-    ) -> None:
-        self.features, self._context = features, context
+    def __init__(self, param: nn.Parameter, way: TableSync, features: Features | None = None) -> None:
+        self.features = features
         self.name, self.param, self.num_rows, self.way = spec_of(param).name, param, way.num_rows, way
         self._parts: list[RowGradient] = []
         self.own_sum: Tensor | None = None
@@ -52,16 +52,15 @@ class Table:
         distinct, where = torch.unique(ids.long(), return_inverse=True)
         ends = distinct[:: max(1, len(distinct) - 1)].tolist()  # the smallest and the largest, in one read
         if ends and not 0 <= ends[0] <= ends[-1] < self.num_rows:
-            raise located_error(_in_words(self.name, ids, self.num_rows, self._context))
+            bad = ends[0] if ends[0] < 0 else ends[-1]
+            raise located_error(
+                f"table {self.name!r} has ids 0..{self.num_rows - 1}, but was given id {bad}: make the table "
+                f"larger, or check the data"
+            )
         if not torch.is_grad_enabled():
             return self.way.fetch(distinct).to(gradient_dtype(self.param)), where
         rows: Tensor = _Rows.apply(self.param, self, distinct, padding_idx)
         return rows, where
-
-    def require_ids(self, ids: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_rows:
-                raise located_error(_in_words(self.name, ids, self.num_rows, self._context))
 
     @uncompiled
     def read(self, ids: Tensor) -> Tensor:
@@ -129,20 +128,95 @@ class _Rows(torch.autograd.Function):
         return None, None, None, None
 
 
-def _in_words(name: str, ids: Tensor, num_rows: int, context: ParallelContext) -> str:
-    """Which rank was given the first such id, in which row of its batch.
+class TableSync:
+    """Base, and what a rank does that shares a table with no other. Which it is never changes results.
 
     Args:
-        ids: of a microbatch, [samples, ..].
+        param: as it is stored on this rank: [rows, dim] or its part.
+        num_rows: of the whole table.
     """
-    place = ((ids < 0) | (ids >= num_rows)).nonzero()[0].tolist()
-    microbatch = context.rng.microbatch
-    where = "its only id"
-    if place:
-        row = microbatch * len(ids) + place[0]
-        inside = f", place {', '.join(map(str, place[1:]))} of it" if place[1:] else ""
-        where = f"row {row} of its batch{inside}" + (f" (microbatch {microbatch})" if microbatch else "")
-    return (
-        f"table {name!r} has ids 0..{num_rows - 1}, but rank {context.rank} was given id {int(ids[tuple(place)])} in "
-        f"{where}: make the table larger, or check the data"
-    )
+
+    def __init__(self, param: nn.Parameter, num_rows: int) -> None:
+        self.param, self.num_rows = param, num_rows
+
+    def begin(self) -> None:
+        """A step or an evaluation begins: what was fetched before is not relied on."""
+
+    def end(self) -> None:
+        """It is over, or was given up."""
+
+    def fetch(self, ids: Tensor) -> Tensor:
+        """Rows [n, dim] of distinct ascending ids [n]; collective where rows are elsewhere, but not in a backward."""
+        return self.param.detach().index_select(0, ids)
+
+    def read(self, ids: Tensor) -> Tensor:
+        """`fetch` of rows that are not wanted again: nothing keeps them."""
+        return self.fetch(ids)
+
+    def start_sum(self, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
+        """Start to sum over the ranks that share the table. Collective.
+
+        Args:
+            gradient: of this rank, by ids of the whole table.
+            is_used: whether a backward of this rank has come to the table.
+
+        Returns:
+            What waits for the sum, of the rows that this rank stores, by their place in ``param``; None where no rank
+            has used the table.
+        """
+        return lambda: gradient if is_used else None
+
+
+class Dense(TableSync):
+    """All-reduce of the gradient of all rows, and of a byte for each row: whether any rank has looked it up.
+
+    Args:
+        groups: the ranks that share the table; or those inside of a host, and their counterparts on all hosts.
+    """
+
+    def __init__(self, param: nn.Parameter, num_rows: int, groups: Sequence[AxisGroup]) -> None:
+        super().__init__(param, num_rows)
+        self._groups = groups
+        self._sum = FlatSum(groups[0]) if len(groups) == 1 else TwoLevelSum(groups[0], groups[1])
+
+    def start_sum(self, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
+        rows = gradient.rows
+        whole = rows.new_zeros((self.num_rows, rows.shape[1]))
+        whole[gradient.ids] = rows
+        touched = torch.zeros(self.num_rows + 1, dtype=torch.uint8, device=rows.device)
+        touched[gradient.ids] = 1
+        if is_used:
+            touched[-1].fill_(1)
+        total = self._sum.start(whole.view(-1))
+        marks = collectives.all_reduce(touched, self._groups[0], op="max", owned=True, what="ids")
+
+        def finish() -> RowGradient | None:
+            found = marks.wait()
+            for group in self._groups[1:]:
+                found = collectives.all_reduce(found, group, op="max", owned=True, what="ids").wait()
+            flat = total.wait().view(self.num_rows, -1)
+            ids = found[:-1].nonzero().squeeze(1)
+            return RowGradient(ids, flat[ids]) if is_used or found[-1] else None
+
+        return finish
+
+
+class Gather(TableSync):
+    """All-gather of the rows that ranks have touched, as many as each of them has."""
+
+    def __init__(self, param: nn.Parameter, num_rows: int, group: AxisGroup) -> None:
+        super().__init__(param, num_rows)
+        self._group = group
+
+    def start_sum(self, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
+        group, device = self._group, gradient.ids.device
+        lengths, heard = uneven.agree([len(gradient.ids)] * group.size, group, device, [is_used])
+        counts = lengths.received
+        ids = uneven.all_gather(gradient.ids, counts, group, "ids")
+        rows = uneven.all_gather(gradient.rows.contiguous(), counts, group)
+
+        def finish() -> RowGradient | None:
+            total = RowGradient.added(RowGradient.parts(ids.wait(), rows.wait(), counts))
+            return total if any(used for (used,) in heard) else None
+
+        return finish

@@ -1,8 +1,135 @@
-"""What ``optimizer.tables`` may name: the rule of rows that each stands for, with all of its options."""
+"""Which rule updates the rows of a table: that of the optimizer, or what ``optimizer.tables`` names."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import nn
+
+from colossus.config import Config
+from colossus.config.schema import Optimizer
+from colossus.registry import TABLE_OPTIMIZERS
+from colossus.rows.row_rules import RULES, Rule, rule_of
+
+#: the ``step`` of torch's optimizers with a form for rows -> name of the rule
+_RULE_OF: dict[Any, str] = {
+    inspect.unwrap(torch.optim.SGD.step): "sgd",
+    inspect.unwrap(torch.optim.Adagrad.step): "adagrad",
+    inspect.unwrap(torch.optim.Adam.step): "adam",
+    inspect.unwrap(torch.optim.AdamW.step): "adam",
+    inspect.unwrap(torch.optim.SparseAdam.step): "adam",
+}
+
+
+def row_rule(optimizer: Any, group: dict[str, Any]) -> Rule | None:
+    """What updates the rows of the tables in a parameter group: its ``row_rule``, or the form of its optimizer.
+
+    None for an optimizer that has no form for rows: one whose ``step`` is not torch's may do anything.
+    """
+    if (name := group.get("row_rule")) is not None:
+        return rule_of(name)
+    return _rule_of_kind(type(optimizer), group)
+
+
+def _rule_of_kind(kind: type, group: dict[str, Any]) -> Rule | None:
+    name = _RULE_OF.get(inspect.unwrap(getattr(kind, "step", kind)))
+    if name is None:
+        return None
+    return RULES["momentum" if name == "sgd" and group["momentum"] else name]
+
+
+def _no_sparse_form(kind: str) -> str:
+    return (
+        f"{kind} has no form for sparse gradients, which update only the rows that a step has looked up. AdamW, Adam, "
+        f"SparseAdam, Adagrad, SGD have one; or give the tables a rule of their own: optimizer.tables = "
+        f"dict(type='SparseAdam'), in an optimizer of your own a parameter group with row_rule='adam' (one of "
+        f"{', '.join(map(repr, RULES))}); or leave sparse=True out"
+    )
+
+
+def table_problem(optimizer: Any, name_of: dict[int, str]) -> str | None:
+    """What keeps an optimizer from updating the tables that it holds, in words.
+
+    Args:
+        name_of: full name of each table, by the parameter's id.
+
+    Raises:
+        ValueError: a group's ``row_rule`` is none.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        names = [name_of[id(param)] for param in group["params"] if id(param) in name_of]
+        if names and row_rule(optimizer, group) is None:
+            return f"{names[0]} has sparse gradients, but {_no_sparse_form(type(optimizer).__name__)}"
+        if names and (group.get("weight_decay") or group.get("amsgrad")):
+            return (
+                f"its parameter group {number} has weight_decay or amsgrad, and holds {names[0]}, which has sparse "
+                f"gradients: rows that a step has not looked up do not change. Give it a group without"
+            )
+    return None
+
+
+# -- an optimizer that a config names ---------------------------------------------------------------------------
+
+
+def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_given: bool) -> None:
+    """That the optimizer of a config fits a whole model with tables, or without.
+
+    Args:
+        tables: whether it has some.
+        is_given: whether the optimizer is a function's, which the config does not know.
+
+    Raises:
+        ValueError: for ``optimizer.tables`` without a table, and what can be known to have no form for rows.
+    """
+    if section.tables is not None and not tables:
+        raise ValueError(
+            "optimizer.tables is for tables with sparse gradients, but the model has none: make one with sparse=True "
+            "(colossus.layers.Embedding, torch.nn.Embedding) that nothing else computes with, or leave "
+            "optimizer.tables out"
+        )
+    if not tables or section.tables is not None or is_given:
+        return
+    kind = section.type
+    if isinstance(kind, type) and _rule_of_kind(kind, {"momentum": 0}) is None:
+        raise ValueError(f"the model has tables with sparse gradients, and {_no_sparse_form(kind.__name__)}")
+
+
+def group_tables(optimizer: Any, config: Config, is_table: Callable[[nn.Parameter], bool]) -> None:
+    """Move the tables of this rank to a last group of their own, which every rank has, without weight decay; with
+    ``optimizer.tables`` it has their rule and its options.
+    """
+    section = config.optimizer
+    tables: list[nn.Parameter] = []
+    names: list[str] = []
+    for group in optimizer.param_groups:
+        held = [(number, param) for number, param in enumerate(group["params"]) if is_table(param)]
+        tables += [param for _, param in held]
+        if "param_names" in group:
+            names += [group["param_names"][number] for number, _ in held]
+            group["param_names"] = [
+                name for name, param in zip(group["param_names"], group["params"], strict=True) if not is_table(param)
+            ]
+        group["params"] = [param for param in group["params"] if not is_table(param)]
+    for table in tables:  # some keep state from the start on (torch.optim.Adagrad), of the shape of their own rule
+        optimizer.state.pop(table, None)
+    first = optimizer.param_groups[0]
+    group = {key: value for key, value in first.items() if key not in ("params", "param_names", "lr_scale")}
+    group |= {"params": tables, "name": "tables"}
+    if "param_names" in first:
+        group["param_names"] = names
+    if "weight_decay" in group:
+        group["weight_decay"] = 0.0
+    if section.tables is not None:
+        spec = section.tables.spec()
+        rule, options = TABLE_OPTIMIZERS.build({**spec, "lr": spec["lr"] or section.lr})
+        group |= {**options, "row_rule": rule}
+    optimizer.param_groups.append(group)
+
+
+# -- what ``optimizer.tables`` may name: a rule, with all of its options ----------------------------------------------
 
 #: name of a rule in `colossus.rows.row_rules`, its options
 RuleOptions = tuple[str, dict[str, Any]]

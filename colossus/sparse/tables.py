@@ -20,12 +20,10 @@ from colossus.layout.split_parameter import OWNED, hide_values
 from colossus.rows.row_gradient import give_row_source
 from colossus.rows.row_rules import Features
 from colossus.sparse.choice import Survey, TableFacts
-from colossus.sparse.owners import Owners, Placement
-from colossus.sparse.plain_modules import look_up_in_rows, require_lazy
-from colossus.sparse.row_exchange import Level, RowExchange
-from colossus.sparse.table import Table
-from colossus.sparse.table_updates import row_rule
-from colossus.sparse.ways import Dense, Gather, TableSync
+from colossus.sparse.owners import Level, Owners, Placement, RowExchange
+from colossus.sparse.plain_modules import look_up_in_rows
+from colossus.sparse.table import Dense, Gather, Table, TableSync
+from colossus.sparse.table_optimizers import row_rule
 
 #: what looks up rows, if it has sparse=True -> in which of its parameters; others, of a subclass, are as any other
 _LOOKUPS: dict[type[nn.Module], tuple[str, ...]] = {
@@ -58,7 +56,11 @@ def survey(model: nn.Module, context: ParallelContext) -> Survey:
     """
     lookups: dict[int, list[nn.Parameter]] = {}
     for name, module, table in table_modules(model):
-        require_lazy(name, module)
+        if getattr(module, "max_norm", None) is not None or getattr(module, "scale_grad_by_freq", False):
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) has sparse=True with max_norm or scale_grad_by_freq, "
+                f"which no other plan repeats: leave them out, or sparse"
+            )
         lookups.setdefault(id(module), []).append(table)
     tables = {id(table): table for each in lookups.values() for table in each}
     tied: dict[int, str] = {}
@@ -78,8 +80,7 @@ def survey(model: nn.Module, context: ParallelContext) -> Survey:
     for module in model.modules():
         if any(id(table) in tied for table in lookups.get(id(module), ())):
             module.sparse = False  # type: ignore[assignment]
-    others = (name for name, param in model.named_parameters() if id(param) not in tables)
-    return Survey(tuple(facts), tuple(others))
+    return Survey(tuple(facts))
 
 
 class Tables:
@@ -146,7 +147,7 @@ class Tables:
             spec = spec_of(weight)
             if id(weight) not in self._tables:
                 way = self._way(weight, spec, *self._plans[spec.name])
-                table = Table(weight, way, self._context, self._features(spec))
+                table = Table(weight, way, self._features(spec))
                 self._tables[id(weight)] = table
                 give_row_source(weight, table)
                 if isinstance(way, Owners):

@@ -47,11 +47,8 @@ class Echo:
     def clock(self, step: int, max_staleness: int) -> Handle[None]:
         return done(None)
 
-    def waiting_for(self) -> Handle[list[Any]]:
-        return done([])
-
-    def stats(self) -> Handle[list[dict[str, Any]]]:
-        return done([])
+    def wait_or_name_missing(self, handle: Handle[Any], seconds: float) -> Any:
+        return handle.wait()
 
     def close(self, patience_seconds: float | None = None) -> None:
         pass

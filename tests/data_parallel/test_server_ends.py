@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,14 +14,12 @@ import torch
 from helpers import server_threads
 from helpers.long import long
 from helpers.ranks import run_ranks
-from helpers.servers import local_servers
 from torch import Tensor, nn
 from torch import distributed as dist
 
 import colossus
 from colossus.launch.failure import kind_of
 from colossus.server.frames import ServerGone
-from colossus.server.rpc_client import wait_or_name_missing
 
 server_threads.in_threads()
 
@@ -133,39 +130,6 @@ def test_a_worker_that_lives_and_does_not_come_is_named_after_the_time_out(strat
     assert text.startswith("timeout: rank 1 did not come to the servers within 3 s (comm.timeout_seconds): server ")
     assert kind == "communication"
     assert 3.0 <= seconds < 6.0
-
-
-def test_clocks_can_begin_anew() -> None:
-    """As `ServerParameters.place` does after a load."""
-    with local_servers(1, 2) as workers:
-        for handle in [worker.clock(100, 0) for worker in workers]:
-            handle.wait()
-        for worker in workers:
-            worker.clock(0, 0).wait()
-        first = workers[0].clock(1, 0)
-        with pytest.raises(TimeoutError):
-            first.wait(0.2)
-        workers[1].clock(1, 0).wait()
-        first.wait()
-
-
-def test_others_are_waited_for_as_long_as_one_after_the_other_comes() -> None:
-    """In all longer than the time-out; who then does not come is named."""
-    with local_servers(1, 3) as (first, second, third):
-        ended = threading.Event()
-
-        def come() -> None:
-            for worker in (second, third):
-                ended.wait(0.3)
-                worker.clock(1, 0)
-
-        thread = threading.Thread(target=come)
-        thread.start()
-        wait_or_name_missing(first.clock(1, 0), first.waiting_for, 0.4)
-        thread.join()
-        with pytest.raises(RuntimeError, match=r"timeout: ranks 1, 2 did not come .* within 0.4 s"):
-            wait_or_name_missing(first.clock(2, 0), first.waiting_for, 0.4)
-        first.close(0.0)  # which else would wait for the same
 
 
 def _stopped(rank: int, options: list[dict[str, Any]]) -> list[int]:

@@ -255,12 +255,8 @@ TABLE: dict[str, Bad] = {
         "tied=True",
     ),
     "ways of no table": words_bad(
-        "parallel.strategy.ways: 'embeding.weight' fits no table with sparse=True; did you mean 'embedding.weight'?",
+        "parallel.strategy.ways: 'embeding.weight' fits no table with sparse=True; the tables are 'embedding",
         "strategy.type=hybrid parallel.strategy.ways={'embeding.weight':'owners'}",
-    ),
-    "ways of a dense parameter": words_bad(
-        "'out.*' fits no table with sparse=True, but 'out.weight', whose gradient is dense",
-        "strategy.type=hybrid parallel.strategy.ways={'out.*':'gather'}",
     ),
     "no such way": words_bad(
         "parallel.strategy.ways.*: must be 'dense', 'gather' or 'owners'",

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.context.rng_streams import RngStreams
-from colossus.sparse import log_uniform
-from colossus.sparse.log_uniform import LogUniformSample
+from colossus.sparse import sampled_softmax as log_uniform
+from colossus.sparse.sampled_softmax import LogUniformSample
 
 
 def drawn_in(step: int, num_samples: int, num_classes: int, *, seed: int = 0, name: str = "head") -> LogUniformSample:

@@ -34,7 +34,7 @@ class Adder:
                 time.sleep(request.header["seconds"])
                 request.reply()
             case other:
-                request.fail(f"no operation {other!r}")
+                request.fail(ValueError(f"no operation {other!r}"))
 
     def on_gone(self, worker: int, reason: str | None) -> None:
         self.gone.append((worker, reason))

@@ -31,7 +31,7 @@ def local_servers(num_servers: int = 1, num_workers: int = 1) -> Iterator[list[S
         yield workers
     finally:
         for view in workers:
-            view.close()
+            view.close(5.0)
         for server in servers:
             server.close()
 

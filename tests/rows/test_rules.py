@@ -169,8 +169,3 @@ def test_rows_that_are_not_touched_do_not_change(name: str, touched: set[int]) -
 def test_what_needs_all_rows_is_refused(name: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         rule_of(name).update(table(), {}, torch.tensor([1]), torch.zeros(1, DIM), dict(lr=0.1, **options))
-
-
-def test_an_unknown_rule_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'lion'.*rowwise_adagrad"):
-        rule_of("lion")

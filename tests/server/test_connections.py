@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -18,16 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from colossus.comm import net
-from colossus.comm.listener import Listener, dial
+from colossus.comm.listener import Listener
 from colossus.comm.net import Stream
 from colossus.server.frames import Refused, Request, ServerGone
 from colossus.server.process import new_token
-from colossus.server.rpc_client import WORKER, RpcClient
+from colossus.server.rpc_client import RpcClient
 from colossus.server.rpc_server import RpcServer
 
 TOKEN = new_token()
-MOST_BYTES = 1 << 20
-STRANGE = 99
 
 
 @contextmanager
@@ -42,7 +39,7 @@ def serving(length: int = 3, **options: Any) -> Iterator[tuple[Adder, RpcServer]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RpcServer]:
-    with serving(most_bytes=MOST_BYTES) as (_, server):
+    with serving() as (_, server):
         yield server
 
 
@@ -51,13 +48,6 @@ def until(true: Callable[[], object], seconds: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.002)
-
-
-def serves(server: RpcServer) -> None:
-    client = RpcClient(server.endpoint, TOKEN, 0)
-    large = torch.arange(10_000.0)
-    assert torch.equal(client.call("echo", {}, [large]).result(10).arrays[0], large)
-    client.close()
 
 
 @contextmanager
@@ -92,23 +82,12 @@ def test_replies_come_in_any_order_and_requests_in_theirs() -> None:
         client.close()
 
 
-def test_a_refused_call_and_one_answered_twice() -> None:
-    seen: list[str] = []
-
-    def handle(request: Request) -> None:
-        request.fail("no such tensor: 'w'")
-        try:
-            request.reply()
-        except RuntimeError as error:
-            seen.append(str(error))
-
-    with handling(handle) as server:
+def test_a_refused_call() -> None:
+    with handling(lambda request: request.fail(ValueError("no such tensor: 'w'"))) as server:
         client = RpcClient(server.endpoint, TOKEN, 0)
-        with pytest.raises(Refused, match="no such tensor: 'w'"):
-            client.call("pull").result(10)
-        with pytest.raises(Refused, match="no such tensor"):
-            client.call("pull").result(10)
-        assert "was answered already" in seen[0]
+        for _ in range(2):
+            with pytest.raises(Refused, match="server 0 refused to pull: no such tensor: 'w'"):
+                client.call("pull").result(10)
         client.close()
 
 
@@ -219,7 +198,7 @@ def test_a_slow_server_is_waited_for_and_a_silent_one_is_not() -> None:
     def welcome(stream: Stream) -> None:
         streams.append(stream)
         stream.start(Silent())
-        stream.send(b'{"welcome": null}')
+        stream.send(b'{"welcome": null, "a": []}')
 
     listener = Listener("127.0.0.1", TOKEN, welcome, "nobody")
     silent = dict(index=1, host="127.0.0.1", port=listener.address[1], process=os.getpid())
@@ -229,16 +208,13 @@ def test_a_slow_server_is_waited_for_and_a_silent_one_is_not() -> None:
         began = time.monotonic()
         with pytest.raises(
             ServerGone,
-            match=r"server 1 at 127\.0\.0\.1:\d+ \(process \d+\) is gone: it gave no sign of life for 3 s; it was to "
-            r"echo \(the last sign of life came 3\.\d s ago\)",
+            match=r"server 1 at 127\.0\.0\.1:\d+ \(process \d+\) is gone: it gave no sign of life for 3 s$",
         ):
             none.call("echo").result(10)
         assert time.monotonic() - began < 5.0
         assert not asleep.done()
         asleep.result(10)
         slow.close()
-    with pytest.raises(ValueError, match="timeout_seconds = 1: "):
-        RpcClient(silent, TOKEN, 0, 1.0)
     listener.close()
     streams[0].abort()
 
@@ -253,10 +229,21 @@ def test_a_server_that_is_closed_says_so() -> None:
     with pytest.raises(ServerGone, match="it was closed") as error:
         later.result(10)
     assert error.value.index == 0
-    assert error.value.last_sign is not None
     client.close()
     with pytest.raises(ServerGone, match="nothing listens there"):
         RpcClient(server.endpoint, TOKEN, 0)
+
+
+def test_a_server_that_is_closed_waits_for_workers_that_are_connected() -> None:
+    with serving() as (_, server):
+        client = RpcClient(server.endpoint, TOKEN, 0)
+        closing = threading.Thread(target=server.close, args=(20.0,))
+        closing.start()
+        time.sleep(0.1)
+        assert client.call("echo", {"a": 1}).result(10).header == {"a": 1}
+        client.close()
+        closing.join(5)
+        assert not closing.is_alive()
 
 
 def test_memory_under_way_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,91 +257,6 @@ def test_memory_under_way_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() - began > 0.1
         assert held[0].done()
         client.close()
-
-
-# -- what no worker sends ---------------------------------------------------------------------------------------
-
-
-class Ears:
-    """Hears why a stream has ended."""
-
-    def __init__(self) -> None:
-        self.heads: list[Any] = []
-        self.is_over = threading.Event()
-
-    def allocate(self, head: bytes, size: int) -> list[memoryview]:
-        return [memoryview(bytearray(size))]
-
-    def on_frame(self, head: bytes) -> None:
-        self.heads.append(json.loads(head))
-
-    def on_end(self, reason: str | None) -> None:
-        self.is_over.set()
-
-
-def entered(server: RpcServer) -> tuple[Stream, Ears]:
-    """A worker of the run, up to here."""
-    until(lambda: STRANGE not in server._streams)
-    stream, ears = dial((server.endpoint["host"], server.endpoint["port"]), TOKEN, WORKER.pack(STRANGE)), Ears()
-    stream.start(ears)
-    until(lambda: ears.heads == [{"a": [], "welcome": None}] or ears.heads == [{"welcome": None, "a": []}])
-    return stream, ears
-
-
-def request(arrays: Any = (), size: int = 0, **changes: Any) -> tuple[bytes, int]:
-    return json.dumps({"n": 1, "o": "echo", "h": {}, "a": arrays} | changes).encode(), size
-
-
-WRONG: dict[str, tuple[tuple[bytes, int], str]] = {
-    "no json": ((b"{{{{", 0), "no JSON"),
-    "deep json": ((b"[" * 1_000_000, 0), "no JSON"),
-    "no object": ((b"[]", 0), "no object"),
-    "no operation": (request(o=1), "without an operation"),
-    "a dtype": (request([["object", [1]]], 64), "not described"),
-    "negative": (request([["float64", [-1, -1]]], 64), "not described"),
-    "true": (request([["uint8", [True]]], 64), "not described"),
-    "huge and empty": (request([["float64", [1 << 62, 1 << 62, 0]]], 64), "arrays of more than"),
-    "more than fits": (request([["uint8", [MOST_BYTES + 1]]], 64), "arrays of more than"),
-    "longer than said": (request([["float64", [1]]], 128), "another length"),
-    "said and not sent": (request([["float64", [100]]], 0), "not come"),
-    "no arrays": (request({"a": 1}, 64), "not described"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_worker_that_sends_what_none_sends_is_given_up(server: RpcServer, case: str) -> None:
-    (head, size), message = WRONG[case]
-    ends: list[str] = []
-    real = server._on_gone
-
-    def note(worker: int, reason: str | None) -> None:
-        if worker == STRANGE:
-            ends.append(str(reason))
-        real(worker, reason)
-
-    server._on_gone = note
-    try:
-        stream, ears = entered(server)
-        stream.send(head, [memoryview(bytes(size))] if size else [])
-        assert ears.is_over.wait(20)
-        until(lambda: ends)
-    finally:
-        server._on_gone = real
-    assert message in ends[0]
-    serves(server)
-
-
-@given(st.binary(min_size=1, max_size=400), st.integers(0, 40))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-def test_any_bytes_after_a_greeting(server: RpcServer, garbage: bytes, size: int) -> None:
-    stream, _ = entered(server)
-    stream.send(garbage, [memoryview(bytes(size))])
-    stream.close(5.0)
-    assert server.ended is None
-
-
-def test_a_server_serves_after_all_this(server: RpcServer) -> None:
-    serves(server)
 
 
 DTYPES = [torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.uint8]
@@ -378,23 +280,3 @@ def test_tensors_come_as_they_were_sent(server: RpcServer, kinds: list[Any], way
     assert [(x.dtype, x.shape) for x in came] == [(x.dtype, x.shape) for x in tensors]
     assert all(torch.equal(x, y) for x, y in zip(came, tensors, strict=True))
     assert into is None or all(x is y for x, y in zip(came, into, strict=True))
-
-
-def test_what_a_client_cannot_send_is_said_where_it_is_called(server: RpcServer) -> None:
-    client = RpcClient(server.endpoint, TOKEN, 5)
-    with pytest.raises(ValueError, match="data of JSON"):
-        client.call("echo", {"x": object()})
-    with pytest.raises(ValueError, match=r"dtype torch\.float8_e5m2"):
-        client.call("echo", {}, [torch.zeros(2).to(torch.float8_e5m2)])
-    with pytest.raises(ValueError, match=r"layout torch\.sparse_coo"):
-        client.call("echo", {}, [torch.eye(2).to_sparse()])
-    with pytest.raises(ValueError, match=r"a header of .* bytes as JSON, where at most"):
-        client.call("echo", {"x": "y" * (1 << 20)})
-    with pytest.raises(ValueError, match=r"the reply has arrays .*'float32', \[2, 3\].*, where into has .*\[3, 2\]"):
-        client.call("echo", {}, [torch.zeros(2, 3)], [torch.zeros(3, 2)]).result(10)
-    assert client.call("echo", {"still": True}).result(10).header == {"still": True}
-    client.close()
-    with pytest.raises((RuntimeError, ServerGone), match="closed"):
-        client.call("echo")
-    with pytest.raises(ServerGone, match="nothing listens there"):
-        RpcClient(server.endpoint | {"port": 1}, TOKEN, 5)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -17,8 +16,6 @@ import torch
 from colossus.server.client import Servers
 from colossus.server.frames import ServerGone
 from colossus.server.process import (
-    SERVERS,
-    TOKEN,
     ServerFailed,
     ServerProcess,
     has_servers,
@@ -48,13 +45,15 @@ def test_one_that_is_killed_and_one_that_is_ended_in_order() -> None:
         assert first.endpoint["process"] == first.process != os.getpid()
         assert KEY.hex() not in Path(f"/proc/{first.process}/cmdline").read_text()
         assert KEY.hex().encode() not in Path(f"/proc/{first.process}/environ").read_bytes()
-        os.kill(first.process, signal.SIGINT)  # its parent's to answer
+        for signum in (signal.SIGINT, signal.SIGTERM):  # its parent's to answer
+            os.kill(first.process, signum)
         os.kill(second.process, signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(ServerGone, match=r"server 1 at .* is gone: its connection "):
             worker.pull({"w": torch.empty(8)}).wait()
         assert time.monotonic() - began < 5
-        assert (first.alive, second.returncode) == (True, -signal.SIGKILL)
+        assert second._child.wait(10) == -signal.SIGKILL  # the connection breaks before the system tells of the end
+        assert first.alive
         first.close()
         assert first.returncode == 0
         with pytest.raises(ServerGone, match="it was closed"):
@@ -72,31 +71,11 @@ def test_one_that_cannot_listen() -> None:
         server.wait_until_ready()
 
 
-@pytest.mark.long
-def test_a_signal_ends_one_in_order() -> None:
-    [server] = start_servers(1, KEY)
-    client = RpcClient(server.endpoint, KEY, 0)
-    server._child.send_signal(signal.SIGTERM)
-    assert server._child.wait(10) == 128 + signal.SIGTERM
-    with pytest.raises(ServerGone, match="it was closed"):
-        client.call("waiting_for").result(10)
-    server.close()
-
-
 PARENT = """
-import json, os, sys, threading, time
+import json, sys, time
 from colossus.server.process import new_token, start_servers, write_environment
 token = new_token()
-def start():
-    global servers
-    servers = start_servers(2, token)
-if sys.argv[1] == "thread":
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
-    time.sleep(0.7)
-else:
-    start()
+servers = start_servers(2, token)
 assert all(server.alive for server in servers)
 assert "torch" not in sys.modules
 variables = {}
@@ -107,15 +86,14 @@ time.sleep(100)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("where", ["main", "thread"])
-def test_servers_end_with_their_parent(where: str) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT), where], stdout=subprocess.PIPE, text=True)
+def test_servers_end_with_their_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    given = read_environment(json.loads(parent.stdout.readline()))
-    clients = [RpcClient(endpoint, given.token, 0) for endpoint in given.endpoints]
+    endpoints, token = read_environment(json.loads(parent.stdout.readline()))
+    clients = [RpcClient(endpoint, token, 0) for endpoint in endpoints]
     parent.kill()
     parent.wait()
-    for endpoint, client in zip(given.endpoints, clients, strict=True):
+    for endpoint, client in zip(endpoints, clients, strict=True):
         until_ended(endpoint["process"])
         with pytest.raises(ServerGone):
             client.call("waiting_for").result(10)
@@ -130,10 +108,4 @@ def test_the_variables() -> None:
         read_environment(variables)
     write_environment(endpoints, KEY, variables)
     assert has_servers(variables)
-    given = read_environment(variables)
-    assert (given.endpoints, given.token) == (endpoints, KEY)
-    assert new_token() != KEY
-    wrong = ({TOKEN: "xy"}, {SERVERS: "[{"}, {SERVERS: "[]"}, {SERVERS: '["a"]'}, {SERVERS: '[{"index": 1}]'})
-    for changes in wrong:
-        with pytest.raises(ValueError, match="is not what `colossus launch` writes"):
-            read_environment(variables | changes)
+    assert read_environment(variables) == (endpoints, KEY)

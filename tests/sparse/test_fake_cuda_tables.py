@@ -16,7 +16,7 @@ import colossus
 from colossus import layers
 from colossus.comm import uneven
 from colossus.context.groups import AxisGroup
-from colossus.sparse.row_exchange import RowExchange
+from colossus.sparse.owners import RowExchange
 
 
 class Net(nn.Module):
@@ -81,9 +81,9 @@ def steps(rank: int, strategies: list[dict[str, Any]], precision: str) -> list[l
 
 LOOKUP = {"sparse/table.py", "data_parallel/strategy.py"}
 WAYS = {
-    "dense": LOOKUP | {"sparse/ways.py"},
+    "dense": LOOKUP,
     "gather": LOOKUP | {"comm/uneven.py", "rows/row_gradient.py"},
-    "owners": LOOKUP | {"comm/uneven.py", "rows/row_gradient.py", "sparse/row_exchange.py"},
+    "owners": LOOKUP | {"comm/uneven.py", "rows/row_gradient.py", "sparse/owners.py"},
 }
 
 

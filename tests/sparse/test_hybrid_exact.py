@@ -73,10 +73,8 @@ def test_tables_in_a_checkpointed_block_are_one_process(kind: str) -> None:
 PRODUCTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1d": (4, dict(data=2, tensor=2)),
     "2d": (4, dict(data=1, tensor=dict(mode="2d", size=4))),
-    "2d with data": (8, dict(data=2, tensor=dict(mode="2d", size=4))),
     "2.5d": (4, dict(data=1, tensor=dict(mode="2.5d", size=4, depth=1))),
     "3d": (8, dict(data=1, tensor=dict(mode="3d", size=8))),
-    "gpipe": (4, dict(data=2, pipeline=2, schedule="gpipe", microbatches=3)),
     "1f1b": (4, dict(data=2, pipeline=2, schedule="1f1b", microbatches=3)),
     "interleaved": (4, dict(data=2, pipeline=2, schedule="interleaved", microbatches=2)),
     "zb-h1": (4, dict(data=2, pipeline=2, schedule="zb-h1", microbatches=3)),

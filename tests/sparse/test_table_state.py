@@ -64,12 +64,11 @@ WAYS = ("owners", "gather", "dense")
 
 def test_a_run_goes_on_under_any_number_of_owners_and_any_way(tmp_path: Path) -> None:
     expected = run_ranks(1, all_saved, 1, tmp_path, with_context=False)[0][0]
-    for saved in (*run_ranks(2, all_saved, 2, tmp_path, with_context=False),
-                  *run_ranks(3, all_saved, 3, tmp_path, with_context=False)):  # fmt: skip
+    for saved in run_ranks(3, all_saved, 3, tmp_path, with_context=False):
         for losses in saved:
             assert losses == pytest.approx(expected, rel=1e-11)
-    folders = [tmp_path / name for name in ("1 owners", "2 owners", "3 owners", "2 dense", "3 gather")]
-    for world in (1, 2, 3):
+    folders = [tmp_path / name for name in ("1 owners", "3 owners", "3 gather")]
+    for world in (1, 2):
         for found in run_ranks(world, all_resumed, world, folders, with_context=False):
             for name, losses in found.items():
                 assert losses == pytest.approx(expected, rel=1e-11), f"{name} on {world}"

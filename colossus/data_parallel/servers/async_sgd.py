@@ -13,7 +13,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.options.server_options import ServerOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.servers.server_parameters import ServerParameters
-from colossus.data_parallel.servers.server_shards import Pull, require_rows, tables_of_replica
+from colossus.data_parallel.servers.server_shards import Pull, tables_of_replica
 from colossus.data_parallel.servers.sync import SyncServer
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
@@ -39,7 +39,6 @@ class AsyncServer(PerReplica):
         super().__init__(options)
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
-        require_rows(self.options.servers, model)
         self.tables = tables_of_replica(model, context)
 
     def check_tables(self, found: Survey) -> None:

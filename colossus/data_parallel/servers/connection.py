@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
 from collections.abc import Callable, Sequence
 
 from colossus.comm.objects import broadcast_object
@@ -13,21 +12,19 @@ from colossus.server.client import Servers
 from colossus.server.process import SERVERS, ServerProcess, has_servers, new_token, read_environment, start_servers
 from colossus.server.rpc_client import RpcClient
 
-#: for which the first rank waits for others at least, before it ends servers of its own
-_PATIENCE_SECONDS = 20.0
-
 
 class ServerConnection:
     """
+    Args:
+        own: servers that this rank has started.
+        timeout_seconds: for which calls under way, and other ranks, are waited for at the end.
+
     Attributes:
         servers: of the run.
     """
 
-    def __init__(self, servers: Servers, own: Sequence[ServerProcess], context: ParallelContext) -> None:
-        self.servers, self._own = servers, list(own)
-        self._ranks, self._rank = range(context.world_size), context.rank
-        self._timeout = context.timeout.total_seconds()
-        self._store = context.store() if context.world_size > 1 else None
+    def __init__(self, servers: Servers, own: Sequence[ServerProcess], timeout_seconds: float) -> None:
+        self.servers, self._own, self._timeout = servers, own, timeout_seconds
         self._is_closed = False
         atexit.register(self.close)  # a loop of the user's own may end without `Engine.close`
 
@@ -38,18 +35,10 @@ class ServerConnection:
         self._is_closed = True
         atexit.unregister(self.close)
         has_failed = sys.exception() is not None or hasattr(sys, "last_value")  # others may wait for this rank then
-        self.servers.close(0.0 if has_failed else self._timeout)
-        if self._store is not None:
-            self._store.set(f"servers/left/{self._rank}", "")
-            if self._own and not has_failed:
-                keys, deadline = (
-                    [f"servers/left/{rank}" for rank in self._ranks],
-                    time.monotonic() + max(_PATIENCE_SECONDS, self._timeout),
-                )
-                while not self._store.check(keys) and time.monotonic() < deadline:
-                    time.sleep(0.01)
+        patience = 0.0 if has_failed else self._timeout
+        self.servers.close(patience)
         for server in self._own:
-            server.close()
+            server.close(patience)
 
 
 def connect(
@@ -67,8 +56,7 @@ def connect(
     """
     own: Sequence[ServerProcess] = ()
     if has_servers():
-        given = read_environment()
-        endpoints, token = given.endpoints, given.token
+        endpoints, token = read_environment()
     else:
         token = new_token()
         if context.rank == 0:
@@ -82,4 +70,4 @@ def connect(
         )
     timeout = context.timeout.total_seconds()
     clients = [RpcClient(endpoint, token, context.rank, timeout, on_progress) for endpoint in endpoints]
-    return ServerConnection(Servers(clients, context.rank, workers), own, context)
+    return ServerConnection(Servers(clients, context.rank, workers), own, timeout)

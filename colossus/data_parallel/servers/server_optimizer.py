@@ -13,8 +13,8 @@ from colossus.data_parallel.options.server_options import SERVER_OPTIMIZERS
 from colossus.data_parallel.servers.server_shards import ServerShard
 from colossus.layout.parameter import spec_of
 from colossus.server.client import Servers
-from colossus.server.pieces import TensorState
-from colossus.sparse.table_updates import row_rule
+from colossus.server.sharding import TensorState
+from colossus.sparse.table_optimizers import row_rule
 
 
 class ServerOptimizer:

@@ -28,7 +28,7 @@ from colossus.data_parallel.servers.server_shards import (
 from colossus.gradients.host_transfer import HostRead
 from colossus.gradients.reduction import ModelParts
 from colossus.rows.row_gradient import RowGradient
-from colossus.server.rpc_client import Handle, wait_or_name_missing
+from colossus.server.rpc_client import Handle
 from colossus.sparse.table import Table
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class ServerParameters:
 
     def _wait(self, handle: Handle[T]) -> T:
         """For what depends on other workers."""
-        return wait_or_name_missing(handle, self._servers.waiting_for, self._context.timeout.total_seconds())
+        return self._servers.wait_or_name_missing(handle, self._context.timeout.total_seconds())
 
     @property
     def _first(self) -> list[ServerShard]:

@@ -19,8 +19,8 @@ from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.layout.split_parameter import as_shards
 from colossus.rows.row_gradient import RowGradient
 from colossus.server.rpc_client import Handle
+from colossus.sparse.table import TableSync
 from colossus.sparse.tables import Tables
-from colossus.sparse.ways import TableSync
 
 #: of one shard: its gradient, whole or of some rows
 Gradient = Tensor | RowGradient | None
@@ -111,23 +111,6 @@ def server_shards(parts: ModelParts, params: Sequence[nn.Parameter]) -> tuple[li
     ]
     union = {each.name: each for of_rank in held for each in of_rank if 0 not in each.shape}
     return shards, [union[name] for name in sorted(union)]
-
-
-def require_rows(num_servers: int | None, model: nn.Module) -> None:
-    """That each server can have rows of something.
-
-    Args:
-        model: of a rank, on the meta device.
-
-    Raises:
-        ValueError: there are more servers than rows.
-    """
-    most = max((param.shape[0] if param.dim() else 1 for param in model.parameters()), default=1)
-    if num_servers is not None and num_servers > most:
-        raise ValueError(
-            f"parallel.strategy.servers = {num_servers}, but parameters are cut by rows, and the largest number of "
-            f"rows that a rank has of one is {most}; use at most {most}"
-        )
 
 
 def _suffix(box: Box, shape: tuple[int, ...]) -> str:

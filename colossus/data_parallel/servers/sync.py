@@ -13,7 +13,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.all_reduce import AllReduce
 from colossus.data_parallel.options.server_options import ServerOptions
 from colossus.data_parallel.servers.server_parameters import ServerParameters
-from colossus.data_parallel.servers.server_shards import Pull, require_rows, tables_of_replica
+from colossus.data_parallel.servers.server_shards import Pull, tables_of_replica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.reduction import GradientReduction, ModelParts
@@ -31,7 +31,6 @@ class SyncServer(AllReduce):
         self.options = options
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
-        require_rows(self.options.servers, model)
         self.tables = tables_of_replica(model, context)
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
