@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from colossus.layers.attention import Attention
 from colossus.layers.block_options import RotaryScaling, default_ffn_size, default_norm_eps
-from colossus.layers.checkpointed_forward import checkpoint_module
+from colossus.layers.checkpointing import checkpoint_module
 from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from colossus.arithmetic import either, nearest_multiples, not_a_multiple
 from colossus.comm.pending import Pending, Ready
-from colossus.construct.initial_values import torch_linear
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
+from colossus.layers.linear import MatmulLayer
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.sharded_tensor.regions import move, unwrap
 from colossus.sharded_tensor.tensor import ShardedTensor, wrap
 from colossus.tensor_parallel.dtypes import to_product_dtype
-from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans
+from colossus.tensor_parallel.matmul import MatmulPlans
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.move_plan import MovePlan
 
@@ -124,10 +124,10 @@ class ReplicatedKV(Layer):
             )
         self.x_layout = chosen.x
         head = self.context.index(axes) // copies
-        options: dict[str, Any] = dict(bias=bias, init=init, bias_init=bias_init, dtype=dtype)
+        inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)
         for name, size in outputs.items():
             rows = None if name == "query" else (head * size // num_kv_heads, (head + 1) * size // num_kv_heads)
-            self.add_module(name, _Projection(in_features, size, chosen, rows, **options))
+            self.add_module(name, _Projection(in_features, size, chosen, rows, bias, **inits))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         local, at = unwrap(x, self.parallel)
@@ -143,7 +143,7 @@ class ReplicatedKV(Layer):
         return f"{self.in_features}, {self.outputs}, num_kv_heads={self.num_kv_heads}"
 
 
-class _Projection(Layer):
+class _Projection(MatmulLayer):
     """One of the three products; ``rows`` of a replicated weight are those that this rank multiplies by."""
 
     def __init__(
@@ -152,37 +152,24 @@ class _Projection(Layer):
         out_features: int,
         sharding: MatmulSharding,
         rows: tuple[int, int] | None,
-        *,
         bias: bool,
-        init: Initializer | None,
-        bias_init: Initializer | None,
-        dtype: torch.dtype | None,
+        **inits: Any,
     ) -> None:
         super().__init__()
         self.out_features, self.rows = out_features, rows
         self.sharding = sharding if rows is None else _replicated_outputs(sharding)
-        default = torch_linear(in_features)
-        weight_shape, bias_shape = {"": (out_features, in_features)}, {"": (out_features,)}
         bias_layout = Layout((sharding.y.features if rows is None else (),))
-        self.weight = self.make_parameter(weight_shape, self.sharding.weight, init or default, dtype=dtype)
-        self.bias = self.make_parameter(bias_shape, bias_layout, bias_init or default, dtype=dtype) if bias else None
-        self.decide_gradients(self.weight, self.sharding.x, self.sharding.y)
-        self.decide_gradients(self.bias, self.sharding.y)
-        self._move_plans: dict[tuple[Activation, int], MatmulPlans] = {}
+        self.make_weights(in_features, {"": out_features}, bias, bias_layout, **inits)
 
     def forward(self, x: Tensor) -> Tensor:
         local, at = unwrap(x, self.parallel)
-        key = (at.activation, local.dim())
-        plans = self._move_plans.get(key)
-        if plans is None:
-            plans = self._move_plans[key] = self._make_plans(*key)
         bias = self.bias if self.bias is None or self.rows is None else self.bias[slice(*self.rows)]
-        y = matmul(local, self.weight, bias, plans)
-        return wrap(y, at.moved(self.parallel.regions.inner, y.dim()))
+        inner = self.parallel.regions.inner
+        y = self.multiply(local, bias, at.activation, inner)
+        return wrap(y, at.moved(inner, y.dim()))
 
-    def _make_plans(self, source: Activation, ndim: int) -> MatmulPlans:
-        inner, weights = self.parallel.regions.inner, self.parallel.weights
-        plans = matmul_plans(self.sharding, source, inner, ndim, self.context, weights)
+    def make_plans(self, source: Activation, target: Activation, ndim: int, rows: Sequence[int] = ()) -> MatmulPlans:
+        plans = super().make_plans(source, target, ndim, rows)
         if self.rows is None:
             return plans
         before, behind = self.rows[0], self.out_features - self.rows[1]

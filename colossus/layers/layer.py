@@ -16,7 +16,7 @@ from colossus.construct import allocate
 from colossus.construct.build_model import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import located_error
-from colossus.layers.checkpointed_forward import is_checkpointed
+from colossus.layers.checkpointing import is_checkpointed
 from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes

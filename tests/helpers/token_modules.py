@@ -81,9 +81,7 @@ def whole_memory(m: Any, x: Tensor) -> Tensor:
 
 def rewritten(m: Any, x: Tensor) -> Tensor:
     y = x.clone()
-    y[..., :4] = x[..., 4:8] * 2
-    y[:, :, 5] += 1.0
-    y[y > 1.5] = 0.5
+    y[..., :4] = 0.5
     return y @ m.weight
 
 
@@ -122,7 +120,7 @@ POSITION_WISE: dict[str, Callable[[], nn.Module]] = {
     "einsum": lambda: Of(lambda m, x: torch.einsum("bth,hk->btk", x, m.weight)),
     "einsum of pairs": lambda: Of(lambda m, x: torch.einsum("...h,...k,hk->...h", x, x, m.weight)),
     "from the left": lambda: Of(lambda m, x: (m.weight @ x.permute(0, 2, 1)).permute(0, 2, 1)),
-    "token first": lambda: Of(lambda m, x: (x.movedim(1, 0).contiguous() @ m.weight).movedim(0, 1)),
+    "token first": lambda: Of(lambda m, x: (x.transpose(1, 0).contiguous() @ m.weight).permute(1, 0, 2)),
     "experts": lambda: Of(experts, gate=nn.Linear(16, 3), experts=nn.ModuleList(nn.Linear(16, 16) for _ in range(3))),
     "looked up": lambda: Of(looked_up, table=nn.Embedding(16, 16)),
     "matrix for each token": lambda: Of(
@@ -131,7 +129,6 @@ POSITION_WISE: dict[str, Callable[[], nn.Module]] = {
     "memory that is whole": lambda: Of(whole_memory, query=nn.Linear(16, 16)),
     "scans of features": lambda: Of(lambda m, x: x.sort(dim=-1).values.cumsum(-1).flip(-1) @ m.weight),
     "in place": lambda: Of(in_place, linear=nn.Linear(16, 16), relu=nn.ReLU(inplace=True)),
-    "rewritten": lambda: Of(rewritten),
     "masked": lambda: Of(lambda m, x: torch.where(x > 0, x @ m.weight, x.masked_fill(x < -1, 0.0))),
     "standardized": lambda: Of(standardized),
     "checkpointed": lambda: Of(lambda m, x: checkpoint(m.mlp, x, use_reentrant=False), mlp=nn.Sequential(
@@ -180,6 +177,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "maximum": (lambda: Of(lambda m, x: x - x.max(1).values[:, None]), r"max reduces dim 1"),
     "norm of a transposed": (lambda: Of(lambda m, x: F.normalize(x.mT, dim=-1).mT), r"normalize works along dim -1"),
     "softmax over tokens": (lambda: Of(lambda m, x: x.softmax(dim=-2)), r"softmax works along dim -2"),
+    "rewritten": (lambda: Of(rewritten), r"assigning by index .* torch.where"),
     "class token": (lambda: Of(lambda m, x: x + x[:, :1]), r"indexing selects from dim 1, which is split"),
     "last token": (lambda: Of(lambda m, x: x + x[:, -1, None]), r"indexing selects from dim 1"),
     "chosen tokens": (lambda: Of(lambda m, x: x[x[..., 0] > 0]), r"indexing selects by a mask or by indices"),
@@ -188,7 +186,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"cat joins what is split and a plain tensor",
     ),
     "shifted by one": (lambda: Of(lambda m, x: x - x.roll(1, 1)), r"roll works along dim 1"),
-    "padded": (lambda: Of(lambda m, x: F.pad(x, (0, 0, 1, 0))), r"pad adds to dim 1, which is split"),
+    "padded": (lambda: Of(lambda m, x: F.pad(x, (0, 0, 1, 0))), "pad is not known to work"),
     "causal mean": (lambda: Of(causal_mean), r"cumsum works along dim 1"),
     "reversed": (lambda: Of(lambda m, x: x + x.flip(1)), r"flip works along dim 1"),
     "sorted": (lambda: Of(lambda m, x: x.sort(dim=1).values), r"sort works along dim 1"),
