@@ -9,7 +9,7 @@ from colossus.context.parallel_context import current_context
 from colossus.error_place import located_error
 from colossus.layers.block_options import RotaryScaling
 from colossus.layers.kv_cache import KeyValueCache
-from colossus.layers.model_parallel import RotaryTable, model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 
 
 class Rotary(nn.Module):
@@ -42,13 +42,12 @@ class Rotary(nn.Module):
             return self._compute(torch.arange(tokens, device=device) if positions is None else positions, dtype)
         tables, key = self.parallel.rotary_tables, (self._kind, dtype, device)
         table = tables.get(key)
-        if table is None or table.positions is not positions or len(table.cos) < tokens:
+        if table is None or table[2] is not positions or len(table[0]) < tokens:
             with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
                 indices = torch.arange(tokens, device=device) if positions is None else positions
-                table = tables[key] = RotaryTable(*self._compute(indices, dtype), positions)
-        if len(table.cos) == tokens:
-            return table.cos, table.sin
-        return table.cos[:tokens], table.sin[:tokens]
+                table = tables[key] = (*self._compute(indices, dtype), positions)
+        cos, sin, _ = table
+        return (cos, sin) if len(cos) == tokens else (cos[:tokens], sin[:tokens])
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions.to(torch.float64)[:, None] * self.frequencies(positions.device)
