@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.arithmetic import either, nearest_multiples, not_a_multiple
 from colossus.comm.pending import Pending, Ready
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
@@ -37,34 +36,24 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
         heads: of all ranks; of keys and values it may be fewer than of queries (``enable_gqa=True``).
 
     Raises:
-        ValueError: for heads that do not divide the features, or over the ranks; and where tokens are split.
+        ValueError: for heads that do not divide the features or over the ranks, and where tokens are split.
     """
-    ways, axes, shape = 1, "", tuple(x.shape)
+    features, ways = x.shape[-1], 1
     if isinstance(x, ShardedTensor):
         activation = x.placement.activation
-        if activation.features:
-            ways, axes = x.placement.parallel.context.size(activation.features), ",".join(activation.features)
         if x.placement.place("tokens") is not None:
             raise located_error(
                 f"split_heads: tokens are split ({activation}), and an attention must see them all. Between blocks "
                 f'colossus.layers.Linear(split="column") gathers them; under parallel.sequence use '
                 f"colossus.layers.Attention, which passes keys and values between the ranks"
             )
-        if x.placement.num_features is not None:
-            raise located_error(
-                f"split_heads: these {x.placement.num_features} features are padded, as a vocabulary is; no heads"
-            )
-    features = shape[-1] * ways
-    if heads < 1 or features % heads:
-        raise located_error(f"split_heads: {not_a_multiple('features', features, f'heads = {heads}', max(heads, 1))}")
-    if heads % ways:
+        ways = x.placement.parallel.context.size(activation.features) if activation.features else 1
+    if heads < 1 or features * ways % heads or heads % ways:
         raise located_error(
-            f"split_heads: heads = {heads} does not divide over the {ways} ranks of {axes}; heads are split whole: "
-            f"take {either(nearest_multiples(heads, ways))}, or colossus.layers.to_whole(x) first"
+            f"split_heads: heads = {heads} must divide {features * ways} features, and over the {ways} ranks that "
+            f"split them, heads whole; or call colossus.layers.to_whole(x) first"
         )
-    if len(shape) < 3:
-        raise located_error(f"split_heads: x has shape {shape}; it takes [batch, .., tokens, heads * head_dim]")
-    return x.unflatten(-1, (-1, features // heads)).transpose(-3, -2)
+    return x.unflatten(-1, (-1, features * ways // heads)).transpose(-3, -2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -72,8 +61,6 @@ def merge_heads(x: Tensor) -> Tensor:
 
     Of a rank's heads it gives split features, which ``Linear(split="row")`` takes.
     """
-    if x.dim() < 4:
-        raise located_error(f"merge_heads: x has shape {tuple(x.shape)}; it takes [batch, .., heads, tokens, head_dim]")
     return x.transpose(-3, -2).flatten(-2)
 
 
@@ -116,12 +103,8 @@ class ReplicatedKV(Layer):
         axes = shardings.regions.inner.features
         copies = shardings.ways(axes) // num_kv_heads
         computed = {name: size if name == "query" else size * copies for name, size in outputs.items()}
-        chosen = shardings.choose("column", in_features, computed)
-        if not isinstance(chosen, MatmulSharding):
-            raise located_error(
-                f"the attention's Linear({in_features}, {computed}, split='column') under parallel.tensor.mode = "
-                f"{self.parallel.mode.name}: {'; '.join(map(str, chosen))}"
-            )
+        chosen = self.choose_sharding("column", in_features, computed)
+        assert chosen is not None
         self.x_layout = chosen.x
         head = self.context.index(axes) // copies
         inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)

@@ -23,6 +23,8 @@ from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
 from colossus.sharded_tensor.regions import move, to_whole, unwrap
 from colossus.sharded_tensor.tensor import ShardedTensor, wrap
+from colossus.tensor_parallel.choose_sharding import unsharded
+from colossus.tensor_parallel.mode import MatmulSharding
 
 
 class Layer(NamedModule):
@@ -97,6 +99,32 @@ class Layer(NamedModule):
             spec = spec_of(parameter)
             spec.record(gradient_axes(spec.layout, *uses))
             spec.is_decided = True
+
+    def choose_sharding(
+        self, split: str | None, in_features: int, outputs: Mapping[str, int], *, padded: bool = False
+    ) -> MatmulSharding | None:
+        """The sharding of a weight, by its sizes and counted bytes; None without tensor parallelism.
+
+        Args:
+            split, outputs, padded: as of `colossus.tensor_parallel.choose_sharding.Shardings.choose`. Outside of a pair
+                a weight whose sizes do not divide is not split.
+
+        Raises:
+            ValueError: when the sizes of a pair do not divide.
+        """
+        shardings = self.parallel.shardings
+        if shardings is None:
+            return None
+        chosen = shardings.choose(split, in_features, outputs, padded=padded)
+        if isinstance(chosen, MatmulSharding):
+            return chosen
+        if split is None:
+            return unsharded(shardings.regions)
+        sizes = list(outputs.values()) if len(outputs) > 1 else next(iter(outputs.values()))
+        raise located_error(
+            f"{type(self).__name__} of {in_features} to {sizes} features, split by {split}, under parallel.tensor.mode "
+            f"= {self.parallel.mode.name}: {'; '.join(map(str, chosen))}"
+        )
 
     def split_between_blocks(self, num_features: int) -> Activation:
         """An activation in the whole layout, but with features split as between blocks; whole where they do not divide.

@@ -17,7 +17,6 @@ from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, rows_of
 from colossus.sharded_tensor.regions import move, unwrap
 from colossus.sharded_tensor.tensor import wrap
-from colossus.tensor_parallel.choose_sharding import unsharded
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans, product
 from colossus.tensor_parallel.mode import MatmulSharding
 
@@ -130,27 +129,12 @@ class Linear(MatmulLayer):
         self.out_features = sum(self.outputs.values())
         self.split = split
         self.is_fused = isinstance(out_features, Mapping)
-        self.sharding = self._choose()
+        self.sharding = self.choose_sharding(split, self.in_features, self.outputs)
         features = self.sharding.y.features if self.sharding else ()
         inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)
         self.make_weights(self.in_features, self.outputs, bias, Layout((features,)), **inits)
         ways = self.context.size(features) if features else 1
         self.local_outputs = [out // ways for out in self.outputs.values()]
-
-    def _choose(self) -> MatmulSharding | None:
-        """The sharding, by sizes and counted bytes; None without tensor parallelism."""
-        shardings = self.parallel.shardings
-        if shardings is None:
-            return None
-        chosen = shardings.choose(self.split, self.in_features, self.outputs)
-        if isinstance(chosen, MatmulSharding):
-            return chosen
-        if self.split is None:
-            return unsharded(shardings.regions)
-        raise located_error(
-            f"Linear({self.in_features}, {self.out_features}, split={self.split!r}) under parallel.tensor.mode = "
-            f"{self.parallel.mode.name}: {'; '.join(map(str, chosen))}; or take split=None"
-        )
 
     def forward(self, x: Tensor) -> Any:
         if self.sharding is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from colossus.error_place import located_error
-from colossus.layers.embedding import Embedding, vocabulary_sharding
+from colossus.layers.embedding import Embedding
 from colossus.layers.linear import MatmulLayer
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
@@ -48,7 +48,7 @@ class LMHead(MatmulLayer):
         super().__init__()
         hidden_size, vocab_size = operator.index(hidden_size), operator.index(vocab_size)
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.sharding = vocabulary_sharding(self, hidden_size, vocab_size)
+        self.sharding = self.choose_sharding("column", hidden_size, {"": vocab_size}, padded=True)
         if tied_to is not None and (tied_to.num_embeddings, tied_to.embedding_dim) != (vocab_size, hidden_size):
             raise located_error(
                 f"LMHead({hidden_size}, {vocab_size}) cannot be tied to an embedding of {tied_to.num_embeddings} x "
@@ -95,6 +95,7 @@ class Classifier(LMHead):
     Args:
         hidden_size: of the input.
         num_classes: of the output; need not divide.
+        options: as of `LMHead`.
     """
 
     def __init__(
@@ -102,9 +103,6 @@ class Classifier(LMHead):
         hidden_size: int,
         num_classes: int,
         bias: bool = True,
-        *,
-        init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(hidden_size, num_classes, bias, init=init, bias_init=bias_init, dtype=dtype)
+        super().__init__(hidden_size, num_classes, bias, **options)
