@@ -364,8 +364,8 @@ def test_what_stands_in_for_a_fused_linear_must_return_as_many() -> None:
         return said
 
     for said in PLAIN.run(body):
-        assert "a Linear returned one tensor of shape (3, 6, 72); it must return 3 tensors" in said[0]
-        assert "a LSTM returned a tuple of 2; a tensor is needed" in said[1]
+        assert "a Linear returned a Tensor of shape (3, 6, 72); it must return 3 tensors" in said[0]
+        assert "a LSTM returned a tuple; it must return one tensor" in said[1]
 
 
 # -- several outputs, and a whole GPT -------------------------------------------------------------------------
