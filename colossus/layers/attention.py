@@ -14,7 +14,6 @@ from colossus.error_place import located_error
 from colossus.layers.block_options import RotaryScaling
 from colossus.layers.dropout import Dropout
 from colossus.layers.heads import ReplicatedKV
-from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear
 from colossus.layers.rotary import Rotary, rotate
@@ -115,7 +114,13 @@ class Attention(Layer):
         cache = self.parallel.batch_info.cache
         positions = self._positions(query, inner)
         if self.rotary is not None:
-            query, key = self._rotated(self.rotary, query, key, positions, cache)
+            if not isinstance(self.rotary, Rotary) or type(self.rotary).forward is not Rotary.forward:
+                raise located_error(
+                    f"{self.title}: its rotary, a {type(self.rotary).__name__}, is not called: for other angles put a "
+                    f"subclass of colossus.layers.rotary.Rotary in its place, with frequencies() of its own"
+                )
+            angles = self.rotary.cos_sin(query, positions, 0 if cache is None else cache.seen)
+            query, key = rotate(query, *angles), rotate(key, *angles)
         if documents is not None:
             documents = self._local_documents(local(documents), inner)
         if cache is not None:
@@ -143,17 +148,6 @@ class Attention(Layer):
             return None
         index, num_shards = self.context.index(inner.tokens), self.context.size(inner.tokens)
         return sequence.positions(query.shape[-2], index, num_shards, query.device)
-
-    def _rotated(
-        self, rotary: nn.Module, query: Tensor, key: Tensor, positions: Tensor | None, cache: KeyValueCache | None
-    ) -> tuple[Tensor, Tensor]:
-        if not isinstance(rotary, Rotary) or type(rotary).forward is not Rotary.forward:
-            raise located_error(
-                f"{self.title}: its rotary, a {type(rotary).__name__}, is not called: for other angles put a subclass "
-                f"of colossus.layers.rotary.Rotary in its place, with frequencies() of its own"
-            )
-        cos, sin = rotary.cos_sin(query, positions, cache)
-        return rotate(query, cos, sin), rotate(key, cos, sin)
 
     def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
         """The documents of the samples and tokens that this rank computes."""
@@ -214,13 +208,12 @@ class Attention(Layer):
         """Of the attention weights, which never leave torch's kernel: ``dropout`` is not called, it gives a rate."""
         if isinstance(self.dropout, nn.Identity):
             return 0.0
-        is_torchs = isinstance(self.dropout, nn.Dropout) and self.context.world_size == 1
-        if not isinstance(self.dropout, Dropout) and not is_torchs:
+        if not isinstance(self.dropout, (Dropout, nn.Dropout) if self.context.world_size == 1 else Dropout):
             raise located_error(
                 f"{self.title}: its dropout is a {type(self.dropout).__name__}, but attention weights stay inside of "
                 f"torch's kernel, which takes a rate: use colossus.layers.Dropout(p), or nn.Identity() for none"
             )
-        return self.dropout.p if self.training else 0.0
+        return float(self.dropout.p) if self.training else 0.0
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation) -> Tensor:
         grouped = self.num_kv_heads != self.num_heads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +37,6 @@ class KeyValueCache:
 
     def __init__(self) -> None:
         self.seen = 0
-        #: by position, shared by all layers; and the rows of this forward
-        self._tables: dict[Hashable, tuple[Tensor, ...]] = {}
-        self._rows: dict[Hashable, tuple[Tensor, ...]] = {}
         self._held: dict[nn.Module, _Held] = {}
 
     def advance(self, tokens: int) -> None:
@@ -50,7 +46,6 @@ class KeyValueCache:
             ValueError: when an attention was not called with these tokens: then what it holds is not the past.
         """
         self.seen += tokens
-        self._rows.clear()
         for layer, held in self._held.items():
             if held.length != self.seen:
                 _refuse(layer)
@@ -59,21 +54,6 @@ class KeyValueCache:
     def num_bytes(self) -> int:
         """Of all that is held, room for more included."""
         return sum(held.keys.nbytes + held.values.nbytes for held in self._held.values())
-
-    def rows(self, name: Hashable, tokens: int, make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """The rows of the tokens of this forward, out of tables by position that all layers share.
-
-        Args:
-            make: gives the tables, [count, ..] each.
-        """
-        found = self._rows.get(name)
-        if found is None:
-            stop = self.seen + tokens
-            tables = self._tables.get(name)
-            if tables is None or len(tables[0]) < stop:
-                tables = self._tables[name] = make(round_up(stop, _MORE))
-            found = self._rows[name] = tuple(table.narrow(0, self.seen, tokens) for table in tables)
-        return found
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention of new tokens to all that were seen, and to themselves.

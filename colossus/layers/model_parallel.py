@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,17 @@ class BatchInfo:
     only_last_token: bool = False
 
 
+class RotaryTable(NamedTuple):
+    """Cosines and sines [tokens, head_dim] at ``positions`` [tokens] (None: at 0, 1, 2, ...), and the ``rows`` of the
+    last ``span``, (start, number)."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    span: tuple[int, int] = (0, -1)
+    rows: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]
+
+
 @dataclass(eq=False)
 class ModelParallel:
     """How a context splits a model's tensors; axes of one rank are left out.
@@ -51,8 +62,7 @@ class ModelParallel:
         weights: gathers the weights of all layers, and reduces their gradients.
         sequence: how tokens are split over the sequence axis; None where they are not.
         batch_info: of the batch at work (see `batch`); an empty one outside of a step.
-        rotary_tables: by kind, dtype and device, what `colossus.layers.rotary.Rotary` has computed: cosines and sines
-            [tokens, head_dim] at positions [tokens]; None: at 0, 1, 2, ...
+        rotary_tables: by kind, dtype and device, what `colossus.layers.rotary.Rotary` has computed.
         whole_placement: of plain tensors.
     """
 
@@ -63,9 +73,7 @@ class ModelParallel:
     weights: GatheredWeights
     sequence: SequenceSplit | None
     batch_info: BatchInfo = BatchInfo()
-    rotary_tables: dict[tuple[str, torch.dtype, torch.device], tuple[Tensor, Tensor, Tensor | None]] = field(
-        default_factory=dict
-    )
+    rotary_tables: dict[tuple[str, torch.dtype, torch.device], RotaryTable] = field(default_factory=dict)
     whole_placement: Placement = field(init=False)
 
     def __post_init__(self) -> None:
