@@ -18,8 +18,8 @@ from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import located_error
 from colossus.layers.checkpointing import is_checkpointed
 from colossus.layers.model_parallel import ModelParallel, model_parallel_of
-from colossus.layout.activation import Activation
-from colossus.layout.layout import Layout, gradient_axes
+from colossus.layout.activation import Activation, gradient_axes
+from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
 from colossus.sharded_tensor.regions import move, to_whole, unwrap
 from colossus.sharded_tensor.tensor import ShardedTensor, wrap

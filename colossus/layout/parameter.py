@@ -111,10 +111,11 @@ class ParameterSpec:
         if self._recorded is None:
             self._recorded = axes
         elif set(self._recorded) != set(axes):
+            one, other = (f"({', '.join(each)})" if each else "no axis" for each in (self._recorded, axes))
             raise located_error(
                 f"parameter {self.name or self.description} is used under two layouts: its gradient is partial over "
-                f"{_listed(self._recorded)} at one use and over {_listed(axes)} at another. Use it in one region "
-                f"only, or give each region its own parameter."
+                f"{one} at one use and over {other} at another. Use it in one region only, or give each region its own "
+                f"parameter."
             )
 
 
@@ -147,10 +148,6 @@ class StoredSpec(ParameterSpec):
 
     def record(self, axes: tuple[str, ...]) -> None:
         self._computed.record(axes)
-
-
-def _listed(axes: tuple[str, ...]) -> str:
-    return "(" + ", ".join(axes) + ")" if axes else "no axis"
 
 
 def spec_of(parameter: Tensor) -> ParameterSpec:

@@ -14,16 +14,17 @@ from torch import Tensor
 
 from colossus.sharded_tensor import view_rules
 from colossus.sharded_tensor.operators import Call
-from colossus.sharded_tensor.placement import MixesPartsError, Place, as_dims, avoid, without
+from colossus.sharded_tensor.placement import MixesPartsError, Place, avoid, without
 from colossus.sharded_tensor.view_rules import At, Rule, aligned, found, require_one
 
 
-def _along(default: Any = None) -> Rule:
-    """Of functions along the dims of one argument, which keep all dims."""
+def _along(does: str = "works along", default: Any = None, *, is_gone: bool = False) -> Rule:
+    """Of functions along the dims of one argument, which are gone then, without ``keepdim``, or stay."""
 
     def rule(at: At, call: Call) -> Place:
-        x = call.get("self")
-        return avoid(found(at, x), x.dim(), call.get("dim", default=default), "works along")
+        x, dims = call.get("self"), call.get("dim", default=default)
+        place = avoid(found(at, x), x.dim(), dims, does)
+        return without(place, x.dim(), dims) if is_gone and not call.get("keepdim") else place
 
     return rule
 
@@ -34,22 +35,6 @@ def _interleaved(at: At, call: Call) -> Place:
     if isinstance(repeats, int) and repeats > 0 and dim is not None and dim % x.dim() == place.dim:
         return Place(place.dim, place.before, 1 if at.parts and place.before == 1 else place.after * repeats)
     return avoid(place, x.dim(), dim, "works along")
-
-
-def _reduced(at: At, call: Call, default: Any = None) -> Place:
-    x, dims = call.get("self"), call.get("dim", default=default)
-    place = avoid(found(at, x), x.dim(), dims, "reduces")
-    return place if call.get("keepdim") or as_dims(dims) is None else without(place, x.dim(), dims)
-
-
-def _removed(default: int) -> Rule:
-    """Of functions that take parts along one dim, which is gone then."""
-
-    def rule(at: At, call: Call) -> Place:
-        x, dim = call.get("self"), call.get("dim", default=default)
-        return without(avoid(found(at, x), x.dim(), dim, "selects from"), x.dim(), dim)
-
-    return rule
 
 
 def _same(at: At, call: Call) -> Place:
@@ -185,6 +170,7 @@ def _labels(term: str, ndim: int) -> list[str | int]:
 
 # --- the table
 
+_reduced = _along("reduces", is_gone=True)
 _ROWS: list[tuple[Rule, str]] = [
     (_linear, "linear"),
     (_matmul, "matmul mm bmm mv"),
@@ -210,12 +196,12 @@ _ROWS: list[tuple[Rule, str]] = [
     (_reduced, "var std var_mean std_mean"),
     (_normalized, "layer_norm rms_norm"),
     (_along(), "softmax log_softmax cumsum cumprod logcumsumexp flip roll"),
-    (_along(-1), "sort argsort topk glu"),
-    (_along(0), "chunk split tensor_split narrow"),
-    (_along(1), "normalize"),
+    (_along(default=-1), "sort argsort topk glu"),
+    (_along(default=0), "chunk split tensor_split narrow"),
+    (_along(default=1), "normalize"),
     (_interleaved, "repeat_interleave"),
-    (_removed(0), "select unbind"),
-    (_removed(-1), "view_as_complex"),
+    (_along("selects from", 0, is_gone=True), "select unbind"),
+    (_along("selects from", -1, is_gone=True), "view_as_complex"),
     (_refused("is not followed: make a new tensor, by torch.where or masked_fill"), "setitem"),
     (
         _refused("reads the values of one rank, so that ranks may go different ways"),

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.activation import Activation
-from colossus.layout.layout import Layout, gradient_axes
+from colossus.layout.activation import Activation, gradient_axes
+from colossus.layout.layout import Layout
 from colossus.layout.parameter import ParameterSpec, local_rows
 from colossus.layout.redistribute import gather, shard
 
