@@ -56,15 +56,12 @@ class KeyValueCache:
         return sum(held.keys.nbytes + held.values.nbytes for held in self._held.values())
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of new tokens to all that were seen, and to themselves.
+        """Causal attention of new tokens to all that were seen, and to themselves: [batch, heads, tokens, head_dim].
 
         Args:
             layer: whose keys and values these are; called once in each forward.
             query: [batch, heads, tokens, head_dim].
             key, value: [batch, key/value heads, tokens, head_dim]; they are kept.
-
-        Returns:
-            [batch, heads, tokens, head_dim]
         """
         key, value = self._extend(layer, key, value)
         batch, heads, tokens, size = query.shape

@@ -72,7 +72,6 @@ class Layer(NamedModule):
 
         Args:
             shapes: name -> full shape of each logical parameter; one, named "", when the parameter is not fused.
-            layout: of each of them.
             init: draws the initial values, one for all or by name.
         """
         sizes = self.parallel.sizes
@@ -88,10 +87,7 @@ class Layer(NamedModule):
         return attach(nn.Parameter(allocate.allocate(local, spec, self.context, dtype)), spec)
 
     def decide_gradients(self, parameter: nn.Parameter | None, *uses: Activation) -> None:
-        """Record, before any use, the layouts of the activations that a parameter meets: the same at every use.
-
-        From these follow the axes over which its gradient is summed.
-        """
+        """Record, before any use, the layouts of activations that a parameter meets: its gradient sums over them."""
         if parameter is not None:
             spec = spec_of(parameter)
             spec.record(gradient_axes(spec.layout, *uses))
@@ -156,11 +152,8 @@ class Layer(NamedModule):
             self._seen.add(activation)
 
     def meet_between_blocks(self, x: Tensor, activation: Activation, features: tuple[str, ...]) -> None:
-        """`record_uses` of a local x laid out as ``activation``, with a parameter split over ``features``, or by none.
-
-        Raises:
-            ValueError: inside of a column/row pair, where features are split otherwise.
-        """
+        """`record_uses` of a local x laid out as ``activation``, with a parameter split over ``features``, or by none;
+        refused inside of a column/row pair, where features are split otherwise."""
         if activation.features not in ((), features):
             raise located_error(
                 f"{self.title}: features are split over {','.join(activation.features)} (local shape "
@@ -169,11 +162,8 @@ class Layer(NamedModule):
         self.record_uses(activation)
 
     def name_error(self, error: Exception, x: Tensor, source: Activation, in_features: int) -> None:
-        """Give an error of the product of a plain local x laid out as ``source`` the name of this layer.
-
-        Raises:
-            ValueError: instead of it, when x is what cannot be multiplied.
-        """
+        """Give an error of the product of a plain local x laid out as ``source`` the name of this layer, or raise
+        ValueError instead of it, when x is what cannot be multiplied."""
         found = x.shape[-1] * (self.context.size(source.features) if source.features else 1)
         given = f"given {tuple(x.shape)} on this rank"
         if found != in_features:

@@ -75,10 +75,8 @@ class _Norm(Layer):
         raise NotImplementedError
 
     def _shard(self, parameter: Tensor | None, group: AxisGroup) -> Tensor | None:
-        if parameter is None:
-            return None
         width = self.normalized_shape[-1] // group.size
-        return parameter.narrow(-1, group.index * width, width)
+        return None if parameter is None else parameter.narrow(-1, group.index * width, width)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}"

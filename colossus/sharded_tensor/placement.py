@@ -209,14 +209,12 @@ class Placement:
 
 
 def local_mask(mask: Tensor, batch: int, activation: Activation, parallel: HasRegions) -> Tensor:
-    """The mask [batch, heads, tokens, tokens] of the samples and heads that this rank computes.
+    """The mask [batch, heads, tokens, tokens] of the samples and heads that this rank computes, as ``activation``.
 
     Where it is broadcast over samples or heads, its gradient, if any, is summed over the ranks that split them.
 
     Args:
-        mask: its batch in the whole layout, with all heads and tokens.
-        batch: samples in the whole layout.
-        activation: how samples and heads are split here.
+        mask: its batch in the whole layout, of ``batch`` samples, with all heads and tokens.
     """
     is_split = {0: mask.dim() > 3 and mask.shape[0] == batch, -3: mask.dim() > 2 and mask.shape[-3] > 1}
 
