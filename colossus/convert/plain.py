@@ -17,7 +17,7 @@ from colossus.construct.allocate import trace_constructor
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.convert.layer_table import Row, row_of
-from colossus.layers.checkpointed_forward import is_checkpointed
+from colossus.layers.checkpointing import is_checkpointed
 from colossus.layers.heads import ReplicatedKV
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear

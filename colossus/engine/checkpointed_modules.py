@@ -13,7 +13,7 @@ from colossus.config.training import ActivationCheckpoint
 from colossus.context.parallel_context import current_context
 from colossus.data_parallel.zero.blocks import modules_of_blocks
 from colossus.layers.block import TransformerBlock
-from colossus.layers.checkpointed_forward import checkpoint_module, has_forward, is_checkpointed
+from colossus.layers.checkpointing import checkpoint_module, has_forward, is_checkpointed
 from colossus.layers.pipeline_block import is_chain, pipeline_blocks
 
 _KEY = "train.activation_checkpoint"

@@ -67,7 +67,7 @@ class Engine:
         self._ended: str | None = None
         #: steps, and forwards of evaluations, so far
         self._num_runs = 0
-        self._batch_scope = model_parallel_of(run.context).batch_scope
+        self._parallel = model_parallel_of(run.context)
         self.checkpoints = Checkpoints(State(run, self))
         self._evaluation = Evaluation(run.model, stages.metrics.names, run.context, run.strategy, self._forward)
 
@@ -203,7 +203,7 @@ class Engine:
         is_identified = self.pipeline.partition is not None
         step_id = (self._num_runs, batch.fingerprint) if is_identified else None
         try:
-            with self._batch_scope.enter(batch.info):
+            with self._parallel.batch(batch.info):
                 return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
         except BaseException as error:
             add_place(error)

@@ -75,7 +75,7 @@ class TextModel:
         """
         local = ids[self.rows(len(ids))].to(self.context.device, non_blocking=True)
         info = BatchInfo(cache=cache, only_last_token=only_last)
-        with torch.inference_mode(), self.context, self._parallel.batch_scope.enter(info), self._autocast:
+        with torch.inference_mode(), self.context, self._parallel.batch(info), self._autocast:
             try:
                 out = self._run(local)
             except BaseException as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,6 @@ from colossus.error_place import located_error
 from colossus.layers.block_options import RotaryScaling
 from colossus.layers.dropout import Dropout
 from colossus.layers.heads import ReplicatedKV
-from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear
 from colossus.layers.rotary import Rotary, rotate
@@ -85,7 +84,7 @@ class Attention(Layer):
         shardings = self.parallel.shardings
         for size in indivisible_heads(num_heads, kv, shardings) if shardings is not None else ():
             if size.name == "num_kv_heads" and kv < size.ways:
-                raise located_error(f"Attention: {uneven_kv_heads(num_heads, kv, size.ways, size.ranks)}")
+                raise located_error(f"Attention: {uneven_kv_heads(kv, size.ranks)}")
             raise located_error(f"Attention: {size}; heads are split whole")
         self.head_dim = head_dim or hidden_size // num_heads
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
@@ -115,12 +114,21 @@ class Attention(Layer):
         cache = self.parallel.batch_info.cache
         positions = self._positions(query, inner)
         if self.rotary is not None:
-            query, key = self._rotated(self.rotary, query, key, positions, cache)
+            if not isinstance(self.rotary, Rotary) or type(self.rotary).forward is not Rotary.forward:
+                raise located_error(
+                    f"{self.title}: its rotary, a {type(self.rotary).__name__}, is not called: for other angles put a "
+                    f"subclass of colossus.layers.rotary.Rotary in its place, with frequencies() of its own"
+                )
+            angles = self.rotary.cos_sin(query, positions, 0 if cache is None else cache.seen)
+            query, key = rotate(query, *angles), rotate(key, *angles)
         if documents is not None:
             documents = self._local_documents(local(documents), inner)
         if cache is not None:
             if mask is not None or documents is not None or not self.causal or self.parallel.sequence is not None:
-                self._refuse_cache(mask, documents)
+                raise located_error(
+                    f"{self.title}: a mask, documents, causal=False or parallel.sequence with a key/value cache, from "
+                    f"which each token looks at all tokens before it: such a model is called with whole sequences"
+                )
             out = cache.attend(self, query, key, value)
         elif self.parallel.sequence is not None:
             out = self._attend_over_sequence_ranks(query, key, value, mask, documents, positions)
@@ -140,29 +148,6 @@ class Attention(Layer):
             return None
         index, num_shards = self.context.index(inner.tokens), self.context.size(inner.tokens)
         return sequence.positions(query.shape[-2], index, num_shards, query.device)
-
-    def _rotated(
-        self, rotary: nn.Module, query: Tensor, key: Tensor, positions: Tensor | None, cache: KeyValueCache | None
-    ) -> tuple[Tensor, Tensor]:
-        is_listened_to = rotary._forward_hooks or rotary._forward_pre_hooks
-        if not isinstance(rotary, Rotary) or type(rotary).forward is not Rotary.forward or is_listened_to:
-            raise located_error(
-                f"{self.title}: its rotary, a {type(rotary).__name__}, is not called: for other angles put a subclass "
-                f"of colossus.layers.rotary.Rotary in its place, with frequencies() of its own, and no hooks on it"
-            )
-        cos, sin = rotary.cos_sin(query, positions, cache)
-        return rotate(query, cos, sin), rotate(key, cos, sin)
-
-    def _refuse_cache(self, mask: Tensor | None, documents: Tensor | None) -> NoReturn:
-        found = [name for name, given in (("a mask", mask), ("documents", documents)) if given is not None]
-        if self.parallel.sequence is not None:
-            found.append("parallel.sequence")
-        if not self.causal:
-            found.append("causal=False")
-        raise located_error(
-            f"{self.title}: {' and '.join(found)} with a key/value cache, from which each token looks at all tokens "
-            f"before it: such a model is called with whole sequences"
-        )
 
     def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
         """The documents of the samples and tokens that this rank computes."""
@@ -188,20 +173,18 @@ class Attention(Layer):
                 f"{sequence.num_shards} ranks: pass documents [batch, tokens], the number of the document that each "
                 f"token belongs to (with padding as a document of its own)"
             )
-        rate = self._dropout_rate()
-        if rate:
+        if self._dropout_rate():
             raise located_error(
-                f"{self.title}: dropout = {rate} of attention weights is not there under parallel.sequence: "
-                f"set it to 0, or put dropout behind the attention"
+                f"{self.title}: no dropout of attention weights under parallel.sequence: set it to 0, or put dropout "
+                f"behind the attention"
             )
         num_tokens = self.parallel.batch_info.num_tokens
         held = query.shape[-2] * sequence.num_shards
         if num_tokens is not None and held != sequence.padded_length(num_tokens):
             raise ValueError(
                 f"{self.title}: its input has {query.shape[-2]} tokens on each of {sequence.num_shards} ranks, but "
-                f"the sequences of this batch have {num_tokens}: it is a tensor whose tokens are not split (those of "
-                f"another length, of which every rank has all). Its tokens can be looked at from those that are split "
-                f"(F.scaled_dot_product_attention, keys and values of it), but not by this layer"
+                f"the sequences of this batch have {num_tokens}: its tokens are not split, as those of a tensor of "
+                f"another length are not. F.scaled_dot_product_attention can take keys and values of it"
             )
         if not self.causal and num_tokens is not None and num_tokens < query.shape[-2] * sequence.num_shards:
             # padding is a document of its own; a causal query never looks that far
@@ -225,14 +208,12 @@ class Attention(Layer):
         """Of the attention weights, which never leave torch's kernel: ``dropout`` is not called, it gives a rate."""
         if isinstance(self.dropout, nn.Identity):
             return 0.0
-        if isinstance(self.dropout, nn.Dropout) and self.context.world_size == 1:
-            return self.dropout.p if self.training else 0.0
-        if not isinstance(self.dropout, Dropout):
+        if not isinstance(self.dropout, (Dropout, nn.Dropout) if self.context.world_size == 1 else Dropout):
             raise located_error(
                 f"{self.title}: its dropout is a {type(self.dropout).__name__}, but attention weights stay inside of "
                 f"torch's kernel, which takes a rate: use colossus.layers.Dropout(p), or nn.Identity() for none"
             )
-        return self.dropout.p if self.training else 0.0
+        return float(self.dropout.p) if self.training else 0.0
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation) -> Tensor:
         grouped = self.num_kv_heads != self.num_heads

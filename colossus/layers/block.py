@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from colossus.layers.attention import Attention
 from colossus.layers.block_options import RotaryScaling, default_ffn_size, default_norm_eps
-from colossus.layers.checkpointed_forward import checkpoint_module
+from colossus.layers.checkpointing import checkpoint_module
 from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear
@@ -21,26 +21,12 @@ from colossus.sharded_tensor.regions import require_sequences
 from colossus.sharded_tensor.tensor import placement_of, plain_of_graph, wrap
 
 
-class _ColumnRowPair(Layer):
-    """A column linear ``up`` and a row linear ``down``, between which features stay split."""
-
-    num_outputs: int | None = None  # of ``up``, where it is fused
-
-    up: Linear
-    down: Linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        up = call(self.up, x, self.parallel, self.parallel.regions.inner, outputs=self.num_outputs)
-        y: Tensor = call(self.down, self._activation(up), self.parallel)
-        return y
-
-    def _activation(self, up: Any) -> Tensor:
-        """From the output or outputs of ``up`` to the input of ``down``."""
-        raise NotImplementedError
-
-
-class MLP(_ColumnRowPair):
+class MLP(Layer):
     """down(gelu(up(x))). Input and output [.., hidden_size]; ``ffn_size`` is split over the tensor ranks."""
+
+    #: its name in `colossus.registry.MLPS`, and the outputs of ``up`` where it is fused
+    kind = "gelu"
+    outputs: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -54,11 +40,18 @@ class MLP(_ColumnRowPair):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        ffn_size = default_ffn_size("gelu", hidden_size) if ffn_size is None else ffn_size
-        self.up = Linear(hidden_size, ffn_size, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
-        self.down = Linear(ffn_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
+        size = default_ffn_size(self.kind, hidden_size) if ffn_size is None else ffn_size
+        outputs = dict.fromkeys(self.outputs, size) or size
+        self.up = Linear(hidden_size, outputs, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
+        self.down = Linear(size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = call(self.up, x, self.parallel, self.parallel.regions.inner, outputs=len(self.outputs) or None)
+        y: Tensor = call(self.down, self._activation(up), self.parallel)
+        return y
 
     def _activation(self, up: Any) -> Tensor:
+        """From the output or outputs of ``up`` to the input of ``down``."""
         return F.gelu(up)
 
 
@@ -69,27 +62,17 @@ class TanhMLP(MLP):
         return F.gelu(up, approximate="tanh")
 
 
-class GatedMLP(_ColumnRowPair):
-    """SwiGLU (2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matmul; ``ffn_size`` is that of each."""
+class GatedMLP(MLP):
+    """SwiGLU (2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matmul; ``ffn_size`` is that of each.
 
-    num_outputs = 2
+    Arguments as of `MLP`, but without a bias by default.
+    """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        ffn_size: int | None = None,
-        bias: bool = False,
-        *,
-        init: Initializer | None = None,
-        out_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        ffn_size = default_ffn_size("swiglu", hidden_size) if ffn_size is None else ffn_size
-        outputs = {"gate": ffn_size, "value": ffn_size}
-        self.up = Linear(hidden_size, outputs, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
-        self.down = Linear(ffn_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
+    kind = "swiglu"
+    outputs = ("gate", "value")
+
+    def __init__(self, hidden_size: int, ffn_size: int | None = None, bias: bool = False, **options: Any) -> None:
+        super().__init__(hidden_size, ffn_size, bias, **options)
 
     def _activation(self, up: Any) -> Tensor:
         gate, value = up

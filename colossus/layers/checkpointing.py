@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -18,8 +19,11 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.error_place import located_error
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.ring_attention import RING_ATTENTION
-from colossus.sharded_tensor.placement import Placement
 from colossus.sharded_tensor.tensor import mark, placement_of, plain
+
+#: bytes up to which the copy of a buffer is kept even if it seems unchanged: batch normalisation does not count what it
+#: writes as a change
+_SMALL = 1 << 16
 
 
 def recompute(
@@ -52,8 +56,12 @@ def recompute(
         return function(*args)
     tensors, rebuild = _tensors_of(args)
     versions = [tensor._version for tensor in tensors]
-    again = _setting_back(context, kind, preserve_rng_state)
-    first, repeated = _keeping() if kind == "selective" else (nullcontext(), nullcontext())
+    rng, position = context.rng, context.rng.snapshot()
+    devices = {torch.device("cpu"), context.device} if preserve_rng_state else ()
+    global_rng = GlobalRng(tuple(devices), torch_only=not preserve_rng_state)
+    state = global_rng.get_state()
+    selective = kind == "selective"
+    first, repeated = _keeping() if selective else (nullcontext(), nullcontext())
     is_first = True
 
     def run(*tensors: Tensor) -> Any:
@@ -63,7 +71,10 @@ def recompute(
             is_first = False
             with first:
                 return function(*rebuilt)
-        with again(), repeated:
+        # the results of collectives are kept under "selective": nothing is sent
+        counting = accounting.paused() if selective else nullcontext()
+        with counting, rng.replay(position), global_rng.preserved(), repeated:
+            global_rng.set_state(state)
             return function(*rebuilt)
 
     out = torch_checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False)
@@ -86,9 +97,6 @@ def check_kind(kind: str) -> None:
         raise located_error(f"activation checkpointing {kind!r}: use 'full' or 'selective'")
 
 
-# -- what a recomputation starts from ---------------------------------------------------------------------------
-
-
 class _Slot(NamedTuple):
     """The place of a tensor in a nest of arguments."""
 
@@ -98,41 +106,117 @@ class _Slot(NamedTuple):
 def _tensors_of(nest: Any) -> tuple[list[Tensor], Callable[[tuple[Tensor, ...]], Any]]:
     """The tensors of a nest, each once, plain and local; and what makes the nest again of such tensors."""
     leaves, tree = tree_flatten(nest)
-    slots: dict[int, _Slot] = {}
-    tensors: list[Tensor] = []
-    placements: list[Placement | None] = []
-    for place, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            continue
-        if id(leaf) not in slots:
-            slots[id(leaf)] = _Slot(len(tensors))
-            tensors.append(plain(leaf))
-            placements.append(placement_of(leaf))
-        leaves[place] = slots[id(leaf)]
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    slots = {key: _Slot(number) for number, key in enumerate(found)}
+    leaves = [slots[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    placements = [placement_of(x) for x in found.values()]
 
     def rebuild(tensors: tuple[Tensor, ...]) -> Any:
         made = [tensor if at is None else mark(tensor, at) for tensor, at in zip(tensors, placements, strict=True)]
         return tree_unflatten([made[leaf.number] if isinstance(leaf, _Slot) else leaf for leaf in leaves], tree)
 
-    return tensors, rebuild
+    return [plain(x) for x in found.values()], rebuild
 
 
-def _setting_back(context: ParallelContext, kind: str, generators: bool) -> Callable[[], AbstractContextManager[None]]:
-    """What is to be around a recomputation of a function that is called now."""
-    rng, position = context.rng, context.rng.snapshot()
-    devices = {torch.device("cpu"), context.device} if generators else ()
-    global_rng = GlobalRng(tuple(devices), torch_only=not generators)
-    state = global_rng.get_state()
+# -- modules ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def again() -> Iterator[None]:
-        # under "selective" the results of collectives are kept: nothing is sent
-        counting = accounting.paused() if kind == "selective" else nullcontext()
-        with counting, rng.replay(position), global_rng.preserved():
-            global_rng.set_state(state)
-            yield
 
-    return again
+def checkpoint_module(module: nn.Module, kind: str, context: ParallelContext) -> None:
+    """Let a module compute its activations again in backward: its ``forward``, not its hooks, which run once.
+
+    In training only: not in evaluation, nor where no gradients are wanted. Buffers that the forward changes (running
+    statistics) are changed once.
+
+    Args:
+        kind: as of `recompute`.
+
+    Raises:
+        ValueError: for another kind, for a module that is checkpointed already, and for one that has no forward.
+    """
+    check_kind(kind)
+    if is_checkpointed(module):
+        raise located_error(f"{type(module).__name__}: its activations are checkpointed already; once is enough")
+    if not has_forward(module):
+        raise located_error(
+            f"{type(module).__name__} has no forward, so that it is never called, only what it holds: checkpoint the "
+            f"modules in it"
+        )
+    module.__dict__["forward"] = CheckpointedForward(module, kind, context)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: a ModuleList, a ModuleDict or a bare nn.Module only holds others."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether `checkpoint_module` was called for it."""
+    return isinstance(module.__dict__.get("forward"), CheckpointedForward)
+
+
+class CheckpointedForward:
+    """What stands in the place of ``module.forward``: an object, so that a copy of the module has one of its own."""
+
+    def __init__(self, module: nn.Module, kind: str, context: ParallelContext) -> None:
+        self._module, self._kind, self._context = module, kind, context
+        #: a ``forward`` that somebody has given to this module alone
+        self._replaced = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        if not module.training or not torch.is_grad_enabled():
+            return self._forward(args, kwargs)
+        foreign = [name for name, inner in module.named_modules() if not _is_ours(inner)]
+        buffers: dict[str, Tensor] | None = None
+
+        def forward(args: Any, kwargs: Any) -> Any:
+            nonlocal buffers
+            if buffers is None:
+                buffers = {}
+                with _kept_as_they_were(module, foreign, buffers):
+                    return self._forward(args, kwargs)
+            with _reparametrize_module(module, {name: x.clone() for name, x in buffers.items()}):
+                return self._forward(args, kwargs)
+
+        return recompute(
+            forward,
+            args,
+            kwargs,
+            context=self._context,
+            kind=self._kind,
+            preserve_rng_state=bool(foreign),
+            title=getattr(module, "title", type(module).__name__),
+        )
+
+    def _forward(self, args: Any, kwargs: Any) -> Any:
+        if self._replaced is not None:
+            return self._replaced(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """Whether a module draws from the streams of the context only, if at all, and changes no buffer."""
+    replaced = module.__dict__.get("forward")
+    mine = type(module).__module__.startswith("colossus.")
+    return mine and (replaced is None or isinstance(replaced, CheckpointedForward))
+
+
+@contextmanager
+def _kept_as_they_were(module: nn.Module, names: list[str], copies: dict[str, Tensor]) -> Iterator[None]:
+    """Around the first pass: ``copies`` gets the buffers of these inner modules from before it, those that it may have
+    changed; recomputations take them, so that they change nothing."""
+    held = {
+        f"{name}.{key}" if name else key: x
+        for name in names
+        for key, x in module.get_submodule(name)._buffers.items()
+        if x is not None
+    }
+    versions = {name: x._version for name, x in held.items()}
+    copies.update({name: x.detach().clone() for name, x in held.items()})
+    yield
+    for name, x in held.items():
+        if x._version == versions[name] and x.nbytes > _SMALL:
+            del copies[name]
 
 
 # -- what selective keeps ---------------------------------------------------------------------------------------

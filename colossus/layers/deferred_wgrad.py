@@ -33,11 +33,13 @@ class DeferredWgrad(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.linear and torch.is_grad_enabled():
-            x, weight, bias = _arguments(*args, **kwargs)
-            if _can_defer(x, weight):
-                y = _Linear.apply(to_product_dtype(plain(x)), weight, bias, self._weights)
-                return wrap(y, placement_of(x))
+            return self._linear(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _linear(self, input: Any, weight: Any, bias: Any = None) -> Tensor:
+        if not _can_defer(input, weight):
+            return F.linear(input, weight, bias)
+        return wrap(_Linear.apply(to_product_dtype(plain(input)), weight, bias, self._weights), placement_of(input))
 
 
 def _can_defer(x: Any, weight: Any) -> bool:
@@ -51,10 +53,6 @@ def _can_defer(x: Any, weight: Any) -> bool:
     if not isinstance(weight, nn.Parameter) or not weight.requires_grad or weight.dim() != 2:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
-
-
-def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
-    return input, weight, bias
 
 
 class _Linear(torch.autograd.Function):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,11 @@ from torch import Tensor
 from colossus.comm.autograd import first_order, save_for_backward, saved_tensors
 from colossus.comm.conjugate import not_a_view
 from colossus.construct.initial_values import Normal, ZeroRow
-from colossus.context.precision import LOW, Precision
+from colossus.context.precision import LOW
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layers.lookup import look_up, sparse_embedding
+from colossus.layers.model_parallel import ModelParallel
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
@@ -26,7 +27,6 @@ from colossus.sharded_tensor.placement import Placement
 from colossus.sharded_tensor.regions import local, move, require_sequences, sequence_place, unwrap
 from colossus.sharded_tensor.tensor import wrap
 from colossus.tensor_parallel.dtypes import activation_dtype, gradient_dtype
-from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.move_plan import BoundMove, MovePlan, run
 
@@ -74,7 +74,9 @@ class Embedding(Layer):
         if padding_idx is not None and padding_idx < 0:
             padding_idx += num_embeddings
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.sharding = None if sparse else vocabulary_sharding(self, embedding_dim, num_embeddings)
+        self.sharding = (
+            None if sparse else self.choose_sharding("column", embedding_dim, {"": num_embeddings}, padded=True)
+        )
         init = init or (Normal(1.0) if padding_idx is None else ZeroRow(Normal(1.0), padding_idx))
         looked_up = self._lookup_layout(self.sharding) if self.sharding else self.split_between_blocks(embedding_dim)
         layout = self.sharding.weight if self.sharding else Layout(((), looked_up.features))
@@ -105,7 +107,7 @@ class Embedding(Layer):
             plans = self._move_plans[target, ndim] = self._make_plans(self.sharding, target, ndim)
         local_ids = run(plans.ids, ids).wait()
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
-            return _Lookup.apply(local_ids, self.weight, self.padding_idx, plans)
+            return _Lookup.apply(local_ids, self.weight, self.padding_idx, plans, self.parallel)
 
     @staticmethod
     def _lookup_layout(sharding: MatmulSharding) -> Activation:
@@ -120,8 +122,6 @@ class Embedding(Layer):
             ids=MovePlan.of(moves(_without_features(user, ndim), _without_features(rows, ndim)), self.context).forward,
             w=MovePlan.of(moves(sharding.weight, sharding.gathered_weight), self.context),
             y=MovePlan.of(moves(looked_up.at(ndim), target.at(ndim)), self.context),
-            weights=self.parallel.weights,
-            precision=self.context.precision,
             vocabulary_shard=self.context.index(sharding.y.features) if sharding.y.features else 0,
         )
 
@@ -131,45 +131,16 @@ class Embedding(Layer):
         return f"{self.num_embeddings}, {self.embedding_dim}{where}"
 
 
-def vocabulary_sharding(layer: Layer, hidden_size: int, vocabulary: int) -> MatmulSharding | None:
-    """The sharding of a weight [vocabulary, hidden_size], its vocabulary padded; None without tensor parallelism.
-
-    Raises:
-        ValueError: when hidden_size does not divide.
-    """
-    shardings = layer.parallel.shardings
-    if shardings is None:
-        return None
-    chosen = shardings.choose("column", hidden_size, {"": vocabulary}, padded=True)
-    if isinstance(chosen, MatmulSharding):
-        return chosen
-    problems = "; ".join(str(replace(size, name="its hidden size")) for size in chosen)
-    raise located_error(
-        f"{type(layer).__name__} of {vocabulary} x {hidden_size} under parallel.tensor.mode = "
-        f"{layer.parallel.mode.name}: {problems}"
-    )
-
-
 def _without_features(activation: Activation, ndim: int) -> Layout:
     return Layout(activation.at(ndim).dims[:-1])
 
 
-@dataclass(frozen=True)
-class _LookupPlans:
-    """The moves of a lookup.
-
-    Attributes:
-        ids, w, y: of the ids, of the table and of the rows looked up.
-        weights: gathers the table and reduces its gradient.
-        precision: of the run.
-        vocabulary_shard: index of the shard of the vocabulary in which this rank looks up.
-    """
+class _LookupPlans(NamedTuple):
+    """The moves of ids, table and rows; and which shard of the vocabulary this rank looks up in."""
 
     ids: tuple[BoundMove, ...]
     w: MovePlan
     y: MovePlan
-    weights: GatheredWeights
-    precision: Precision
     vocabulary_shard: int
 
 
@@ -189,9 +160,11 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, plans: _LookupPlans) -> Tensor:
-        dtype = activation_dtype(weight, plans.precision)
-        gathered = plans.weights.gather(weight, plans.w, dtype).wait()
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, plans: _LookupPlans, parallel: ModelParallel
+    ) -> Tensor:
+        dtype = activation_dtype(weight, parallel.context.precision)
+        gathered = parallel.weights.gather(weight, plans.w, dtype).wait()
         local = ids - plans.vocabulary_shard * gathered.shape[0]
         elsewhere = (local < 0) | (local >= gathered.shape[0])
         local.masked_fill_(elsewhere, 0)
@@ -199,7 +172,7 @@ class _Lookup(torch.autograd.Function):
         if padding_idx is not None:
             elsewhere = elsewhere | (ids == padding_idx)  # looked up, but without a gradient
         save_for_backward(ctx, local, elsewhere)
-        ctx.num_rows, ctx.plans, ctx.parameter = gathered.shape[0], plans, weight
+        ctx.num_rows, ctx.plans, ctx.weights, ctx.parameter = gathered.shape[0], plans, parallel.weights, weight
         return not_a_view(run(plans.y.forward, out, owned=True).wait())
 
     @staticmethod
@@ -211,8 +184,8 @@ class _Lookup(torch.autograd.Function):
         # a word's gradients are added up in the dtype of their sum
         dy = run(plans.y.backward, dy).wait().to(gradient_dtype(weight)).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         gradient = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
-        dw = plans.weights.reduce(weight, gradient, plans.w)
-        return None, dw.wait() if dw else None, None, None
+        dw = ctx.weights.reduce(weight, gradient, plans.w)
+        return None, dw.wait() if dw else None, None, None, None
 
 
 class PositionEmbedding(Layer):

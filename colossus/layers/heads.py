@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,18 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.arithmetic import either, nearest_multiples, not_a_multiple
 from colossus.comm.pending import Pending, Ready
-from colossus.construct.initial_values import torch_linear
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
+from colossus.layers.linear import MatmulLayer
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.sharded_tensor.regions import move, unwrap
 from colossus.sharded_tensor.tensor import ShardedTensor, wrap
 from colossus.tensor_parallel.dtypes import to_product_dtype
-from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans
+from colossus.tensor_parallel.matmul import MatmulPlans
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.move_plan import MovePlan
 
@@ -37,34 +36,24 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
         heads: of all ranks; of keys and values it may be fewer than of queries (``enable_gqa=True``).
 
     Raises:
-        ValueError: for heads that do not divide the features, or over the ranks; and where tokens are split.
+        ValueError: for heads that do not divide the features or over the ranks, and where tokens are split.
     """
-    ways, axes, shape = 1, "", tuple(x.shape)
+    features, ways = x.shape[-1], 1
     if isinstance(x, ShardedTensor):
         activation = x.placement.activation
-        if activation.features:
-            ways, axes = x.placement.parallel.context.size(activation.features), ",".join(activation.features)
         if x.placement.place("tokens") is not None:
             raise located_error(
                 f"split_heads: tokens are split ({activation}), and an attention must see them all. Between blocks "
                 f'colossus.layers.Linear(split="column") gathers them; under parallel.sequence use '
                 f"colossus.layers.Attention, which passes keys and values between the ranks"
             )
-        if x.placement.num_features is not None:
-            raise located_error(
-                f"split_heads: these {x.placement.num_features} features are padded, as a vocabulary is; no heads"
-            )
-    features = shape[-1] * ways
-    if heads < 1 or features % heads:
-        raise located_error(f"split_heads: {not_a_multiple('features', features, f'heads = {heads}', max(heads, 1))}")
-    if heads % ways:
+        ways = x.placement.parallel.context.size(activation.features) if activation.features else 1
+    if heads < 1 or features * ways % heads or heads % ways:
         raise located_error(
-            f"split_heads: heads = {heads} does not divide over the {ways} ranks of {axes}; heads are split whole: "
-            f"take {either(nearest_multiples(heads, ways))}, or colossus.layers.to_whole(x) first"
+            f"split_heads: heads = {heads} must divide {features * ways} features, and over the {ways} ranks that "
+            f"split them, heads whole; or call colossus.layers.to_whole(x) first"
         )
-    if len(shape) < 3:
-        raise located_error(f"split_heads: x has shape {shape}; it takes [batch, .., tokens, heads * head_dim]")
-    return x.unflatten(-1, (-1, features // heads)).transpose(-3, -2)
+    return x.unflatten(-1, (-1, features * ways // heads)).transpose(-3, -2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -72,8 +61,6 @@ def merge_heads(x: Tensor) -> Tensor:
 
     Of a rank's heads it gives split features, which ``Linear(split="row")`` takes.
     """
-    if x.dim() < 4:
-        raise located_error(f"merge_heads: x has shape {tuple(x.shape)}; it takes [batch, .., heads, tokens, head_dim]")
     return x.transpose(-3, -2).flatten(-2)
 
 
@@ -116,18 +103,14 @@ class ReplicatedKV(Layer):
         axes = shardings.regions.inner.features
         copies = shardings.ways(axes) // num_kv_heads
         computed = {name: size if name == "query" else size * copies for name, size in outputs.items()}
-        chosen = shardings.choose("column", in_features, computed)
-        if not isinstance(chosen, MatmulSharding):
-            raise located_error(
-                f"the attention's Linear({in_features}, {computed}, split='column') under parallel.tensor.mode = "
-                f"{self.parallel.mode.name}: {'; '.join(map(str, chosen))}"
-            )
+        chosen = self.choose_sharding("column", in_features, computed)
+        assert chosen is not None
         self.x_layout = chosen.x
         head = self.context.index(axes) // copies
-        options: dict[str, Any] = dict(bias=bias, init=init, bias_init=bias_init, dtype=dtype)
+        inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)
         for name, size in outputs.items():
             rows = None if name == "query" else (head * size // num_kv_heads, (head + 1) * size // num_kv_heads)
-            self.add_module(name, _Projection(in_features, size, chosen, rows, **options))
+            self.add_module(name, _Projection(in_features, size, chosen, rows, bias, **inits))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         local, at = unwrap(x, self.parallel)
@@ -143,7 +126,7 @@ class ReplicatedKV(Layer):
         return f"{self.in_features}, {self.outputs}, num_kv_heads={self.num_kv_heads}"
 
 
-class _Projection(Layer):
+class _Projection(MatmulLayer):
     """One of the three products; ``rows`` of a replicated weight are those that this rank multiplies by."""
 
     def __init__(
@@ -152,37 +135,24 @@ class _Projection(Layer):
         out_features: int,
         sharding: MatmulSharding,
         rows: tuple[int, int] | None,
-        *,
         bias: bool,
-        init: Initializer | None,
-        bias_init: Initializer | None,
-        dtype: torch.dtype | None,
+        **inits: Any,
     ) -> None:
         super().__init__()
         self.out_features, self.rows = out_features, rows
         self.sharding = sharding if rows is None else _replicated_outputs(sharding)
-        default = torch_linear(in_features)
-        weight_shape, bias_shape = {"": (out_features, in_features)}, {"": (out_features,)}
         bias_layout = Layout((sharding.y.features if rows is None else (),))
-        self.weight = self.make_parameter(weight_shape, self.sharding.weight, init or default, dtype=dtype)
-        self.bias = self.make_parameter(bias_shape, bias_layout, bias_init or default, dtype=dtype) if bias else None
-        self.decide_gradients(self.weight, self.sharding.x, self.sharding.y)
-        self.decide_gradients(self.bias, self.sharding.y)
-        self._move_plans: dict[tuple[Activation, int], MatmulPlans] = {}
+        self.make_weights(in_features, {"": out_features}, bias, bias_layout, **inits)
 
     def forward(self, x: Tensor) -> Tensor:
         local, at = unwrap(x, self.parallel)
-        key = (at.activation, local.dim())
-        plans = self._move_plans.get(key)
-        if plans is None:
-            plans = self._move_plans[key] = self._make_plans(*key)
         bias = self.bias if self.bias is None or self.rows is None else self.bias[slice(*self.rows)]
-        y = matmul(local, self.weight, bias, plans)
-        return wrap(y, at.moved(self.parallel.regions.inner, y.dim()))
+        inner = self.parallel.regions.inner
+        y = self.multiply(local, bias, at.activation, inner)
+        return wrap(y, at.moved(inner, y.dim()))
 
-    def _make_plans(self, source: Activation, ndim: int) -> MatmulPlans:
-        inner, weights = self.parallel.regions.inner, self.parallel.weights
-        plans = matmul_plans(self.sharding, source, inner, ndim, self.context, weights)
+    def make_plans(self, source: Activation, target: Activation, ndim: int, rows: Sequence[int] = ()) -> MatmulPlans:
+        plans = super().make_plans(source, target, ndim, rows)
         if self.rows is None:
             return plans
         before, behind = self.rows[0], self.out_features - self.rows[1]

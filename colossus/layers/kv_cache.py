@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +37,6 @@ class KeyValueCache:
 
     def __init__(self) -> None:
         self.seen = 0
-        #: by position, shared by all layers; and the rows of this forward
-        self._tables: dict[Hashable, tuple[Tensor, ...]] = {}
-        self._rows: dict[Hashable, tuple[Tensor, ...]] = {}
         self._held: dict[nn.Module, _Held] = {}
 
     def advance(self, tokens: int) -> None:
@@ -50,53 +46,34 @@ class KeyValueCache:
             ValueError: when an attention was not called with these tokens: then what it holds is not the past.
         """
         self.seen += tokens
-        self._rows.clear()
         for layer, held in self._held.items():
             if held.length != self.seen:
-                _refuse(layer, f"the model has seen {self.seen} tokens, this attention {held.length}")
+                _refuse(layer)
 
     @property
     def num_bytes(self) -> int:
         """Of all that is held, room for more included."""
         return sum(held.keys.nbytes + held.values.nbytes for held in self._held.values())
 
-    def rows(self, name: Hashable, tokens: int, make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """The rows of the tokens of this forward, out of tables by position that all layers share.
-
-        Args:
-            make: gives the tables, [count, ..] each.
-        """
-        found = self._rows.get(name)
-        if found is None:
-            stop = self.seen + tokens
-            tables = self._tables.get(name)
-            if tables is None or len(tables[0]) < stop:
-                tables = self._tables[name] = make(round_up(stop, _MORE))
-            found = self._rows[name] = tuple(table.narrow(0, self.seen, tokens) for table in tables)
-        return found
-
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of new tokens to all that were seen, and to themselves.
+        """Causal attention of new tokens to all that were seen, and to themselves: [batch, heads, tokens, head_dim].
 
         Args:
             layer: whose keys and values these are; called once in each forward.
             query: [batch, heads, tokens, head_dim].
             key, value: [batch, key/value heads, tokens, head_dim]; they are kept.
-
-        Returns:
-            [batch, heads, tokens, head_dim]
         """
-        grouped = key.shape[-3] != query.shape[-3]
         key, value = self._extend(layer, key, value)
-        tokens = query.shape[-2]
+        batch, heads, tokens, size = query.shape
+        kv = key.shape[-3]
         if tokens == 1:
-            if grouped:
-                return _attend_in_groups(query, key, value)
-            return F.scaled_dot_product_attention(query, key, value)
+            # heads that share keys are the tokens of one: so the cache is not repeated, as ``enable_gqa`` does
+            grouped = query.reshape(batch, kv, heads // kv, size)
+            return F.scaled_dot_product_attention(grouped, key, value).reshape(batch, heads, 1, size)
         if not self.seen:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=kv != heads)
         past = torch.ones(tokens, key.shape[-2], dtype=torch.bool, device=query.device).tril_(self.seen)
-        return F.scaled_dot_product_attention(query, key, value, past, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(query, key, value, past, enable_gqa=kv != heads)
 
     def _extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens up to the new ones, which are written behind those that are there."""
@@ -105,7 +82,7 @@ class KeyValueCache:
             empty = key.new_empty((*key.shape[:-2], 0, key.shape[-1]))
             held = self._held[layer] = _Held(empty, empty)
         if held.length != self.seen or held.keys.shape[:2] != key.shape[:2]:
-            _refuse(layer, f"behind {self.seen} tokens it holds {held.length}, of {tuple(held.keys.shape[:2])} samples")
+            _refuse(layer)
         stop = self.seen + key.shape[-2]
         if stop > held.keys.shape[-2]:
             held.keys, held.values = self._grown(held.keys, stop), self._grown(held.values, stop)
@@ -121,20 +98,9 @@ class KeyValueCache:
         return new
 
 
-def _refuse(layer: nn.Module, what: str) -> None:
+def _refuse(layer: nn.Module) -> None:
     raise located_error(
-        f"{getattr(layer, 'title', type(layer).__name__)}: {what}: with a key/value cache every attention is called "
-        f"once in each forward, with all tokens of it and the same samples; a model that does otherwise is called with "
-        f"whole sequences (key_value_cache = False)"
+        f"{getattr(layer, 'title', type(layer).__name__)}: with a key/value cache every attention is called once in "
+        f"each forward, with all tokens of it and the same samples; a model that does otherwise is called with whole "
+        f"sequences (key_value_cache = False)"
     )
-
-
-def _attend_in_groups(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of one token with fewer key/value heads than heads: those that share keys are the tokens of one head.
-
-    So the cache is read as it is, where torch's ``enable_gqa`` would repeat it for each head.
-    """
-    batch, heads, _, size = query.shape
-    kv = key.shape[-3]
-    out = F.scaled_dot_product_attention(query.reshape(batch, kv, heads // kv, size), key, value)
-    return out.reshape(batch, heads, 1, size)

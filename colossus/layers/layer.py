@@ -16,13 +16,15 @@ from colossus.construct import allocate
 from colossus.construct.build_model import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import located_error
-from colossus.layers.checkpointed_forward import is_checkpointed
+from colossus.layers.checkpointing import is_checkpointed
 from colossus.layers.model_parallel import ModelParallel, model_parallel_of
-from colossus.layout.activation import Activation
-from colossus.layout.layout import Layout, gradient_axes
+from colossus.layout.activation import Activation, gradient_axes
+from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
 from colossus.sharded_tensor.regions import move, to_whole, unwrap
 from colossus.sharded_tensor.tensor import ShardedTensor, wrap
+from colossus.tensor_parallel.choose_sharding import unsharded
+from colossus.tensor_parallel.mode import MatmulSharding
 
 
 class Layer(NamedModule):
@@ -70,33 +72,51 @@ class Layer(NamedModule):
 
         Args:
             shapes: name -> full shape of each logical parameter; one, named "", when the parameter is not fused.
-            layout: of each of them.
             init: draws the initial values, one for all or by name.
         """
         sizes = self.parallel.sizes
-        full = [
-            tuple(map(operator.index, shape)) for shape in shapes.values()
-        ]  # numpy's integers overflow where ours do not
+        full = [tuple(map(operator.index, shape)) for shape in shapes.values()]  # numpy's integers overflow
         rows = local_rows(full, layout, sizes)
         shards = tuple(
             LogicalShard(name, shape, init[name] if isinstance(init, Mapping) else init, span)
             for name, shape, span in zip(shapes, full, rows, strict=True)
         )
         local = (rows[-1][1], *layout.chunk(full[0], sizes)[1:])
-        spec = ParameterSpec(
-            shards, layout, f"{type(self).__name__} parameter of shape {full if len(full) > 1 else full[0]}"
-        )
+        shape = full if len(full) > 1 else full[0]
+        spec = ParameterSpec(shards, layout, f"{type(self).__name__} parameter of shape {shape}")
         return attach(nn.Parameter(allocate.allocate(local, spec, self.context, dtype)), spec)
 
     def decide_gradients(self, parameter: nn.Parameter | None, *uses: Activation) -> None:
-        """Record, before any use, the layouts of the activations that a parameter meets: the same at every use.
-
-        From these follow the axes over which its gradient is summed.
-        """
+        """Record, before any use, the layouts of activations that a parameter meets: its gradient sums over them."""
         if parameter is not None:
             spec = spec_of(parameter)
             spec.record(gradient_axes(spec.layout, *uses))
             spec.is_decided = True
+
+    def choose_sharding(
+        self, split: str | None, in_features: int, outputs: Mapping[str, int], *, padded: bool = False
+    ) -> MatmulSharding | None:
+        """The sharding of a weight, by its sizes and counted bytes; None without tensor parallelism.
+
+        Args:
+            split, outputs, padded: as of `colossus.tensor_parallel.choose_sharding.Shardings.choose`. Outside of a pair
+                a weight whose sizes do not divide is not split.
+
+        Raises:
+            ValueError: when the sizes of a pair do not divide.
+        """
+        shardings = self.parallel.shardings
+        if shardings is None:
+            return None
+        chosen = shardings.choose(split, in_features, outputs, padded=padded)
+        if isinstance(chosen, MatmulSharding):
+            return chosen
+        if split is None:
+            return unsharded(shardings.regions)
+        raise located_error(
+            f"{type(self).__name__} of {in_features} to {dict(outputs)} features under parallel.tensor.mode = "
+            f"{self.parallel.mode.name}: {'; '.join(map(str, chosen))}"
+        )
 
     def split_between_blocks(self, num_features: int) -> Activation:
         """An activation in the whole layout, but with features split as between blocks; whole where they do not divide.
@@ -109,11 +129,7 @@ class Layer(NamedModule):
         return replace(self.parallel.regions.whole, features=features)
 
     def check_stored(self, weight: nn.Parameter, layout: Layout) -> None:
-        """Check that a weight has the layout that this layer expects; one tied by assignment may have another.
-
-        Raises:
-            ValueError: when it has not. Local shapes may agree where the values do not.
-        """
+        """Raise ValueError unless a weight has the layout that this layer expects; one tied by assignment may not."""
         spec = spec_of(weight)
         if spec.layout != layout:
             raise located_error(
@@ -123,42 +139,31 @@ class Layer(NamedModule):
             )
 
     def require_batch(self, x: Tensor) -> None:
-        """That x [batch, ..] has the dim that ranks may split: [batch, features], or ids [batch], at least.
-
-        Raises:
-            ValueError: when it has not.
-        """
+        """Raise ValueError unless x has the dim that ranks may split: [batch, features], or ids [batch], at least."""
         if x.dim() < 1 + x.is_floating_point():
             raise located_error(f"{self.title}: x has shape {tuple(x.shape)}, without a batch: x.unsqueeze(0)")
 
     def record_uses(self, activation: Activation) -> None:
         """Record that this layer's own parameters meet an activation of this layout, element by element."""
-        for parameter in self.parameters(recurse=False):
-            spec = spec_of(parameter)
-            spec.record(gradient_axes(spec.layout, activation))
+        if activation not in self._seen:
+            for parameter in self.parameters(recurse=False):
+                spec = spec_of(parameter)
+                spec.record(gradient_axes(spec.layout, activation))
+            self._seen.add(activation)
 
     def meet_between_blocks(self, x: Tensor, activation: Activation, features: tuple[str, ...]) -> None:
-        """`record_uses` of a local x laid out as ``activation``, with a parameter split over ``features``, or by none.
-
-        Raises:
-            ValueError: inside of a column/row pair, where features are split otherwise.
-        """
-        if activation in self._seen:
-            return
+        """`record_uses` of a local x laid out as ``activation``, with a parameter split over ``features``, or by none;
+        refused inside of a column/row pair, where features are split otherwise."""
         if activation.features not in ((), features):
             raise located_error(
                 f"{self.title}: features are split over {','.join(activation.features)} (local shape "
                 f"{tuple(x.shape)}), inside of a column/row pair: put it before the pair, or behind it"
             )
         self.record_uses(activation)
-        self._seen.add(activation)
 
     def name_error(self, error: Exception, x: Tensor, source: Activation, in_features: int) -> None:
-        """Give an error of the product of a plain local x laid out as ``source`` the name of this layer.
-
-        Raises:
-            ValueError: instead of it, when x is what cannot be multiplied.
-        """
+        """Give an error of the product of a plain local x laid out as ``source`` the name of this layer, or raise
+        ValueError instead of it, when x is what cannot be multiplied."""
         found = x.shape[-1] * (self.context.size(source.features) if source.features else 1)
         given = f"given {tuple(x.shape)} on this rank"
         if found != in_features:
@@ -223,28 +228,19 @@ def call(
     else:
         out = child(to_whole(x), **{key: value for key, value in more.items() if value is not None})
     return_layout = x.placement.return_layout if isinstance(x, ShardedTensor) else parallel.regions.whole
-    target = target or return_layout
-    if outputs is None:
-        if not isinstance(out, Tensor):
-            raise located_error(f"a {type(child).__name__} returned {_kind(out)}; a tensor is needed")
-        return _moved(out, target, return_layout, parallel)
-    if not isinstance(out, tuple | list) or len(out) != outputs:
-        raise located_error(
-            f"a {type(child).__name__} returned {_kind(out)}; it must return {outputs} tensors, as the Linear(.., "
-            f"{{name: size, ..}}) does in whose place it is"
-        )
-    return tuple(_moved(part, target, return_layout, parallel) for part in out)
 
+    def moved(out: Tensor) -> Tensor:
+        local, placement = unwrap(out, parallel)
+        reached = target or return_layout
+        if placement.activation == reached and placement.return_layout == return_layout:
+            return out
+        local = move(local, placement.activation, reached, parallel)
+        return wrap(local, replace(placement, return_layout=return_layout).moved(reached, local.dim()))
 
-def _moved(x: Tensor, target: Activation, return_layout: Activation, parallel: ModelParallel) -> Tensor:
-    local, placement = unwrap(x, parallel)
-    if placement.activation == target and placement.return_layout == return_layout:
-        return x
-    local = move(local, placement.activation, target, parallel)
-    return wrap(local, replace(placement, return_layout=return_layout).moved(target, local.dim()))
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"one tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
+    if outputs is None and isinstance(out, Tensor):
+        return moved(out)
+    if outputs is not None and isinstance(out, tuple | list) and len(out) == outputs:
+        return tuple(map(moved, out))
+    found = f" of shape {tuple(out.shape)}" if isinstance(out, Tensor) else ""
+    wanted = f"{outputs} tensors, as the fused Linear does in whose place it is" if outputs else "one tensor"
+    raise located_error(f"a {type(child).__name__} returned a {type(out).__name__}{found}; it must return {wanted}")

@@ -1,13 +1,13 @@
-"""Linear layers: on their own or in column/row pairs, with one output or several from one input."""
+"""What multiplies by a weight: linear layers, on their own or in column/row pairs, with one output or several."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossus.construct.initial_values import torch_linear
 from colossus.error_place import located_error
@@ -17,14 +17,73 @@ from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, rows_of
 from colossus.sharded_tensor.regions import move, unwrap
 from colossus.sharded_tensor.tensor import wrap
-from colossus.tensor_parallel.choose_sharding import unsharded
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans, product
 from colossus.tensor_parallel.mode import MatmulSharding
 
 SPLITS = (None, "column", "row")
 
 
-class Linear(Layer):
+class MatmulLayer(Layer):
+    """Base of what multiplies by one weight [out, in], split as ``sharding`` says; None without tensor parallelism."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    sharding: MatmulSharding | None
+
+    def make_weights(
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        bias: bool,
+        bias_layout: Layout,
+        *,
+        init: Initializer | None,
+        bias_init: Initializer | None,
+        dtype: torch.dtype | None,
+        tied: nn.Parameter | None = None,
+    ) -> None:
+        """Make weight and bias, with torch's initial values where others are not given.
+
+        Args:
+            outputs: name -> out_features; one is named "".
+            tied: the weight to share; then none is made.
+        """
+        self.in_features = in_features
+        default, sharding, whole = torch_linear(in_features), self.sharding, self.parallel.regions.whole
+        x, y = (sharding.x, sharding.y) if sharding else (whole, whole)
+        if tied is None:
+            shapes = {name: (out, in_features) for name, out in outputs.items()}
+            layout = sharding.weight if sharding else Layout.whole(2)
+            self.weight = self.make_parameter(shapes, layout, init or default, dtype=dtype)
+            self.decide_gradients(self.weight, x, y)
+        else:
+            self.weight = tied
+        sizes = {name: (out,) for name, out in outputs.items()}
+        self.bias = self.make_parameter(sizes, bias_layout, bias_init or default, dtype=dtype) if bias else None
+        self.decide_gradients(self.bias, y)
+        self._move_plans: dict[tuple[Activation, Activation, int], MatmulPlans] = {}
+
+    def multiply(self, x: Tensor, bias: Tensor | None, source: Activation, target: Activation) -> Tensor:
+        """Of a plain local x laid out as ``source``; the product is laid out as ``target``."""
+        key = (source, target, x.dim())
+        plans = self._move_plans.get(key)
+        if plans is None:
+            plans = self._move_plans[key] = self.make_plans(*key)
+        try:
+            return matmul(x, self.weight, bias, plans)
+        except (ValueError, RuntimeError) as error:
+            self.name_error(error, x, source, self.in_features)
+            raise
+
+    def make_plans(self, source: Activation, target: Activation, ndim: int, rows: Sequence[int] = ()) -> MatmulPlans:
+        """As of `colossus.tensor_parallel.matmul.matmul_plans`."""
+        assert self.sharding is not None
+        self.check_stored(self.weight, self.sharding.weight)
+        weights = self.parallel.weights
+        return matmul_plans(self.sharding, source, target, ndim, self.context, weights, rows=rows)
+
+
+class Linear(MatmulLayer):
     """``torch.nn.Linear`` whose weight may be split over the tensor ranks.
 
     With ``split=None`` it takes and returns all features, as torch's does, and is right anywhere in a model: how its
@@ -64,53 +123,18 @@ class Linear(Layer):
         super().__init__()
         if split not in SPLITS:
             raise located_error(f"Linear: split = {split!r}; use None (alone), 'column' or 'row'")
-        fused = isinstance(out_features, Mapping)
         outputs = out_features if isinstance(out_features, Mapping) else {"": out_features}
         self.outputs: dict[str, int] = {name: operator.index(size) for name, size in outputs.items()}
         self.in_features = operator.index(in_features)
         self.out_features = sum(self.outputs.values())
         self.split = split
-        self.is_fused = fused
-        self.sharding = self._choose()
-        layout = self.sharding.weight if self.sharding else Layout.whole(2)
+        self.is_fused = isinstance(out_features, Mapping)
+        self.sharding = self.choose_sharding(split, self.in_features, self.outputs)
         features = self.sharding.y.features if self.sharding else ()
-        self.weight = self.make_parameter(
-            {name: (out, in_features) for name, out in self.outputs.items()},
-            layout,
-            init or torch_linear(in_features),
-            dtype=dtype,
-        )
-        self.bias = (
-            self.make_parameter(
-                {name: (out,) for name, out in self.outputs.items()},
-                Layout((features,)),
-                bias_init or torch_linear(in_features),
-                dtype=dtype,
-            )
-            if bias
-            else None
-        )
-        x, y = (self.sharding.x, self.sharding.y) if self.sharding else (self.parallel.regions.whole,) * 2
-        self.decide_gradients(self.weight, x, y)
-        self.decide_gradients(self.bias, y)
+        inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)
+        self.make_weights(self.in_features, self.outputs, bias, Layout((features,)), **inits)
         ways = self.context.size(features) if features else 1
         self.local_outputs = [out // ways for out in self.outputs.values()]
-        self._move_plans: dict[tuple[Activation, Activation, int], MatmulPlans] = {}
-
-    def _choose(self) -> MatmulSharding | None:
-        """The sharding, by sizes and counted bytes; None without tensor parallelism."""
-        shardings = self.parallel.shardings
-        if shardings is None:
-            return None
-        chosen = shardings.choose(self.split, self.in_features, self.outputs)
-        if isinstance(chosen, MatmulSharding):
-            return chosen
-        if self.split is None:
-            return unsharded(shardings.regions)
-        raise located_error(
-            f"Linear({self.in_features}, {self.out_features}, split={self.split!r}) under parallel.tensor.mode = "
-            f"{self.parallel.mode.name}: {'; '.join(map(str, chosen))}; or take split=None"
-        )
 
     def forward(self, x: Tensor) -> Any:
         if self.sharding is None:
@@ -126,42 +150,17 @@ class Linear(Layer):
 
     def _product(self, x: Tensor, source: Activation, target: Activation) -> Any:
         """Of a plain local tensor laid out as ``source``; what it gives is laid out as ``target``."""
-        key = (source, target, x.dim())
-        plans = self._move_plans.get(key)
-        if plans is None:
-            plans = self._move_plans[key] = self._make_plans(*key)
-        try:
-            y = matmul(x, self.weight, self.bias, plans)
-        except (ValueError, RuntimeError) as error:
-            self.name_error(error, x, source, self.in_features)
-            raise
         if not self.is_fused:
-            return y
-        reached = self._matmul_target(target)
+            return self.multiply(x, self.bias, source, target)
+        assert self.sharding is not None
+        # over features, several outputs are moved one by one after the matmul
+        reached = self.sharding.y if self.sharding.y.features != target.features else target
+        y = self.multiply(x, self.bias, source, reached)
         return tuple(move(output, reached, target, self.parallel) for output in self._outputs(y))
 
-    def _matmul_target(self, target: Activation) -> Activation:
-        """The layout to which the matmul moves y: over features, several outputs are moved one by one after it."""
-        assert self.sharding is not None
-        one_by_one = self.is_fused and self.sharding.y.features != target.features
-        return self.sharding.y if one_by_one else target
-
-    def _local_rows(self) -> list[int]:
-        """Of a fused linear, the rows of each output in the local weight."""
-        return [stop - start for start, stop in rows_of(self.weight)] if self.is_fused else []
-
-    def _make_plans(self, source: Activation, target: Activation, ndim: int) -> MatmulPlans:
-        assert self.sharding is not None
-        self.check_stored(self.weight, self.sharding.weight)
-        return matmul_plans(
-            self.sharding,
-            source,
-            self._matmul_target(target),
-            ndim,
-            self.context,
-            self.parallel.weights,
-            rows=self._local_rows(),
-        )
+    def make_plans(self, source: Activation, target: Activation, ndim: int, rows: Sequence[int] = ()) -> MatmulPlans:
+        rows = [stop - start for start, stop in rows_of(self.weight)] if self.is_fused else rows
+        return super().make_plans(source, target, ndim, rows)
 
     def _outputs(self, y: Tensor) -> Any:
         return y.split_with_sizes(self.local_outputs, -1) if self.is_fused else y

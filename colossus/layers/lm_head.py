@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from colossus.construct.initial_values import torch_linear
 from colossus.error_place import located_error
-from colossus.layers.embedding import Embedding, vocabulary_sharding
-from colossus.layers.layer import Layer
-from colossus.layout.activation import Activation
+from colossus.layers.embedding import Embedding
+from colossus.layers.linear import MatmulLayer
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.sharded_tensor.regions import unwrap
 from colossus.sharded_tensor.tensor import wrap
-from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans, product
+from colossus.tensor_parallel.matmul import product
 
 
-class LMHead(Layer):
+class LMHead(MatmulLayer):
     """Logits over the vocabulary, split over the tensor ranks where there are any.
 
     Args:
@@ -49,57 +48,34 @@ class LMHead(Layer):
         super().__init__()
         hidden_size, vocab_size = operator.index(hidden_size), operator.index(vocab_size)
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.sharding = vocabulary_sharding(self, hidden_size, vocab_size)
-        if tied_to is None:
-            layout = self.sharding.weight if self.sharding else Layout.whole(2)
-            shape = {"": (vocab_size, hidden_size)}
-            self.weight = self.make_parameter(shape, layout, init or torch_linear(hidden_size), dtype=dtype)
-        elif (tied_to.num_embeddings, tied_to.embedding_dim) != (vocab_size, hidden_size):
+        self.sharding = self.choose_sharding("column", hidden_size, {"": vocab_size}, padded=True)
+        if tied_to is not None and (tied_to.num_embeddings, tied_to.embedding_dim) != (vocab_size, hidden_size):
             raise located_error(
                 f"LMHead({hidden_size}, {vocab_size}) cannot be tied to an embedding of {tied_to.num_embeddings} x "
                 f"{tied_to.embedding_dim}: they share one weight, so give both the same sizes"
             )
-        elif tied_to.sparse:
+        if tied_to is not None and tied_to.sparse:
             raise located_error(
                 f"{type(self).__name__}({hidden_size}, {vocab_size}) cannot be tied to an embedding with sparse=True: "
                 f"the logits of all words give all rows of the table a gradient, which is dense. Leave sparse out, or "
                 f"tie nothing"
             )
-        else:
-            self.weight = tied_to.weight
         # split as the rows of the weight are, so that both are padded alike
         self.bias_layout = Layout(self.sharding.weight.dims[:1] if self.sharding else ((),))
-        bias_init = bias_init or torch_linear(hidden_size)
-        self.bias = self.make_parameter({"": (vocab_size,)}, self.bias_layout, bias_init, dtype=dtype) if bias else None
-        self._move_plans: dict[tuple[Activation, int], MatmulPlans] = {}
-        x, y = (self.sharding.x, self.sharding.y) if self.sharding else (self.parallel.regions.whole,) * 2
-        if tied_to is None:
-            self.decide_gradients(self.weight, x, y)
-        self.decide_gradients(self.bias, y)
+        inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)
+        tied = None if tied_to is None else tied_to.weight
+        self.make_weights(hidden_size, {"": vocab_size}, bias, self.bias_layout, tied=tied, **inits)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sharding is None:
             return product(x, self.weight, self.bias)
         local, at = unwrap(x, self.parallel)
         self.require_batch(local)
-        source, inner = at.activation, self.parallel.regions.inner
-        plans = self._move_plans.get((source, local.dim()))
-        if plans is None:
-            plans = self._move_plans[source, local.dim()] = self._make_plans(source, local.dim())
-        try:
-            y = matmul(local, self.weight, self._gathered_bias(), plans)
-        except (ValueError, RuntimeError) as error:
-            self.name_error(error, local, source, self.hidden_size)
-            raise
+        inner = self.parallel.regions.inner
+        y = self.multiply(local, self._gathered_bias(), at.activation, inner)
         if inner == self.parallel.regions.whole:  # every rank has all columns, and the padding
             return wrap(y[..., : self.vocab_size], at.moved(inner, y.dim()))
         return wrap(y, at.moved(inner, y.dim(), self.vocab_size))
-
-    def _make_plans(self, source: Activation, ndim: int) -> MatmulPlans:
-        assert self.sharding is not None
-        self.check_stored(self.weight, self.sharding.weight)
-        inner = self.parallel.regions.inner
-        return matmul_plans(self.sharding, source, inner, ndim, self.context, self.parallel.weights)
 
     def _gathered_bias(self) -> Tensor | None:
         if self.bias is None or self.sharding is None:
@@ -119,6 +95,7 @@ class Classifier(LMHead):
     Args:
         hidden_size: of the input.
         num_classes: of the output; need not divide.
+        options: as of `LMHead`.
     """
 
     def __init__(
@@ -126,9 +103,6 @@ class Classifier(LMHead):
         hidden_size: int,
         num_classes: int,
         bias: bool = True,
-        *,
-        init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(hidden_size, num_classes, bias, init=init, bias_init=bias_init, dtype=dtype)
+        super().__init__(hidden_size, num_classes, bias, **options)

@@ -56,15 +56,7 @@ class SplitLogits:
 
 
 def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits, Tensor]:
-    """The rank's rows and columns of the logits, and the labels of these rows.
-
-    Args:
-        logits: [.., columns], plain or with split features.
-        labels: [..], in the whole layout.
-
-    Raises:
-        ValueError: for shapes that do not fit.
-    """
+    """The rank's rows and columns of the logits, and the labels, given in the whole layout, of these rows."""
     if isinstance(logits, ShardedTensor) and logits.placement.is_whole:
         logits, _ = unwrap(logits, logits.placement.parallel)
     if not isinstance(logits, ShardedTensor):
@@ -87,11 +79,8 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
     axes, user_axes = rows.shard_axes, user_rows.shard_axes
     extra = tuple(axis for axis in axes if axis not in user_axes)
     shared_by = math.prod(context.grid.sizes[axis] for axis in user_axes if axis not in axes)
-    moved = bool(extra) or shared_by > 1
-    split = SplitLogits(
-        shard, group, start, min(start + width, total), total, context.group(extra) if moved else None, shared_by
-    )
-    return split, own
+    sum_over = context.group(extra) if extra or shared_by > 1 else None
+    return SplitLogits(shard, group, start, min(start + width, total), total, sum_over, shared_by), own
 
 
 def _check(logits: Tensor, labels: Tensor, own: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,40 +40,18 @@ class BatchInfo:
     only_last_token: bool = False
 
 
-class BatchScope:
-    """Makes the information about a batch known to the layers for the length of one step, and for no longer.
-
-    A plain attribute and not a context variable: autograd recomputes checkpointed layers on threads of its own on CUDA.
-    """
-
-    def __init__(self) -> None:
-        self._info = BatchInfo()
-
-    @property
-    def info(self) -> BatchInfo:
-        """Of the batch at work; an empty one outside of a step."""
-        return self._info
-
-    @contextmanager
-    def enter(self, info: BatchInfo) -> Iterator[None]:
-        """Around all forwards and backwards of a batch."""
-        outer, self._info = self._info, info
-        try:
-            yield
-        finally:
-            self._info = outer
-
-
-@dataclass(frozen=True)
-class RotaryTable:
-    """Cosines and sines [tokens, head_dim] at ``positions`` [tokens]; None: at 0, 1, 2, ..."""
+class RotaryTable(NamedTuple):
+    """Cosines and sines [tokens, head_dim] at ``positions`` [tokens] (None: at 0, 1, 2, ...), and the ``rows`` of the
+    last ``span``, (start, number)."""
 
     cos: Tensor
     sin: Tensor
     positions: Tensor | None
+    span: tuple[int, int] = (0, -1)
+    rows: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ModelParallel:
     """How a context splits a model's tensors; axes of one rank are left out.
 
@@ -83,7 +61,7 @@ class ModelParallel:
         shardings: None without tensor parallelism.
         weights: gathers the weights of all layers, and reduces their gradients.
         sequence: how tokens are split over the sequence axis; None where they are not.
-        batch_scope: entered by the engine around each step; what layers read of it is ``batch_info``.
+        batch_info: of the batch at work (see `batch`); an empty one outside of a step.
         rotary_tables: by kind, dtype and device, what `colossus.layers.rotary.Rotary` has computed.
         whole_placement: of plain tensors.
     """
@@ -94,16 +72,25 @@ class ModelParallel:
     shardings: Shardings | None
     weights: GatheredWeights
     sequence: SequenceSplit | None
-    batch_scope: BatchScope = field(default_factory=BatchScope)
+    batch_info: BatchInfo = BatchInfo()
     rotary_tables: dict[tuple[str, torch.dtype, torch.device], RotaryTable] = field(default_factory=dict)
     whole_placement: Placement = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "whole_placement", Placement(self, self.regions.whole, self.regions.whole))
+        self.whole_placement = Placement(self, self.regions.whole, self.regions.whole)
 
-    @property
-    def batch_info(self) -> BatchInfo:
-        return self.batch_scope.info
+    @contextmanager
+    def batch(self, info: BatchInfo) -> Iterator[None]:
+        """Around all forwards and backwards of a batch, which layers know as ``batch_info``.
+
+        A plain attribute and not a context variable: autograd recomputes checkpointed layers on threads of its own on
+        CUDA.
+        """
+        outer, self.batch_info = self.batch_info, info
+        try:
+            yield
+        finally:
+            self.batch_info = outer
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -22,7 +22,6 @@ from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
-from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.sharded_tensor.regions import unwrap
@@ -48,43 +47,25 @@ class _Norm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, ShardedTensor) and not x.placement.is_standard(x.dim()):  # a rank's heads, say
-            self._record(self.parallel.regions.whole)
+            self.record_uses(self.parallel.regions.whole)
             return self._normalize(x)
         x, placement = unwrap(x, self.parallel, len(self.normalized_shape))
-        if placement.activation not in self._seen:
-            self._check_and_record(x, placement.activation)
-        if placement.activation.features:
-            group = self.context.group(placement.activation.features)
-            self._check_size(x, group)
-            y = self._normalize_split(x, group)
-        else:
-            y = self._normalize(x)
-        return wrap(y, placement)
-
-    def _check_and_record(self, x: Tensor, activation: Activation) -> None:
+        activation = placement.activation
         if activation.tokens and len(self.normalized_shape) > 1:
             raise located_error(
                 f"{self.title}: it normalizes over the tokens too, which are split over "
-                f"{','.join(activation.tokens)} (local shape {tuple(x.shape)}): call "
-                f"colossus.layers.to_whole(x) before it"
+                f"{','.join(activation.tokens)}: call colossus.layers.to_whole(x) before it"
             )
-        self._record(activation)
-
-    def _record(self, activation: Activation) -> None:
         self.record_uses(activation)
-        self._seen.add(activation)
-
-    def _check_size(self, x: Tensor, group: AxisGroup) -> None:
-        """That the normalized dims are those of x, of whose last dim a rank has a part."""
+        if not activation.features:
+            return wrap(self._normalize(x), placement)
+        group = self.context.group(activation.features)
         found = list(x.shape[-len(self.normalized_shape) :])
         found[-1] *= group.size
         if tuple(found) != self.normalized_shape:
-            sizes = (" x ".join(map(str, each)) for each in (self.normalized_shape, found))
-            mine, given = sizes
-            raise located_error(
-                f"{self.title}: it normalizes {mine} features, but its input has {given}: make it "
-                f"{type(self).__name__}({given.replace(' x', ',')}), or call it on what it was made for"
-            )
+            mine, given = (" x ".join(map(str, each)) for each in (self.normalized_shape, found))
+            raise located_error(f"{self.title}: it normalizes {mine} features, but its input has {given}")
+        return wrap(self._normalize_split(x, group), placement)
 
     def _normalize(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -94,10 +75,8 @@ class _Norm(Layer):
         raise NotImplementedError
 
     def _shard(self, parameter: Tensor | None, group: AxisGroup) -> Tensor | None:
-        if parameter is None:
-            return None
         width = self.normalized_shape[-1] // group.size
-        return parameter.narrow(-1, group.index * width, width)
+        return None if parameter is None else parameter.narrow(-1, group.index * width, width)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}"
@@ -124,13 +103,13 @@ class LayerNorm(_Norm):
 
     def _normalize(self, x: Tensor) -> Tensor:
         # the kernel computes in float32 inside, but on accelerators under autocast it returns that, too
-        weight, bias = as_wide_as(x, self.weight), as_wide_as(x, self.bias)
+        weight, bias = _as_wide_as(x, self.weight), _as_wide_as(x, self.bias)
         y = F.layer_norm(x, self.normalized_shape, weight, bias, self.eps or 0.0)
         return y.to(x.dtype) if x.dtype in LOW else y
 
     def _normalize_split(self, x: Tensor, group: AxisGroup) -> Tensor:
         weight, bias = self._shard(self.weight, group), self._shard(self.bias, group)
-        return split_norm(x, weight, bias, group, len(self.normalized_shape), self.eps or 0.0, centred=True)
+        return _split_norm(x, weight, bias, group, len(self.normalized_shape), self.eps or 0.0, True)
 
 
 class RMSNorm(_Norm):
@@ -159,25 +138,17 @@ class RMSNorm(_Norm):
         # torch's own takes the epsilon of the dtype in which it computes
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
         weight = self._shard(self.weight, group)
-        return split_norm(x, weight, None, group, len(self.normalized_shape), eps, centred=False)
+        return _split_norm(x, weight, None, group, len(self.normalized_shape), eps, False)
 
 
-def as_wide_as(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+def _as_wide_as(x: Tensor, parameter: Tensor | None) -> Tensor | None:
     """A parameter of low precision in the dtype of an x that is not, which torch's kernel would not take."""
     is_narrow = parameter is not None and parameter.dtype in LOW and x.dtype not in LOW
     return parameter.to(x.dtype) if is_narrow else parameter  # type: ignore[union-attr]
 
 
-def split_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, group: AxisGroup, num_dims: int, eps: float, *, centred: bool
-) -> Tensor:
-    """LayerNorm (``centred``) or RMSNorm over the last ``num_dims`` dims, of which the last is split over ``group``.
-
-    Args:
-        x: [.., *dims, features / n], of n ranks.
-        weight, bias: the rank's shard of the parameters, [*dims, features / n], or None.
-    """
-    y: Tensor = _SplitNorm.apply(x, weight, bias, group, num_dims, eps, centred)
+def _split_norm(x: Tensor, *arguments: Any) -> Tensor:
+    y: Tensor = _SplitNorm.apply(x, *arguments)
     return y
 
 

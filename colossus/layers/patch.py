@@ -58,9 +58,6 @@ class PatchEmbedding(Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         high, wide = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
-        for what, size in (("in_channels", in_channels), ("hidden_size", hidden_size), ("patch_size", min(high, wide))):
-            if size < 1:
-                raise located_error(f"PatchEmbedding: {what} = {size} is not a positive number")
         # Linear's own values are Conv2d's: both draw within 1/sqrt(fan-in), weight and bias
         super().__init__(in_channels * high * wide, hidden_size, bias, dtype=dtype, init=init, bias_init=bias_init)
         self.in_channels, self.hidden_size, self.patch_size = in_channels, hidden_size, (high, wide)
@@ -106,29 +103,21 @@ class ClassToken(Layer):
     def __init__(self, hidden_size: int, *, init: Initializer | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        features = self.parallel.regions.residual.features
-        if features and hidden_size % self.context.size(features):
-            features = ()
-        self.layout = Layout((features,))
+        self.layout = Layout((self.split_between_blocks(hidden_size).features,))
         self.weight = self.make_parameter({"": (hidden_size,)}, self.layout, init or Normal(0.02), dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         require_sequences(x)
         x, placement = unwrap(x, self.parallel)
         activation = placement.activation
-        self._check(x, activation)
-        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
-            token = self.weight.to(x.dtype) if x.dtype in LOW else self.weight
-            token = redistribute(token, self.layout, Layout((activation.features,)), self.context)
-            y = torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)
-        return wrap(y, placement)
-
-    def _check(self, x: Tensor, activation: Activation) -> None:
-        if x.dim() != 3:
-            raise located_error(f"{self.title}: x has shape {tuple(x.shape)}; it takes [batch, tokens, hidden_size]")
         if activation.tokens:
             raise located_error(
                 f"{self.title}: tokens are split over {','.join(activation.tokens)}, of which one rank alone has the "
                 f"first; put it where they are whole: behind colossus.layers.to_whole, or before to_residual"
             )
         self.meet_between_blocks(x, activation, self.layout.dims[0])
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+            token = self.weight.to(x.dtype) if x.dtype in LOW else self.weight
+            token = redistribute(token, self.layout, Layout((activation.features,)), self.context)
+            y = torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)
+        return wrap(y, placement)

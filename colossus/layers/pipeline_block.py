@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
-
-from colossus.registry import nearest
-
-#: names of unowned parameters that an error lists
-_MAX_NAMES = 5
 
 _HOW = """\
   an nn.Sequential is a chain as it is; any other model says what its blocks are:
@@ -35,11 +31,6 @@ class PipelineBlock:
     def __init__(self, call: Callable[[Any], Any], *owns: nn.Module | Tensor | str | None, name: str | None = None):
         if not callable(call):
             raise ValueError(f"PipelineBlock({call!r}): the first argument is what computes the block, a callable")
-        for item in owns:
-            if not isinstance(item, nn.Module | Tensor | str | None):
-                raise ValueError(
-                    f"PipelineBlock owns {item!r}, a {type(item).__name__}: give modules, parameters, or their names"
-                )
         self.call, self.name = call, name
         itself = (call,) if isinstance(call, nn.Module) else ()
         self.owns = (*itself, *(item for item in owns if item is not None))
@@ -85,12 +76,27 @@ def pipeline_blocks(model: nn.Module) -> list[NamedBlock]:
         ValueError: for a model that is no chain, a block that is neither a module nor a `PipelineBlock`, a name that
             does not exist, and parameters that no block owns.
     """
-    names = _Names(model)
-    blocks = [_with_names(block, number, names) for number, block in enumerate(_blocks_of(model))]
+    every = (model.named_modules, model.named_parameters, model.named_buffers)
+    by_name = {name: item for named in every for name, item in named(remove_duplicate=False)}
+    names: dict[int, str] = {}
+    for name, item in by_name.items():
+        names.setdefault(id(item), name)
+    blocks: list[NamedBlock] = []
+    counts: Counter[str] = Counter()
+    for number, given in enumerate(_blocks_of(model)):
+        block = _with_names(given, number, type(model).__name__, by_name, names)
+        counts[block.name] += 1
+        blocks.append(block if counts[block.name] == 1 else replace(block, name=f"{block.name} ({counts[block.name]})"))
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no block: its chain is empty\n{_HOW}")
-    _require_all_owned(model, blocks)
-    return _with_distinct_names(blocks)
+    owned = {name for block in blocks for name in block.parameters}
+    unowned = [name for name, _ in model.named_parameters() if name not in owned]
+    if unowned:
+        raise ValueError(
+            f"no pipeline block of {type(model).__name__} owns {', '.join(unowned)}: name them in the blocks that use "
+            f"them, PipelineBlock(call, {unowned[0]!r}, ...)"
+        )
+    return blocks
 
 
 def is_chain(model: nn.Module) -> bool:
@@ -107,20 +113,19 @@ def _blocks_of(model: nn.Module) -> list[PipelineBlock]:
     given = method()
     if isinstance(given, nn.Sequential):
         return [PipelineBlock(child) for child in _children(given)]
-    if (isinstance(given, str | nn.Module) and not isinstance(given, nn.ModuleList)) or not isinstance(given, Iterable):
-        raise ValueError(f"{type(model).__name__}.pipeline_blocks() returned {_kind(given)}, not a list:\n{_HOW}")
+    if not isinstance(given, list | tuple | nn.ModuleList):
+        what = type(given).__name__
+        raise ValueError(f"{type(model).__name__}.pipeline_blocks() returned a {what}, not a list:\n{_HOW}")
     out: list[PipelineBlock] = []
     for number, item in enumerate(given):
-        if isinstance(item, PipelineBlock):
-            out.append(item)
-        elif isinstance(item, nn.ModuleList):
+        if isinstance(item, nn.ModuleList):
             out += map(PipelineBlock, item)
-        elif isinstance(item, nn.Module):
-            out.append(PipelineBlock(item))
+        elif isinstance(item, nn.Module | PipelineBlock):
+            out.append(item if isinstance(item, PipelineBlock) else PipelineBlock(item))
         else:
             raise ValueError(
-                f"block {number} of {type(model).__name__}.pipeline_blocks() is {_kind(item)}, neither a module nor a "
-                f"PipelineBlock:\n{_HOW}"
+                f"block {number} of {type(model).__name__}.pipeline_blocks() is a {type(item).__name__}, neither a "
+                f"module nor a PipelineBlock:\n{_HOW}"
             )
     return out
 
@@ -144,89 +149,23 @@ def has_hooks(module: nn.Module) -> bool:
     return any(kinds)
 
 
-class _Names:
-    """The first name of every module, parameter and buffer of a model, by id."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.modules = {id(module): name for name, module in model.named_modules()}
-        self.parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
-
-    def find(self, item: nn.Module | Tensor | str, block: str) -> nn.Module | Tensor:
-        """The module, parameter or buffer itself, which must be the model's."""
-        if isinstance(item, str):
-            return self._look_up(item, block)
-        held = self.modules if isinstance(item, nn.Module) else {**self.parameters, **self.buffers}
-        if id(item) not in held:
-            what = "" if isinstance(item, nn.Module) else f" of shape {tuple(item.shape)}"
-            raise ValueError(
-                f"{block} owns a {type(item).__name__}{what} that {type(self.model).__name__} does not hold: "
-                f"make it an attribute of the model"
-            )
-        return item
-
-    def _look_up(self, name: str, block: str) -> nn.Module | Tensor:
-        known: dict[str, nn.Module | Tensor] = dict(self.model.named_modules(remove_duplicate=False))
-        known.update(self.model.named_parameters(remove_duplicate=False))
-        known.update(self.model.named_buffers(remove_duplicate=False))
-        if name in known:
-            return known[name]
-        near = nearest(name, [other for other in known if other])
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise ValueError(
-            f"{block} owns {name!r}, but {type(self.model).__name__} has no module, parameter or buffer of that "
-            f"name{hint}"
-        )
-
-
-def _with_names(block: PipelineBlock, number: int, names: _Names) -> NamedBlock:
-    where = f"block {number}" + (f" ({block.name})" if block.name else "")
-    modules: dict[str, None] = {}
-    parameters: dict[str, None] = {}
-    buffers: dict[str, None] = {}
-    first = ""
+def _with_names(
+    block: PipelineBlock, number: int, model: str, by_name: dict[str, nn.Module | Tensor], names: dict[int, str]
+) -> NamedBlock:
+    """The block with all that it owns by the names of the model: ``names`` by id, each thing's first."""
+    owned: dict[nn.Module | Tensor, None] = {}
     for item in block.owns:
-        found = names.find(item, where)
-        if isinstance(found, nn.Module):
-            first = first or names.modules[id(found)]
-            modules.update(dict.fromkeys(names.modules[id(module)] for module in found.modules()))
-            parameters.update(dict.fromkeys(names.parameters[id(parameter)] for parameter in found.parameters()))
-            buffers.update(dict.fromkeys(names.buffers[id(buffer)] for buffer in found.buffers()))
-        elif id(found) in names.parameters:
-            first = first or names.parameters[id(found)]
-            parameters[names.parameters[id(found)]] = None
-        else:
-            first = first or names.buffers[id(found)]
-            buffers[names.buffers[id(found)]] = None
-    name = block.name or first or str(getattr(block.call, "__name__", f"block {number}"))
-    return NamedBlock(name, block.call, tuple(modules), tuple(parameters), tuple(buffers))
-
-
-def _with_distinct_names(blocks: list[NamedBlock]) -> list[NamedBlock]:
-    """The blocks, with "(2)" appended to a name that comes a second time."""
-    counts: dict[str, int] = {}
-    out = []
-    for block in blocks:
-        counts[block.name] = count = counts.get(block.name, 0) + 1
-        name = block.name if count == 1 else f"{block.name} ({count})"
-        out.append(NamedBlock(name, block.call, block.modules, block.parameters, block.buffers))
-    return out
-
-
-def _require_all_owned(model: nn.Module, blocks: list[NamedBlock]) -> None:
-    owned = {name for block in blocks for name in block.parameters}
-    unowned = [name for name, _ in model.named_parameters() if name not in owned]
-    if unowned:
-        listing = ", ".join(unowned[:_MAX_NAMES])
-        if len(unowned) > _MAX_NAMES:
-            listing += f" and {len(unowned) - _MAX_NAMES} more"
-        them = "them" if len(unowned) > 1 else "it"
-        raise ValueError(
-            f"no pipeline block of {type(model).__name__} owns {listing}: name {them} in the block that uses {them}, "
-            f"PipelineBlock(call, {unowned[0]!r}, ...)"
-        )
-
-
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
+        found = by_name.get(item) if isinstance(item, str) else item
+        if found is None or id(found) not in names:
+            what = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
+            raise ValueError(
+                f"block {number}{f' ({block.name})' if block.name else ''} owns {what} that {model} does not hold: it "
+                f"owns modules, parameters and buffers of the model, or their names"
+            )
+        inner = (found,) if isinstance(found, Tensor) else (*found.modules(), *found.parameters(), *found.buffers())
+        owned.update(dict.fromkeys(inner))
+    modules = tuple(names[id(item)] for item in owned if isinstance(item, nn.Module))
+    parameters = tuple(names[id(item)] for item in owned if isinstance(item, nn.Parameter))
+    buffers = tuple(names[id(item)] for item in owned if not isinstance(item, nn.Module | nn.Parameter))
+    first = names[id(next(iter(owned)))] if owned else getattr(block.call, "__name__", f"block {number}")
+    return NamedBlock(block.name or first, block.call, modules, parameters, buffers)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from colossus.arithmetic import round_up
 from colossus.context.parallel_context import current_context
 from colossus.error_place import located_error
 from colossus.layers.block_options import RotaryScaling
-from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.model_parallel import RotaryTable, model_parallel_of
+
+#: positions by which the table of a model that decodes grows
+_MORE = 256
 
 
 class Rotary(nn.Module):
@@ -35,21 +38,6 @@ class Rotary(nn.Module):
         self._kind = f"{type(self).__module__}.{type(self).__qualname__} {head_dim} {base} {scaling}"
         self.parallel = model_parallel_of(current_context())
 
-    def _cos_sin_of(
-        self, tokens: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a cache by the length would be of one length
-            return self._compute(torch.arange(tokens, device=device) if positions is None else positions, dtype)
-        tables, key = self.parallel.rotary_tables, (self._kind, dtype, device)
-        table = tables.get(key)
-        if table is None or table.positions is not positions or len(table.cos) < tokens:
-            with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
-                indices = torch.arange(tokens, device=device) if positions is None else positions
-                table = tables[key] = RotaryTable(*self._compute(indices, dtype), positions)
-        if len(table.cos) == tokens:
-            return table.cos, table.sin
-        return table.cos[:tokens], table.sin[:tokens]
-
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions.to(torch.float64)[:, None] * self.frequencies(positions.device)
         angles = torch.cat((angles, angles), dim=-1)
@@ -67,19 +55,28 @@ class Rotary(nn.Module):
         """``positions`` [tokens], the same object as long as it has the same values; None is 0, 1, 2, ..."""
         return rotate(x, *self.cos_sin(x, positions))
 
-    def cos_sin(self, x: Tensor, positions: Tensor | None, cache: KeyValueCache | None = None) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, x: Tensor, positions: Tensor | None, seen: int = 0) -> tuple[Tensor, Tensor]:
         """Cosines and sines [tokens, head_dim] for heads x, in float32 or wider.
 
         Args:
-            cache: the tokens follow those that it has seen, whatever the positions.
+            seen: without positions, that of the first token.
         """
-        wide = torch.promote_types(x.dtype, torch.float32)
-        if cache is None:
-            return self._cos_sin_of(x.shape[-2], wide, x.device, positions)
-        cos, sin = cache.rows(
-            (self._kind, wide), x.shape[-2], lambda count: self._compute(torch.arange(count, device=x.device), wide)
-        )
-        return cos, sin
+        tokens, dtype = x.shape[-2], torch.promote_types(x.dtype, torch.float32)
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a cache by the length would be of one length
+            indices = torch.arange(seen, seen + tokens, device=x.device) if positions is None else positions
+            return self._compute(indices, dtype)
+        tables, key, span = self.parallel.rotary_tables, (self._kind, dtype, x.device), (seen, tokens)
+        table = tables.get(key)
+        if table is None or table.positions is not positions or len(table.cos) < seen + tokens:
+            with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
+                count = round_up(seen + tokens, _MORE) if seen else tokens
+                indices = torch.arange(count, device=x.device) if positions is None else positions
+                table = RotaryTable(*self._compute(indices, dtype), positions)
+        if table.span != span:
+            with torch.inference_mode(False):
+                rows = table.cos.narrow(0, *span), table.sin.narrow(0, *span)
+            tables[key] = table = table._replace(span=span, rows=rows)
+        return table.rows
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

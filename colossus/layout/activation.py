@@ -73,3 +73,17 @@ def _layout(activation: Activation, ndim: int) -> Layout:
         dims[0] = activation.batch
         dims[-2] = activation.tokens
     return Layout(tuple(dims), activation.partial, activation.grad_partial)
+
+
+def gradient_axes(parameter: Layout, *uses: Layout | Activation) -> tuple[str, ...]:
+    """Axes over which a parameter's local gradient is a partial sum, given the activations it meets.
+
+    The gradient sums over everything that the activations are sharded or partial over. Along an axis that shards the
+    parameter itself the rank's gradient is complete: other ranks hold other rows or columns.
+    """
+    axes: list[str] = []
+    for use in uses:
+        for axis in (*use.shard_axes, *use.grad_partial):
+            if axis not in parameter.shard_axes and axis not in axes:
+                axes.append(axis)
+    return tuple(axes)

@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 from colossus.error_place import located_error
 
@@ -134,27 +133,3 @@ def _index(axes: Sequence[str], sizes: Mapping[str, int], at: Mapping[str, int])
     for axis in axes:
         index = index * sizes[axis] + at[axis]
     return index
-
-
-class Use(Protocol):
-    """Of an activation that meets a parameter: a `Layout`, or an activation by role."""
-
-    @property
-    def shard_axes(self) -> tuple[str, ...]: ...
-
-    @property
-    def grad_partial(self) -> tuple[str, ...]: ...
-
-
-def gradient_axes(parameter: Layout, *uses: Use) -> tuple[str, ...]:
-    """Axes over which a parameter's local gradient is a partial sum, given the activations it meets.
-
-    The gradient sums over everything that the activations are sharded or partial over. Along an axis that shards the
-    parameter itself the rank's gradient is complete: other ranks hold other rows or columns.
-    """
-    axes: list[str] = []
-    for use in uses:
-        for axis in (*use.shard_axes, *use.grad_partial):
-            if axis not in parameter.shard_axes and axis not in axes:
-                axes.append(axis)
-    return tuple(axes)

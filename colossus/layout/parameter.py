@@ -103,29 +103,20 @@ class ParameterSpec:
         return self._recorded
 
     def record(self, axes: tuple[str, ...]) -> None:
-        """Note over which axes this use leaves the gradient partial.
-
-        Raises:
-            ValueError: when an earlier use left it partial over other axes: no one sum is right for both.
-        """
+        """Note over which axes this use leaves the gradient partial; ValueError when an earlier use did over others."""
         if self._recorded is None:
             self._recorded = axes
         elif set(self._recorded) != set(axes):
+            one, other = (f"({', '.join(each)})" if each else "no axis" for each in (self._recorded, axes))
             raise located_error(
                 f"parameter {self.name or self.description} is used under two layouts: its gradient is partial over "
-                f"{_listed(self._recorded)} at one use and over {_listed(axes)} at another. Use it in one region "
-                f"only, or give each region its own parameter."
+                f"{one} at one use and over {other} at another. Use it in one region only, or give each region its own "
+                f"parameter."
             )
 
 
 class StoredSpec(ParameterSpec):
-    """Of a parameter whose rows are cut over more axes for storage than for compute (ZeRO, tables with owners).
-
-    Args:
-        computed: of the parameter that ranks compute with.
-        axes: over which it is cut.
-        sizes: of all axes.
-    """
+    """Of a parameter whose rows are cut over more ``axes`` for storage than for compute (ZeRO, tables with owners)."""
 
     def __init__(self, computed: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
         layout = replace(computed.layout, stored=axes)
@@ -149,10 +140,6 @@ class StoredSpec(ParameterSpec):
         self._computed.record(axes)
 
 
-def _listed(axes: tuple[str, ...]) -> str:
-    return "(" + ", ".join(axes) + ")" if axes else "no axis"
-
-
 def spec_of(parameter: Tensor) -> ParameterSpec:
     """The spec of a parameter; one that no layer of ours has made gets that of a plain parameter."""
     spec: ParameterSpec | None = getattr(parameter, "_colossus_spec", None)
@@ -163,7 +150,6 @@ def spec_of(parameter: Tensor) -> ParameterSpec:
 
 
 def made_by_layer(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter that a layer of ours has made."""
     spec: ParameterSpec | None = getattr(tensor, "_colossus_spec", None)
     return spec is not None and not spec.is_plain
 
@@ -209,11 +195,7 @@ class LogicalParameter:
 
 
 def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator[LogicalParameter]:
-    """Every logical parameter of a model, in the order of ``named_parameters``.
-
-    Args:
-        keep_ties: give a parameter once under each of its names.
-    """
+    """Every logical parameter of a model, in the order of ``named_parameters``; with ``keep_ties`` under each name."""
     for name, parameter in model.named_parameters(remove_duplicate=not keep_ties):
         spec = spec_of(parameter)
         module, _, leaf = name.rpartition(".")

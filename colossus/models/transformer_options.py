@@ -168,7 +168,7 @@ class TransformerOptions(BaseModel):
             if ways == tensor.size:
                 by = f"parallel.tensor.size = {ways}"
             if key == "num_kv_heads" and value < ways:
-                problems.append(uneven_kv_heads(self.num_heads, value, ways, by, prefix="model."))
+                problems.append(uneven_kv_heads(value, by, prefix="model."))
             else:
                 problems.append(not_a_multiple(f"model.{key}", value, by, ways))
         return problems

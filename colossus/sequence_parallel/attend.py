@@ -79,8 +79,7 @@ def _to_heads(q: Tensor, k: Tensor, v: Tensor, group: AxisGroup) -> tuple[Tensor
         if count % ranks:
             raise located_error(
                 f"sequence parallelism by exchange of heads (ulysses): {count} {what} on each tensor rank do not "
-                f"divide over {ranks} ranks, heads are split whole; use a number of ranks that divides {heads} heads "
-                f"and {kv_heads} key/value heads, or mode='ring', which sets no condition on heads"
+                f"divide over {ranks} ranks, heads are split whole; mode='ring' sets no condition on heads"
             )
     if q.nbytes + k.nbytes + v.nbytes > _COALESCE_BYTES:
         return _exchange(q, group), _exchange(k, group), _exchange(v, group)

@@ -35,22 +35,14 @@ def length_multiple(ring: int, ulysses: int) -> int:
 
 
 def require_divisible(num_tokens: int, ring: int, ulysses: int) -> None:
-    """Check that a sequence splits evenly.
-
-    Raises:
-        ValueError: when it does not, with the lengths nearest to it that do.
-    """
+    """Raise ValueError for a sequence that does not split evenly, with the lengths nearest to it that do."""
     multiple = length_multiple(ring, ulysses)
-    if num_tokens % multiple == 0:
-        return
-    lengths = " and ".join(map(str, nearest_multiples(num_tokens, multiple)))
-    chunks = f"{2 * ring} chunks, an early and a late one for each rank of the ring" if ring > 1 else ""
-    parts = f"{ulysses} parts for the ranks that exchange heads" if ulysses > 1 else ""
-    why = f"{chunks}, then {parts}" if chunks and parts else chunks or parts
-    raise ValueError(
-        f"a sequence of {num_tokens} tokens does not split over {ring} x {ulysses} = {ring * ulysses} sequence ranks "
-        f"(ring x ulysses): its length must be a multiple of {multiple} ({why}); the nearest that is: {lengths}"
-    )
+    if num_tokens % multiple:
+        lengths = " and ".join(map(str, nearest_multiples(num_tokens, multiple)))
+        raise ValueError(
+            f"a sequence of {num_tokens} tokens does not split over {ring} x {ulysses} = {ring * ulysses} sequence "
+            f"ranks (ring x ulysses): its length must be a multiple of {multiple}; the nearest that is: {lengths}"
+        )
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from colossus.comm.autograd import first_order, uncompiled
 from colossus.comm.ring import rotate
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
-from colossus.sequence_parallel.kernels import block_backward, block_forward
-from colossus.sequence_parallel.tiles import AttentionTile, attention_tiles
+from colossus.sequence_parallel.kernels import AttentionTile, attention_tiles, block_backward, block_forward
 
 #: groups by their c10d name: an operation that torch can record takes no other objects than tensors and numbers
 _groups: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictionary()
@@ -216,19 +215,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: Axi
     batch, heads, tokens, head_dim = q.shape
     if k.shape != v.shape or k.shape[0] != batch or k.shape[2:] != (tokens, head_dim) or heads % k.shape[1]:
         raise located_error(
-            f"attention over a sequence: queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}; "
-            f"they must be [batch, heads, tokens, head_dim] alike, but for fewer key and value heads that divide the "
-            f"queries'"
+            f"attention over a sequence: queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)} must "
+            f"be [batch, heads, tokens, head_dim] alike, but for fewer key and value heads that divide the queries'"
         )
     if group.size > 1 and tokens % 2:
         raise located_error(
-            f"ring attention: {tokens} tokens on each rank, {group.size} ranks: a rank holds an early and a late chunk "
-            f"of equal length, so the number must be even"
+            f"ring attention: a rank holds an early and a late chunk of equal length, not {tokens} tokens: "
+            f"the number must be even"
         )
     if documents is not None and (documents.shape != (batch, tokens) or documents.is_floating_point()):
         raise located_error(
             f"attention over a sequence: documents {tuple(documents.shape)} of {documents.dtype} must be whole numbers "
-            f"[batch, tokens] = [{batch}, {tokens}], the number of the document that each token of this rank belongs to"
+            f"[batch, tokens] = [{batch}, {tokens}]"
         )
 
 

@@ -16,9 +16,7 @@ _MAX_SHARDS = 16
 
 
 class SequenceSplit:
-    """The split of sequences over the ranks of one context: equal shards of the zigzag order (see `zigzag`).
-
-    It knows no batch; the length of the sequences comes with each call.
+    """The split of sequences over the ranks of one context: equal shards of the zigzag order (`zigzag_order`).
 
     Attributes:
         mode: how attention looks past the tokens of a rank.
@@ -55,8 +53,6 @@ class SequenceSplit:
             index, num_shards: which of how many equal shards; more than the sequence ranks where an axis of the tensor
                 mode splits tokens further.
 
-        Raises:
-            ValueError: when a sequence of that length does not divide, with the lengths that do.
         """
         key = num_local, index, num_shards, device
         if key not in self._positions:
@@ -70,11 +66,7 @@ class SequenceSplit:
         return self._positions[key]
 
     def local_shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of whole sequences: [.., tokens, ..] -> [.., tokens / num_shards, ..].
-
-        Raises:
-            ValueError: when they do not divide, with the lengths that do.
-        """
+        """This rank's tokens of sequences, which must divide: [.., tokens, ..] -> [.., tokens / num_shards, ..]."""
         num_tokens = x.shape[dim]
         require_divisible(num_tokens, self._ring_size, self._ulysses_size)
         index = self._context.index(self.axes)

@@ -26,9 +26,6 @@ _ALIASES = {
     "pos": "positive",
 }  # fmt: skip
 
-_OPERATORS = ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
-              "matmul")  # fmt: skip
-
 #: overloads that work element by element, which torch does not tag
 _UNTAGGED = {
     "hardswish.default", "log_sigmoid.default", "floor_divide.default", "floor_divide.Scalar", "isclose.default",
@@ -101,7 +98,7 @@ def aten_name(name: str) -> str:
     """The operator that a function is: ``add`` of ``add_``, ``__radd__`` and ``__iadd__``."""
     if name.startswith("__"):
         name = name.strip("_")
-        if name[:1] in ("r", "i") and name[1:] in _OPERATORS:
+        if name[:1] in ("r", "i") and hasattr(Tensor, f"__{name[1:]}__"):
             name = name[1:]
     name = name.rstrip("_")
     name = _ALIASES.get(name, name)

@@ -209,27 +209,23 @@ class Placement:
 
 
 def local_mask(mask: Tensor, batch: int, activation: Activation, parallel: HasRegions) -> Tensor:
-    """The mask [batch, heads, tokens, tokens] of the samples and heads that this rank computes.
+    """The mask [batch, heads, tokens, tokens] of the samples and heads that this rank computes, as ``activation``.
 
     Where it is broadcast over samples or heads, its gradient, if any, is summed over the ranks that split them.
 
     Args:
-        mask: its batch in the whole layout, with all heads and tokens.
-        batch: samples in the whole layout.
-        activation: how samples and heads are split here.
+        mask: its batch in the whole layout, of ``batch`` samples, with all heads and tokens.
     """
-    whole = parallel.regions.whole
-    dims = mask.dim()
-    by_sample = dims > 3 and mask.shape[0] == batch
-    by_head = dims > 2 and mask.shape[-3] > 1
-    whole_dims: list[tuple[str, ...]] = [()] * dims
-    inner_dims: list[tuple[str, ...]] = [()] * dims
-    whole_partial, inner_partial = whole.batch, activation.batch
-    if by_sample:
-        whole_dims[0], inner_dims[0], whole_partial, inner_partial = whole.batch, activation.batch, (), ()
-    if by_head:
-        inner_dims[-3] = activation.features
-    else:
-        inner_partial += activation.features
-    source, target = Layout(tuple(whole_dims), (), whole_partial), Layout(tuple(inner_dims), (), inner_partial)
-    return redistribute(mask, source, target, parallel.context)
+    is_split = {0: mask.dim() > 3 and mask.shape[0] == batch, -3: mask.dim() > 2 and mask.shape[-3] > 1}
+
+    def layout(of: Activation) -> Layout:
+        dims: list[tuple[str, ...]] = [()] * mask.dim()
+        broadcast: tuple[str, ...] = ()
+        for dim, axes in ((0, of.batch), (-3, of.features)):
+            if is_split[dim]:
+                dims[dim] = axes
+            else:
+                broadcast += axes
+        return Layout(tuple(dims), (), broadcast)
+
+    return redistribute(mask, layout(parallel.regions.whole), layout(activation), parallel.context)

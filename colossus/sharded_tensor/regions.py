@@ -28,8 +28,7 @@ def sequence_place(x: Any) -> Place | None:
 def local(x: Tensor) -> Tensor:
     """The rank's part of a tensor as a plain one, for code that takes care itself that it has some tokens only.
 
-    Anything may be done with it: nothing is refused any more, neither here nor in what is computed from it. A tensor
-    that holds no tokens, and any tensor without ``parallel.sequence``, is returned as it is.
+    Nothing is refused any more of what is done with it. A tensor without a sequence rank's tokens is returned as it is.
 
     Shape:
         [batch, tokens / ranks, ..] -> the same; which tokens they are says `colossus.sequence_parallel`.
@@ -60,11 +59,7 @@ def to_whole(x: Tensor) -> Tensor:
 
 
 def moved(x: Tensor, target: Activation, parallel: HasRegions | None = None) -> Tensor:
-    """An activation laid out as ``target``, which is the layout to come back to, too.
-
-    Args:
-        parallel: of a plain tensor.
-    """
+    """An activation laid out as ``target``, which is the layout to come back to; ``parallel`` is of a plain tensor."""
     if isinstance(x, ShardedTensor):
         parallel = x.placement.parallel
     assert parallel is not None
@@ -94,24 +89,22 @@ def require_sequences(x: Tensor) -> None:
     """Raise ValueError where x, of which a rank has a part of the tokens, is not [batch, tokens, features]."""
     place = sequence_place(x)
     if place is not None and place != Place(plain(x).dim() - 2):
-        raise misplaced(x, place, "[batch, tokens, features]")
+        raise _misplaced(x, place, "[batch, tokens, features]")
 
 
 def unwrap(x: Tensor, parallel: HasRegions, num_features: int = 1) -> tuple[Tensor, Placement]:
     """The plain local tensor for a layer, and how it is split. A plain tensor is in the whole layout.
 
-    Args:
-        num_features: the last dims, of which none holds tokens.
-
     Raises:
-        ValueError: when what is split is not in the dims in which layers take it.
+        ValueError: when what is split is not in the dims in which layers take it: no tokens in the last
+            ``num_features`` dims.
     """
     if not isinstance(x, ShardedTensor):
         return x, parallel.whole_placement
     placement, local = x.placement, plain(x)
     place = placement.place("sequence")
     if place is not None and place.dim >= local.dim() - num_features:
-        raise misplaced(x, place, f"features in the last {num_features} dims" if num_features > 1 else "features last")
+        raise _misplaced(x, place, f"features in the last {num_features} dims" if num_features > 1 else "features last")
     if placement.parallel is not parallel:
         raise located_error(
             f"an activation of {placement.parallel.context} meets a layer of {parallel.context}: a model belongs to "
@@ -125,9 +118,6 @@ def unwrap(x: Tensor, parallel: HasRegions, num_features: int = 1) -> tuple[Tens
     return local, placement
 
 
-def misplaced(x: Tensor, place: Place, takes: str) -> ValueError:
-    flattened = ", flattened with others" if place[1:] != (1, 1) else ""
-    return located_error(
-        f"a layer takes {takes}, but its input of local shape {tuple(plain(x).shape)} has tokens in dim {place.dim}"
-        f"{flattened}"
-    )
+def _misplaced(x: Tensor, place: Place, takes: str) -> ValueError:
+    shape = tuple(plain(x).shape)
+    return located_error(f"a layer takes {takes}, but its input of local shape {shape} has tokens in dim {place.dim}")

@@ -12,18 +12,19 @@ from typing import Any
 
 from torch import Tensor
 
-from colossus.sharded_tensor import product_rules, view_rules
-from colossus.sharded_tensor.operands import At, Rule, aligned, found
+from colossus.sharded_tensor import view_rules
 from colossus.sharded_tensor.operators import Call
-from colossus.sharded_tensor.placement import MixesPartsError, Place, as_dims, avoid, without
+from colossus.sharded_tensor.placement import MixesPartsError, Place, avoid, without
+from colossus.sharded_tensor.view_rules import At, Rule, aligned, found, require_one
 
 
-def _along(default: Any = None) -> Rule:
-    """Of functions along the dims of one argument, which keep all dims."""
+def _along(does: str = "works along", default: Any = None, *, is_gone: bool = False) -> Rule:
+    """Of functions along the dims of one argument, which are gone then, without ``keepdim``, or stay."""
 
     def rule(at: At, call: Call) -> Place:
-        x = call.get("self")
-        return avoid(found(at, x), x.dim(), call.get("dim", default=default), "works along")
+        x, dims = call.get("self"), call.get("dim", default=default)
+        place = avoid(found(at, x), x.dim(), dims, does)
+        return without(place, x.dim(), dims) if is_gone and not call.get("keepdim") else place
 
     return rule
 
@@ -34,22 +35,6 @@ def _interleaved(at: At, call: Call) -> Place:
     if isinstance(repeats, int) and repeats > 0 and dim is not None and dim % x.dim() == place.dim:
         return Place(place.dim, place.before, 1 if at.parts and place.before == 1 else place.after * repeats)
     return avoid(place, x.dim(), dim, "works along")
-
-
-def _reduced(at: At, call: Call, default: Any = None) -> Place:
-    x, dims = call.get("self"), call.get("dim", default=default)
-    place = avoid(found(at, x), x.dim(), dims, "reduces")
-    return place if call.get("keepdim") or as_dims(dims) is None else without(place, x.dim(), dims)
-
-
-def _removed(default: int) -> Rule:
-    """Of functions that take parts along one dim, which is gone then."""
-
-    def rule(at: At, call: Call) -> Place:
-        x, dim = call.get("self"), call.get("dim", default=default)
-        return without(avoid(found(at, x), x.dim(), dim, "selects from"), x.dim(), dim)
-
-    return rule
 
 
 def _same(at: At, call: Call) -> Place:
@@ -86,18 +71,112 @@ def _normalized(at: At, call: Call) -> Place:
     return avoid(found(at, x), x.dim(), dims, "normalizes over")
 
 
-def _reads_values(at: At, call: Call) -> Place:
-    raise MixesPartsError("reads the values of one rank, so that ranks may go different ways")
+def _refused(why: str) -> Rule:
+    def rule(at: At, call: Call) -> Place:
+        raise MixesPartsError(why)
+
+    return rule
 
 
+# --- products and attention
+
+
+def _matmul(at: At, call: Call) -> Place:
+    a, b = call.get("self", "batch1", "mat1"), call.get("other", "mat2", "vec", "batch2")
+    at_a, at_b = (None if p is None else p.at(p.dim - x.dim()) for x, p in ((a, at(a)), (b, at(b))))
+    if (at_a and at_a.dim == -1) or (at_b and (at_b.dim == -2 or b.dim() == 1)):
+        raise MixesPartsError("sums over the split dim")
+    if at_a and at_b:
+        if at_a != at_b or at_a.dim > -3:
+            raise MixesPartsError("multiplies all of the split dim with all of it")
+        return at_a
+    place = at_a or at_b
+    assert place is not None
+    if place.dim < -2:
+        require_one(b if at_a else a, place.dim)
+    if (a.dim() == 1 and place.dim < -1) or b.dim() == 1:  # the vector's dim is gone
+        return place.at(place.dim + 1)
+    return place
+
+
+def _linear(at: At, call: Call) -> Place:
+    x = call.get("self")
+    if at(call.get("weight")) is not None or at(call.get("bias")) is not None:
+        raise MixesPartsError("takes what is split for a weight")
+    return avoid(found(at, x), x.dim(), -1, "sums over")
+
+
+def _attention(at: At, call: Call) -> Place:
+    query, key, value, mask = (call.get(name) for name in ("query", "key", "value", "attn_mask"))
+    right = {
+        name: (p.dim - x.dim() if (p := at(x)) else None) for name, x in zip("qkv", (query, key, value), strict=True)
+    }
+    if call.get("dropout_p") and at.parts:
+        raise MixesPartsError(
+            "with dropout_p would drop the same of the heads of every rank (put colossus.layers.Dropout behind "
+            "merge_heads, or take colossus.layers.Attention(dropout=...))"
+        )
+    if right["q"] is None or right["q"] == -1 or any(right[name] not in (None, right["q"]) for name in "kv"):
+        raise MixesPartsError("looks at a part of the queries, keys or values only")
+    if right["q"] < -2:  # samples, heads
+        if None in right.values():
+            raise MixesPartsError("needs query, key and value split alike")
+        if mask is not None and at(mask) is None:
+            if not at.parts:
+                require_one(mask, right["q"])
+            elif right["q"] != (-query.dim() if at.role == "batch" else -3):  # see `local_mask`
+                raise MixesPartsError("takes a plain mask with queries [batch, heads, tokens, head_dim] only")
+    elif right["k"] is not None or call.get("is_causal"):
+        raise MixesPartsError("looks at the tokens of one rank only, as queries, keys or values")
+    elif mask is not None and at(mask) is None:  # each query looks at what is whole
+        require_one(mask, -2)
+    place = found(at, query)
+    return place.at(right["q"])
+
+
+def _einsum(at: At, call: Call) -> Place:
+    equation, *operands = call.get("args")
+    if not isinstance(equation, str):
+        raise MixesPartsError("is understood with an equation only: einsum('bth,hk->btk', x, w)")
+    given = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = left.replace(",", "").replace("...", "")
+        right = "..." * ("..." in left) + "".join(sorted(each for each in set(letters) if letters.count(each) == 1))
+    labels = [_labels(term, x.dim()) for term, x in zip(terms, given, strict=True)]
+    split = [(each[place.dim], place) for each, x in zip(labels, given, strict=True) if (place := at(x))]
+    letter, place = split[0]
+    if any((other, where[1:]) != (letter, place[1:]) for other, where in split):
+        raise MixesPartsError("multiplies all of the split dim with all of it")
+    for each, x in zip(labels, given, strict=True):
+        if each.count(letter) > 1:
+            raise MixesPartsError("takes a diagonal of the split dim")
+        if at(x) is None and letter in each:
+            require_one(x, each.index(letter) - len(each))
+    dots = max((sum(isinstance(each, int) for each in term) for term in labels), default=0)
+    out = _labels(right, len(right.replace("...", "")) + dots * ("..." in right))
+    if letter not in out:
+        raise MixesPartsError("sums over the split dim")
+    return place.at(out.index(letter))
+
+
+def _labels(term: str, ndim: int) -> list[str | int]:
+    """The letters of a term's dims; those of its dots count from the right, from 1 on."""
+    before, dots, after = term.partition("...")
+    count = ndim - len(before) - len(after) if dots else 0
+    return [*before, *range(count, 0, -1), *after]
+
+
+# --- the table
+
+_reduced = _along("reduces", is_gone=True)
 _ROWS: list[tuple[Rule, str]] = [
-    (product_rules.linear, "linear"),
-    (product_rules.matmul, "matmul mm bmm mv"),
-    (product_rules.added_product, "addmm baddbmm"),
-    (product_rules.einsum, "einsum"),
-    (product_rules.attention, "scaled_dot_product_attention"),
+    (_linear, "linear"),
+    (_matmul, "matmul mm bmm mv"),
+    (_einsum, "einsum"),
+    (_attention, "scaled_dot_product_attention"),
     (view_rules.indexed, "getitem"),
-    (view_rules.assigned, "setitem"),
     (view_rules.chosen, "gather scatter scatter_add take_along_dim"),
     (view_rules.index_select, "index_select"),
     (view_rules.looked_up, "embedding"),
@@ -105,12 +184,10 @@ _ROWS: list[tuple[Rule, str]] = [
     (view_rules.flattened, "flatten ravel"),
     (view_rules.unflattened, "unflatten"),
     (view_rules.permuted(view_rules.swapped), "transpose t mT mH"),
-    (view_rules.permuted(view_rules.moved), "movedim"),
     (view_rules.permuted(lambda call, ndim: call.get("dim")), "permute"),
     (view_rules.unsqueezed, "unsqueeze"),
     (view_rules.squeezed, "squeeze"),
     (view_rules.expanded, "expand expand_as broadcast_to repeat tile"),
-    (view_rules.padded, "pad"),
     (_same, "one_hot empty_like cpu cuda deepcopy view_as_real"),
     (_joined, "cat"),
     (_stacked, "stack"),
@@ -119,13 +196,17 @@ _ROWS: list[tuple[Rule, str]] = [
     (_reduced, "var std var_mean std_mean"),
     (_normalized, "layer_norm rms_norm"),
     (_along(), "softmax log_softmax cumsum cumprod logcumsumexp flip roll"),
-    (_along(-1), "sort argsort topk glu"),
-    (_along(0), "chunk split tensor_split narrow"),
-    (_along(1), "normalize"),
+    (_along(default=-1), "sort argsort topk glu"),
+    (_along(default=0), "chunk split tensor_split narrow"),
+    (_along(default=1), "normalize"),
     (_interleaved, "repeat_interleave"),
-    (_removed(0), "select unbind"),
-    (_removed(-1), "view_as_complex"),
-    (_reads_values, "item tolist numpy bool float int index array contains equal allclose is_nonzero _is_all_true"),
+    (_along("selects from", 0, is_gone=True), "select unbind"),
+    (_along("selects from", -1, is_gone=True), "view_as_complex"),
+    (_refused("is not followed: make a new tensor, by torch.where or masked_fill"), "setitem"),
+    (
+        _refused("reads the values of one rank, so that ranks may go different ways"),
+        "item tolist numpy bool float int index array contains equal allclose is_nonzero _is_all_true",
+    ),
 ]
 #: by name of the ATen operator; the reductions that torch tags as such need no name
 RULES = {name: rule for rule, names in _ROWS for name in names.split()}
@@ -134,4 +215,36 @@ RULES = {name: rule for rule, names in _ROWS for name in names.split()}
 RANDOM = {
     *("dropout", "alpha_dropout", "rrelu", "bernoulli", "normal", "uniform"),
     *("rand_like", "randn_like", "randint_like"),
+}
+
+
+# --- what is said of what is refused
+
+
+def refusal(name: str, error: MixesPartsError, x: Any) -> str:
+    spoken = _SPOKEN.get(name, name)
+    given = f"{spoken} {error}. Its input is a rank's part of a tensor ({x!r}), so it would be wrong in silence."
+    if not x.placement.is_whole:
+        return f"{given} Call colossus.layers.to_whole(x) before it.{_HINTS.get(name, '')}"
+    return (
+        f"{given} parallel.sequence splits dim 1 of a batch, its tokens, which meet in colossus.layers.Attention and "
+        f"TransformerBlock; positions are those of colossus.layers.PositionEmbedding and rotary=True; "
+        f"colossus.layers.local(x) gives the rank's part as a plain tensor, for code that takes care of it itself"
+    )
+
+
+_SPOKEN = {"__getitem__": "indexing", "__setitem__": "assigning by index", "__matmul__": "@", "__rmatmul__": "@"}
+_HINTS = {
+    "dropout": " colossus.layers.Dropout drops differently on each rank.",
+    **dict.fromkeys(
+        ("view", "reshape", "unflatten"),
+        " For the heads of an attention leave their number open, view(.., -1, head_dim), or use "
+        "colossus.layers.split_heads(x, heads) and merge_heads.",
+    ),
+    **dict.fromkeys(
+        ("chunk", "split", "glu"),
+        " For a gate let one linear give both: colossus.layers.Linear(inputs, dict(gate=n, value=n), split='column') "
+        "returns two tensors.",
+    ),
+    "layer_norm": " colossus.layers.LayerNorm is right on split features.",
 }

@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 from colossus.comm.conjugate import conjugate
 from colossus.error_place import located_error
-from colossus.sharded_tensor.operands import At, aligned
 from colossus.sharded_tensor.operators import LIKE_FIRST, PASSED_ON, Call, aten_name, bind, is_pointwise, tensors_of
 from colossus.sharded_tensor.placement import ROLES, MixesPartsError, Place, Placement, local_mask
-from colossus.sharded_tensor.refusal import refusal
-from colossus.sharded_tensor.rules import RANDOM, RULES
+from colossus.sharded_tensor.rules import RANDOM, RULES, refusal
+from colossus.sharded_tensor.view_rules import At, aligned
 
 _WHOLE = (Tensor, torch.nn.Parameter, FakeTensor)
 
@@ -69,10 +68,14 @@ class ShardedTensor(Tensor):
                 try:
                     placement = _placement_of_result(name, func, args, kwargs, tensors, is_elementwise)
                 except MixesPartsError as error:
-                    if torch._C._current_graph_task_id() != -1 and not _hooks.are_running and first.placement.is_whole:
+                    if (
+                        torch._C._current_graph_task_id() != -1
+                        and not getattr(_hooks, "are_running", False)
+                        and first.placement.is_whole
+                    ):
                         # the backward of a user's own autograd function: its sums are those of a rank's part
                         return func(*_plain(args), **_plain(kwargs))
-                    raise located_error(refusal(name, error, first, first.placement)) from None
+                    raise located_error(refusal(name, error, first)) from None
                 if name == "scaled_dot_product_attention":
                     args, kwargs = _with_local_mask(args, kwargs, placement)
                 elif placement.split_axes and any(_wants_sum(x) for x in tensors):
@@ -208,7 +211,7 @@ def _bound(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     if name == "__getitem__":
         return Call("getitem", {"self": args[0], "index": args[1]}, None)
     if name == "__setitem__":
-        return Call("setitem", {"self": args[0], "index": args[1], "value": args[2]}, None)
+        return Call("setitem", {"self": args[0]}, None)
     if name == "einsum":
         return Call(name, {"args": args}, None)
     return bind(func, args, kwargs)
@@ -284,7 +287,7 @@ def _property(func: Any, args: tuple[Any, ...]) -> Any:
     x = args[0]
     if name in ("T", "H", "data"):
         what = "reverses all dims" if name != "data" else "leaves autograd behind"
-        raise located_error(refusal(f"x.{name}", MixesPartsError(what), x, x.placement))
+        raise located_error(refusal(f"x.{name}", MixesPartsError(what), x))
     out = func(*args)
     if not isinstance(out, Tensor) or name == "_base":
         return out
@@ -293,16 +296,8 @@ def _property(func: Any, args: tuple[Any, ...]) -> Any:
     return _mark(out, x.placement)
 
 
-# --- hooks of gradients
-
-
-class _Hooks(threading.local):
-    """Whether a hook of a user's runs in backward: it is refused what a forward is."""
-
-    are_running = False
-
-
-_hooks = _Hooks()
+#: whether a hook of a user's runs in backward, in this thread: it is refused what a forward is
+_hooks = threading.local()
 
 
 def _split_hook(hook: Callable[[Tensor], Tensor | None], placement: Placement) -> Callable[[Tensor], Tensor | None]:

@@ -1,4 +1,7 @@
-"""Rules of views, permutations, repetitions and indices; see `colossus.sharded_tensor.rules`."""
+"""Where the operands of a function have a split dim; rules of views, permutations, repetitions and indices.
+
+See `colossus.sharded_tensor.rules`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.sharded_tensor.operands import At, Rule, aligned, found, require_one
 from colossus.sharded_tensor.operators import Call
 from colossus.sharded_tensor.placement import MixesPartsError, Place, as_dims, avoid, regrouped, without
+
+
+class At:
+    """Where operands have the split dim of one role.
+
+    Attributes:
+        parts: whether ranks hold contiguous parts of the dim, which may be cut into groups: not of a sequence, whose
+            ranks hold tokens in the order of its attention.
+    """
+
+    def __init__(self, role: str) -> None:
+        self.role, self.parts = role, role != "sequence"
+
+    def __call__(self, x: Any) -> Place | None:
+        placement = None if type(x) is Tensor else getattr(x, "placement", None)
+        return None if placement is None else placement.place(self.role)
+
+
+Rule = Callable[[At, Call], Place]
+
+
+def found(at: At, x: Any) -> Place:
+    """Where a tensor has the split dim, which it must have."""
+    place = at(x)
+    if place is None:
+        raise MixesPartsError("is not known to be right when what is split comes as this argument")
+    return place
+
+
+def aligned(at: At, operands: Sequence[Any]) -> Place:
+    """The place, from the right, in what operands that meet element by element give."""
+    first: tuple[Tensor, Place] | None = None
+    for x in operands:
+        if isinstance(x, Tensor) and (place := at(x)) is not None:
+            right = place.at(place.dim - x.dim())
+            if first is None:
+                first = x, right
+            elif right != first[1] and (x.dim() or first[0].dim()):
+                raise MixesPartsError(
+                    f"brings what is split in dim {first[1].dim + first[0].dim()} of shape {tuple(first[0].shape)} "
+                    f"together with what is split in dim {place.dim} of shape {tuple(x.shape)}"
+                )
+    assert first is not None
+    for x in operands:
+        if isinstance(x, Tensor) and at(x) is None:
+            require_one(x, first[1].dim)
+    return first[1]
+
+
+def require_one(x: Tensor, dim: int) -> None:
+    """That a plain tensor is broadcast over the split dim, which is ``dim`` from the right."""
+    if x.dim() >= -dim and x.shape[dim] != 1:
+        raise MixesPartsError(
+            f"lets dim {x.dim() + dim} of a plain tensor of shape {tuple(x.shape)}, which is whole, meet a dim of "
+            f"which a rank has a part (between a column and a row linear what is split alike comes from a "
+            f"colossus.layers.Linear(.., split='column'): the second matrix of LoRA, say)"
+        )
+
+
+# --- views and indices
 
 
 def view(at: At, call: Call) -> Place:
@@ -64,15 +126,6 @@ def swapped(call: Call, ndim: int) -> list[int]:
     return order
 
 
-def moved(call: Call, ndim: int) -> list[int]:
-    sources, targets = ([dim % ndim for dim in as_dims(call.get(n)) or ()] for n in ("source", "destination"))
-    order = [-1] * ndim
-    for source, target in zip(sources, targets, strict=True):
-        order[target] = source
-    rest = iter([dim for dim in range(ndim) if dim not in sources])
-    return [next(rest) if dim < 0 else dim for dim in order]
-
-
 def unsqueezed(at: At, call: Call) -> Place:
     x = call.get("self")
     place = found(at, x)
@@ -98,15 +151,6 @@ def expanded(at: At, call: Call) -> Place:
     if len(sizes) >= -right.dim and sizes[right.dim] not in kept:
         raise MixesPartsError("repeats the split dim")
     return right
-
-
-def padded(at: At, call: Call) -> Place:
-    x, sizes = call.get("self"), call.get("pad")
-    place, dims = found(at, x), len(sizes) // 2
-    given = [x.dim() - 1 - number // 2 for number, size in enumerate(sizes) if size]
-    if place.dim >= x.dim() - dims and (place.dim in given or call.get("mode", default="constant") != "constant"):
-        raise MixesPartsError(f"adds to dim {place.dim}, which is split")
-    return place
 
 
 def indexed(at: At, call: Call) -> Place:
@@ -147,26 +191,6 @@ def _without_ellipsis(parts: tuple[Any, ...], ndim: int) -> list[Any]:
         if part is Ellipsis:
             return [*parts[:number], *rest, *parts[number + 1 :]]
     return [*parts, *rest]
-
-
-def assigned(at: At, call: Call) -> Place:
-    x, index, value = (call.get(name) for name in ("self", "index", "value"))
-    if at(x) is None:
-        raise MixesPartsError("writes what is split into a plain tensor, which is whole")
-    place = found(at, x)
-    if isinstance(index, Tensor) and index.dtype == torch.bool and at(index) == place:
-        if isinstance(value, Tensor) and value.dim():
-            raise MixesPartsError("writes to what a mask selects (take torch.where(mask, value, x))")
-        return place
-    region = indexed(at, call)
-    if isinstance(value, Tensor):
-        with torch.no_grad():
-            ndim = x.detach()[index].dim()
-        if at(value) is None:
-            require_one(value, region.dim - ndim)
-        elif found(at, value).dim - value.dim() != region.dim - ndim:
-            raise MixesPartsError("writes what is split in one dim to what is split in another")
-    return place
 
 
 def chosen(at: At, call: Call) -> Place:

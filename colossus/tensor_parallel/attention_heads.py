@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colossus.arithmetic import either, nearest_multiples, not_a_multiple
+from colossus.arithmetic import not_a_multiple
 from colossus.tensor_parallel.choose_sharding import IndivisibleSize, Shardings
 
 
@@ -23,28 +23,17 @@ def head_problems(
         prefix: goes before the name of a size, ``model.`` for the keys of a config.
     """
     problems = []
+    pairs, turns = (2, "2 x ") if rotary else (1, "")  # rotary positions turn pairs of features
     if head_dim is not None:
-        if rotary and head_dim % 2:
-            problems.append(
-                f"{prefix}head_dim = {head_dim} is odd, but rotary positions turn pairs of features; nearest: "
-                f"{either([n for n in (head_dim - 1, head_dim + 1) if n])}"
-            )
-    elif hidden_size % num_heads:
-        problems.append(
-            not_a_multiple(f"{prefix}hidden_size", hidden_size, f"{prefix}num_heads = {num_heads}", num_heads)
-        )
-    elif rotary and hidden_size // num_heads % 2:
-        near = either(nearest_multiples(hidden_size, 2 * num_heads))
-        problems.append(
-            f"{prefix}hidden_size / {prefix}num_heads = {hidden_size} / {num_heads} = {hidden_size // num_heads} is "
-            f"odd, but rotary positions turn pairs of features; nearest hidden_size: {near}"
-        )
+        if head_dim % pairs:
+            problems.append(not_a_multiple(f"{prefix}head_dim", head_dim, "2, of which rotary positions turn pairs", 2))
+    elif hidden_size % (pairs * num_heads):
+        by = f"{turns}{prefix}num_heads = {pairs * num_heads}{' (rotary positions turn pairs)' * rotary}"
+        problems.append(not_a_multiple(f"{prefix}hidden_size", hidden_size, by, pairs * num_heads))
     if num_heads % num_kv_heads:
-        divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        nearest = min(divisors, key=lambda n: abs(n - num_kv_heads))
         problems.append(
             f"{prefix}num_kv_heads = {num_kv_heads} does not divide {prefix}num_heads = {num_heads} (every key/value "
-            f"head serves the same number of query heads); nearest: {nearest}"
+            f"head serves the same number of query heads)"
         )
     return problems
 
@@ -69,15 +58,13 @@ def are_replicated(num_kv_heads: int, shardings: Shardings | None) -> bool:
     return shardings is not None and num_kv_heads < shardings.ways(shardings.regions.inner.features)
 
 
-def uneven_kv_heads(num_heads: int, num_kv_heads: int, ways: int, by: str, prefix: str = "") -> str:
-    """Why ``num_kv_heads`` key/value heads do not fit ``ways`` ranks, more than there are.
+def uneven_kv_heads(num_kv_heads: int, by: str, prefix: str = "") -> str:
+    """Why these key/value heads do not fit more ranks than there are heads.
 
     Args:
         by: names these ranks with their number (``parallel.tensor.size = 4``).
     """
-    fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and (ways % n == 0 or n % ways == 0)]
-    nearest = min(fitting, key=lambda n: abs(n - num_kv_heads))
     return (
         f"{prefix}num_kv_heads = {num_kv_heads} does not divide {by}: of key/value heads that are fewer than the ranks "
-        f"each serves as many ranks; nearest: {nearest}"
+        f"each serves as many ranks"
     )

@@ -116,22 +116,16 @@ class Shardings:
         in_features: int,
         outputs: Mapping[str, int],
     ) -> list[IndivisibleSize]:
-        needs: dict[tuple[str, int, tuple[str, ...]], None] = {}
-        for axes in (source.features, sharding.x.features, sharding.weight.dims[1], sharding.gathered_weight.dims[1]):
-            needs["in_features", in_features, axes] = None
+        def misfits(name: str, size: int, *splits: tuple[str, ...]) -> dict[tuple[str, int], IndivisibleSize]:
+            ways = {axes: self.ways(axes) for axes in splits}
+            return {(name, n): IndivisibleSize(name, size, axes, n) for axes, n in ways.items() if size % n}
+
+        weight, gathered = sharding.weight.dims, sharding.gathered_weight.dims
+        found = misfits("in_features", in_features, source.features, sharding.x.features, weight[1], gathered[1])
         for output, out in outputs.items():
             name = f"out_features ({output})" if output else "out_features"
-            for axes in (
-                target.features,
-                sharding.y.features,
-                sharding.weight.dims[0],
-                sharding.gathered_weight.dims[0],
-            ):
-                needs[name, out, axes] = None
-        found = [
-            IndivisibleSize(name, size, axes, self.ways(axes)) for name, size, axes in needs if size % self.ways(axes)
-        ]
-        return list({(item.name, item.ways): item for item in found}.values())  # one of each number of ranks
+            found |= misfits(name, out, target.features, sharding.y.features, weight[0], gathered[0])
+        return list(found.values())  # one of each number of ranks
 
     def ways(self, axes: Sequence[str]) -> int:
         """Ranks along the product of axes."""

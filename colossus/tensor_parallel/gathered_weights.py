@@ -33,7 +33,6 @@ class WgradDeferral:
 
     @property
     def is_active(self) -> bool:
-        """Whether backward runs inside of `deferred`."""
         return self._tasks is not None
 
     def takes(self, weight: Tensor) -> bool:

@@ -169,17 +169,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, plans: MatmulPlans) -
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ w.T + bias``: every forward, dgrad and wgrad of a linear layer on one rank. What takes it in another
-    precision belongs here.
-
-    | | x | w | product |
-    |---|---|---|---|
-    | forward | x [.., in] | weight [out, in] | y [.., out] |
-    | dgrad | dy [.., out] | weight.T [in, out] | dx [.., in] |
-    | wgrad | dy.T [out, rows] | x.T [in, rows] | dweight [out, in], see `wgrad_product` |
-
-    Args:
-        bias: [out], or None.
-    """
+    precision belongs here."""
     return F.linear(x, w, bias)
 
 

@@ -78,21 +78,13 @@ class TensorMode:
             ValueError: when ``size`` does not factor as the mode needs; shows the arithmetic and near sizes.
         """
         if shape is not None:
-            if len(shape) != len(cls.axes):
+            sizes = dict(zip(cls.axes, shape, strict=False))
+            is_deep = depth in (None, sizes.get("depth", depth))
+            if len(shape) != len(cls.axes) or math.prod(shape) != size or not is_deep:
+                of_depth = "" if depth is None else f", with parallel.tensor.depth = {depth}"
                 raise ValueError(
-                    f"parallel.tensor.shape = {tuple(shape)} has {len(shape)} numbers, but mode {cls.name} has "
-                    f"{len(cls.axes)} axes ({', '.join(cls.axes)})"
-                )
-            if math.prod(shape) != size:
-                product = " x ".join(map(str, shape))
-                raise ValueError(
-                    f"parallel.tensor.shape: {product} = {math.prod(shape)}, but parallel.tensor.size = {size}"
-                )
-            sizes = dict(zip(cls.axes, shape, strict=True))
-            if depth is not None and sizes.get("depth", depth) != depth:
-                raise ValueError(
-                    f"parallel.tensor.shape = {tuple(shape)} has depth {sizes['depth']}, but parallel.tensor.depth = "
-                    f"{depth}"
+                    f"parallel.tensor.shape = {tuple(shape)}: mode {cls.name} has {len(cls.axes)} axes "
+                    f"({', '.join(cls.axes)}), whose product must be parallel.tensor.size = {size}{of_depth}"
                 )
             return sizes
         return dict(zip(cls.axes, cls.default_shape(size, depth or 0), strict=True))

@@ -62,18 +62,6 @@ class MatmulTraffic:
         again = (Traffic() if keep else self.x.forward) + (self.w.forward if weights == "matmul" else Traffic())
         return self.y.backward + self.x.backward + self.w.backward + again
 
-    def recomputed(self, *, is_last: bool, keep: bool = False, weights: str = "matmul") -> Traffic:
-        """Of what ``full`` activation checkpointing repeats of the forward, in backward.
-
-        Args:
-            is_last: whether it is the last product of the checkpointed module. Of that only what its own backward needs
-                is made again: not y, nor what is gathered for y alone.
-            keep, weights: as of `backward`; with ``step`` no weight moves again.
-        """
-        x = self.x.forward if keep or not is_last else Traffic()
-        w = self.w.forward if weights == "microbatch" or (weights == "matmul" and not is_last) else Traffic()
-        return x + w + (Traffic() if is_last else self.y.forward)
-
     def step(self, microbatches: int, *, keep: bool = False, weights: str = "matmul") -> Traffic:
         """Of all microbatches of a step; with scope ``step`` the weight moves once in each direction."""
         each = self.forward() + self.backward(keep=keep, weights=weights)

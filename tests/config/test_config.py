@@ -459,8 +459,8 @@ def test_data_is_derived() -> None:
         (dict(mode="2d", size=6), "parallel.tensor: 2d: parallel.tensor.size = 6 is not a square (q x q); use 4 or 9"),
         (dict(mode="3d", size=9), "parallel.tensor: 3d: parallel.tensor.size = 9 is not a cube (q x q x q); use 8 or"),
         (dict(mode="2.5d", size=6, depth=2), "parallel.tensor: 2.5d: parallel.tensor.size / depth = 6 / 2 = 3 is not"),
-        (dict(mode="2d", size=4, shape=(2, 3)), "parallel.tensor: parallel.tensor.shape: 2 x 3 = 6, but"),
-        (dict(mode="2d", shape=(2, 3, 1)), "parallel.tensor: parallel.tensor.shape = (2, 3, 1) has 3 numbers, but"),
+        (dict(mode="2d", size=4, shape=(2, 3)), "parallel.tensor: parallel.tensor.shape = (2, 3): mode 2d has 2 axes"),
+        (dict(mode="2d", shape=(2, 3, 1)), "parallel.tensor: parallel.tensor.shape = (2, 3, 1): mode 2d has 2 axes"),
         (dict(mode="2d", size=4, depth=2), "parallel.tensor.depth = 2 means nothing in mode 2d; it is for mode 2.5d"),
     ],
 )
@@ -493,7 +493,7 @@ def test_batch() -> None:
             dict(num_heads=12, num_kv_heads=4, hidden_size=144),
             dict(tensor=6),
             "model.num_kv_heads = 4 does not divide parallel.tensor.size = 6: of key/value heads that are fewer "
-            "than the ranks each serves as many ranks; nearest: 3",
+            "than the ranks each serves as many ranks",
         ),
         (
             dict(hidden_size=102, num_heads=6),

@@ -26,8 +26,7 @@ from colossus.config.training import ActivationCheckpoint
 from colossus.engine.checkpointed_modules import chosen_modules, with_activation_checkpoint
 from colossus.launch.command import describe
 from colossus.launch.preflight import check_model
-from colossus.layers.checkpointed_forward import checkpoint_module
-from colossus.layers.checkpointing import is_kept
+from colossus.layers.checkpointing import checkpoint_module, is_kept
 
 KINDS: list[Any] = [
     "full",

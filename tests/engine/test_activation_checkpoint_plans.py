@@ -55,7 +55,10 @@ def repeated(context: ParallelContext) -> Traffic:
         assert isinstance(sharding, MatmulSharding)
         source, target = shardings.default_layouts(split)
         traffic = matmul_traffic(sharding, source, target, (BATCH, TOKENS, inner), sum(outputs.values()), sizes)
-        total += traffic.recomputed(is_last=number == 3, keep=options.keep_gathered, weights=options.weight_scope)
+        is_last, weights = number == 3, options.weight_scope
+        total += traffic.x.forward if options.keep_gathered or not is_last else Traffic()
+        total += traffic.w.forward if weights == "microbatch" or (weights == "matmul" and not is_last) else Traffic()
+        total += Traffic() if is_last else traffic.y.forward
     outer = model_parallel_of(context).regions.residual
     ranks = context.size(outer.features) if outer.features else 1
     if ranks > 1:  # each norm gathers a mean and a square of each row

@@ -11,23 +11,11 @@ from helpers.training import batch_of, config_of
 
 import colossus
 from colossus.engine.inputs import StepBatch
-from colossus.layers.model_parallel import BatchInfo, BatchScope, model_parallel_of
+from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.schedule.observer import StepObserver
 
 PADDED = dict(sequence=dict(size=2, mode="ring", pad=True))
 SIZES: dict[str, Any] = dict(vocab_size=256, seq_len=6)
-
-
-def test_a_scope_ends_with_its_batch() -> None:
-    scope = BatchScope()
-    with scope.enter(BatchInfo(num_tokens=5)):
-        with scope.enter(BatchInfo(num_tokens=3)):
-            assert scope.info.num_tokens == 3
-        assert scope.info.num_tokens == 5
-        with pytest.raises(ZeroDivisionError), scope.enter(BatchInfo(num_tokens=4)):
-            raise ZeroDivisionError
-        assert scope.info.num_tokens == 5
-    assert scope.info == BatchInfo()
 
 
 def test_fingerprints_tell_batches_apart() -> None:

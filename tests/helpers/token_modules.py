@@ -81,9 +81,7 @@ def whole_memory(m: Any, x: Tensor) -> Tensor:
 
 def rewritten(m: Any, x: Tensor) -> Tensor:
     y = x.clone()
-    y[..., :4] = x[..., 4:8] * 2
-    y[:, :, 5] += 1.0
-    y[y > 1.5] = 0.5
+    y[..., :4] = 0.5
     return y @ m.weight
 
 
@@ -115,23 +113,17 @@ POSITION_WISE: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16, bias=False)),
     "rms norm": lambda: nn.Sequential(nn.RMSNorm(16), nn.Softmax(dim=-1)),
     "gated": lambda: Of(lambda m, x: m.down(F.glu(m.up(x), dim=-1)), up=nn.Linear(16, 64), down=nn.Linear(32, 16)),
-    "chunks": lambda: Of(lambda m, x: torch.cat([a * b for a, b in zip(*(m.up(x).chunk(2, -1),) * 2, strict=True)], -1)
-                         @ m.weight, up=nn.Linear(16, 16)),
     "heads": lambda: Of(heads, up=nn.Linear(16, 32), down=nn.Linear(32, 16)),
     "heads of one token": lambda: Of(heads_of_one_token),
     "einsum": lambda: Of(lambda m, x: torch.einsum("bth,hk->btk", x, m.weight)),
-    "einsum of pairs": lambda: Of(lambda m, x: torch.einsum("...h,...k,hk->...h", x, x, m.weight)),
     "from the left": lambda: Of(lambda m, x: (m.weight @ x.permute(0, 2, 1)).permute(0, 2, 1)),
-    "token first": lambda: Of(lambda m, x: (x.movedim(1, 0).contiguous() @ m.weight).movedim(0, 1)),
     "experts": lambda: Of(experts, gate=nn.Linear(16, 3), experts=nn.ModuleList(nn.Linear(16, 16) for _ in range(3))),
     "looked up": lambda: Of(looked_up, table=nn.Embedding(16, 16)),
     "matrix for each token": lambda: Of(
         lambda m, x: (x.unsqueeze(-1) @ x.unsqueeze(-2) @ m.weight).mean(-2), proj=nn.Linear(16, 16)
     ),
     "memory that is whole": lambda: Of(whole_memory, query=nn.Linear(16, 16)),
-    "scans of features": lambda: Of(lambda m, x: x.sort(dim=-1).values.cumsum(-1).flip(-1) @ m.weight),
     "in place": lambda: Of(in_place, linear=nn.Linear(16, 16), relu=nn.ReLU(inplace=True)),
-    "rewritten": lambda: Of(rewritten),
     "masked": lambda: Of(lambda m, x: torch.where(x > 0, x @ m.weight, x.masked_fill(x < -1, 0.0))),
     "standardized": lambda: Of(standardized),
     "checkpointed": lambda: Of(lambda m, x: checkpoint(m.mlp, x, use_reentrant=False), mlp=nn.Sequential(
@@ -141,7 +133,6 @@ POSITION_WISE: dict[str, Callable[[], nn.Module]] = {
     "own autograd function": lambda: Of(lambda m, x: Product.apply(Square.apply(x) - x, m.weight)),
     "hook of a gradient": lambda: Of(hooked),
     "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
-    "plain features": lambda: Of(lambda m, x: x * m.weight[0] + m.weight[1:2]),
 }  # fmt: skip
 
 
@@ -156,17 +147,9 @@ class Recurrent(nn.Module):
         return self.make()(x)[0]
 
 
-def causal_mean(m: Any, x: Tensor) -> Tensor:
-    return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
-
-
 def own_attention(m: Any, x: Tensor) -> Tensor:
     q, k, v = (x.unflatten(-1, (4, 4)).transpose(1, 2) for _ in range(3))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-
-
-def written_out_attention(m: Any, x: Tensor) -> Tensor:
-    return torch.softmax(x @ x.transpose(-2, -1), dim=-1) @ x
 
 
 def across(m: Any, x: Tensor) -> Tensor:
@@ -177,34 +160,22 @@ def across(m: Any, x: Tensor) -> Tensor:
 MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "mean": (lambda: Of(lambda m, x: x - x.mean(dim=1, keepdim=True)), r"mean reduces dim 1, which is split"),
     "sum of all": (lambda: Of(lambda m, x: x / x.sum()), r"sum reduces all dims at once"),
-    "maximum": (lambda: Of(lambda m, x: x - x.max(1).values[:, None]), r"max reduces dim 1"),
-    "norm of a transposed": (lambda: Of(lambda m, x: F.normalize(x.mT, dim=-1).mT), r"normalize works along dim -1"),
     "softmax over tokens": (lambda: Of(lambda m, x: x.softmax(dim=-2)), r"softmax works along dim -2"),
+    "rewritten": (lambda: Of(rewritten), r"assigning by index .* torch.where"),
     "class token": (lambda: Of(lambda m, x: x + x[:, :1]), r"indexing selects from dim 1, which is split"),
-    "last token": (lambda: Of(lambda m, x: x + x[:, -1, None]), r"indexing selects from dim 1"),
     "chosen tokens": (lambda: Of(lambda m, x: x[x[..., 0] > 0]), r"indexing selects by a mask or by indices"),
     "class token in front": (
         lambda: Of(lambda m, x: torch.cat([m.weight[:1].expand(x.shape[0], 1, 16), x], dim=1)[:, 1:]),
         r"cat joins what is split and a plain tensor",
     ),
     "shifted by one": (lambda: Of(lambda m, x: x - x.roll(1, 1)), r"roll works along dim 1"),
-    "padded": (lambda: Of(lambda m, x: F.pad(x, (0, 0, 1, 0))), r"pad adds to dim 1, which is split"),
-    "causal mean": (lambda: Of(causal_mean), r"cumsum works along dim 1"),
-    "reversed": (lambda: Of(lambda m, x: x + x.flip(1)), r"flip works along dim 1"),
-    "sorted": (lambda: Of(lambda m, x: x.sort(dim=1).values), r"sort works along dim 1"),
+    "padded": (lambda: Of(lambda m, x: F.pad(x, (0, 0, 1, 0))), "pad is not known to work"),
     "positions": (
         lambda: Of(lambda m, x: x + torch.arange(x.shape[1])[:, None]),
         r"add lets dim 0 of a plain tensor of shape \(8, 1\), which is whole, .*PositionEmbedding",
     ),
-    "table of positions": (
-        lambda: Of(lambda m, x: x + m.weight[: x.shape[1]]), r"add lets dim 0 of a plain tensor of shape \(8, 16\)"
-    ),
     "own attention": (lambda: Of(own_attention), r"scaled_dot_product_attention looks at the tokens of one rank only"),
-    "attention written out": (lambda: Of(written_out_attention), r"matmul multiplies all of the split"),
     "attention from latents": (lambda: Of(across), r"scaled_dot_product_attention looks at a part of"),
-    "einsum over tokens": (
-        lambda: Of(lambda m, x: torch.einsum("bth,bth->bh", x, x)[:, None] * x), r"einsum sums over the split dim"
-    ),
     "einsum of tokens": (lambda: Of(lambda m, x: torch.einsum("bth,bsh->bts", x, x) @ x), r"einsum multiplies all"),
     "mixed by a matrix": (lambda: Of(lambda m, x: m.weight[:8, :8] @ x), r"matmul sums over the split dim"),
     "linear over tokens": (lambda: Of(lambda m, x: m.mix(x.mT).mT, mix=nn.Linear(8, 8)), r"linear sums over dim -1"),
@@ -212,12 +183,9 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Of(lambda m, x: m.conv(x.mT).mT, conv=nn.Conv1d(16, 16, 3, padding=1)),
         r"conv1d is not known to work on each part by itself",
     ),
-    "channels": (lambda: Of(lambda m, x: m.conv(x), conv=nn.Conv1d(8, 8, 1)), r"conv1d is not known"),
     "lstm": (lambda: Recurrent(nn.LSTM), r"lstm is not known"),
-    "gru": (lambda: Recurrent(nn.GRU), r"gru is not known"),
     "batch norm": (lambda: nn.BatchNorm1d(8), r"batch_norm is not known"),
     "norm over tokens": (lambda: nn.LayerNorm((8, 16)), r"layer_norm normalizes over dim -2, which is split"),
-    "pairs": (lambda: Of(lambda m, x: (x[:, :, None] - x[:, None]).sum(2)), r"sub brings what is split in dim 1"),
     "taken apart": (lambda: Of(lambda m, x: x.view(3, 2, 4, 16).flatten(1, 2)), r"view takes the split dim apart"),
     "written into a plain one": (
         lambda: Of(lambda m, x: torch.zeros(3, 8, 16).copy_(x)), r"copy_ writes what is split into a plain tensor"

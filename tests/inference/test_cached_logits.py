@@ -16,6 +16,7 @@ from colossus.inference import Sampling, generate, load_model
 from colossus.inference.config import Source, generation_config
 from colossus.inference.decoding import Decoding
 from colossus.layers.kv_cache import KeyValueCache
+from colossus.layers.rotary import Rotary
 
 #: the sizes of the parts: a prompt, single tokens, some at once, across the size at which there is more room
 PARTS = (3, 1, 4, 1, 1, 2)
@@ -139,7 +140,8 @@ def test_parts_equal_whole_forwards_under_every_plan(sources: dict[str, Source])
 def test_a_rank_without_rotation_by_its_position_would_be_seen(
     sources: dict[str, Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KeyValueCache, "rows", lambda self, name, tokens, make: make(tokens))
+    cos_sin = Rotary.cos_sin
+    monkeypatch.setattr(Rotary, "cos_sin", lambda self, x, positions, seen: cos_sin(self, x, positions))
     with pytest.raises(AssertionError, match="relative difference by position"):
         check({"gpt": sources["gpt"], "llama": sources["llama"]}, {"one": []})
 

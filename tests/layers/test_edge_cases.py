@@ -32,10 +32,12 @@ def squares(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
     return outputs.square().sum(), len(outputs)
 
 
-def _train(rank: int, parallel: dict[str, Any], factory: Callable[[], nn.Module], loss: Any, batches: Any) -> Any:
+def _train(
+    rank: int, parallel: dict[str, Any], factory: Callable[[], nn.Module], loss: Any, batches: Any, more: Any = None
+) -> Any:
     config = dict(parallel=parallel, optimizer=dict(type="SGD", lr=0.05), device="cpu",
                   train=dict(global_batch_size=len(batches[0]["inputs"]), precision="fp64", seed=5))  # fmt: skip
-    engine = colossus.initialize(config, model=factory, loss_fn=loss)
+    engine = colossus.initialize(config | (more or {}), model=factory, loss_fn=loss)
     index, count = engine.context.index("data"), engine.context.size("data")
     numbers = []
     for batch in batches:
@@ -197,6 +199,22 @@ def test_nan_is_never_right() -> None:
 def test_a_padding_row_starts_at_zero_as_torchs_does() -> None:
     weight: Any = colossus.build(lambda: layers.Embedding(5, 3, padding_idx=-2)).weight
     assert weight.abs().sum(1).eq(0).tolist() == [False, False, False, True, False]
+
+
+def in_place() -> nn.Module:
+    """Plain linears, each followed by a function in place."""
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(inplace=True)) for _ in range(4)),
+    )
+
+
+def test_functions_in_place_behind_plain_linears_of_a_split_backward() -> None:
+    batches = [{"inputs": torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64)}] * 3
+    ((expected, *_),) = run_ranks(1, _train, {}, in_place, squares, batches, with_context=False)
+    for kind in ("zb-h1", "1f1b"):
+        more = dict(schedule=dict(type=kind, microbatches=4))
+        for found, *_ in run_ranks(2, _train, dict(pipeline=2), in_place, squares, batches, more, with_context=False):
+            assert found == pytest.approx(expected, rel=1e-10)
 
 
 # -- sizes of numpy, validation before training -------------------------------------------------------------------

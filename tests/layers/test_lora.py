@@ -9,14 +9,10 @@ import torch
 import torch.nn.functional as F
 from helpers.compared import Case, compare_all, numbers, prepare
 from helpers.modes import BATCH, MODES
-from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
-import colossus
 from colossus import layers
-from colossus.comm import accounting
 from colossus.construct.initial_values import Normal
-from colossus.context.parallel_context import ParallelContext
 from colossus.layout.parameter import spec_of
 
 TOKENS, HIDDEN, WIDE, RANK, ALPHA = 6, 12, 24, 12, 9.0
@@ -102,39 +98,6 @@ def test_training_starts_from_the_base() -> None:
     adapted(x).sum().backward()
     assert adapted.second.weight.grad.abs().max() > 0
     assert adapted.first.weight.grad.abs().max() == 0
-
-
-def traffic(context: ParallelContext) -> list[list[tuple[str, int]]]:
-    """Calls and bytes of a transformer block forward and backward, without and with adapters on its four linears."""
-    found = []
-    for adapts in (False, True):
-
-        def factory(adapts: bool = adapts) -> nn.Module:
-            block = layers.TransformerBlock(HIDDEN, 3, None, WIDE).requires_grad_(False)
-            if adapts:
-                for owner, name in (
-                    (block.attention, "qkv"),
-                    (block.attention, "out"),
-                    (block.mlp, "up"),
-                    (block.mlp, "down"),
-                ):
-                    setattr(owner, name, layers.LoRALinear(getattr(owner, name), RANK))
-            return block
-
-        block = colossus.build(factory, context)
-        x = torch.randn(2, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        with accounting.count() as moved:
-            block(x).sum().backward()
-        found.append((moved.calls(), moved.bytes()))
-    return found
-
-
-def test_what_adapters_send_is_thin() -> None:
-    """In 1D: for a column linear the gradient of the product's middle, for a row linear that middle itself."""
-    for (calls, sent), (adapted_calls, adapted_sent) in run_ranks(3, traffic, plan=None):
-        assert adapted_calls == calls + 4
-        thin = 2 * TOKENS * RANK * 4  # bytes in fp32
-        assert adapted_sent == sent + 4 * thin * 2 * (3 - 1) // 3
 
 
 @pytest.mark.parametrize("base", [nn.Linear(4, 4), nn.Identity()])

@@ -252,17 +252,6 @@ def test_as_in_torch_at_every_place(mode: str) -> None:
     check(mode, [(name, place, {}) for name in CHANGES for place in ("user", "outer")])
 
 
-def test_weights_that_stay_gathered_for_a_step() -> None:
-    """Of which a user's own module may leave some unused."""
-
-    def body(context: ParallelContext) -> list[str]:
-        names = ("forward hooks of mlp.up", "replace_up", "lora_up", "own_row", "replace_out")
-        return [line for name in names for line in differences(context, name, "outer", {})]
-
-    for found in MODES["2d"].run(body, weight_scope="step"):
-        assert not found, "\n".join(found)
-
-
 # -- how often, with which shapes, and what it costs ------------------------------------------------------------
 
 
@@ -315,20 +304,6 @@ def test_hooks_are_called_once_and_move_nothing(mode: str) -> None:
             assert tuple(came[1:]) == (TOKENS, HIDDEN)
 
 
-def inside(context: ParallelContext) -> list[Any]:
-    seen: list[Any] = []
-    block: Any = colossus.build(lambda: layers.TransformerBlock(HIDDEN, HEADS, None, WIDE), context)
-    block.mlp.up.register_forward_hook(lambda module, args, out: seen.append((out, layers.to_whole(out).shape)))
-    block(own(context, X.float()))
-    return [(isinstance(out, layers.ShardedTensor), tuple(whole)) for out, whole in seen]
-
-
-def test_a_hook_inside_of_a_pair_sees_a_split_activation_that_can_be_made_whole() -> None:
-    for mode in ("1d", "2d", "3d"):
-        for (split, shape), *more in MODES[mode].run(inside):
-            assert (split, shape[1:], more) == (True, (TOKENS, WIDE), [])
-
-
 # -- what is refused ------------------------------------------------------------------------------------------
 
 
@@ -341,7 +316,7 @@ def lora_of_plain_linears(context: ParallelContext) -> None:
     colossus.build(factory, context)(own(context, X.float()))
 
 
-@pytest.mark.parametrize("mode", ["1d", "2d", "3d"])
+@pytest.mark.parametrize("mode", ["1d", "2d"])
 def test_lora_inside_of_a_pair_needs_a_split_linear(mode: str) -> None:
     with pytest.raises(RankError, match=r"colossus.layers.Linear\(.., split='column'\)"):
         MODES[mode].run(lora_of_plain_linears)
@@ -364,8 +339,5 @@ def test_what_stands_in_for_a_fused_linear_must_return_as_many() -> None:
         return said
 
     for said in PLAIN.run(body):
-        assert "a Linear returned one tensor of shape (3, 6, 72); it must return 3 tensors" in said[0]
-        assert "a LSTM returned a tuple of 2; a tensor is needed" in said[1]
-
-
-# -- several outputs, and a whole GPT -------------------------------------------------------------------------
+        assert "a Linear returned a Tensor of shape (3, 6, 72); it must return 3 tensors" in said[0]
+        assert "a LSTM returned a tuple; it must return one tensor" in said[1]

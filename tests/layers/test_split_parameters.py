@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import colossus
 from colossus import layers
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.split_parameter import FREED, OWNED, Reason, hide_values, show_values
+from colossus.layout.split_parameter import FREED, OWNED, hide_values, show_values
 
 WORDS, HIDDEN, TOKENS = 24, 12, 4
 
@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[str, str, Callable[[Net, Tensor], Any]]] = {
     "frozen": ("frozen.weight", "Call the layer", lambda net, x: F.linear(x, net.frozen.weight)),
     "with a bias": ("up.bias", "Call the layer", lambda net, x: F.linear(x, torch.ones(24, HIDDEN), net.up.bias)),
     "a lookup": ("ids.weight", "Call the layer", lambda net, x: F.embedding(torch.tensor([1]), net.ids.weight)),
-    "positions": ("ids.weight", "PositionEmbedding", lambda net, x: x + net.ids.weight[:TOKENS]),
+    "positions": ("ids.weight", "Call the layer", lambda net, x: x + net.ids.weight[:TOKENS]),
     "a penalty": ("ids.weight", "weight_decay", lambda net, x: sum(p.square().sum() for p in net.parameters())),
     "an average": ("up.weight", "full_state_dict", lambda net, x: net.up.weight.mean()),
     "in a list": ("up.weight", "full_state_dict", lambda net, x: torch.cat([net.up.weight, torch.ones(1, HIDDEN)])),
@@ -158,11 +158,11 @@ def test_gradients_that_are_asked_for() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("reason", [FREED, OWNED])
-def test_hidden_values_are_for_no_function(reason: Reason) -> None:
+@pytest.mark.parametrize("held", [FREED, OWNED])
+def test_hidden_values_are_for_no_function(held: str) -> None:
     """With or without gradients, of the parameter or of a copy; its shape may be asked for."""
     parameter = nn.Parameter(torch.ones(3, 2))
-    kind = hide_values(parameter, reason)
+    kind = hide_values(parameter, held)
     with torch.no_grad():
         for act in (torch.sum, Tensor.detach, Tensor.clone, torch.t, lambda x: x[0], lambda x: x.mul_(2)):
             for hidden in (parameter, copy.deepcopy(parameter)):

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.activation import Activation
-from colossus.layout.layout import Layout, gradient_axes
-from colossus.layout.parameter import ParameterSpec, local_rows
+from colossus.layout.activation import Activation, gradient_axes
+from colossus.layout.layout import Layout
+from colossus.layout.parameter import ParameterSpec
 from colossus.layout.redistribute import gather, shard
 
 NAMES = ("a", "b", "c")
@@ -71,30 +71,10 @@ def test_each_element_is_owned_once(case: tuple[Layout, tuple[int, ...], dict[st
     assert torch.equal(times, torch.ones(shape))
 
 
-@given(cases)
-def test_axes_of_one_rank_change_nothing(case: tuple[Layout, tuple[int, ...], dict[str, int]]) -> None:
-    layout, shape, grid = case
-    nontrivial = layout.drop_trivial_axes(grid)
-    assert not [
-        axis for axis in (*nontrivial.shard_axes, *nontrivial.partial, *nontrivial.grad_partial) if grid[axis] == 1
-    ]
-    assert nontrivial.chunk(shape, grid) == layout.chunk(shape, grid)
-    assert all(nontrivial.box(shape, grid, at) == layout.box(shape, grid, at) for at in points(grid))
-    assert nontrivial.drop_trivial_axes(grid) == nontrivial
-
-
 def test_the_first_axis_is_the_outermost() -> None:
     grid = {"row": 2, "col": 3}
     assert Layout((("row", "col"),)).box((12,), grid, {"row": 1, "col": 0}) == ((6, 8),)
     assert Layout((("col", "row"),)).box((12,), grid, {"row": 1, "col": 0}) == ((2, 4),)
-
-
-def test_uneven_and_empty_boxes() -> None:
-    """Parts of ceil(size / parts): the last ones get the rest, or nothing."""
-    layout, grid = Layout((("a",),)), {"a": 4}
-    assert [layout.box((5,), grid, {"a": i}) for i in range(4)] == [((0, 2),), ((2, 4),), ((4, 5),), ((5, 5),)]
-    assert [layout.box((1,), grid, {"a": i}) for i in range(4)] == [((0, 1),), ((1, 1),), ((1, 1),), ((1, 1),)]
-    assert layout.chunk((0,), grid) == (0,)
 
 
 # -- shard and gather -----------------------------------------------------------------------------------------
@@ -125,15 +105,11 @@ ROUND_TRIPS = [
     (Layout((("a",), ())), (5, 3)),
     (Layout(((), ("b",))), (5, 3)),
     (Layout((("a", "b"), ())), (7, 2)),
-    (Layout((("b", "a"), ())), (7, 2)),
     (Layout((("b", "a"),)), (2,)),
-    (Layout((("a",), ("b",))), (3, 5)),
     (Layout((("b",), (), ("a",))), (1, 4, 9)),
     (Layout(((), ("b", "a"))), (2, 13)),
     (Layout.whole(2), (3, 3)),
     (Layout((("a",), ()), partial=("b",)), (5, 2)),
-    (Layout(((),), partial=("b", "a")), (3,)),
-    (Layout(((),), grad_partial=("b", "a")), (3,)),
     (Layout((("a",),)), (0,)),
 ]
 
@@ -156,12 +132,6 @@ def _round_trips(context: ParallelContext) -> None:
 
 def test_shard_and_gather_on_real_ranks() -> None:
     run_ranks(4, _round_trips, plan=RankGrid({"a": 2, "b": 2}))
-
-
-def test_fused_rows_follow_each_other() -> None:
-    grid = {"a": 2}
-    layout = Layout((("a",), ()))
-    assert local_rows([(6, 3), (5, 3), (1, 3)], layout, grid) == [(0, 3), (3, 6), (6, 7)]
 
 
 # -- gradients ------------------------------------------------------------------------------------------------
@@ -197,14 +167,6 @@ def test_gradient_axes_complete_the_gradient(case: tuple[Layout, Layout, dict[st
         torch.testing.assert_close(total, true[slice(*box[0])], rtol=0, atol=1e-9)
 
 
-@given(layouts(1), st.lists(layouts(2), max_size=3))
-def test_gradient_axes_of_several_uses(parameter: Layout, activations: list[Layout]) -> None:
-    together = gradient_axes(parameter, *activations)
-    assert set(together) == {axis for each in activations for axis in gradient_axes(parameter, each)}
-    assert len(set(together)) == len(together)
-    assert not set(together) & set(parameter.shard_axes)
-
-
 def test_gradient_axes_of_1d() -> None:
     norm, column = Layout.whole(1), Layout((("tensor",), ()))
     user = Activation(batch=("data",)).at(3)
@@ -237,20 +199,3 @@ def test_roles_of_dims() -> None:
     assert activation.at(2) == Layout((("data", "sequence"), ("tensor",)))
     assert activation.at(1) == Layout((("tensor",),))
     assert activation.shard_axes == ("data", "sequence", "tensor")
-
-
-# -- words ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"dims": (("a",), ("a",))},
-        {"dims": (("a", "a"),)},
-        {"dims": (("a",),), "partial": ("a",)},
-        {"dims": ((),), "partial": ("a",), "grad_partial": ("a",)},
-    ],
-)
-def test_an_axis_named_twice(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"layout \[.*\].* names axis a twice"):
-        Layout(**arguments)

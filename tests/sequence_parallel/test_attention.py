@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +26,7 @@ from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers import checkpointing
-from colossus.sequence_parallel import kernels, ring_attention, tiles
+from colossus.sequence_parallel import kernels, ring_attention
 from colossus.sequence_parallel.attend import attend
 from colossus.sequence_parallel.modes import attention_traffic, require_divisible, zigzag_order
 
@@ -172,21 +173,16 @@ SHAPES = [
 ]
 
 
-@pytest.mark.rest("4-1", "1-4")
-@pytest.mark.parametrize(("ring_ranks", "ulysses_ranks"), [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (1, 1)])
-def test_exact_in_float64(ring_ranks: int, ulysses_ranks: int) -> None:
-    run_exact(SHAPES, ring_ranks, ulysses_ranks)
-
-
-@pytest.mark.rest("2-2", "1-4")
-@pytest.mark.parametrize(("ring_ranks", "ulysses_ranks"), [(4, 1), (1, 4), (2, 2)])
-def test_close_in_less_precision(ring_ranks: int, ulysses_ranks: int) -> None:
-    cases = [replace(case, dtype=dtype, local=16) for dtype in (torch.float32, torch.bfloat16) for case in SHAPES[::2]]
-    run_exact([*cases, replace(SHAPES[3], dtype=torch.float32, local=16)], ring_ranks, ulysses_ranks)
+@pytest.mark.rest("1-4")
+@pytest.mark.parametrize(("ring_ranks", "ulysses_ranks"), [(4, 1), (1, 4), (2, 2), (1, 1)])
+def test_exact(ring_ranks: int, ulysses_ranks: int) -> None:
+    """In float64, and close in less precision."""
+    low = [replace(case, dtype=dtype, local=16) for dtype in (torch.float32, torch.bfloat16) for case in SHAPES[::2]]
+    run_exact([*SHAPES, *low], ring_ranks, ulysses_ranks)
 
 
 def _exact_with_tiles(context: ParallelContext, cases: list[Case], tile: int) -> None:
-    tiles.TILE = tile
+    kernels.TILE = tile
     _exact(context, cases)
 
 
@@ -213,7 +209,7 @@ def drawn_cases(draw: st.DrawFn, ring_ranks: int, ulysses_ranks: int) -> list[Ca
     return cases
 
 
-@settings(max_examples=examples(6), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(4), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), ranks=st.sampled_from([(2, 1), (3, 1), (1, 3), (2, 2)]), tile=st.sampled_from([1, 3, 512]))
 def test_exact_whatever_the_shape(data: st.DataObject, ranks: tuple[int, int], tile: int) -> None:
     cases = data.draw(drawn_cases(*ranks))
@@ -224,8 +220,8 @@ def test_exact_whatever_the_shape(data: st.DataObject, ranks: tuple[int, int], t
 
 def _exact_as_on_an_accelerator(context: ParallelContext, cases: list[Case], tile: int) -> None:
     """Documents are not read, so all tiles have masks; the messages of a step go in one batch."""
-    tiles.can_be_read = lambda documents: False
-    tiles.MASKED_TILE = tile
+    kernels.can_be_read = lambda documents: False
+    kernels.MASKED_TILE = tile
     if context.size("ring") > 1:
         shared_memory.enable(False)
         comm_ring._links_of(context.group("ring"), torch.device("cpu")).has_batches = True
@@ -330,7 +326,7 @@ def computed(ranks: int, index: int, length: int, causal: bool = True) -> int:
     """Scores that one rank computes."""
     scores = 0
     for source in range(ranks):
-        for tile in tiles.attention_tiles(length, ranks, index, source, causal):
+        for tile in kernels.attention_tiles(length, ranks, index, source, causal):
             rows, columns = (span.stop - span.start for span in (tile.queries, tile.keys))
             scores += rows * (rows + 1) // 2 if tile.causal else rows * columns
     return scores
@@ -389,39 +385,10 @@ def test_blocks_without_a_common_document_are_skipped() -> None:
     between = torch.tensor([[0, 2, 0, 2, 1, 1, 1, 1]])
     calls = run_ranks(1, _kernel_calls, Case(local=8, batch=1), between, plan=plan(1))
     assert calls == [([True], [True])]
-    assert not list(tiles.attention_tiles(4, 2, 0, 1, False, between[:, :4], between[:, 4:]))
+    assert not list(kernels.attention_tiles(4, 2, 0, 1, False, between[:, :4], between[:, 4:]))
 
 
 # -- the tests can fail ------------------------------------------------------------------------------------
-
-
-def _own_share_dropped(context: ParallelContext) -> None:
-    """The owner takes what arrives and forgets its own."""
-
-    def backward(*args: Any) -> Any:
-        dq, dk, dv = ring_backward(*args)
-        with patch.object(ring_attention, "_rotating_blocks", first_only):
-            _, own_dk, own_dv = ring_backward(*args)
-        return dq, dk - own_dk, dv - own_dv
-
-    def first_only(k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup) -> Any:
-        yield group.index, [k, v]
-
-    ring_backward = ring_attention._backward
-    with patch.object(ring_attention, "_backward", backward):
-        _exact(context, [Case()])
-
-
-def _chunks_swapped(context: ParallelContext) -> None:
-    def swapped(num_tokens: int, query_rank: int, key_rank: int, causal: bool) -> Any:
-        if key_rank < query_rank:
-            yield tiles.AttentionTile(slice(0, num_tokens), slice(num_tokens // 2, num_tokens))
-        else:
-            yield from right(num_tokens, query_rank, key_rank, causal)
-
-    right = tiles._tiles_of_one_document
-    with patch.object(tiles, "_tiles_of_one_document", swapped):
-        _exact(context, [Case()])
 
 
 def _tokens_in_order(context: ParallelContext) -> None:
@@ -431,13 +398,9 @@ def _tokens_in_order(context: ParallelContext) -> None:
         _exact(context, [Case()])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "what"),
-    [(_own_share_dropped, "dk is off"), (_chunks_swapped, "out is off"), (_tokens_in_order, "out is off")],
-)
-def test_these_tests_can_fail(wrong: Any, what: str) -> None:
-    with pytest.raises(RankError, match=what):
-        run_ranks(4, wrong, plan=plan(4))
+def test_these_tests_can_fail() -> None:
+    with pytest.raises(RankError, match="out is off"):
+        run_ranks(4, _tokens_in_order, plan=plan(4))
 
 
 # -- order, kernels, errors --------------------------------------------------------------------------------
@@ -446,9 +409,9 @@ def test_these_tests_can_fail(wrong: Any, what: str) -> None:
 @pytest.mark.parametrize(
     ("total", "ring_ranks", "ulysses_ranks", "words"),
     [
-        (100, 8, 1, r"100 tokens .* 8 x 1 = 8 .* multiple of 16 \(16 chunks.*nearest that is: 96 and 112"),
-        (3, 1, 4, r"multiple of 4 \(4 parts .*nearest that is: 4$"),
-        (20, 2, 4, r"multiple of 8 \(4 chunks.*, then 4 parts .*: 16 and 24"),
+        (100, 8, 1, r"100 tokens .* 8 x 1 = 8 .* multiple of 16; the nearest that is: 96 and 112"),
+        (3, 1, 4, r"multiple of 4; the nearest that is: 4$"),
+        (20, 2, 4, r"multiple of 8; the nearest that is: 16 and 24"),
     ],
 )
 def test_a_length_that_does_not_split_is_told(total: int, ring_ranks: int, ulysses_ranks: int, words: str) -> None:
@@ -516,17 +479,8 @@ def test_which_kernel() -> None:
     ]
     for device, dtype, head_dim, given_mask, wanted in cases:
         q: Any = torch.empty(1, 1, 1, head_dim, dtype=dtype)
-        described = type(
-            "Described",
-            (),
-            dict(
-                device=torch.device(device),
-                dtype=dtype,
-                shape=q.shape,
-                is_floating_point=q.is_floating_point,
-                element_size=q.element_size,
-            ),
-        )()
+        asked = dict(is_floating_point=q.is_floating_point, element_size=q.element_size)
+        described: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=q.shape, **asked)
         assert kernels._kernel(described, given_mask) == wanted, (device, dtype, head_dim)
 
 
@@ -539,12 +493,9 @@ def _errors(context: ParallelContext) -> list[str]:
     crossed, straight = (ALONE, groups[0]), (groups[0], ALONE)
     attempts: list[tuple[tuple[Tensor, ...], Groups, Tensor | None]] = [
         ((three, three, three), crossed, None),
-        ((q, q[:, :1], q[:, :1]), crossed, None),
         ((q, three, three), straight, None),
-        ((q, k, q), straight, None),
         ((q[:, :, :5], k[:, :, :5], k[:, :, :5]), straight, None),
         ((q, k, k), straight, torch.zeros(2, 12, dtype=torch.int64)),
-        ((q, k, k), straight, torch.zeros(2, 6)),
     ]
     for inputs, given_groups, documents in attempts:
         try:
@@ -558,12 +509,9 @@ def _errors(context: ParallelContext) -> list[str]:
 def test_errors_explain() -> None:
     words = [
         "3 heads on each tensor rank do not divide over 2 ranks",
-        "1 key/value heads on each tensor rank do not divide over 2 ranks",
         "queries (2, 4, 6, 8), keys (2, 3, 6, 8)",
-        "values (2, 4, 6, 8)",
-        "5 tokens on each rank, 2 ranks",
+        "not 5 tokens: the number must be even",
         "documents (2, 12) of torch.int64 must be whole numbers [batch, tokens] = [2, 6]",
-        "documents (2, 6) of torch.float32 must be",
     ]
     for told in run_ranks(2, _errors, plan=plan(2)):
         for sentence, part in zip(told, words, strict=True):

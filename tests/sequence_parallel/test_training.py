@@ -10,10 +10,8 @@ import torch
 from helpers.ranks import RankError, run_ranks
 from helpers.training import (
     Trace,
-    assert_close_states,
     assert_same_numbers,
     assert_same_run,
-    batch_of,
     config_of,
     run_plan,
 )
@@ -21,7 +19,6 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import ConfigError, load_config
 
 STEPS, TOKENS = 2, 16
@@ -141,94 +138,6 @@ def test_lengths_that_do_not_divide_are_padded(name: str) -> None:
         assert_same_numbers(trace, alone(seq_len=13))
 
 
-# -- documents, and attention that is not causal --------------------------------------------------------------------
-
-
-class Reader(nn.Module):
-    """Attention in both directions over packed documents, with our blocks and plain position-wise modules."""
-
-    def __init__(self, causal: bool = False) -> None:
-        super().__init__()
-        self.table = layers.Embedding(19, 24)
-        self.positions = layers.PositionEmbedding(TOKENS, 24)
-        self.blocks = nn.ModuleList(layers.TransformerBlock(24, 4, 2, causal=causal) for _ in range(2))
-        self.norm = nn.LayerNorm(24)
-        self.head = nn.Linear(24, 19)
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        x = self.positions(self.table(inputs["ids"]))
-        for block in self.blocks:
-            x = block(x, documents=inputs.get("documents"))
-        return self.head(self.norm(x))
-
-    def loss(self, logits: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return layers.cross_entropy(logits, batch["labels"])
-
-
-def documents_of(batch: int, tokens: int, step: int) -> Tensor:
-    """Documents of random lengths, the last one padding."""
-    generator = torch.Generator().manual_seed(step)
-    ends = torch.rand(batch, tokens, generator=generator) < 0.25
-    numbers = ends.cumsum(1)
-    for row in range(batch):
-        numbers[row, tokens - (row * 3 + step) % 7 :] = -1
-    return numbers
-
-
-def _read(rank: int, parallel: dict[str, Any], causal: bool, tokens: int, packed: bool) -> Any:
-    settings = dict(
-        parallel=parallel,
-        optimizer=dict(type="AdamW", lr=1e-2),
-        train=dict(global_batch_size=8, precision="fp64", clip_grad_norm=1.0, seed=7),
-        device="cpu",
-    )
-    engine = colossus.initialize(settings, model=lambda: Reader(causal))
-    numbers = []
-    for step in range(2):
-        batch = batch_of(step, dict(vocab_size=19, seq_len=tokens))
-        inputs = {"ids": batch["inputs"]}
-        if packed:
-            inputs["documents"] = documents_of(8, tokens, step)
-        result = engine.train_step({"inputs": inputs, "labels": batch["labels"]})
-        numbers += [result.loss, result.grad_norm]
-    gradients = full_state_dict(engine.model, engine.context, gradients=True)
-    engine.close()
-    return numbers, gradients
-
-
-#: causal, tokens, packed
-READINGS = [(False, 16, True), (True, 16, True), (False, 13, False), (False, 11, True)]
-
-
-def _read_all(rank: int, parallel: dict[str, Any], readings: list[tuple[bool, int, bool]]) -> list[Any]:
-    return [_read(rank, parallel, *reading) for reading in readings]
-
-
-@cache
-def _read_alone() -> list[Any]:
-    return run_ranks(1, _read_all, {}, READINGS, with_context=False)[0]
-
-
-@pytest.mark.rest("hybrid", "2d alone", "3d")
-@pytest.mark.parametrize(
-    ("world", "parallel", "chosen"),
-    [(2, dict(sequence=ring(2)), (0, 1, 2, 3)), (2, dict(sequence=ulysses(2)), (0, 1, 2, 3)),
-     pytest.param(4, dict(sequence=dict(size=4, mode="hybrid")), (1, 3), marks=pytest.mark.long),
-     (4, dict(sequence=ring(2), tensor=dict(mode="3d", shape=(2, 1, 1))), (0, 2)),
-     (4, dict(tensor=dict(mode="2d", size=4)), (1, 3))],
-    ids=["ring", "ulysses", "hybrid", "3d", "2d alone"],
-)  # fmt: skip
-def test_documents_and_both_directions(world: int, parallel: dict[str, Any], chosen: tuple[int, ...]) -> None:
-    if "sequence" in parallel:
-        parallel = {**parallel, "sequence": {**parallel["sequence"], "pad": True}}
-    readings = [READINGS[index] for index in chosen]
-    for found in run_ranks(world, _read_all, parallel, readings, with_context=False):
-        for index, (numbers, gradients) in zip(chosen, found, strict=True):
-            wanted, wanted_gradients = _read_alone()[index]
-            assert numbers == pytest.approx(wanted, rel=1e-10), READINGS[index]
-            assert_close_states(gradients, wanted_gradients, "gradient", atol=1e-11)
-
-
 # -- what is refused --------------------------------------------------------------------------------------------
 
 
@@ -272,8 +181,6 @@ def _build(rank: int, what: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            if what == "mixes":
-                self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
             self.attention = layers.Attention(8, 2, dropout=0.5 if what == "dropout" else 0.0)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -282,11 +189,7 @@ def _build(rank: int, what: str) -> None:
                 return self.attention(x, torch.ones(tokens, tokens, dtype=torch.bool))
             if what == "whole":
                 return self.attention(x) + self.attention(torch.zeros(4, 8, 8)).mean(1, keepdim=True)
-            if what == "pooled":
-                x = self.attention(x)
-                return x.mean(dim=1)
-            x = self.attention(x)
-            return x if what != "mixes" else self.mix(x, x, x)[0]
+            return self.attention(x)
 
     def loss(y: Tensor, batch: Any) -> tuple[Tensor, int]:
         return y.square().sum(), y.numel()
@@ -299,10 +202,6 @@ def _build(rank: int, what: str) -> None:
     ("what", "words"),
     [
         (
-            "mixes",
-            r"multi_head_attention_forward is not known to work.*\n\(in mix \(MultiheadAttention\), at ",
-        ),
-        (
             "mask",
             r"attention \(Attention\): a mask over whole sequences, but parallel.sequence splits them over 2",
         ),
@@ -310,11 +209,7 @@ def _build(rank: int, what: str) -> None:
             "whole",
             r"attention \(Attention\): its input has 8 tokens on each of 2 ranks, but the sequences of this batch",
         ),
-        (
-            "pooled",
-            r"mean reduces dim 1, which is split.*\n\(in Net, at \S*test_training.py:\d+: return x.mean",
-        ),
-        ("dropout", r"dropout = 0.5 of attention weights is not there under parallel.sequence"),
+        ("dropout", r"no dropout of attention weights under parallel.sequence"),
         ("flat", "no tensor of it has two dims or more"),
         ("odd", "7 tokens"),
     ],

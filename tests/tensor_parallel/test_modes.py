@@ -206,6 +206,8 @@ def cases() -> Iterator[Case]:
                     yield Case(f"embedding and head of {vocabulary}, tied {tie}, {title}",
                                partial(Tied, vocabulary, tie, bias), partial(PlainTied, vocabulary, tie, bias),
                                (ids,))  # fmt: skip
+            yield Case(f"embedding with padding, {title}", partial(layers.Embedding, 13, HIDDEN, -1 if bias else 2),
+                       partial(nn.Embedding, 13, HIDDEN, -1 if bias else 2), (integers(13, *lead(ndim)),))  # fmt: skip
             for classes in (10, 12):
                 yield Case(f"{classes} classes and their loss, {title}",
                            lambda b=bias, c=classes: Sequential("head", head=layers.Classifier(HIDDEN, c, b)),
@@ -295,15 +297,10 @@ def test_layers_in_every_mode(mode: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("mode", list(MODES))
-def test_every_layer_in_double_precision(mode: str) -> None:
-    check(mode, {torch.float64: ALL})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", list(MODES))
-def test_every_layer_in_single_precision(mode: str) -> None:
-    check(mode, {torch.float32: ALL})
+def test_every_layer_in_each_precision(mode: str, dtype: torch.dtype) -> None:
+    check(mode, {dtype: ALL})
 
 
 SOME = [case for case in ALL if "bias True" in case.title or case.title.startswith("block")][::7]
@@ -384,25 +381,15 @@ def broken(context: ParallelContext, chosen: list[Case], what: str) -> list[str]
     ("mode", "what"),
     [
         ("1d", "sum"),
-        ("1d_sequence", "reduce_scatter"),
-        ("2d", "reduce_scatter"),
         ("2d", "gradient sync"),
-        pytest.param("2.5d_depth2", "gradient sync", marks=pytest.mark.long),
         ("3d_2x1x2", "reduce_scatter"),
-        ("3d_2x1x2", "gradient sync"),
+        *(pytest.param(mode, "reduce_scatter", marks=pytest.mark.long) for mode in ("1d_sequence", "2d")),
+        *(pytest.param(mode, "gradient sync", marks=pytest.mark.long) for mode in ("2.5d_depth2", "3d_2x1x2")),
     ],
 )
 def test_a_broken_sum_is_seen(mode: str, what: str) -> None:
-    chosen = [
-        case
-        for case in ALL
-        if case.title
-        in (
-            "mlp, 3-D, bias True",
-            "block, gpt, to_whole",
-            "block, llama, to_residual",
-        )
-    ]
+    titles = ("mlp, 3-D, bias True", "block, gpt, to_whole", "block, llama, to_residual")
+    chosen = [case for case in ALL if case.title in titles]
     prepare(chosen, [torch.float64])
     for found in MODES[mode].run(broken, chosen, what, timeout=60):
         assert len(found) > 1, f"{what} is missing and nobody noticed"

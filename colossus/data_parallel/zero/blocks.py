@@ -8,7 +8,7 @@ from torch import nn
 
 from colossus.data_parallel.zero.sharded_block import HeldParameter, Place
 from colossus.layers import Classifier, Embedding, Linear, LMHead
-from colossus.layers.checkpointed_forward import has_forward
+from colossus.layers.checkpointing import has_forward
 from colossus.layers.pipeline_block import NamedBlock
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.registry import TENSOR_MODES
-from colossus.tensor_parallel.mode import MatmulSharding, Regions, TensorMode, square_side
+from colossus.tensor_parallel.mode import MatmulSharding, Regions, TensorMode, is_square, square_side
 
 ROW, COL = ("row",), ("col",)
 
@@ -48,3 +48,27 @@ class TwoD(TensorMode):
             y=replace(regions.whole, partial=COL),
         )
         return move_x, reduce_y
+
+
+@TENSOR_MODES.register("2.5d")
+class TwoAndAHalfD(TwoD):
+    """2.5D (Solomonik and Demmel 2011; Tesseract, 2105.14500): ``depth`` copies of a 2D grid share the batch.
+
+    Weights are replicated over ``depth``, activations are split by batch over depth x row, and gradients are summed
+    over ``depth`` with the other gradients: depth d is data d x 2D, within one model.
+    """
+
+    name = "2.5d"
+    axes = ("depth", "row", "col")
+    batch_axes = ("depth", "row")
+
+    @classmethod
+    def default_shape(cls, size: int, depth: int) -> tuple[int, ...]:
+        if not depth:  # the fewest copies that leave a square
+            depth = next(d for d in range(1, size + 1) if size % d == 0 and is_square(size // d))
+        if size % depth:
+            raise ValueError(
+                f"2.5d: parallel.tensor.size = {size} is not a multiple of parallel.tensor.depth = {depth}"
+            )
+        side = square_side(size // depth, f"2.5d: parallel.tensor.size / depth = {size} / {depth}")
+        return depth, side, side
