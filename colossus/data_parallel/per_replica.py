@@ -36,12 +36,10 @@ class PerReplica(AllReduce):
 
     Attributes:
         holds_parameters: whether a replica that trains alone has the parameters itself; else it has copies of them.
-        stops_by_store: whether requests to stop go as `StopAgreement` says; strategies with a way of their own: false.
     """
 
     exact = False
     holds_parameters: bool = True
-    stops_by_store: bool = True
 
     def __init__(self, options: PerReplicaOptions) -> None:
         self.options = options
@@ -56,7 +54,7 @@ class PerReplica(AllReduce):
         self._requests_of_all = 0.0
         has_others = self._data_group.size > 1
         self.stop_agreement = None
-        if has_others and self.stops_by_store:
+        if has_others:
             self.stop_agreement = StopAgreement(parts.context, on_progress=lambda: self.on_progress())
         if not has_others and parts.context.rank == 0:
             log.warning(
@@ -88,17 +86,15 @@ class PerReplica(AllReduce):
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
         self._distance = None
-        if not self.is_summed(step) or self._data_group.size == 1:
+        if not self.is_summed(step) or self.stop_agreement is None:
             return numbers
-        if self.stop_agreement is not None:
-            self.stop_agreement.enter(step + 1)
+        self.stop_agreement.enter(step + 1)
         self.come_together()
         if self._is_logged(step):
             self._distance = self._average.measure(self.average_addend())
-        total = super().reduce_scalars(step, numbers)
-        if self.stop_agreement is not None:
-            self.stop_agreement.leave(looks=False)
-            self._requests_of_all = float(total[_STOP])
+        total = self.sum_over_replicas(numbers)
+        self.stop_agreement.leave(looks=False)
+        self._requests_of_all = float(total[_STOP])
         return total
 
     def agree_on_stop(self, step: int, requests: float) -> float:
@@ -110,10 +106,7 @@ class PerReplica(AllReduce):
         return self.stop_agreement.agree(step + 1, requests)
 
     def sync_point(self) -> None:
-        if self._data_group.size == 1:
-            return
         if self.stop_agreement is None:
-            self.come_together()
             return
         self.stop_agreement.enter(self._completed + 1)
         self.come_together()

@@ -51,7 +51,9 @@ class Mirror:
         if owned and data is not None:
             self.release(data)
 
-    def receive(self, source: int, kind: int, number: int) -> Message:
+    def receive(
+        self, source: int, kind: int, number: int, while_waiting: Callable[[], object] = lambda: None
+    ) -> Message:
         # a pair's answer is of the size of the request
         _, size, meta = self._sent[REQUEST if kind == ANSWER else kind]
         return Message(source, kind, number, meta, self.buffer(size))
@@ -66,9 +68,6 @@ class Mirror:
     def has_come(self, kind: int) -> bool:
         return True
 
-    def wait(self, seconds: float, until: Callable[[], bool]) -> None:
-        pass
-
     def lost(self, source: int) -> None:
         pass
 
@@ -82,6 +81,7 @@ class Mirror:
 def steps(rank: int, strategies: list[dict[str, Any]]) -> list[list[dict[str, int]]]:
     """Of each strategy and each step from the second on: file -> waits."""
     gossip.PeerLinks = ad_psgd.PeerLinks = Mirror  # type: ignore[misc, assignment]
+    ad_psgd.ADPSGD._meet = lambda self: None  # type: ignore[method-assign]
     found = []
     for strategy in strategies:
         plan = dict(data=4, strategy=dict(strategy))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from colossus.comm.peers import PeerGone, PeerLinks
-from colossus.data_parallel.gossip.gossip import require_same_graph
+from colossus.data_parallel.gossip.gossip import death_of, require_alive, require_same_graph
 from colossus.data_parallel.gossip.pair_answers import ANSWER, REQUEST, PairAnswers
 from colossus.data_parallel.options.gossip_options import ADPSGDOptions
 from colossus.data_parallel.parameter_vector import ParameterVector
@@ -20,9 +20,8 @@ from colossus.gradients.reduction import ModelParts
 from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.graph_checks import two_sides
 
-#: kind of the messages that say that a replica has come to a sync point
-_ARRIVED = 0x0100
-_LOOK_EVERY = 0.5
+#: seconds between two looks of a replica that waits for others
+_POLL = 0.005
 
 
 class Exchange(NamedTuple):
@@ -84,11 +83,10 @@ class ADPSGD(PerReplica):
         graph = make_graph(self.options.graph, data.size, self.options.sends_to)
         require_same_graph(graph, context)
         timeout = context.timeout.total_seconds()
-        self.links = PeerLinks(data, self.vector.nbytes, timeout, pinned=context.device.type == "cuda")
+        self.links = links = PeerLinks(data, self.vector.nbytes, timeout, pinned=context.device.type == "cuda")
         assert self.stop_agreement is not None
-        self.stop_agreement.while_waiting = self.require_alive
+        self.stop_agreement.while_waiting = lambda: require_alive(links)
         self._num_meetings = 0
-        self._arrived: set[tuple[int, int]] = set()
         self._meet()  # all have connections then, by which a death is seen
         weights = _weights(graph)
         sides = two_sides(weights > 0)
@@ -110,7 +108,7 @@ class ADPSGD(PerReplica):
         if self.links is None:
             return
         self._completed, self._applied = step + 1, []
-        self.require_alive()
+        require_alive(self.links)
         self._note("step", self._completed)
         if self.answers is not None:
             self._applied = [1] * self.answers.pass_boundary()
@@ -139,7 +137,7 @@ class ADPSGD(PerReplica):
         try:
             message = self.links.receive(exchange.passive, ANSWER, exchange.number)
         except PeerGone as error:
-            raise _death_of(exchange.passive, str(error)) from error
+            raise death_of(exchange.passive, str(error)) from error
         self.vector.add(message.data, alpha=-1.0)
         self.links.release(message.data)
         self._note("apply", exchange.passive, exchange.number)
@@ -163,39 +161,21 @@ class ADPSGD(PerReplica):
     def _meet(self) -> None:
         """A barrier without a time limit as long as others go on: a replica may be many steps behind.
 
-        What was sent to a replica before it was told of an arrival is with it then.
-
         Raises:
             RuntimeError: one of them has died.
         """
-        links, number, began = self.links, self._num_meetings, time.monotonic()
+        links, store, began = self.links, self.parts.context.store(), time.monotonic()
         assert links is not None
         assert self.stop_agreement is not None
         self._num_meetings += 1
-        others = [index for index in range(links.group.size) if index != links.group.index]
-        links.send(others, _ARRIVED, number)
+        keys = {index: f"arrived/{self._num_meetings}/{index}" for index in range(links.group.size)}
+        store.set(keys[links.group.index], "")
         self.stop_agreement.watch([])
-        while missing := [index for index in others if (index, number) not in self._arrived]:
-            self.require_alive()
+        while missing := [index for index, key in keys.items() if not store.check([key])]:
+            require_alive(links)
             self.stop_agreement.watch(missing)
-            links.wait(_LOOK_EVERY, lambda: links.has_come(_ARRIVED))
-            self._arrived |= {(message.source, message.number) for message in links.take(_ARRIVED)}
-        self._arrived = {(index, at) for index, at in self._arrived if at > number}
+            time.sleep(_POLL)
         links.waited_seconds += time.monotonic() - began
-
-    def require_alive(self) -> None:
-        """Raises a `RuntimeError` if another replica has died."""
-        links = self.links
-        assert links is not None
-        for index in range(links.group.size):
-            if index != links.group.index and (reason := links.lost(index)) is not None:
-                if links.has_left(index):
-                    raise RuntimeError(
-                        f"replica {index} has ended before this one: {links.name(index)} has closed its links. It "
-                        f"failed, or, in a loop of your own, did not come to a sync point that this one waits in or "
-                        f"has before it: all replicas evaluate, save and close as often as each other"
-                    )
-                raise _death_of(index, f"{links.name(index)} has gone: {reason}")
 
     # -- besides ------------------------------------------------------------------------------------------
 
@@ -225,10 +205,6 @@ class ADPSGD(PerReplica):
         if self.answers is not None:
             self.answers.close()
         self.links.close()
-
-
-def _death_of(replica: int, reason: str) -> RuntimeError:
-    return RuntimeError(f"replica {replica} has died: {reason}. Start the run again from its last checkpoint")
 
 
 def _weights(graph: Graph) -> np.ndarray:

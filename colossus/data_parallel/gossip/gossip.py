@@ -13,7 +13,7 @@ from colossus.comm import log
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peers import PeerGone, PeerLinks
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.gossip.push_sum import MIX, InFlight, PushSum, StopRequest
+from colossus.data_parallel.gossip.push_sum import MIX, InFlight, PushSum
 from colossus.data_parallel.options.gossip_options import DPSGDOptions, GossipOptions, SGPOptions
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
@@ -30,7 +30,6 @@ class Gossip(PerReplica):
     """
 
     options: GossipOptions
-    stops_by_store = False
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
@@ -46,8 +45,9 @@ class Gossip(PerReplica):
         if data.size > 1:
             timeout = parts.context.timeout.total_seconds()
             pinned = parts.context.device.type == "cuda"
-            self.links = PeerLinks(data, self.push_sum.vector.nbytes, timeout, pinned=pinned)
-        self.stop_request = StopRequest()
+            self.links = links = PeerLinks(data, self.push_sum.vector.nbytes, timeout, pinned=pinned)
+            assert self.stop_agreement is not None
+            self.stop_agreement.while_waiting = lambda: require_alive(links)
 
     @property
     def weight(self) -> float:
@@ -60,12 +60,8 @@ class Gossip(PerReplica):
     def send(self, step: int) -> None:
         """Send x to the peers of step ``step``, and expect what they send."""
         assert self.links is not None
-        graph, me, vector = self.graph.at(step), self._data_group.index, self.push_sum.vector
-        if targets := [to for to, _ in graph.targets(me)]:
-            data = self.links.buffer(vector.nbytes)
-            self.push_sum.write(data)
-            meta = self.stop_request.meta(self.weight)
-            self.links.send(targets, MIX, step, data, meta, dtype=vector.dtype, owned=True)
+        graph, me = self.graph.at(step), self._data_group.index
+        self.push_sum.send(self.links, [to for to, _ in graph.targets(me)], step)
         self.in_flight += [
             InFlight(source, step, step + self.options.travels, float(graph.matrix[me, source]))
             for source in graph.sources(me)
@@ -75,8 +71,6 @@ class Gossip(PerReplica):
     def mix(self, step: int) -> None:
         """x and w become what this replica keeps of them and what is due after step ``step``; z follows."""
         due = [self.receive(message) for message in self.in_flight if message.due <= step]
-        for message in due:
-            self.stop_request.hear(message.stop)
         self.push_sum.mix(self.graph.at(step).keeps(self._data_group.index), due)
         for message in due:
             self._release(message)
@@ -95,16 +89,18 @@ class Gossip(PerReplica):
                 f"message of step {number} from {name}", str(self._data_group), number, (self.push_sum.vector.nbytes,)
             )
             try:
-                received = self.links.receive(message.source, MIX, message.sent)
+                received = self.links.receive(message.source, MIX, message.sent, self._answer_stop)
             except PeerGone as error:
-                raise RuntimeError(
-                    f"replica {message.source} has died: {error}, before replica {self._data_group.index} had what it "
-                    f"takes in of it after step {message.due + 1} (sent after step {number}). Start the run "
-                    f"again from its last checkpoint"
-                ) from error
+                raise death_of(message.source, str(error)) from error
             entry.done = True
             message.fill(received)
         return message
+
+    def _answer_stop(self) -> None:
+        """Whoever requests a stop sends nothing until all have said after which step they can: this replica hears of it
+        in the next step, on an accelerator in the one after that."""
+        assert self.stop_agreement is not None
+        self.stop_agreement.answer(self._completed + 3)
 
     def _release(self, message: InFlight) -> None:
         assert self.links is not None
@@ -120,20 +116,6 @@ class Gossip(PerReplica):
         super().begin_step(step)
         if self.links is not None:
             self._before = self.links.waited_seconds, self.links.bytes_sent
-
-    def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
-        numbers = super().reduce_scalars(step, numbers)
-        if self.links is not None and self.is_summed(step) and (requests := float(numbers[3])):
-            self.stop_request.request(step, step, requests)  # all replicas have the same sum
-        return numbers
-
-    def agree_on_stop(self, step: int, requests: float) -> float:
-        if self.links is None:
-            return requests
-        if requests:  # of this step: in the messages of the next
-            heard = self.graph.heard_after(self._data_group.index, step + 1, self.options.travels)
-            self.stop_request.request(step, heard, requests)
-        return self.stop_request.due(step)
 
     def report(self) -> dict[str, float]:
         if self.links is None:
@@ -173,7 +155,7 @@ class Gossip(PerReplica):
         """Another number of replicas begins anew: with the parameters that it was given, and nothing in flight."""
         for message in self.in_flight:  # what comes later has the number of a step that is made again
             self._release(self.receive(message))
-        self.in_flight, self.stop_request = [], StopRequest()
+        self.in_flight = []
         self.push_sum.restore(1.0, None)
         saved, self._saved = self._saved, {}
         if not state or state["replicas"] != self._data_group.size or self.links is None:
@@ -190,6 +172,7 @@ class Gossip(PerReplica):
 
     def close(self) -> None:
         if self.links is not None:
+            self.part()
             self.links.close()
 
 
@@ -264,9 +247,24 @@ def require_same_graph(graph: Graph, context: ParallelContext) -> None:
     digests = all_gather_object(graph.digest(), context.group(context.grid.names))
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
-        named = ", ".join(map(str, different[:8])) + (", .." if len(different) > 8 else "")
         raise ValueError(
-            f"parallel.strategy.graph: rank {named} has got other matrices than rank 0: every process calls the "
-            f"function, and must get the same. What is random in it is to be seeded with the step or train.seed, and "
-            f"nothing may depend on the host, the rank, or the order of a set"
+            f"parallel.strategy.graph: rank {different[0]} has got other matrices than rank 0: every process calls the "
+            f"function, and must get the same. Seed what is random in it with the step or train.seed"
         )
+
+
+def require_alive(links: PeerLinks) -> None:
+    """Raises a `RuntimeError` if another replica has died, or has ended before this one."""
+    for index in range(links.group.size):
+        if index != links.group.index and (reason := links.lost(index)) is not None:
+            if links.has_left(index):
+                raise RuntimeError(
+                    f"replica {index} has ended before this one: {links.name(index)} has closed its links. It failed, "
+                    f"or, in a loop of your own, did not come to a sync point that this one waits in: all replicas "
+                    f"evaluate, save and close as often as each other"
+                )
+            raise death_of(index, f"{links.name(index)} has gone: {reason}")
+
+
+def death_of(replica: int, reason: str) -> RuntimeError:
+    return RuntimeError(f"replica {replica} has died: {reason}. Start the run again from its last checkpoint")
