@@ -243,7 +243,7 @@ STRATEGY_OPTIONS = Registry(
         "diloco": "colossus.data_parallel.options.strategy_options:DiLoCoOptions",
         "hierarchical": "colossus.data_parallel.options.exact_options:HierarchicalOptions",
         "hybrid": "colossus.data_parallel.options.exact_options:HybridOptions",
-        "local_sgd": "colossus.data_parallel.options.strategy_options:LocalSGDOptions",
+        "local_sgd": "colossus.data_parallel.options.strategy_options:AveragingOptions",
         "server": "colossus.data_parallel.options.server_options:ServerOptions",
         "sgp": "colossus.data_parallel.options.gossip_options:SGPOptions",
         "slowmo": "colossus.data_parallel.options.strategy_options:SlowMoOptions",

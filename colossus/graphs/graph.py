@@ -61,8 +61,10 @@ class Graph:
             return
         if problems := family.problems(replicas):
             raise ValueError("; ".join(problems))
-        if family.takes_peers and peers > (most := family.most_peers(replicas)):
-            raise ValueError(f"peers = {peers}: with {replicas} replicas there are at most {most} in a step")
+        if not family.takes_peers and peers != 1:
+            raise ValueError(f"peers = {peers}: this graph itself says to whom replicas send; leave peers out")
+        if family.takes_peers and not 1 <= peers <= (most := family.most_peers(replicas)):
+            raise ValueError(f"peers = {peers}: with {replicas} replicas there are 1 to {most} in a step")
         self.steps = [self._make(step) for step in range(family.period(replicas, peers))]
 
     @property

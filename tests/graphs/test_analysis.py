@@ -82,7 +82,7 @@ def test_steps_to_consensus() -> None:
         ("exponential", 8, 1, 3),
         ("exponential", 64, 1, 6),
         ("exponential", 9, 2, 2),
-        ({"type": "hierarchical", "hosts": 4}, 12, 1, 4),
+        ({"type": "hierarchical", "per_host": 3}, 12, 1, 4),
     ]:
         found = consensus(make_graph(spec, replicas, peers))
         assert (found.steps, found.is_exact) == (steps, True), spec

@@ -22,9 +22,9 @@ SPECS: list[Any] = [
     "linear",
     "exponential",
     "bipartite_exponential",
-    {"type": "hierarchical", "hosts": 2},
+    {"type": "hierarchical", "per_host": 3},
     {"type": "hierarchical", "per_host": 2, "between": "ring"},
-    {"type": "hierarchical", "hosts": 4, "between": {"type": "hierarchical", "hosts": 2, "between": "star"}},
+    {"type": "hierarchical", "per_host": 2, "between": {"type": "hierarchical", "per_host": 2, "between": "star"}},
 ]
 
 

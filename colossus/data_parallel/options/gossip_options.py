@@ -48,25 +48,16 @@ class GraphOptions(PerReplicaOptions):
         return 0
 
     def check(self, config: Config) -> list[str]:
-        replicas = config.parallel.data
+        replicas, found = config.parallel.data, super().check(config)
         assert replicas is not None
-        found = super().check(config)
-        return found if replicas == 1 else found + self._graph_problems(replicas)
-
-    def _graph_problems(self, replicas: int) -> list[str]:
-        key, family = "parallel.strategy.graph", make_family(self.graph)
-        named = f"{key} = {name!r}" if (name := name_of_graph(self.graph)) else key
-        of_family = family.problems(replicas)
-        if of_family:
-            return [f"{named} with data {replicas}: {problem}" for problem in of_family]
-        peers = [f"parallel.strategy.peers{problem}" for problem in self._peers_problems(replicas)]
-        if peers:
-            return peers
+        if replicas == 1:
+            return found
         try:
-            graph = make_graph(family, replicas, self.sends_to)
-        except ValueError as error:
-            return [f"{named} with data {replicas}: {error}"]
-        return [f"{named} with data {replicas}: {problem}" for problem in self.problems_of(graph)]
+            problems = self.problems_of(make_graph(self.graph, replicas, self.sends_to))
+        except (TypeError, ValueError) as error:
+            problems = [str(error)]
+        named = f" = {name!r}" if (name := name_of_graph(self.graph)) else ""
+        return found + [f"parallel.strategy.graph{named} with data {replicas}: {problem}" for problem in problems]
 
     def problems_of(self, graph: Graph) -> list[str]:
         """What is wrong with a graph for this strategy."""
@@ -76,9 +67,6 @@ class GraphOptions(PerReplicaOptions):
             bipartite=self.needs_bipartite,
             late=f"overlap = {self.travels}" if self.travels else "",
         )
-
-    def _peers_problems(self, replicas: int) -> list[str]:
-        return []
 
 
 class GossipOptions(GraphOptions):
@@ -90,21 +78,6 @@ class GossipOptions(GraphOptions):
     @property
     def sends_to(self) -> int:
         return self.peers
-
-    def _peers_problems(self, replicas: int) -> list[str]:
-        family = make_family(self.graph)
-        if not family.takes_peers:
-            if self.peers == 1:
-                return []
-            name = repr(name_of_graph(self.graph) or "matrices")
-            return [f" = {self.peers}: graph {name} itself says to whom replicas send; leave peers out"]
-        most = family.most_peers(replicas)
-        if self.peers >= replicas:
-            return [f" = {self.peers}: of data {replicas} replicas each has {replicas - 1} others; at most {most}"]
-        if self.peers > most:
-            name = name_of_graph(self.graph)
-            return [f" = {self.peers}: graph {name!r} with data {replicas} has at most {most} in a step"]
-        return []
 
 
 class SGPOptions(GossipOptions):

@@ -14,7 +14,7 @@ from colossus.comm.pending import Pending
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
-from colossus.data_parallel.options.strategy_options import AveragingOptions, LocalSGDOptions
+from colossus.data_parallel.options.strategy_options import AveragingOptions
 from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.replica_average import Distance
@@ -183,7 +183,7 @@ class LocalSGD(Averaging):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(LocalSGDOptions(**options))
+        super().__init__(AveragingOptions(**options))
 
 
 def _sum_of_shares(chunks: Iterable[Tensor], weight: Tensor, group: AxisGroup) -> None:
