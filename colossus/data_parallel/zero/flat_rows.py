@@ -104,21 +104,6 @@ class Dtypes:
         return cls(computed, gradient, precision.reduce_dtype(gradient), stored)
 
 
-@dataclass(frozen=True)
-class Storage:
-    """How rows are stored.
-
-    Attributes:
-        keeps_whole: whether the whole parameters keep their memory between steps (ZeRO 1 and 2).
-        keeps_gradients: whether whole gradients stay until the step ends (ZeRO 1).
-        offload: whether the rows are in the memory of the host.
-    """
-
-    keeps_whole: bool = False
-    keeps_gradients: bool = False
-    offload: bool = False
-
-
 class FlatRows:
     """Parameters of the same dtypes, whole in compute, of which each rank of a group stores some rows.
 
@@ -127,6 +112,8 @@ class FlatRows:
 
     Args:
         params: whole on each rank; all of them get a gradient, or none.
+        stage: of ZeRO. Below 3 the whole parameters keep their memory between steps.
+        offload: the rows are in the memory of the host.
 
     Attributes:
         stored: the rank's rows of each.
@@ -140,9 +127,10 @@ class FlatRows:
         group: AxisGroup,
         context: ParallelContext,
         dtypes: Dtypes,
-        storage: Storage,
+        stage: int,
+        offload: bool,
     ) -> None:
-        self.params, self.group, self.dtypes, self.storage = list(params), group, dtypes, storage
+        self.params, self.group, self.dtypes, self.stage, self.offload = list(params), group, dtypes, stage, offload
         self.is_trainable = params[0].requires_grad
         self.device = params[0].device
         self.layout = RowLayout(self.params, group.size)
@@ -150,7 +138,11 @@ class FlatRows:
         #: those whose stored rows are views of them
         self._views: set[nn.Parameter] = set()
         self._rows = self._store()
-        self._rows_of = dict(zip(self.params, self._rows_of_each(), strict=True))
+        of_each = self._rows
+        if len(of_each) != len(self.params):
+            widths = [sum(piece.width for piece in self.layout.pieces_of(param)) for param in self.params]
+            of_each = list(self._rows[0].split(widths))
+        self._rows_of = dict(zip(self.params, of_each, strict=True))
         #: of the whole parameters, which nobody but a user's forward writes to
         self._whole_versions = [param._version for param in self.params]
         for param, rows in self._rows_of.items():
@@ -167,9 +159,9 @@ class FlatRows:
 
     def _store(self) -> list[Tensor]:
         """The rank's rows, flat, in the order in which they travel: of all parameters in one, or of each."""
-        if self.storage.keeps_whole and not self.storage.offload and self.dtypes.computed == self.dtypes.stored:
+        if self.stage < 3 and not self.offload and self.dtypes.computed == self.dtypes.stored:
             return [self._store_in_place(param) for param in self.params]
-        host = torch.device("cpu") if self.storage.offload else self.device
+        host = torch.device("cpu") if self.offload else self.device
         is_pinned = host != self.device
         flat = torch.zeros(self.layout.size, dtype=self.dtypes.stored, device=host, pin_memory=is_pinned)
         for param in self.params:
@@ -201,13 +193,6 @@ class FlatRows:
             rows = self.layout.rows_in(whole, piece, self.group.index)
             flat[piece.offset - offset :][: rows.numel()] = rows
 
-    def _rows_of_each(self) -> list[Tensor]:
-        if len(self._rows) == len(self.params):
-            return self._rows
-        return list(
-            self._rows[0].split([sum(piece.width for piece in self.layout.pieces_of(param)) for param in self.params])
-        )
-
     def _prepare_copies(self) -> tuple[list[Tensor], list[list[bool]]]:
         """Views that every gather writes to, and which pieces of each rank are copied there."""
         wholes = {param: param.data.view(-1) for param in self.params}
@@ -237,7 +222,7 @@ class FlatRows:
 
     @torch.no_grad()
     def _take(self, shards: list[Tensor]) -> None:
-        if not self.storage.keeps_whole:
+        if self.stage == 3:
             for param, kind in zip(self.params, self._types, strict=True):
                 param.untyped_storage().resize_(param.numel() * param.element_size())
                 show_values(param, kind)
