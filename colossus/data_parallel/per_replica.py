@@ -62,16 +62,12 @@ class PerReplica(AllReduce):
                 type(self).__name__,
             )
 
-    def syncs_after(self, step: int) -> bool:
-        """Whether step ``step`` (from 0) is a sync point."""
-        return self._is_logged(step) or self.parts.syncs_after(step + 1)
-
     def _is_logged(self, step: int) -> bool:
         every = self.options.log_every
         return bool(every) and (step + 1) % every == 0
 
     def is_summed(self, step: int) -> bool:
-        return self._data_group.size == 1 or self.syncs_after(step)
+        return self._data_group.size == 1 or self._is_logged(step) or self.parts.syncs_after(step + 1)
 
     def begin_step(self, step: int) -> None:
         self._completed, self._is_apart = step, True
@@ -91,7 +87,7 @@ class PerReplica(AllReduce):
         self.stop_agreement.enter(step + 1)
         self.come_together()
         if self._is_logged(step):
-            self._distance = self._average.measure(self.average_addend())
+            self._distance = self._average.distance(self._average.parameters(self.average_addend()))
         total = self.sum_over_replicas(numbers)
         self.stop_agreement.leave(looks=False)
         self._requests_of_all = float(total[_STOP])
@@ -133,7 +129,7 @@ class PerReplica(AllReduce):
             return
         self.sync_point()
         self.store.release()  # what compute has gathered is of the replica's own
-        with self._average.in_place(self.average_addend(), self._keep_distance):
+        with self._average.in_place(self.average_addend()) as self._distance:
             self.is_averaged = True
             try:
                 yield
@@ -144,13 +140,8 @@ class PerReplica(AllReduce):
     def export(self) -> AbstractContextManager[None]:
         return self.evaluation()
 
-    def _keep_distance(self, distance: Distance) -> None:
-        self._distance = distance
-
     def consensus(self) -> dict[str, float]:
         if self._distance is None:
             return {}
-        return {
-            "consensus_distance": self._distance.absolute,
-            "consensus_distance_relative": self._distance.relative,
-        }
+        absolute, relative = self._distance.absolute, self._distance.relative
+        return {"consensus_distance": absolute, "consensus_distance_relative": relative}

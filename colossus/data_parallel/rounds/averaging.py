@@ -80,9 +80,6 @@ class Averaging(PerReplica):
         self._tokens_of_step = numbers[1]
         return numbers
 
-    def replica_count(self, numbers: Tensor) -> Tensor | None:
-        return self._tokens_of_step
-
     def step(
         self,
         optimizer: torch.optim.Optimizer,
