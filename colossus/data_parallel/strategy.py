@@ -121,11 +121,15 @@ class Strategy:
                 self.update(optimizer)
         elif not bool(found_inf):
             self.update(optimizer)
+        self.after_update(optimizer, found_inf)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters from gradients that are divided and clipped. Not called in a step that is skipped."""
         with self.tables.updated(optimizer) if self.tables else nullcontext():
             optimizer.step()
+
+    def after_update(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
+        """The update was made, or, where ``found_inf``, left out; see `step`."""
 
     def after_step(self, step: int) -> None:
         """After the update of step ``step``, also where that was skipped: mix, average, gather."""

@@ -105,7 +105,6 @@ CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
     (SGP, {VECTOR: 2}),  # what is sent, and what is taken in
     (SGP | dict(overlap=1), {VECTOR: 1, "data_parallel/gossip/push_sum.py": 1}),
     (dict(type="d-psgd"), {VECTOR: 2}),
-    (dict(type="d-psgd", order="adapt_then_combine"), {VECTOR: 2}),
     (dict(type="ad-psgd"), {VECTOR: 2}),
 ]
 

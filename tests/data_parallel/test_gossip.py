@@ -41,7 +41,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None, dict[str, A
     "exponential": (dict(type="sgp"), ADAMW, None, {}),
     "d-psgd": (dict(type="d-psgd"), SGD, CLIP, dict(combines_first=True)),
     "d-psgd, AdamW": (dict(type="d-psgd", graph="complete"), ADAMW, None, dict(combines_first=True)),
-    "d-psgd, adapted first": (dict(type="d-psgd", order="adapt_then_combine"), SGD, CLIP, {}),
     "skipped": (dict(type="sgp", graph=IRREGULAR), ADAMW, None, dict(skips=(0, 1))),
     "d-psgd, skipped": (dict(type="d-psgd"), SGD, None, dict(combines_first=True, skips=(3, 2))),
 }
@@ -111,7 +110,6 @@ FACTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
     "of quadratics": (dict(type="all_reduce"), PLAIN, 8, dict(model=Quadratic)),
     "sgp": (dict(type="sgp"), PLAIN, 8, dict(model=Quadratic, totals=True)),
     "d-psgd": (dict(type="d-psgd", graph="ring"), PLAIN, 8, dict(model=Quadratic, totals=True)),
-    "adapted": (dict(type="d-psgd", order="adapt_then_combine"), PLAIN, 8, dict(model=Quadratic, totals=True)),
     "exponential": (dict(type="sgp"), SLOW, 2, MIXES),
     "irregular": (dict(type="sgp", graph=dict(type=Matrices, matrices=irregular(FOUR)), log_every=5), SLOW, 36, MIXES),
     "in flight": (dict(type="sgp", graph=dict(type=Matrices, matrices=irregular(FOUR)), overlap=2), SLOW, 60, MIXES),
@@ -142,7 +140,7 @@ def test_a_complete_graph_is_all_reduce() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["sgp", "d-psgd", "adapted"])
+@pytest.mark.parametrize("name", ["sgp", "d-psgd"])
 def test_the_mean_follows_all_reduce_where_curvature_is_the_same(name: str) -> None:
     mixed, reference = facts(False)[name], facts(False)["of quadratics"][0]
     np.testing.assert_allclose(np.array(mixed[0].total_x) / FOUR, reference.z, rtol=1e-12, atol=1e-13)

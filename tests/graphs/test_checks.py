@@ -143,7 +143,7 @@ def test_what_algorithms_need(monkeypatch: pytest.MonkeyPatch) -> None:
         "parallel.strategy.graph with data 3: row 0 sums to 0.95, not 1; "
     ]
     assert "sgp takes this graph" in checked(3, "d-psgd", graph=IRREGULAR)[0]
-    assert checked(3, "d-psgd", graph="star", order="adapt_then_combine") == []
+    assert checked(3, "d-psgd", graph="star") == []
     assert checked(6, "ad-psgd") == checked(6, "ad-psgd", graph="ring") == checked(5, "ad-psgd", graph="star") == []
     for graph, data in (("ring", 5), ("complete", 4)):
         assert checked(data, "ad-psgd", graph=graph) == [

@@ -31,9 +31,8 @@ def average(
     graph: Any = "exponential",
     peers: int = 1,
     iterations: int | None = None,
-    push_sum: bool = True,
 ) -> Any:
-    """The mean of tensors over ranks, found by each mixing with a few others. Collective.
+    """The mean of tensors over ranks, found by each mixing with a few others (push-sum, 1811.10792). Collective.
 
     Over the ranks along ``data`` of the current `ParallelContext`, or, where none is open, over all ranks of
     ``torch.distributed``. Each rank gives tensors of the same shapes and dtypes. They stay as they are, and what is
@@ -47,8 +46,6 @@ def average(
         peers: to how many others a rank sends in an iteration.
         iterations: how many; None: until the distance to the mean is below 1e-6 of what it was, or exact where the
             graph gives it (exponential: after log2 of n ranks).
-        push_sum: divide by the weight of Stochastic Gradient Push (1811.10792). Without it what is returned tends to
-            the mean only for graphs whose rows sum to 1, too.
 
     Returns:
         The same nest of new tensors.
@@ -67,7 +64,7 @@ def average(
         found = _checked(tensors)
         made = _graph_of(graph, peers, group.size)
         steps = _iterations(made, iterations)
-        gives = [f"iterations {steps}, push_sum {push_sum}", f"the graph {made.digest().hex()[:8]}"]
+        gives = [f"iterations {steps}", f"the graph {made.digest().hex()[:8]}"]
         gives += [f"{path}: {_dtype(tensor)} {list(tensor.shape)}" for path, tensor in found]
     except Exception as error:  # on one rank only, maybe: the others would wait for it
         problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -76,7 +73,7 @@ def average(
         log.warning("colossus.average: there is nobody to average with: tensors are given back as they are")
     if group.size == 1 or not found:
         return map_leaves(lambda tensor: tensor.detach().clone(), tensors)
-    means = iter(_mix([tensor for _, tensor in found], made, steps, push_sum, group, timeout))
+    means = iter(_mix([tensor for _, tensor in found], made, steps, group, timeout))
     return map_leaves(lambda _: next(means), tensors)
 
 
@@ -125,9 +122,7 @@ def _require_alike(group: AxisGroup, problem: str, gives: list[str]) -> None:
 
 
 @torch.no_grad()
-def _mix(
-    tensors: list[Tensor], graph: Graph, iterations: int, push_sum: bool, group: AxisGroup, timeout: float
-) -> list[Tensor]:
+def _mix(tensors: list[Tensor], graph: Graph, iterations: int, group: AxisGroup, timeout: float) -> list[Tensor]:
     mixed = [tensor.detach().to("cpu", _working(tensor.dtype), copy=True).contiguous() for tensor in tensors]
     held, me = PushSum(mixed), group.index
     links = PeerLinks(group, held.vector.nbytes, timeout)
@@ -143,8 +138,7 @@ def _mix(
                 links.release(message.received)
     finally:
         links.close()
-    means = mixed if push_sum or held.x is None else held.vector.views(held.x)
-    return [mean.to(tensor.device, tensor.dtype, copy=True) for mean, tensor in zip(means, tensors, strict=True)]
+    return [mean.to(tensor.device, tensor.dtype, copy=True) for mean, tensor in zip(mixed, tensors, strict=True)]
 
 
 def _working(dtype: torch.dtype) -> torch.dtype:

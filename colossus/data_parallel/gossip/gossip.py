@@ -3,7 +3,7 @@ D-PSGD (1705.09056)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -196,11 +196,10 @@ class SGP(Gossip):
 
 
 class DPSGD(Gossip):
-    """Each replica averages with its neighbours and steps by itself: mixes with a doubly stochastic W.
+    """x <- W x - lr g(x) with a doubly stochastic W, algorithm 1 of the paper: what is sent travels while gradients are
+    computed; they are of x, and the optimizer steps from W x, which it also takes its weight decay of.
 
-    ``order="adapt_while_combine"``: x <- W x - lr g(x), the paper's algorithm 1. What is sent travels while gradients
-    are computed; they are of x, and the optimizer steps from W x, which it also takes its weight decay of.
-    ``order="adapt_then_combine"``: x <- W (x - lr g(x)).
+    W (x - lr g(x)) is `SGP` with the same graph.
     """
 
     options: DPSGDOptions
@@ -208,34 +207,20 @@ class DPSGD(Gossip):
     def __init__(self, **options: Any) -> None:
         super().__init__(DPSGDOptions(**options))
 
-    @property
-    def _combines_first(self) -> bool:
-        return self.links is not None and self.options.order == "adapt_while_combine"
-
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
-        if self._combines_first:
+        if self.links is not None:
             self.send(step)
 
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scale: Tensor,
-        before_update: Callable[[], None],
-        found_inf: Tensor | None = None,
-        clip_value: float | None = None,
-    ) -> None:
-        if self._combines_first:
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self.links is not None:
             self.mix(self._completed)
-        super().step(optimizer, scale, before_update, found_inf, clip_value)
+        super().step(*args, **kwargs)
 
     def after_step(self, step: int) -> None:
-        self.push_sum.take_update()
-        if self._combines_first:
+        if self.links is not None:
+            self.push_sum.take_update()
             self.push_sum.debias()
-        elif self.links is not None:
-            self.send(step)
-            self.mix(step)
 
 
 def require_same_graph(graph: Graph, context: ParallelContext) -> None:

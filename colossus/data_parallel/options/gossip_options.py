@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator
 
@@ -104,9 +104,6 @@ class SGPOptions(GossipOptions):
 
 class DPSGDOptions(GossipOptions):
     needs_doubly_stochastic: ClassVar[bool] = True
-
-    #: W x - lr g(x), whose messages travel while the step computes, or W (x - lr g(x))
-    order: Literal["adapt_while_combine", "adapt_then_combine"] = "adapt_while_combine"
 
 
 class ADPSGDOptions(GraphOptions):
