@@ -15,7 +15,7 @@ from colossus.comm.host_staging import BufferPool
 from colossus.comm.peers import Message
 from colossus.context.groups import AxisGroup
 from colossus.data_parallel.gossip import ad_psgd, gossip
-from colossus.data_parallel.gossip.pair_answers import ANSWER, REQUEST
+from colossus.data_parallel.gossip.ad_psgd import ANSWER, REQUEST
 
 
 class Mirror:
@@ -80,7 +80,7 @@ class Mirror:
 
 def steps(rank: int, strategies: list[dict[str, Any]]) -> list[list[dict[str, int]]]:
     """Of each strategy and each step from the second on: file -> waits."""
-    gossip.PeerLinks = ad_psgd.PeerLinks = Mirror  # type: ignore[misc, assignment]
+    gossip.PeerLinks = Mirror  # type: ignore[misc, assignment]
     ad_psgd.ADPSGD._meet = lambda self: None  # type: ignore[method-assign]
     found = []
     for strategy in strategies:

@@ -28,6 +28,7 @@ from helpers.gossip import (
 from torch import nn
 
 from colossus.data_parallel.gossip.push_sum import PushSum
+from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.graphs.graph import make_graph
 
 STEPS, REPLICAS, CLIP = 7, 3, 0.4
@@ -190,7 +191,7 @@ def test_one_replica_trains_alone() -> None:
 def test_an_update_is_added_to_x_and_no_update_adds_nothing(weight: float) -> None:
     """In float32 z times w is not x; the difference that is added to x is of z, and exactly 0."""
     param = torch.linspace(-1, 1, 997) / 3
-    held = PushSum([param])
+    held = PushSum(ParameterVector([param]))
     held.mix(weight, [])
     assert held.x is not None
     before = held.x.clone()

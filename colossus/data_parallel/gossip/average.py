@@ -15,6 +15,7 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import current_context
 from colossus.context.world import launched_ranks
 from colossus.data_parallel.gossip.push_sum import MIX, InFlight, PushSum
+from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.graphs.analysis import consensus
 from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.graph_checks import problems_of
@@ -124,7 +125,7 @@ def _require_alike(group: AxisGroup, problem: str, gives: list[str]) -> None:
 @torch.no_grad()
 def _mix(tensors: list[Tensor], graph: Graph, iterations: int, group: AxisGroup, timeout: float) -> list[Tensor]:
     mixed = [tensor.detach().to("cpu", _working(tensor.dtype), copy=True).contiguous() for tensor in tensors]
-    held, me = PushSum(mixed), group.index
+    held, me = PushSum(ParameterVector(mixed)), group.index
     links = PeerLinks(group, held.vector.nbytes, timeout)
     try:
         for number in range(iterations):

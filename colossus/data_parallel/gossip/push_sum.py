@@ -59,16 +59,15 @@ class PushSum:
     them. What an update adds to z is added to x as it is.
 
     Args:
-        params: the trainable parameters as they are stored, detached.
+        vector: of the parameters, detached: how x is packed.
 
     Attributes:
         weight: w.
-        vector: how x is packed.
         x: where w is not 1, bytes of ``vector`` on the device; else None.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params, self.vector = list(params), ParameterVector(params)
+    def __init__(self, vector: ParameterVector) -> None:
+        self.params, self.vector = vector.tensors, vector
         self.weight = 1.0
         self.x: Tensor | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -173,7 +173,7 @@ class ParameterStore:
 
     def gather_lasting(self) -> None:
         """Before a stage runs: the blocks that are whole for a step or an evaluation, each while the next travels."""
-        for block, following in pairwise([*self._lasting, None]):
+        for block, following in zip_longest(self._lasting, self._lasting[1:]):
             if following is not None:
                 following.start_gather()
             block.gather()
