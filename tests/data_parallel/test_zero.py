@@ -162,7 +162,7 @@ def _counted(rank: int, configs: dict[str, dict[str, Any]]) -> dict[str, dict[tu
         kinds += [(operation, axes.replace("shard", "data")) for operation, axes in kinds[:2]]
         found[key] = {kind: (moved.calls(kind[1], kind[0]), moved.bytes(kind[1], kind[0])) for kind in kinds}
         found[key]["rows"] = sum(param.numel() for param in engine.store.parameters()), len(engine.store.parameters())
-        root = engine.store._root.params
+        root = engine.store.blocks[0].params
         found[key]["root"] = sum(engine.store.stored(param).numel() for param in root), len(root)
         engine.close()
     return found
@@ -289,10 +289,10 @@ def _memory(rank: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> li
     found = []
     for config, given in cases:
         engine = colossus.initialize(config)
-        blocks = [block for block in engine.store.blocks if block is not engine.store._root]
+        blocks = [block for block in engine.store.blocks if block is not engine.store.blocks[0]]
         computed = [param for block in engine.store.blocks for param in block.params]
         sizes = [[_size(param) for param in block.params] for block in blocks]
-        formula = zero_memory(sizes, [_size(param) for param in engine.store._root.params], ranks=2, **given)
+        formula = zero_memory(sizes, [_size(param) for param in engine.store.blocks[0].params], ranks=2, **given)
         peak = [0, 0]
         take, start = FlatRows._take, RowGradients.start
 
@@ -454,7 +454,7 @@ def _watched(rank: int, parallel: dict[str, Any], model: type[nn.Module]) -> tup
 
     def watched_gather(block: ShardedBlock) -> None:
         nonlocal most
-        if not block.is_whole and block is not engine.store._root:
+        if not block.is_whole and block is not engine.store.blocks[0]:
             ahead.append(bool(block._gathers))
         gather(block)
         most = max(most, sum(bool(other._gathers) for other in engine.store.blocks))
@@ -543,9 +543,9 @@ def _most_whole(rank: int, parallel: dict[str, Any], model: type[nn.Module], **t
 
     def counted(block: ShardedBlock) -> None:
         nonlocal gathers, most
-        gathers += not block.is_whole and block is not engine.store._root
+        gathers += not block.is_whole and block is not engine.store.blocks[0]
         gather(block)
-        most = max(most, sum(other.is_whole for other in engine.store.blocks if other is not engine.store._root))
+        most = max(most, sum(other.is_whole for other in engine.store.blocks if other is not engine.store.blocks[0]))
 
     engine = colossus.initialize(config, model=model, loss_fn=_loss)
     losses = []

@@ -102,13 +102,6 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (2, {"graph": [[0.5, 0], [0.5, 1]]}, "graph with data 2: it is not connected: nothing of replica 1 ever comes to"),
     (4, {"graph": HALVES}, "graph with data 4: its matrices are 2 x 2, but there are 4 replicas"),
     (4, {"graph": [[1, 2], [3]]}, "graph: a matrix is n rows of n numbers; these are not"),
-    # weights
-    (
-        4,
-        {"peers": 3, "overlap": 4},
-        "graph = 'exponential' with data 4: with overlap = 4 a replica that keeps 0.25 of its own in a step has a "
-        "push-sum weight of 0.0039 before messages come, and training does not recover below 0.01: take a smaller",
-    ),
     # functions
     (4, {"graph": alternating}, "graph = 'alternating' with data 4: alternating: its matrices of steps 0 and 1 differ"),
     (4, {"graph": {"type": alternating, "period": 0}}, "graph: alternating: period = 0: a whole number of at least 1"),

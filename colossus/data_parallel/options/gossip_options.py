@@ -9,13 +9,9 @@ from pydantic import AfterValidator
 from colossus.config import Config
 from colossus.config.sizes import describe_sizes
 from colossus.data_parallel.options.strategy_options import Count, CountOrZero, PerReplicaOptions
-from colossus.graphs.graph import Graph, make_graph
+from colossus.graphs.graph import make_graph
 from colossus.graphs.graph_checks import problems_of
 from colossus.graphs.spec import make_family, name_of_graph
-
-#: push-sum weights below which a plan is refused: a small classifier on 4 replicas comes back from a spike in its loss
-#: at 1/16 and at 1/27 with a large learning rate, at 1/64 with a small one, and never at 1/256
-_LEAST_WEIGHT = 0.01
 
 
 def _graph(spec: Any) -> Any:
@@ -53,20 +49,16 @@ class GraphOptions(PerReplicaOptions):
         if replicas == 1:
             return found
         try:
-            problems = self.problems_of(make_graph(self.graph, replicas, self.sends_to))
+            problems = problems_of(
+                make_graph(self.graph, replicas, self.sends_to),
+                doubly_stochastic=self.needs_doubly_stochastic,
+                bipartite=self.needs_bipartite,
+                late=f"overlap = {self.travels}" if self.travels else "",
+            )
         except (TypeError, ValueError) as error:
             problems = [str(error)]
         named = f" = {name!r}" if (name := name_of_graph(self.graph)) else ""
         return found + [f"parallel.strategy.graph{named} with data {replicas}: {problem}" for problem in problems]
-
-    def problems_of(self, graph: Graph) -> list[str]:
-        """What is wrong with a graph for this strategy."""
-        return problems_of(
-            graph,
-            doubly_stochastic=self.needs_doubly_stochastic,
-            bipartite=self.needs_bipartite,
-            late=f"overlap = {self.travels}" if self.travels else "",
-        )
 
 
 class GossipOptions(GraphOptions):
@@ -87,19 +79,6 @@ class SGPOptions(GossipOptions):
     @property
     def travels(self) -> int:
         return self.overlap
-
-    def problems_of(self, graph: Graph) -> list[str]:
-        """Also an overlap in which a replica gives nearly all away before anything comes: an update of z = x / w grows
-        as its weight w falls."""
-        problems = super().problems_of(graph)
-        kept = min(float(step.matrix.diagonal().min()) for step in graph.steps)
-        if not problems and self.overlap and kept**self.overlap < _LEAST_WEIGHT:
-            problems.append(
-                f"with overlap = {self.overlap} a replica that keeps {kept:.3g} of its own in a step has a push-sum "
-                f"weight of {kept**self.overlap:.2g} before messages come, and training does not recover below "
-                f"{_LEAST_WEIGHT:g}: take a smaller overlap, or let replicas send to fewer"
-            )
-        return problems
 
 
 class DPSGDOptions(GossipOptions):

@@ -76,14 +76,8 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of a parameter.
-
-    Attributes:
-        computed: while it is gathered, and as it travels there.
-        gradient: in which its gradients are accumulated.
-        reduced: in which they are summed over ranks.
-        stored: of the rows that the optimizer updates.
-    """
+    """Of a parameter: while it is gathered, and as it travels there; in which its gradients are accumulated, and summed
+    over ranks; of the rows that the optimizer updates."""
 
     computed: torch.dtype
     gradient: torch.dtype
@@ -235,18 +229,15 @@ class FlatRows:
     @torch.no_grad()
     def take_back_changes(self) -> None:
         """What a forward has written to the whole parameters is written to the stored rows: on all ranks alike."""
-        versions = [param._version for param in self.params]
-        if versions == self._whole_versions:
+        versions, before = [param._version for param in self.params], self._whole_versions
+        if versions == before:
             return
-        changed = [
-            param for param, new, old in zip(self.params, versions, self._whole_versions, strict=True) if new != old
-        ]
         self._whole_versions = versions
+        changed = [param for param, new, old in zip(self.params, versions, before, strict=True) if new != old]
         if self.dtypes.computed != self.dtypes.stored:
             raise located_error(
-                f"{spec_of(changed[0]).name} was written to in a forward. Under this plan it is a copy in "
-                f"{self.dtypes.computed} of what is stored in {self.dtypes.stored}, which cannot follow without "
-                f"rounding: write to it between steps, or take parallel.zero = 0"
+                f"{spec_of(changed[0]).name} was written to in a forward. Under this plan it is a copy of what is "
+                f"stored in {self.dtypes.stored}: write to it between steps, or take parallel.zero = 0"
             )
         for param in changed:
             if param not in self._views:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 import torch
@@ -14,8 +14,10 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.zero.blocks import by_block, in_buckets
 from colossus.data_parallel.zero.prefetch import BlockRuns, run_around
+from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
+from colossus.layout.split_parameter import as_shards
 from colossus.rows.row_gradient import row_source
 from colossus.tensor_parallel.gathered_weights import GatheredWeights, run_grad_hooks
 
@@ -49,7 +51,6 @@ class ParameterStore:
         self.weights = weights
         self._model, self._context, self._chain = model, context, chain
         self.blocks: list[ShardedBlock] = []
-        self._root: ShardedBlock | None = None
         #: those of them that are whole for all of a step
         self._lasting: list[ShardedBlock] = []
         self.runs = BlockRuns()
@@ -108,8 +109,7 @@ class ParameterStore:
                 run_around(module, block, self.runs)
             self.blocks.append(block)
         if root:
-            self._root = ShardedBlock(root, group, context, "step", stage, offload)
-            self.blocks.insert(0, self._root)
+            self.blocks.insert(0, ShardedBlock(root, group, context, "step", stage, offload))
         self._lasting = [block for block in self.blocks if not block.is_transient]
         self._model.register_forward_pre_hook(lambda *_: self._before_model(), prepend=True)
         self._model.register_forward_hook(lambda *_: self._after_model())
@@ -120,7 +120,7 @@ class ParameterStore:
 
     def accept_gradients(self) -> None:
         """The sums are complete: the stored parameters get them, also those on the host, which waits for them once."""
-        on_host = [param for block in self.blocks for each in block.gradients for param in each.send_to_host()]
+        on_host = [param for each in self._gradients() for param in each.send_to_host()]
         device = self._context.device
         if on_host and device.type != "cpu":  # also until the rows that gathers have sent to it are there
             torch.get_device_module(device).current_stream(device).synchronize()
@@ -129,9 +129,12 @@ class ParameterStore:
 
     def accept_whole_gradients(self) -> None:
         """Where rows are shared by no ranks: the stored parameters get the gradients of those that compute sees."""
+        for gradients in self._gradients():
+            gradients.give_whole()
+
+    def _gradients(self) -> Iterator[RowGradients]:
         for block in self.blocks:
-            for gradients in block.gradients:
-                gradients.give_whole()
+            yield from block.gradients
 
     # -- a step or an evaluation --------------------------------------------------------------------------
 
@@ -140,8 +143,9 @@ class ParameterStore:
         self._begin_run()
         for param in self._stored:
             param.grad = None
-        for block in self.blocks:
-            block.begin_step()
+        with as_shards():
+            for gradients in self._gradients():
+                gradients.begin_step()
         self.weights.begin_step()
 
     def begin_evaluation(self, num_forwards: int) -> None:
@@ -152,15 +156,13 @@ class ParameterStore:
         self._begin_run()
         if self._group is None:
             return
-        is_uneven = False
+        self.gather_lasting()  # a rank without samples runs no stage
         if any(block.is_transient for block in self.blocks):
             counts = torch.tensor([num_forwards, -num_forwards], device=self._context.device)
             most, least = collectives.all_reduce(counts, self._group, op="max", owned=True).wait().tolist()
-            is_uneven = most != -least
-        self.gather_lasting()  # a rank without samples runs no stage
-        for block in self.blocks if is_uneven else ():
-            block.gather()
-            block.is_held = True
+            for block in self.blocks if most != -least else ():
+                block.gather()
+                block.is_held = True
 
     def _begin_run(self) -> None:
         self.release()

@@ -57,9 +57,6 @@ class RowGradients:
     def start(self) -> None:
         """Start to sum the whole gradients over the group, each rank its rows, which are added to those it has."""
         flat = self.flat
-        for param in self.params:
-            axes = spec_of(param).gradient_axes
-            assert axes is None or set(flat.group.axes) <= set(axes), "each rank has a part of the sum"
         self._present = [param.grad is not None for param in self.params]
         # behind the gradients one flag for each parameter: how many ranks used it
         size = flat.layout.size + len(self.params)

@@ -34,7 +34,7 @@ class HeldParameter:
     """
 
     param: nn.Parameter
-    places: tuple[Place, ...]
+    places: Sequence[Place]
     is_product: bool = False
 
 
@@ -92,8 +92,6 @@ class ShardedBlock:
         self._gathers: list[Pending] = []
         self.release()
 
-    # -- gathering ----------------------------------------------------------------------------------------
-
     def start_gather(self) -> None:
         """Start to make the parameters whole, where they are not."""
         if self.is_whole or self._gathers:
@@ -105,25 +103,23 @@ class ShardedBlock:
         """Make the parameters whole, and let the modules hold them."""
         if not self.is_whole:
             self.start_gather()
-            with as_shards(), _unrecorded():
-                self._wait_for_gathers()
-            self.is_whole = True
+            self._finish_gather()
         if not self._is_placed:
             for one in self._held:
                 _put(one.places, one.param)
             self._is_placed = True
 
-    def _wait_for_gathers(self) -> None:
+    def _finish_gather(self) -> None:
         gathers, self._gathers = self._gathers, []
-        for pending in gathers:
-            pending.wait()
+        with as_shards(), _unrecorded():
+            for pending in gathers:
+                pending.wait()
+        self.is_whole = True
 
     def drop_gather(self) -> None:
         """A gather that was started is not wanted any more: wait for it, and free what has come."""
         if self._gathers:
-            with as_shards(), _unrecorded():
-                self._wait_for_gathers()
-            self.is_whole = True
+            self._finish_gather()
             self.release()
 
     def release(self) -> None:
@@ -168,13 +164,6 @@ class ShardedBlock:
         is_done = self.frees_after_forward or not self._num_awaited
         if self.is_transient and is_done and not (self.is_held or self.is_kept):
             self.release()
-
-    # -- a step -------------------------------------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        with as_shards():
-            for gradients in self.gradients:
-                gradients.begin_step()
 
     def end_step(self) -> None:
         """All backwards of a step, or all forwards of an evaluation, are over."""
