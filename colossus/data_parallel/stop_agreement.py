@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -41,6 +41,7 @@ class StopAgreement:
     ) -> None:
         self._me, self._all = context.index("data"), range(context.size("data"))
         self._replica = context.group(context.replica_axes)
+        self._is_leader = self._replica.index == 0
         self._store, self._device = context.store(), context.device
         self._timeout, self.while_waiting = context.timeout.total_seconds(), while_waiting
         self._on_progress = on_progress
@@ -48,13 +49,7 @@ class StopAgreement:
         #: (step, requests) that all have agreed on
         self._agreed: tuple[int, float] | None = None
         self._seen, self._next_look, self._has_posted = 0.0, 0.0, False
-        self._num_steps = 0
-        #: what was seen last of those that are waited for, and since when it is so
-        self._progress: tuple[tuple[bytes, ...], float] = (), 0.0
-
-    @property
-    def _is_leader(self) -> bool:
-        return self._replica.index == 0
+        self._num_steps = self._meetings = 0
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -126,23 +121,30 @@ class StopAgreement:
             self._agreed = self._broadcast(self._largest_post() if is_requested else None)
         self._sync_points, self._rounds, self._seen, self._has_posted = self._sync_points + 1, 0, 0.0, False
 
-    def watch(self, replicas: Sequence[int]) -> None:
-        """These are waited for, however far behind they are, as long as one of them makes steps. On any rank.
+    def meet(self) -> None:
+        """Wait until all replicas have come here, however far behind they are, as long as one of them makes steps.
 
         Raises:
             RuntimeError: none has made one for the time that a collective may take.
         """
-        keys, now = [f"progress/{replica}" for replica in replicas], time.monotonic()
-        progress = tuple(self._store.get(key) if self._store.check([key]) else b"" for key in keys)
-        if not replicas or progress != self._progress[0]:
-            self._progress = progress, now
-            self._on_progress()
-        elif now - self._progress[1] > self._timeout:
-            silent = ", ".join(map(str, replicas))
-            raise RuntimeError(
-                f"timeout: this replica waits for replica {silent}, of which none has made a step for "
-                f"{self._timeout:g} s (comm.timeout_seconds)"
-            )
+        self._meetings += 1
+        keys = {replica: f"arrived/{self._meetings}/{replica}" for replica in self._all}
+        self._store.set(keys[self._me], "")
+        progress: list[bytes] = []
+        since = time.monotonic()
+        while missing := [replica for replica, key in keys.items() if not self._store.check([key])]:
+            self.while_waiting()
+            steps = [f"progress/{replica}" for replica in missing]
+            before, progress = progress, [self._store.get(key) if self._store.check([key]) else b"" for key in steps]
+            if progress != before:
+                since = time.monotonic()
+                self._on_progress()
+            elif time.monotonic() - since > self._timeout:
+                raise RuntimeError(
+                    f"timeout: this replica waits for replica {', '.join(map(str, missing))}, of which none has made a "
+                    f"step for {self._timeout:g} s (comm.timeout_seconds)"
+                )
+            time.sleep(_POLL[0])
 
     # -- the store ----------------------------------------------------------------------------------------
 

@@ -174,19 +174,6 @@ def test_every_replica_is_the_replay_of_the_recorded_pairs(case: str) -> None:
     assert max(np.abs(x - y).max() for x, y in zip(one, other, strict=True)) > 1e-4  # replicas differ
 
 
-def test_the_replay_tells_another_order() -> None:
-    model, of_all = begun(), runs()["sgd"]
-    records = [list(run.record) for run in of_all]
-    at = next(
-        number
-        for number, (one, two) in enumerate(zip(records[1], records[1][1:], strict=False))
-        if one[0] == "boundary" and two[0] == "answer"
-    )
-    records[1][at], records[1][at + 1] = records[1][at + 1], records[1][at]
-    wanted = replay(model, records, CASES["sgd"][0]["optimizer"], 0.4)
-    assert np.abs(trained(of_all[1].states[-1], model) - wanted[1][-1]).max() > 1e-6
-
-
 def test_the_others_go_on_and_mix_while_one_sleeps() -> None:
     """The sleeper wakes when the others have begun a later step, and it has answered if it is a passive one: who waited
     for it would wait for ever."""

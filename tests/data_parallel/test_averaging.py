@@ -147,8 +147,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None, dict[str, A
         dict(period=2, outer=diloco_outer(0.4, 0.5, nesterov=False)),
     ),
 }
-#: of each plan the cases by default
-BY_DEFAULT = {
+#: of each plan its cases
+CASES_OF = {
     "data": ["local_sgd", "slowmo", "diloco"],
     "1d": ["diloco heavy ball"],
     "1f1b": ["local_sgd, SGD"],
@@ -161,9 +161,11 @@ def recurrence(case: str) -> Rounds:
     return Rounds(2, optimizer, clip=clip, **how)
 
 
-def assert_recurrence(plan: str, names: list[str]) -> None:
+@pytest.mark.rest("1d")
+@pytest.mark.parametrize("plan", but(("1f1b",), PLANS))
+def test_rounds_are_those_of_plain_torch(plan: str) -> None:
     world, parallel = PLANS[plan]
-    configs = {name: settings(CASES[name][0], parallel, *CASES[name][1:3]) for name in names}
+    configs = {name: settings(CASES[name][0], parallel, *CASES[name][1:3]) for name in CASES_OF[plan]}
     for name, traces in run_cases(world, configs, STEPS).items():
         wanted = recurrence(name)
         for rank, trace in enumerate(traces):
@@ -171,18 +173,6 @@ def assert_recurrence(plan: str, names: list[str]) -> None:
             assert_is_replica(trace, wanted.replicas[replica])
             # the last step is one after which all meet
             assert trace.losses[-1] == pytest.approx(wanted.losses[-1], rel=1e-10)
-
-
-@pytest.mark.rest("1d")
-@pytest.mark.parametrize("plan", but(("1f1b",), PLANS))
-def test_rounds_are_those_of_plain_torch(plan: str) -> None:
-    assert_recurrence(plan, BY_DEFAULT[plan])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("plan", PLANS)
-def test_all_rounds_are_those_of_plain_torch(plan: str) -> None:
-    assert_recurrence(plan, list(CASES))
 
 
 def test_what_they_are_equal_to() -> None:

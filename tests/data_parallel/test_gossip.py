@@ -14,7 +14,6 @@ from helpers.gossip import (
     WIDTH,
     Flat,
     Matrices,
-    Quadratic,
     Run,
     Simulated,
     irregular,
@@ -106,53 +105,28 @@ SLOW = dict(type="SGD", lr=1e-9, weight_decay=0.0)
 FOUR = 4
 MIXES = dict(model=Flat, is_apart=True, totals=True)
 FACTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
-    "all_reduce": (dict(type="all_reduce"), PLAIN, 8, dict(is_even=True)),
-    "complete": (dict(type="sgp", graph="complete"), PLAIN, 8, dict(is_even=True)),
-    "of quadratics": (dict(type="all_reduce"), PLAIN, 8, dict(model=Quadratic)),
-    "sgp": (dict(type="sgp"), PLAIN, 8, dict(model=Quadratic, totals=True)),
-    "d-psgd": (dict(type="d-psgd", graph="ring"), PLAIN, 8, dict(model=Quadratic, totals=True)),
     "exponential": (dict(type="sgp"), SLOW, 2, MIXES),
     "irregular": (dict(type="sgp", graph=dict(type=Matrices, matrices=irregular(FOUR)), log_every=5), SLOW, 36, MIXES),
     "in flight": (dict(type="sgp", graph=dict(type=Matrices, matrices=irregular(FOUR)), overlap=2), SLOW, 60, MIXES),
 }
 
 
-MIXING = ["exponential", "irregular", "in flight"]
-
-
 @cache
-def facts(of_mixing: bool) -> dict[str, list[Run]]:
-    """Those of mixing alone, or the others, which run with ``-m long`` only."""
+def facts() -> dict[str, list[Run]]:
     return run_cases(
         FOUR,
         {
             name: (settings_of(strategy, FOUR, optimizer), steps, more)
             for name, (strategy, optimizer, steps, more) in FACTS.items()
-            if (name in MIXING) == of_mixing
         },
     )
 
 
-@pytest.mark.long
-def test_a_complete_graph_is_all_reduce() -> None:
-    """SGD with momentum and weight decay, as many samples in all replicas, nothing clipped."""
-    for run, reference in zip(facts(False)["complete"], facts(False)["all_reduce"], strict=True):
-        np.testing.assert_allclose(run.z, reference.z, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["sgp", "d-psgd"])
-def test_the_mean_follows_all_reduce_where_curvature_is_the_same(name: str) -> None:
-    mixed, reference = facts(False)[name], facts(False)["of quadratics"][0]
-    np.testing.assert_allclose(np.array(mixed[0].total_x) / FOUR, reference.z, rtol=1e-12, atol=1e-13)
-    assert np.abs(mixed[0].z[-1] - reference.z[-1]).max() > 1e-3
-
-
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", FACTS)
 @pytest.mark.rest("exponential")
 def test_mixing_alone_finds_the_mean(name: str) -> None:
     """By z = x / w; where w is not 1 x itself is elsewhere. The exponential graph is through in log2(4) steps."""
-    of_all = facts(True)[name]
+    of_all = facts()[name]
     mean = np.mean([np.linspace(-1, 1, WIDTH).tolist() + [0.25]], axis=0) + (FOUR - 1) / 2
     for run in of_all:
         np.testing.assert_allclose(
@@ -166,7 +140,7 @@ def test_mixing_alone_finds_the_mean(name: str) -> None:
 
 
 def test_a_step_reports_weights_bytes_and_staleness() -> None:
-    of_all, graph = facts(True)["irregular"], make_graph(FACTS["irregular"][0]["graph"], FOUR)
+    of_all, graph = facts()["irregular"], make_graph(FACTS["irregular"][0]["graph"], FOUR)
     nbytes = 64  # 6 numbers of 8 bytes, aligned
     for index, run in enumerate(of_all):
         for step, report in enumerate(run.reports):
@@ -175,7 +149,7 @@ def test_a_step_reports_weights_bytes_and_staleness() -> None:
             assert report["peer_bytes_sent"] == nbytes * len(graph.at(step).targets(index))
             assert report["peer_wait_seconds"] >= 0
         assert sum(report["peer_wait_seconds"] for report in run.reports) > 0
-    assert {report["staleness"] for report in facts(True)["in flight"][0].reports} == {2}
+    assert {report["staleness"] for report in facts()["in flight"][0].reports} == {2}
 
 
 def test_one_replica_trains_alone() -> None:

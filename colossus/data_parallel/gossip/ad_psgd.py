@@ -22,8 +22,6 @@ from colossus.graphs.graph_checks import two_sides
 
 #: kinds of messages: x of an active replica, and what it is to subtract
 REQUEST, ANSWER = 0x0101, 0x0102
-#: seconds between two looks of a replica that waits for others
-_POLL = 0.005
 
 
 class Exchange(NamedTuple):
@@ -71,7 +69,7 @@ class ADPSGD(GraphStrategy):
         #: of an active replica: its neighbours, and how often each is picked
         self._neighbours: list[int] = []
         self._weights: list[float] = []
-        self._seed, self.num_exchanges, self._num_meetings = parts.context.rng.seed, 0, 0
+        self._seed, self.num_exchanges = parts.context.rng.seed, 0
         self._under_way: Exchange | None = None
         self.answers: PairAnswers | None = None
         #: of each exchange applied in this step, the steps since it was begun
@@ -149,23 +147,11 @@ class ADPSGD(GraphStrategy):
             self.answers.shut()
 
     def _meet(self) -> None:
-        """A barrier without a time limit as long as others go on: a replica may be many steps behind.
-
-        Raises:
-            RuntimeError: one of them has died.
-        """
-        links, store, began = self.links, self.parts.context.store(), time.monotonic()
-        assert links is not None
+        assert self.links is not None
         assert self.stop_agreement is not None
-        self._num_meetings += 1
-        keys = {index: f"arrived/{self._num_meetings}/{index}" for index in range(links.group.size)}
-        store.set(keys[links.group.index], "")
-        self.stop_agreement.watch([])
-        while missing := [index for index, key in keys.items() if not store.check([key])]:
-            self.require_alive()
-            self.stop_agreement.watch(missing)
-            time.sleep(_POLL)
-        links.waited_seconds += time.monotonic() - began
+        began = time.monotonic()
+        self.stop_agreement.meet()
+        self.links.waited_seconds += time.monotonic() - began
 
     # -- besides ------------------------------------------------------------------------------------------
 
