@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -89,10 +89,8 @@ class AllReduce(Strategy):
             return FlatSum(context.group(axes))
         replica = tuple(axis for axis in axes if axis != "data")
         if options.compress == "powersgd":
-            return PowerSum(
-                params, *self.levels(axes), self._feedback, rank=options.rank, start_step=options.start_step,
-                min_compression_rate=options.min_compression_rate,
-            )  # fmt: skip
+            given = options.model_dump(include={"rank", "start_step", "min_compression_rate"})
+            return PowerSum(params, *self.levels(axes), self._feedback, **given)
         return Bf16Sum(params, context.group(replica), *self.levels(("data",)), self._feedback)
 
     def levels(self, axes: tuple[str, ...]) -> tuple[AxisGroup, AxisGroup]:
@@ -203,23 +201,16 @@ class Hybrid(AllReduce):
         self.choices = {table.name: choose(table, self.options.way_of(table.name)) for table in found.tables}
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
-        if self.choices:
-            self.hosts = self._hosts(context)
+        per_host = self.options.ranks_per_host(context.size("data"))
+        if self.choices and per_host is not None:
+            self.hosts = Hosts.given(context, per_host)
+        elif self.choices and context.size("data") > 1:
+            with suppress(ValueError):  # on all ranks: as many data ranks on each are what two levels need
+                self.hosts = Hosts.found(context)
         super().prepare(model, context)
 
     def choices_made(self) -> list[str]:
         return [choice.in_words for choice in self.choices.values()]
-
-    def _hosts(self, context: ParallelContext) -> Hosts | None:
-        per_host = self.options.ranks_per_host(context.size("data"))
-        if per_host is not None:
-            return Hosts.given(context, per_host)
-        if context.size("data") == 1:
-            return None
-        try:
-            return Hosts.found(context)
-        except ValueError:  # on all ranks: as many data ranks on each are what two levels need
-            return None
 
     def way_of(self, name: str, shape: tuple[int, ...], ranks: int) -> str:
         return self.choices[name].way

@@ -52,15 +52,12 @@ class PerReplica(AllReduce):
         #: whether steps were made since the last sync point
         self._is_apart = False
         self._requests_of_all = 0.0
-        has_others = self._data_group.size > 1
-        self.stop_agreement = None
-        if has_others:
+        self.stop_agreement: StopAgreement | None = None
+        if self._data_group.size > 1:
             self.stop_agreement = StopAgreement(parts.context, on_progress=lambda: self.on_progress())
-        if not has_others and parts.context.rank == 0:
-            log.warning(
-                "%s: parallel.data is 1, so there is one replica, which trains alone: nothing is mixed or averaged",
-                type(self).__name__,
-            )
+        elif parts.context.rank == 0:
+            name = type(self).__name__
+            log.warning("%s: parallel.data is 1, so one replica trains alone: nothing is mixed or averaged", name)
 
     def _is_logged(self, step: int) -> bool:
         every = self.options.log_every

@@ -134,8 +134,8 @@ class OwnFunction(GraphFamily):
             raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
         if matrix.shape != (replicas, replicas):
             raise ValueError(
-                f"{where} is to return {replicas} rows of {replicas} numbers, or {{(source, to): weight}}, but returned "
-                f"an array of shape {matrix.shape}"
+                f"{where} is to return {replicas} rows of {replicas} numbers, or {{(source, to): weight}}, but gave an "
+                f"array of shape {matrix.shape}"
             )
         return matrix
 

@@ -146,7 +146,7 @@ REFUSED: list[tuple[Callable[[int], Any], str]] = [
     (lambda rank: colossus.average(torch.ones(2).bool()), "tensors is bool: its mean is no such number"),
     (
         lambda rank: colossus.average(_ones(), graph="bipartite_exponential"),
-        "graph over 3 ranks: pairs odd replicas",
+        "pairs odd replicas",
     ),
     (
         lambda rank: colossus.average(_ones(), graph=np.array(IRREGULAR).T),

@@ -152,15 +152,6 @@ def test_a_step_reports_weights_bytes_and_staleness() -> None:
     assert {report["staleness"] for report in facts()["in flight"][0].reports} == {2}
 
 
-def test_one_replica_trains_alone() -> None:
-    strategies = (dict(type="all_reduce"), dict(type="sgp", overlap=2), dict(type="d-psgd"))
-    cases = {strategy["type"]: (settings_of(strategy, 1, PLAIN), 3, {}) for strategy in strategies}
-    alone = run_cases(1, cases)
-    for name in ("sgp", "d-psgd"):
-        np.testing.assert_array_equal(alone[name][0].z, alone["all_reduce"][0].z)
-        assert alone[name][0].reports == [{}] * 3
-
-
 @pytest.mark.parametrize("weight", [1 / 3, 0.012, 1.7])
 def test_an_update_is_added_to_x_and_no_update_adds_nothing(weight: float) -> None:
     """In float32 z times w is not x; the difference that is added to x is of z, and exactly 0."""

@@ -201,3 +201,27 @@ def test_a_replica_that_dies_is_named() -> None:
     assert "replica 1 has died: rank 1 (replica 1) has gone: its connection was closed" in told
     assert "Start the run again from its last checkpoint" in told
     assert re.search(r"message of step [45] from rank 1 \(replica 1\) over data .* WAITING", told)
+
+
+def path(replicas: int, step: int) -> np.ndarray:
+    """There and back, doubly stochastic, with another weight in the last process."""
+    weight = 0.25 if int(os.environ["TEST_RANK"]) < replicas - 1 else 0.3
+    matrix = np.eye(replicas)
+    for one in range(replicas - 1):
+        matrix[one : one + 2, one : one + 2] += weight * np.array([[-1, 1], [1, -1]])
+    return matrix
+
+
+def _refusals(rank: int) -> list[str]:
+    os.environ["TEST_RANK"] = str(rank)
+    said = []
+    for kind in ("sgp", "d-psgd", "ad-psgd"):
+        with pytest.raises(ValueError, match="has got other matrices") as caught:
+            colossus.initialize(settings_of(dict(type=kind, graph=path), REPLICAS, SGD), model=Net, loss_fn=classify)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_graph_that_differs_between_processes_is_refused_on_all() -> None:
+    for said in run_ranks(REPLICAS, _refusals, with_context=False):
+        assert all(line.startswith("parallel.strategy.graph: rank 2 has got other matrices than") for line in said)

@@ -63,8 +63,12 @@ def average(
     problem, gives, found, steps = "", [], [], 0
     try:
         found = _checked(tensors)
-        made = _graph_of(graph, peers, group.size)
-        steps = _iterations(made, iterations)
+        made = make_graph(graph, group.size, peers)
+        if problems := problems_of(made):
+            raise ValueError(f"graph over {group.size} ranks: {problems[0]}")
+        steps = consensus(made).steps if iterations is None else iterations
+        if steps is None:
+            raise ValueError("mixing by this graph does not come near the mean: say how many iterations")
         gives = [f"iterations {steps}", f"the graph {made.digest().hex()[:8]}"]
         gives += [f"{path}: {_dtype(tensor)} {list(tensor.shape)}" for path, tensor in found]
     except Exception as error:  # on one rank only, maybe: the others would wait for it
@@ -91,24 +95,6 @@ def _checked(tensors: Any) -> list[tuple[str, Tensor]]:
     return found
 
 
-def _graph_of(spec: Any, peers: int, ranks: int) -> Graph:
-    try:
-        graph = make_graph(spec, ranks, peers)
-    except ValueError as error:
-        raise ValueError(f"graph over {ranks} ranks: {error}") from error
-    if problems := problems_of(graph):
-        raise ValueError(f"graph over {ranks} ranks: {problems[0]}")
-    return graph
-
-
-def _iterations(graph: Graph, iterations: int | None) -> int:
-    if iterations is None:
-        iterations = consensus(graph).steps if graph.replicas > 1 else 0
-    if iterations is None:
-        raise ValueError("mixing by this graph does not come near the mean: say how many iterations")
-    return iterations
-
-
 def _require_alike(group: AxisGroup, problem: str, gives: list[str]) -> None:
     """Raise on all ranks what is wrong on one of them, or differs between them: else the others would wait for it."""
     everyone = all_gather_object((problem, gives), group)
@@ -124,7 +110,10 @@ def _require_alike(group: AxisGroup, problem: str, gives: list[str]) -> None:
 
 @torch.no_grad()
 def _mix(tensors: list[Tensor], graph: Graph, iterations: int, group: AxisGroup, timeout: float) -> list[Tensor]:
-    mixed = [tensor.detach().to("cpu", _working(tensor.dtype), copy=True).contiguous() for tensor in tensors]
+    mixed = [
+        tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous()
+        for tensor in tensors
+    ]
     held, me = PushSum(ParameterVector(mixed)), group.index
     links = PeerLinks(group, held.vector.nbytes, timeout)
     try:
@@ -140,13 +129,6 @@ def _mix(tensors: list[Tensor], graph: Graph, iterations: int, group: AxisGroup,
     finally:
         links.close()
     return [mean.to(tensor.device, tensor.dtype, copy=True) for mean, tensor in zip(mixed, tensors, strict=True)]
-
-
-def _working(dtype: torch.dtype) -> torch.dtype:
-    """In which it is mixed."""
-    if dtype.is_complex:
-        return torch.complex64 if dtype == torch.complex32 else dtype
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _dtype(tensor: Tensor) -> str:
