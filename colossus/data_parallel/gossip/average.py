@@ -60,16 +60,17 @@ def average(
         group, timeout = context.group("data"), context.timeout.total_seconds()
     else:
         group, timeout = launched_ranks("colossus.average"), _TIMEOUT_SECONDS
-    problem, gives, found, steps = "", [], [], 0
+    problem, gives, found = "", [], []
     try:
         found = _checked(tensors)
         made = make_graph(graph, group.size, peers)
         if problems := problems_of(made):
             raise ValueError(f"graph over {group.size} ranks: {problems[0]}")
-        steps = consensus(made).steps if iterations is None else iterations
-        if steps is None:
+        if iterations is None:
+            iterations = consensus(made).steps
+        if iterations is None:
             raise ValueError("mixing by this graph does not come near the mean: say how many iterations")
-        gives = [f"iterations {steps}", f"the graph {made.digest().hex()[:8]}"]
+        gives = [f"iterations {iterations}", f"the graph {made.digest().hex()[:8]}"]
         gives += [f"{path}: {_dtype(tensor)} {list(tensor.shape)}" for path, tensor in found]
     except Exception as error:  # on one rank only, maybe: the others would wait for it
         problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -78,7 +79,7 @@ def average(
         log.warning("colossus.average: there is nobody to average with: tensors are given back as they are")
     if group.size == 1 or not found:
         return map_leaves(lambda tensor: tensor.detach().clone(), tensors)
-    means = iter(_mix([tensor for _, tensor in found], made, steps, group, timeout))
+    means = iter(_mix([tensor for _, tensor in found], made, iterations or 0, group, timeout))
     return map_leaves(lambda _: next(means), tensors)
 
 
