@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,19 +22,6 @@ from colossus.graphs.graph_checks import two_sides
 
 #: kinds of messages: x of an active replica, and what it is to subtract
 REQUEST, ANSWER = 0x0101, 0x0102
-
-
-class Exchange(NamedTuple):
-    """An average with a passive replica that is under way.
-
-    Attributes:
-        number: of those that this replica has begun, from 0.
-        step: steps that it had completed then.
-    """
-
-    passive: int
-    number: int
-    step: int
 
 
 class ADPSGD(GraphStrategy):
@@ -70,7 +57,8 @@ class ADPSGD(GraphStrategy):
         self._neighbours: list[int] = []
         self._weights: list[float] = []
         self._seed, self.num_exchanges = parts.context.rng.seed, 0
-        self._under_way: Exchange | None = None
+        #: of the exchange under way: the passive replica, the number of the exchange, the steps completed at its begin
+        self._under_way: tuple[int, int, int] | None = None
         self.answers: PairAnswers | None = None
         #: of each exchange applied in this step, the steps since it was begun
         self._applied: list[int] = []
@@ -112,24 +100,24 @@ class ADPSGD(GraphStrategy):
         assert self.links is not None
         draw = random.Random(f"{self._seed}/{self._data_group.index}/{self.num_exchanges}")
         (passive,) = draw.choices(self._neighbours, self._weights)
-        self._under_way = exchange = Exchange(passive, self.num_exchanges, self._completed)
-        self.num_exchanges += 1
-        self._note("begin", passive, exchange.number)
+        number, self.num_exchanges = self.num_exchanges, self.num_exchanges + 1
+        self._under_way = passive, number, self._completed
+        self._note("begin", passive, number)
         data = self.links.buffer(self.vector.nbytes)
         self.vector.pack(data)
-        self.links.send(passive, REQUEST, exchange.number, data, dtype=self.vector.dtype, owned=True)
+        self.links.send(passive, REQUEST, number, data, dtype=self.vector.dtype, owned=True)
 
     def _apply_answer(self) -> None:
         """Wait for the answer that is under way, and subtract it."""
         assert self.links is not None
-        exchange, self._under_way = self._under_way, None
-        if exchange is None:
+        if self._under_way is None:
             return
-        message = self.receive_from(exchange.passive, ANSWER, exchange.number, lambda: None)
+        (passive, number, step), self._under_way = self._under_way, None
+        message = self.receive_from(passive, ANSWER, number, lambda: None)
         self.vector.add(message.data, alpha=-1.0)
         self.links.release(message.data)
-        self._note("apply", exchange.passive, exchange.number)
-        self._applied.append(self._completed - exchange.step)
+        self._note("apply", passive, number)
+        self._applied.append(self._completed - step)
 
     def _note(self, *what: Any) -> None:
         if self.record is not None:
