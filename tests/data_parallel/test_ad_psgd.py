@@ -151,14 +151,9 @@ def trained(state: dict[str, Tensor], model: nn.Module) -> np.ndarray:
     return _flat([state[name] for name, param in model.named_parameters() if param.requires_grad])
 
 
-@cache
-def begun() -> nn.Module:
-    return start()
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_replica_is_the_replay_of_the_recorded_pairs(case: str) -> None:
-    of_all, settings, model = runs()[case], CASES[case][0], begun()
+    of_all, settings, model = runs()[case], CASES[case][0], start()
     records = [run.record for run in of_all]
     optimizer, clip = settings["optimizer"], settings["train"]["clip_grad_norm"]
     wanted = replay(model, records, optimizer, clip)
@@ -193,7 +188,7 @@ def test_numbers_are_a_replicas_own_but_at_sync_points() -> None:
         meets = (step + 1) % 6 == 0
         assert [run.owners[step] for run in of_all] == ([None] * 4 if meets else [0, 1, 2, 3])
         assert (len({run.losses[step] for run in of_all}) == 1) == meets
-    nbytes = ParameterVector([param for param in begun().parameters() if param.requires_grad]).nbytes
+    nbytes = ParameterVector([param for param in start().parameters() if param.requires_grad]).nbytes
     for index, run in enumerate(of_all):
         kinds = [event[0] for event in run.before_the_end]
         sent = sum(report["peer_bytes_sent"] for report in run.reports)

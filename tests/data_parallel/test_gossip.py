@@ -24,7 +24,6 @@ from helpers.gossip import (
     simulate,
     start,
 )
-from torch import nn
 
 from colossus.data_parallel.gossip.push_sum import PushSum
 from colossus.data_parallel.parameter_vector import ParameterVector
@@ -47,11 +46,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None, dict[str, A
 
 
 @cache
-def begun() -> nn.Module:
-    return start()
-
-
-@cache
 def runs() -> dict[str, list[Run]]:
     cases = {
         name: (
@@ -68,7 +62,7 @@ def runs() -> dict[str, list[Run]]:
 def simulated(name: str) -> Simulated:
     strategy, optimizer, clip, more = CASES[name]
     graph = make_graph(strategy.get("graph", "exponential"), REPLICAS, strategy.get("peers", 1))
-    return simulate(begun(), lambda step: graph.at(step).matrix, REPLICAS, STEPS, optimizer, loss_of, clip=clip, **more)
+    return simulate(start(), lambda step: graph.at(step).matrix, REPLICAS, STEPS, optimizer, loss_of, clip=clip, **more)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -100,7 +94,6 @@ def test_sums_change_by_the_updates_alone(name: str) -> None:
 
 # -- what it equals -------------------------------------------------------------------------------------------
 
-PLAIN = dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.03)
 SLOW = dict(type="SGD", lr=1e-9, weight_decay=0.0)
 FOUR = 4
 MIXES = dict(model=Flat, is_apart=True, totals=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm.objects import all_gather_object
 from colossus.graphs.graph_family import GraphFamily, Sends
 
@@ -205,7 +205,6 @@ class Run:
     reports: list[dict[str, float]] = field(default_factory=list)
     total_x: list[np.ndarray] = field(default_factory=list)
     total_w: list[float] = field(default_factory=list)
-    state: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
 
 
@@ -277,7 +276,6 @@ def train(
             shares = all_gather_object((_flat(views), weight), group)
             run.total_x.append(np.sum([x for x, _ in shares], axis=0))
             run.total_w.append(sum(w for _, w in shares))
-    run.state = full_state_dict(engine.model, engine.context)
     run.optimizer = _state(engine.optimizer, params)
     engine.close()
     return run
@@ -287,14 +285,7 @@ def run_cases(replicas: int, cases: dict[str, tuple[dict[str, Any], int, dict[st
     """name -> (settings, steps, options of `train`), one after the other in one group of ranks."""
 
     def body(rank: int) -> list[Run]:
-        runs = []
-        for name, (settings, steps, options) in cases.items():
-            try:
-                runs.append(train(settings, steps, **options))
-            except Exception as error:
-                error.add_note(f"in the case {name!r}")
-                raise
-        return runs
+        return [train(settings, steps, **options) for settings, steps, options in cases.values()]
 
     by_rank = run_ranks(replicas, body, with_context=False)
     return {name: [runs[number] for runs in by_rank] for number, name in enumerate(cases)}
@@ -306,8 +297,9 @@ def _start(rank: int) -> nn.Module:
     return engine.model
 
 
+@cache
 def start() -> nn.Module:
-    """The model that every replica begins with."""
+    """The model that every replica begins with; not to be changed."""
     model: nn.Module = run_ranks(1, _start, with_context=False)[0]
     return model
 
