@@ -112,5 +112,4 @@ def _consensus(found: Consensus) -> str:
         return f"not within {found.tolerance:g} in sight"
     if found.is_exact:
         return f"exact after {counted(found.steps, 'step')}"
-    about = "about " if found.is_estimated else ""
-    return f"within {found.tolerance:g} after {about}{counted(found.steps, 'step')}"
+    return f"within {found.tolerance:g} after {counted(found.steps, 'step')}"

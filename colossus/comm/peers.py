@@ -29,7 +29,7 @@ from colossus.context.groups import AxisGroup
 _HEAD = struct.Struct("<Hq")  # kind, number; then what goes beside the data
 _INDEX = struct.Struct("<H")
 #: how often a rank that waits looks up
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.2
 #: for which a rank that closes waits until what it has sent is with the others
 _CLOSE_SECONDS = 10.0
 
@@ -187,8 +187,13 @@ class PeerLinks:
 
     # -- in -----------------------------------------------------------------------------------------------
 
-    def receive(self, source: int, kind: int, number: int) -> Message:
+    def receive(
+        self, source: int, kind: int, number: int, while_waiting: Callable[[], object] = lambda: None
+    ) -> Message:
         """Wait for a message.
+
+        Args:
+            while_waiting: called again and again, under the lock of the links.
 
         Raises:
             PeerGone: its sender died or closed its links before it had sent it.
@@ -212,6 +217,7 @@ class PeerLinks:
                         f"timeout: {self.name(source)} did not send its message {number} within {self._timeout:g} s"
                     )
                 self._changed.wait(min(left, _LOOK_SECONDS))
+                while_waiting()
 
     def lost(self, source: int) -> str | None:
         """Why nothing can come from a peer any more, None where something can."""
@@ -236,12 +242,6 @@ class PeerLinks:
         """Whether `take` would give any."""
         with self._changed:
             return any(key[1] == kind for key in self._inbox)
-
-    def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until something comes, or ``until()``, which is called under the lock, is true."""
-        with self._changed:
-            if not until():
-                self._changed.wait(seconds)
 
     # -- besides ------------------------------------------------------------------------------------------
 

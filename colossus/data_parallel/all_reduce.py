@@ -1,9 +1,9 @@
-"""The default strategy: gradients are all-reduced in buckets, overlapped with backward; in one level, or by hosts."""
+"""Exact sums of gradients in buckets, overlapped with backward: in one level, by hosts, or of tables by rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.options.exact_options import AllReduceOptions, HierarchicalOptions
+from colossus.data_parallel.options.exact_options import AllReduceOptions, HierarchicalOptions, HybridOptions
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.bucket_sum import BucketSum, FlatSum, TwoLevelSum
@@ -20,7 +20,7 @@ from colossus.gradients.buckets import LocalSum
 from colossus.gradients.compressed_sum import Bf16Sum, ErrorFeedback, PowerSum
 from colossus.gradients.hosts import Hosts
 from colossus.gradients.reduction import GradientReduction, ModelParts
-from colossus.sparse.choice import Survey
+from colossus.sparse.choice import Choice, Survey, choose, way_problems
 from colossus.sparse.tables import Tables
 
 
@@ -89,10 +89,8 @@ class AllReduce(Strategy):
             return FlatSum(context.group(axes))
         replica = tuple(axis for axis in axes if axis != "data")
         if options.compress == "powersgd":
-            return PowerSum(
-                params, *self.levels(axes), self._feedback, rank=options.rank, start_step=options.start_step,
-                min_compression_rate=options.min_compression_rate,
-            )  # fmt: skip
+            given = options.model_dump(include={"rank", "start_step", "min_compression_rate"})
+            return PowerSum(params, *self.levels(axes), self._feedback, **given)
         return Bf16Sum(params, context.group(replica), *self.levels(("data",)), self._feedback)
 
     def levels(self, axes: tuple[str, ...]) -> tuple[AxisGroup, AxisGroup]:
@@ -122,15 +120,7 @@ class AllReduce(Strategy):
             self.tables.finish_sums()
         self.store.accept_whole_gradients()
 
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scale: Tensor,
-        before_update: Callable[[], None],
-        found_inf: Tensor | None = None,
-        clip_value: float | None = None,
-    ) -> None:
-        super().step(optimizer, scale, before_update, found_inf, clip_value)
+    def after_update(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
         if self._feedback is not None:
             self._feedback.end(found_inf)
 
@@ -187,3 +177,43 @@ class Hierarchical(AllReduce):
 
     def levels(self, axes: tuple[str, ...]) -> tuple[AxisGroup, AxisGroup]:
         return self.hosts.inside(axes), self.hosts.between()
+
+
+class Hybrid(AllReduce):
+    """Exact. Dense gradients are all-reduced in buckets; tables (``sparse=True``) are held and updated by ranks that
+    own their rows, which sends the fewest bytes, after Parallax (1808.02621).
+
+    Attributes:
+        choices: by full name of the table.
+        hosts: over which data ranks are spread; None where nobody asks, or hosts have unequal numbers of them.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = HybridOptions(**options)
+        self.partitions = self.options.partitions
+        self.choices: dict[str, Choice] = {}
+        self.hosts: Hosts | None = None
+
+    def check_tables(self, found: Survey) -> None:
+        if problems := way_problems(self.options.ways, found):
+            raise ValueError("; ".join(problems))
+        self.choices = {table.name: choose(table, self.options.way_of(table.name)) for table in found.tables}
+
+    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
+        per_host = self.options.ranks_per_host(context.size("data"))
+        if self.choices and per_host is not None:
+            self.hosts = Hosts.given(context, per_host)
+        elif self.choices and context.size("data") > 1:
+            with suppress(ValueError):  # on all ranks: as many data ranks on each are what two levels need
+                self.hosts = Hosts.found(context)
+        super().prepare(model, context)
+
+    def choices_made(self) -> list[str]:
+        return [choice.in_words for choice in self.choices.values()]
+
+    def way_of(self, name: str, shape: tuple[int, ...], ranks: int) -> str:
+        return self.choices[name].way
+
+    def hosts_of_rows(self) -> Hosts | None:
+        return self.hosts if self.hosts is not None and self.hosts.are_levels else None

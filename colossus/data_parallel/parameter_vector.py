@@ -56,12 +56,11 @@ class ParameterVector:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Of each tensor, a view of its shape."""
-        found: list[Tensor | None] = [None] * len(self.tensors)
+        found: dict[int, Tensor] = {}
         for part, indices in zip(self.parts(buffer), self._by_dtype.values(), strict=True):
             pieces = part.split([self.tensors[index].numel() for index in indices])
-            for index, piece in zip(indices, pieces, strict=True):
-                found[index] = piece.view(self.tensors[index].shape)
-        return [view for view in found if view is not None]
+            found |= {at: piece.view(self.tensors[at].shape) for at, piece in zip(indices, pieces, strict=True)}
+        return [found[at] for at in range(len(self.tensors))]
 
     def on_device(self, buffer: Tensor) -> Tensor:
         """A buffer where the tensors are: one of the host as a copy that was waited for, valid until the next call."""

@@ -36,12 +36,10 @@ class PerReplica(AllReduce):
 
     Attributes:
         holds_parameters: whether a replica that trains alone has the parameters itself; else it has copies of them.
-        stops_by_store: whether requests to stop go as `StopAgreement` says; strategies with a way of their own: false.
     """
 
     exact = False
     holds_parameters: bool = True
-    stops_by_store: bool = True
 
     def __init__(self, options: PerReplicaOptions) -> None:
         self.options = options
@@ -54,26 +52,19 @@ class PerReplica(AllReduce):
         #: whether steps were made since the last sync point
         self._is_apart = False
         self._requests_of_all = 0.0
-        has_others = self._data_group.size > 1
-        self.stop_agreement = None
-        if has_others and self.stops_by_store:
+        self.stop_agreement: StopAgreement | None = None
+        if self._data_group.size > 1:
             self.stop_agreement = StopAgreement(parts.context, on_progress=lambda: self.on_progress())
-        if not has_others and parts.context.rank == 0:
-            log.warning(
-                "%s: parallel.data is 1, so there is one replica, which trains alone: nothing is mixed or averaged",
-                type(self).__name__,
-            )
-
-    def syncs_after(self, step: int) -> bool:
-        """Whether step ``step`` (from 0) is a sync point."""
-        return self._is_logged(step) or self.parts.syncs_after(step + 1)
+        elif parts.context.rank == 0:
+            name = type(self).__name__
+            log.warning("%s: parallel.data is 1, so one replica trains alone: nothing is mixed or averaged", name)
 
     def _is_logged(self, step: int) -> bool:
         every = self.options.log_every
         return bool(every) and (step + 1) % every == 0
 
     def is_summed(self, step: int) -> bool:
-        return self._data_group.size == 1 or self.syncs_after(step)
+        return self._data_group.size == 1 or self._is_logged(step) or self.parts.syncs_after(step + 1)
 
     def begin_step(self, step: int) -> None:
         self._completed, self._is_apart = step, True
@@ -88,17 +79,15 @@ class PerReplica(AllReduce):
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
         self._distance = None
-        if not self.is_summed(step) or self._data_group.size == 1:
+        if not self.is_summed(step) or self.stop_agreement is None:
             return numbers
-        if self.stop_agreement is not None:
-            self.stop_agreement.enter(step + 1)
+        self.stop_agreement.enter(step + 1)
         self.come_together()
         if self._is_logged(step):
-            self._distance = self._average.measure(self.average_addend())
-        total = super().reduce_scalars(step, numbers)
-        if self.stop_agreement is not None:
-            self.stop_agreement.leave(looks=False)
-            self._requests_of_all = float(total[_STOP])
+            self._distance = self._average.distance(self._average.parameters(self.average_addend()))
+        total = self.sum_over_replicas(numbers)
+        self.stop_agreement.leave(looks=False)
+        self._requests_of_all = float(total[_STOP])
         return total
 
     def agree_on_stop(self, step: int, requests: float) -> float:
@@ -110,10 +99,7 @@ class PerReplica(AllReduce):
         return self.stop_agreement.agree(step + 1, requests)
 
     def sync_point(self) -> None:
-        if self._data_group.size == 1:
-            return
         if self.stop_agreement is None:
-            self.come_together()
             return
         self.stop_agreement.enter(self._completed + 1)
         self.come_together()
@@ -140,7 +126,7 @@ class PerReplica(AllReduce):
             return
         self.sync_point()
         self.store.release()  # what compute has gathered is of the replica's own
-        with self._average.in_place(self.average_addend(), self._keep_distance):
+        with self._average.in_place(self.average_addend()) as self._distance:
             self.is_averaged = True
             try:
                 yield
@@ -151,13 +137,8 @@ class PerReplica(AllReduce):
     def export(self) -> AbstractContextManager[None]:
         return self.evaluation()
 
-    def _keep_distance(self, distance: Distance) -> None:
-        self._distance = distance
-
     def consensus(self) -> dict[str, float]:
         if self._distance is None:
             return {}
-        return {
-            "consensus_distance": self._distance.absolute,
-            "consensus_distance_relative": self._distance.relative,
-        }
+        absolute, relative = self._distance.absolute, self._distance.relative
+        return {"consensus_distance": absolute, "consensus_distance_relative": relative}

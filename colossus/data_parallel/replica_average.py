@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,18 +55,16 @@ class ReplicaAverage:
         self._group = parts.context.group("data")
         self._vector = ParameterVector(self._params)
         elsewhere = {id(param) for param in parts.counted_elsewhere}
+        #: of each parameter the rows that this rank is the first of its replica to hold, as indices
         self._counted = [[] if id(param) in elsewhere else self._counted_rows(param) for param in self._params]
 
     def _counted_rows(self, param: nn.Parameter) -> list[Any]:
-        """Rows that this rank is the first of its replica to hold, as indices."""
         context = self._parts.context
         axes = [axis for axis in context.replica_axes if axis not in context.grid.axes("pipeline")]
         spec = spec_of(param)
         if not spec.layout.owns(context.coordinates, axes):
             return []
         return [slice(*shard.rows) if param.dim() else ... for shard in spec.shards]
-
-    # -- what is averaged ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def parameters(self, share: Share) -> Iterator[tuple[int, Tensor]]:
@@ -102,32 +100,21 @@ class ReplicaAverage:
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
         """The floating-point buffers that differ between replicas (running statistics), each with its mean over them.
         Collective over data, where the model has such buffers."""
-        mine = {
-            name: buffer
-            for name, buffer in self._parts.model.named_buffers()
-            if buffer.is_floating_point() and buffer.numel()
-        }
+        mine = [buffer for buffer in self._parts.model.buffers() if buffer.is_floating_point() and buffer.numel()]
         if not mine:
             return []
-        sums = {name: zlib.crc32(host_bytes(buffer)) for name, buffer in mine.items()}
-        of_replicas = all_gather_object(sums, self._group)
-        differ = [name for name in mine if len({theirs.get(name) for theirs in of_replicas}) > 1]
+        of_replicas = all_gather_object([zlib.crc32(host_bytes(buffer)) for buffer in mine], self._group)
         means = []
-        for name in sorted(name for name in differ if all(name in theirs for theirs in of_replicas)):
-            wide = torch.float32 if mine[name].dtype in LOW else mine[name].dtype
-            total = collectives.all_reduce(mine[name].to(wide, copy=True), self._group, owned=True).wait()
-            means.append((mine[name], total / self._group.size))
+        for buffer, checksums in zip(mine, zip(*of_replicas, strict=True), strict=True):
+            if len(set(checksums)) > 1:
+                wide = torch.float32 if buffer.dtype in LOW else buffer.dtype
+                total = collectives.all_reduce(buffer.to(wide, copy=True), self._group, owned=True).wait()
+                means.append((buffer, total / self._group.size))
         return means
-
-    # -- how far replicas are apart -------------------------------------------------------------------------
-
-    def measure(self, share: Share) -> Distance:
-        """Of the parameters as they are. Collective over all ranks."""
-        return self.distance(self.parameters(share))
 
     @torch.no_grad()
     def distance(self, averages: Iterable[tuple[int, Tensor]]) -> Distance:
-        """Of the parameters as they are from these averages, by their numbers. Collective over all ranks."""
+        """How far the parameters are from these averages, by their numbers. Collective over all ranks."""
         context = self._parts.context
         squares = torch.zeros(2, dtype=torch.float64, device=context.device)
         for number, mean in averages:
@@ -139,17 +126,12 @@ class ReplicaAverage:
         total = collectives.all_reduce(squares, world, owned=True).wait() / self._group.size
         return Distance(*total.sqrt().tolist())
 
-    # -- in place of the replica's own ----------------------------------------------------------------------
-
     @contextmanager
-    def in_place(self, share: Share, tell: Callable[[Distance], None]) -> Iterator[None]:
+    def in_place(self, share: Share) -> Iterator[Distance]:
         """Inside, parameters and buffers are the average. After it they are the replica's own again, bit for bit,
         whatever happened inside.
 
         Beginning is collective over all ranks, ending is not. Memory: the replica's own, beside the average.
-
-        Args:
-            tell: is told how far replicas are apart.
         """
         kept, buffers = self._vector.empty(), []
         with as_shards():
@@ -158,11 +140,11 @@ class ReplicaAverage:
             with as_shards():
                 means = self.buffers()
                 buffers = [(buffer, buffer.clone()) for buffer, _ in means]
-                tell(self.distance(self._taking(self.parameters(share))))
+                apart = self.distance(self._written(self.parameters(share)))
                 for buffer, mean in means:
                     buffer.copy_(mean)
             torch.clear_autocast_cache()
-            yield
+            yield apart
         finally:
             with as_shards():
                 self._vector.unpack(kept)
@@ -170,7 +152,7 @@ class ReplicaAverage:
                     buffer.copy_(own)
             torch.clear_autocast_cache()
 
-    def _taking(self, averages: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    def _written(self, averages: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
         """The same; each is written to its parameter when the next is asked for."""
         for number, mean in averages:
             yield number, mean

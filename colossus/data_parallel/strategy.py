@@ -67,9 +67,8 @@ class Strategy:
         self.store, self.parts = store, parts
         self.on_progress: Callable[[], None] = lambda: None
         self.trained = store.trainable()
-        context = parts.context
-        self._step_group = context.group(self.summed_axes)
-        self._data_group = context.group("data")
+        self._step_group = parts.context.group(self.summed_axes)
+        self._data_group = parts.context.group("data")
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -78,6 +77,8 @@ class Strategy:
 
     def last_backward(self, stage: int) -> None:
         """The backward that follows is a stage's last of the step: what it completes may be reduced at once."""
+
+    def after_backward(self, stage: int, microbatch: int, kind: BackwardKind) -> None: ...
 
     def reduce(self, stage: int) -> None:
         """A stage's gradients are complete on this rank: start what has not been started, without waiting.
@@ -120,17 +121,18 @@ class Strategy:
                 self.update(optimizer)
         elif not bool(found_inf):
             self.update(optimizer)
+        self.after_update(optimizer, found_inf)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters from gradients that are divided and clipped. Not called in a step that is skipped."""
         with self.tables.updated(optimizer) if self.tables else nullcontext():
             optimizer.step()
 
-    def after_step(self, step: int) -> None:
-        """After the update of step ``step``: mix, average, gather.
+    def after_update(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
+        """The update was made, or, where ``found_inf``, left out; see `step`."""
 
-        Also after a step that was skipped, whose parameters are those from before it: other replicas may wait here.
-        """
+    def after_step(self, step: int) -> None:
+        """After the update of step ``step``, also where that was skipped: mix, average, gather."""
 
     def abandon(self) -> None:
         """A step or an evaluation has failed: nothing but `close` follows, which is to wait for nobody."""
@@ -149,8 +151,6 @@ class Strategy:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave, under another plan maybe; empty: begin anew."""
-        if state:
-            raise ValueError(f"{type(self).__name__} has no state, but was given {', '.join(sorted(state))}")
 
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
         """State for each parameter as it is stored: tensors of its shape, others that are the same on all ranks, or
@@ -159,6 +159,13 @@ class Strategy:
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Take back what `parameter_state` gave; empty when the checkpoint has none."""
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+        """What an optimizer keeps for each stored parameter, wherever that is. Collective over all ranks."""
+        return optimizer.state
+
+    def parameters_loaded(self) -> None:
+        """Parameters, or the state of their optimizer, were loaded: what is kept of them elsewhere counts no more."""
 
     def close(self) -> None:
         """The run is over: let go of threads and connections."""
@@ -196,8 +203,6 @@ class Strategy:
         context = self.parts.context
         return context.grid.names if self.exact else context.replica_axes
 
-    def after_backward(self, stage: int, microbatch: int, kind: BackwardKind) -> None: ...
-
     def local_sums(self) -> list[LocalSum]:
         """Of each piece of gradients that this rank gave to a collective in this step: which parameters' they are, and
         the sum of its own numbers before the first collective that took them.
@@ -222,19 +227,10 @@ class Strategy:
         """
         return collectives.all_reduce(numbers, self._step_group, owned=True).wait()
 
-    def replica_count(self, numbers: Tensor) -> Tensor | None:
-        """Of the numbers that `replica_scalars` gave, the count of this replica alone; None where nobody knows it."""
-        return None if self.exact else numbers[1]
-
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
-        """What is logged of step ``step``, over all replicas: float64 [loss sum, count, gradient norm, ..].
-
-        Of an inexact strategy the norm is averaged over replicas and all else is summed, where `is_summed` says so;
-        else they are those of its own replica.
-        """
-        if self.exact:
-            return numbers
-        return self.sum_over_replicas(numbers)
+        """What is logged of step ``step``: float64 [loss sum, count, gradient norm, ..], over all replicas where
+        `is_summed` says so, else of the replica."""
+        return numbers if self.exact else self.sum_over_replicas(numbers)
 
     def sum_over_replicas(self, numbers: Tensor) -> Tensor:
         """The numbers of a step, each replica's own, over all of them: sums, of the gradient norm the mean.
@@ -263,7 +259,7 @@ class Strategy:
         ``consensus_distance``, ``consensus_distance_relative`` (`replica_average.Distance`)."""
         return {}
 
-    # -- parameters of replicas, or elsewhere ---------------------------------------------------------------
+    # -- where replicas differ ------------------------------------------------------------------------------
 
     @property
     def own_parameters(self) -> bool:
@@ -272,15 +268,11 @@ class Strategy:
         return not self.exact
 
     def sync_point(self) -> None:
-        """All replicas are about to do something together (evaluate, save, end): wait until all have come this far.
-
-        Replicas that wait answer those that do not.
-        """
+        """All replicas are about to do something together (evaluate, save, end): wait until all have come this far."""
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Around an evaluation, and around a loop of `Engine.eval_step` or of one's own: inside, parameters and
-        buffers are the average of the replicas. Collective, by ranks of all replicas; one inside of another changes
-        nothing."""
+        buffers are the average of the replicas. Collective over all ranks; one inside of another changes nothing."""
         return nullcontext()
 
     def forwards(self) -> AbstractContextManager[None]:
@@ -289,22 +281,14 @@ class Strategy:
         return nullcontext()
 
     def export(self) -> AbstractContextManager[None]:
-        """Around what gives weights away: inside, parameters and buffers are the same in all replicas. Collective, by
-        ranks of all replicas."""
+        """Around what gives weights away: inside, parameters and buffers are the same in all replicas. Collective over
+        all ranks."""
         return nullcontext()
 
     def average_addend(self) -> tuple[list[Tensor], float]:
         """This replica's addend of the average, for each of the stored parameters in ``trained``, and its weight.
 
         The average is the sum of these over the sum of the weights, over all replicas; what is on its way is counted by
-        who is to get it. The tensors may be the parameters themselves: they are not written to. Called on all ranks of
-        all replicas, since it may be collective.
+        who is to get it. The tensors may be the parameters themselves: they are not written to. Collective.
         """
         return [param.detach() for param in self.trained], 1.0
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
-        """What an optimizer keeps for each stored parameter, wherever that is. Collective over all ranks."""
-        return optimizer.state
-
-    def parameters_loaded(self) -> None:
-        """Parameters, or the state of their optimizer, were loaded: what is kept of them elsewhere counts no more."""

@@ -22,15 +22,10 @@ def scale_gradients(params: Iterable[nn.Parameter], scale: Tensor, clip_value: f
     for (dtype, device), grads in kinds.items():
         torch._foreach_mul_(grads, scale.to(device, dtype))
         if clip_value is not None:
-            clip_elements(dtype, grads, clip_value)
-
-
-def clip_elements(dtype: torch.dtype, grads: list[Tensor], largest: float) -> None:
-    """Clip elements in place to at most ``largest`` in absolute value; of complex ones the real and imaginary parts."""
-    if dtype.is_complex:
-        grads = [torch.view_as_real(grad) for grad in grads]
-    torch._foreach_clamp_max_(grads, largest)
-    torch._foreach_clamp_min_(grads, -largest)
+            if dtype.is_complex:  # the real and imaginary parts
+                grads = [torch.view_as_real(grad) for grad in grads]
+            torch._foreach_clamp_max_(grads, clip_value)
+            torch._foreach_clamp_min_(grads, -clip_value)
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class OptimizerStep:
             num_skipped=self.watch.num_skipped,
             loss_scale=loss_scale,
             replica=None if strategy.is_summed(step) else context.index("data"),
-            own_tokens=None if context.size("data") == 1 else strategy.replica_count(own),
+            own_tokens=None if strategy.exact or context.size("data") == 1 else own[1],
         )
 
     def _sum(self, totals: StepTotals, stop: float, mark: Tensor | None) -> tuple[Tensor, Tensor]:

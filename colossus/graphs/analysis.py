@@ -40,13 +40,11 @@ class Consensus:
     Attributes:
         steps: after which their distance to the mean is below ``tolerance`` of that at the start; None: not in sight.
         is_exact: the rest is rounding.
-        is_estimated: by the eigenvalue, since it is far off.
     """
 
     steps: int | None
     tolerance: float
     is_exact: bool = False
-    is_estimated: bool = False
 
 
 def product(graph: Graph) -> np.ndarray:
@@ -104,9 +102,9 @@ def consensus(graph: Graph, overlap: int = 0, tolerance: float = 1e-6, patience:
 
     Args:
         tolerance: the largest distance to the mean that counts as that, over that at the start, whatever they hold.
-        patience: steps to try; after that it is estimated (without overlap).
+        patience: steps to try.
     """
-    size, steps = graph.replicas, 0
+    size = graph.replicas
     for steps, held in enumerate(mixing(graph, overlap), 1):
         rest = held - 1 / size
         # the 2-norm is between the Frobenius norm over the root of the size, and it
@@ -114,8 +112,4 @@ def consensus(graph: Graph, overlap: int = 0, tolerance: float = 1e-6, patience:
             return Consensus(steps, tolerance, is_exact=distance(held) <= _ROUNDING * size)
         if steps >= patience:
             break
-    rate = contraction(graph).eigenvalue
-    if overlap or not 0 < rate < 1 - 1e-9:
-        return Consensus(None, tolerance)
-    left = math.log(tolerance / distance(held)) / math.log(rate) * graph.period
-    return Consensus(steps + math.ceil(left), tolerance, is_estimated=True)
+    return Consensus(None, tolerance)

@@ -13,7 +13,6 @@ from colossus.graphs.spec import make_family
 
 #: digits after the point by which graphs are compared: processors may differ in the last bits of a weight
 _DIGITS = 9
-_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,10 @@ class Graph:
             return
         if problems := family.problems(replicas):
             raise ValueError("; ".join(problems))
-        if family.takes_peers and peers > (most := family.most_peers(replicas)):
-            raise ValueError(f"peers = {peers}: with {replicas} replicas there are at most {most} in a step")
+        if not family.takes_peers and peers != 1:
+            raise ValueError(f"peers = {peers}: this graph itself says to whom replicas send; leave peers out")
+        if family.takes_peers and not 1 <= peers <= (most := family.most_peers(replicas)):
+            raise ValueError(f"peers = {peers}: with {replicas} replicas there are 1 to {most} in a step")
         self.steps = [self._make(step) for step in range(family.period(replicas, peers))]
 
     @property
@@ -78,27 +79,6 @@ class Graph:
     def at(self, step: int) -> StepGraph:
         """Of a step, from 0."""
         return self.steps[step % self.period]
-
-    def heard_after(self, source: int, step: int, overlap: int = 0) -> int:
-        """The step after which all replicas know what ``source`` says in its messages from ``step`` on.
-
-        Everybody passes it on in all messages after it was heard. What is sent in step t is taken in after step
-        t + ``overlap``. Who mixes synchronously cannot be beyond it: it has waited for these messages.
-
-        Raises:
-            ValueError: some replica never hears of it.
-        """
-        #: of each replica the first step whose messages say it
-        says = np.full(self.replicas, _NEVER)
-        says[source] = step
-        quiet, patience = 0, 2 * self.period + overlap
-        while (never := says == _NEVER).any():
-            hears = never & (self.at(step).matrix[:, says <= step] != 0).any(1)
-            says[hears] = step + overlap + 1
-            step, quiet = step + 1, 0 if hears.any() else quiet + 1
-            if quiet > patience:
-                raise ValueError("some replica never hears of another: the graph is not connected")
-        return int(says.max()) - 1
 
     def digest(self) -> bytes:
         """What tells graphs apart."""

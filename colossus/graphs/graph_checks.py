@@ -23,75 +23,53 @@ def problems_of(graph: Graph, *, doubly_stochastic: bool = False, bipartite: boo
     """
     if graph.replicas == 1:
         return []
-    return _of_weights(graph, doubly_stochastic, late) or _of_paths(graph, bipartite)
-
-
-def _of_weights(graph: Graph, doubly_stochastic: bool, late: str) -> list[str]:
-    found = []
     for step, matrix in enumerate(graph.matrices):
-        problem = _of_matrix(matrix, doubly_stochastic, late)
-        if problem:
-            found.append((f"matrix of step {step}: " if graph.period > 1 else "") + problem)
-    more = f" (and so in {len(found) - 1} more of its {graph.period} steps)" if len(found) > 1 else ""
-    return [found[0] + more] if found else []
+        if problem := _of_matrix(matrix, doubly_stochastic, late):
+            return [(f"matrix of step {step}: " if graph.period > 1 else "") + problem]
+    edges = np.any(np.stack(graph.matrices) != 0, axis=0)
+    for first, reached in ((0, reach(edges, 0)), (1, reach(edges.T, 0))):
+        if lost := set(range(len(edges))) - reached:
+            whom = (f"replica 0 ever comes to {min(lost)}", f"replica {min(lost)} ever comes to 0")[first]
+            return [f"it is not connected: nothing of {whom}"]
+    if bipartite and two_sides(edges) is None:
+        return ["it is not bipartite: there is a cycle of odd length"]
+    return []
 
 
 def _of_matrix(matrix: np.ndarray, doubly_stochastic: bool, late: str) -> str | None:
     """The first thing that is wrong with it. Row i is what comes to i, column j what j gives."""
-    odd = np.argwhere(~np.isfinite(matrix))
+    odd = np.argwhere(~np.isfinite(matrix) | (matrix < 0))
     if len(odd):
         to, source = odd[0]
-        return f"row {to}, column {source}: the weight is {matrix[to, source]}"
-    odd = np.argwhere(matrix < 0)
-    if len(odd):
-        to, source = odd[0]
-        return f"row {to}, column {source}: the weight is negative, {matrix[to, source]:g}"
+        return f"row {to}, column {source}: the weight is {matrix[to, source]:g}"
     columns, rows = matrix.sum(0), matrix.sum(1)
     bad = np.flatnonzero(abs(columns - 1) > _TOLERANCE)
     if len(bad):
-        hint = ""
-        if (abs(rows - 1) <= _TOLERANCE).all():
-            hint = "; all rows do: is it transposed? A column is what one replica gives to each"
-        return f"column {bad[0]} sums to {columns[bad[0]]:.15g}, not 1: {_listed(matrix[:, bad[0]])}{hint}"
+        all_rows = (abs(rows - 1) <= _TOLERANCE).all()
+        hint = "; all rows do: is it transposed? A column is what one replica gives to each" if all_rows else ""
+        return f"column {bad[0]} sums to {columns[bad[0]]:.15g}, not 1{hint}"
     empty = np.flatnonzero(rows == 0)
     if len(empty):
         return f"row {empty[0]} sums to 0: replica {empty[0]} keeps nothing and gets nothing"
     bad = np.flatnonzero(abs(rows - 1) > _TOLERANCE)
     if doubly_stochastic and len(bad):
         return (
-            f"row {bad[0]} sums to {rows[bad[0]]:.15g}, not 1: {_listed(matrix[bad[0]])}; without push-sum weights the "
-            f"mean stays only where rows sum to 1, too (sgp takes this graph)"
+            f"row {bad[0]} sums to {rows[bad[0]]:.15g}, not 1; without push-sum weights the mean stays only where rows "
+            f"sum to 1, too (sgp takes this graph)"
         )
     idle = np.flatnonzero(np.diag(matrix) == 0)
     if late and len(idle):
-        return (
-            f"row {idle[0]}, column {idle[0]}: replica {idle[0]} keeps nothing, so with {late} it has no parameters "
-            f"while all is on its way"
-        )
+        return f"replica {idle[0]} keeps nothing, so with {late} it has no parameters while all is on its way"
     return None
-
-
-def _of_paths(graph: Graph, bipartite: bool) -> list[str]:
-    edges = np.any(np.stack(graph.matrices) != 0, axis=0)
-    for first, reached in ((0, reach(edges, 0)), (1, reach(edges.T, 0))):
-        lost = sorted(set(range(len(edges))) - reached)
-        if lost:
-            whom = (f"nothing of replica 0 ever comes to {lost[0]}", f"nothing of replica {lost[0]} ever comes to 0")
-            within = f"in {graph.period} steps, after which it repeats" if graph.period > 1 else "in any step"
-            return [f"it is not connected: {whom[first]} ({within}); {_sides_in_words(reached, lost)}"]
-    if bipartite and two_sides(edges) is None:
-        return ["it is not bipartite: there is a cycle of odd length"]
-    return []
 
 
 def reach(edges: np.ndarray, start: int) -> set[int]:
     """Whom one reaches; ``edges`` is [to, source]."""
     found, todo = {start}, [start]
     while todo:
-        for to in np.flatnonzero(edges[:, todo.pop()]):
-            if int(to) not in found:
-                found.add(int(to))
-                todo.append(int(to))
+        new = set(np.flatnonzero(edges[:, todo.pop()]).tolist()) - found
+        found |= new
+        todo += new
     return found
 
 
@@ -108,17 +86,3 @@ def two_sides(edges: np.ndarray) -> tuple[list[int], list[int]] | None:
             elif side[other] == side[here]:
                 return None
     return sorted(i for i in side if not side[i]), sorted(i for i in side if side[i])
-
-
-def _sides_in_words(reached: set[int], lost: list[int]) -> str:
-    return f"{_some(sorted(reached))} on one side, {_some(lost)} on the other"
-
-
-def _some(indices: list[int]) -> str:
-    shown = ", ".join(map(str, indices[:8]))
-    return f"{shown}{', ..' if len(indices) > 8 else ''}"
-
-
-def _listed(numbers: np.ndarray) -> str:
-    shown = " + ".join(f"{number:.6g}" for number in numbers[:8])
-    return f"{shown}{' + ..' if len(numbers) > 8 else ''}"

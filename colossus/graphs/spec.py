@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from colossus.graphs.graph_family import GraphFamily
-from colossus.graphs.own import OwnFunction, OwnMatrices, is_matrices
-from colossus.registry import GRAPHS, nearest
+import numpy as np
+
+from colossus.graphs.graph_family import GraphFamily, Sends
+from colossus.registry import GRAPHS
 
 
 def make_family(spec: Any) -> GraphFamily:
@@ -23,28 +25,25 @@ def make_family(spec: Any) -> GraphFamily:
     """
     if isinstance(spec, GraphFamily):
         return spec
-    if is_matrices(spec):
-        return OwnMatrices(spec)
-    if not isinstance(spec, Mapping):
-        spec = {"type": spec}
-    options = dict(spec)
+    options = dict(spec) if isinstance(spec, Mapping) else {"type": spec}
     if "type" not in options:
-        raise ValueError(f'a graph needs a type: dict(type="exponential", **options); known: {_known()}')
-    kind = options.pop("type")
-    if is_matrices(kind):
-        if options:
-            raise ValueError(f"matrices take no options, got {', '.join(options)}")
-        return OwnMatrices(kind)
-    if not callable(kind) and not isinstance(kind, str):
         raise ValueError(
-            f"must be a name ({_known()}), a function (replicas, step) -> matrix, or matrices, got {_brief(kind)}"
+            f'a graph needs a type: dict(type="exponential", **options); known: {", ".join(GRAPHS.names())}'
         )
-    if isinstance(kind, str) and kind.lstrip()[:1] in ("[", "{", "("):
-        raise ValueError(f"{_brief(kind)} is meant for matrices or a dict, but it is not written as Python has them")
+    kind = options.pop("type")
     made = GRAPHS.get(kind) if isinstance(kind, str) else kind
+    if _is_matrices(kind):
+        made, options = OwnMatrices, {"matrices": kind, **options}
+    if not callable(made):
+        raise ValueError(
+            f"must be a name ({', '.join(GRAPHS.names())}), a function (replicas, step) -> matrix, or matrices, got "
+            f"{made!r}"
+        )
     if inspect.isclass(made) and issubclass(made, GraphFamily):
-        _require_options(kind, made, options)
-        return made(**options)
+        try:
+            return made(**options)
+        except TypeError as error:
+            raise ValueError(f"graph {name_of_graph(kind)!r}: {error}") from None
     return OwnFunction(made, options)
 
 
@@ -52,27 +51,111 @@ def name_of_graph(spec: Any) -> str:
     """How messages call it; empty for matrices."""
     if isinstance(spec, Mapping):
         return name_of_graph(spec.get("type"))
-    if isinstance(spec, str):
-        return spec
-    if is_matrices(spec):
-        return ""
+    if isinstance(spec, str) or _is_matrices(spec):
+        return spec if isinstance(spec, str) else ""
     return str(getattr(spec, "__name__", type(spec).__name__))
 
 
-def _require_options(kind: Any, made: type[GraphFamily], options: Mapping[str, Any]) -> None:
-    known = [name for name in inspect.signature(made.__init__).parameters if name not in ("self", "args", "kwargs")]
-    for name in options:
-        if name not in known:
-            close = nearest(name, known)
-            hint = f"did you mean {close}? " if close else ""
-            takes = f"known options: {', '.join(known)}" if known else "it takes none"
-            raise ValueError(f"graph {name_of_graph(kind)!r} has no option {name!r}; {hint}{takes}")
+def _is_matrices(value: Any) -> bool:
+    """Whether a value is meant for a matrix or a list of matrices: an array, or lists of lists."""
+    if isinstance(value, np.ndarray):
+        return True
+    return isinstance(value, list | tuple) and all(isinstance(row, list | tuple | np.ndarray) for row in value)
 
 
-def _known() -> str:
-    return ", ".join(GRAPHS.names())
+class OwnMatrices(GraphFamily):
+    """One matrix, or one for each step in turn. Column j is what j gives to each: x becomes ``matrix @ x``."""
+
+    takes_peers = False
+
+    def __init__(self, matrices: Any) -> None:
+        try:
+            stacked = _real(matrices)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a matrix is n rows of n numbers; these are not: {error}") from None
+        self._matrices = stacked[None] if stacked.ndim == 2 else stacked
+        if self._matrices.ndim != 3 or self._matrices.shape[1] != self._matrices.shape[2] or not stacked.size:
+            raise ValueError(
+                f"a matrix is n rows of n numbers, or there is a list of such; these are of shape {stacked.shape}"
+            )
+
+    def problems(self, replicas: int) -> list[str]:
+        size = self._matrices.shape[1]
+        return [] if size == replicas else [f"its matrices are {size} x {size}, but there are {replicas} replicas"]
+
+    def period(self, replicas: int, peers: int) -> int:
+        return len(self._matrices)
+
+    def sends(self, replicas: int, step: int, peers: int) -> Sends:
+        return _edges(self._matrices[step % len(self._matrices)])
 
 
-def _brief(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."
+class OwnFunction(GraphFamily):
+    """A pure function (replicas, step, **options) -> a matrix, or {(source, to): weight}.
+
+    The matrix is [to][source]: column j is what j gives to each, with what it keeps. A parameter ``peers`` is given the
+    number of ``peers``. A function whose matrices change with the step declares after how many they repeat: by an
+    option ``period``, or an attribute of the function.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self._function, self._options = function, dict(options)
+        self._name = str(getattr(function, "__name__", function))
+        parameters = inspect.signature(function).parameters
+        self.takes_peers = "peers" in parameters
+        declared = getattr(function, "period", 1)
+        if "period" not in parameters:
+            declared = self._options.pop("period", declared)
+        if not isinstance(declared, int) or declared < 1:
+            raise ValueError(f"{self._name}: period = {declared!r}: a whole number of at least 1")
+        self._period = declared
+
+    def period(self, replicas: int, peers: int) -> int:
+        """As declared; that the next one begins so is seen."""
+        first, again = (self._matrix(replicas, step, peers) for step in (0, self._period))
+        if not np.array_equal(first, again, equal_nan=True):
+            raise ValueError(
+                f"{self._name}: its matrices of steps 0 and {self._period} differ, where its period is {self._period}: "
+                f"graph = dict(type={self._name}, period=...) declares another. Every process calls it, and all must "
+                f"get the same: what is random in it is seeded, with the step say"
+            )
+        return self._period
+
+    def sends(self, replicas: int, step: int, peers: int) -> Sends:
+        return _edges(self._matrix(replicas, step, peers))
+
+    def _matrix(self, replicas: int, step: int, peers: int) -> np.ndarray:
+        """float64 [replicas, replicas]."""
+        where = f"{self._name}(replicas={replicas}, step={step})"
+        try:
+            value = self._function(replicas, step, **({"peers": peers} if self.takes_peers else {}), **self._options)
+            matrix = _from_edges(value, replicas) if isinstance(value, Mapping) else _real(value)
+        except Exception as error:
+            raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+        if matrix.shape != (replicas, replicas):
+            raise ValueError(
+                f"{where} is to return {replicas} rows of {replicas} numbers, or {{(source, to): weight}}, but gave an "
+                f"array of shape {matrix.shape}"
+            )
+        return matrix
+
+
+def _edges(matrix: np.ndarray) -> Sends:
+    return [(int(source), int(to), float(matrix[to, source])) for to, source in np.argwhere(matrix != 0)]
+
+
+def _from_edges(edges: Mapping[Any, Any], replicas: int) -> np.ndarray:
+    matrix = np.zeros((replicas, replicas))
+    for edge, weight in edges.items():
+        source, to = map(operator.index, edge)
+        if not (0 <= source < replicas and 0 <= to < replicas):
+            raise ValueError(f"edge {edge!r}, but replicas are 0 to {replicas - 1}")
+        matrix[to, source] = weight
+    return matrix
+
+
+def _real(value: Any) -> np.ndarray:
+    array = np.array(value)
+    if array.dtype.kind not in "biufO":
+        raise ValueError(f"{array.dtype} in the place of real numbers")
+    return array.astype(np.float64)

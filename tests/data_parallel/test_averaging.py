@@ -12,7 +12,7 @@ import torch
 from helpers.long import but
 from helpers.plain_replicas import Replica, assert_is_replica, share_of
 from helpers.ranks import run_ranks
-from helpers.training import Trace, config_of, flat, is_key_bias, run_cases
+from helpers.training import config_of, run_cases
 from torch import Tensor
 
 import colossus
@@ -147,8 +147,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None, dict[str, A
         dict(period=2, outer=diloco_outer(0.4, 0.5, nesterov=False)),
     ),
 }
-#: of each plan the cases by default
-BY_DEFAULT = {
+#: of each plan its cases
+CASES_OF = {
     "data": ["local_sgd", "slowmo", "diloco"],
     "1d": ["diloco heavy ball"],
     "1f1b": ["local_sgd, SGD"],
@@ -161,9 +161,11 @@ def recurrence(case: str) -> Rounds:
     return Rounds(2, optimizer, clip=clip, **how)
 
 
-def assert_recurrence(plan: str, names: list[str]) -> None:
+@pytest.mark.rest("1d")
+@pytest.mark.parametrize("plan", but(("1f1b",), PLANS))
+def test_rounds_are_those_of_plain_torch(plan: str) -> None:
     world, parallel = PLANS[plan]
-    configs = {name: settings(CASES[name][0], parallel, *CASES[name][1:3]) for name in names}
+    configs = {name: settings(CASES[name][0], parallel, *CASES[name][1:3]) for name in CASES_OF[plan]}
     for name, traces in run_cases(world, configs, STEPS).items():
         wanted = recurrence(name)
         for rank, trace in enumerate(traces):
@@ -171,49 +173,6 @@ def assert_recurrence(plan: str, names: list[str]) -> None:
             assert_is_replica(trace, wanted.replicas[replica])
             # the last step is one after which all meet
             assert trace.losses[-1] == pytest.approx(wanted.losses[-1], rel=1e-10)
-
-
-@pytest.mark.rest("1d")
-@pytest.mark.parametrize("plan", but(("1f1b",), PLANS))
-def test_rounds_are_those_of_plain_torch(plan: str) -> None:
-    assert_recurrence(plan, BY_DEFAULT[plan])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("plan", PLANS)
-def test_all_rounds_are_those_of_plain_torch(plan: str) -> None:
-    assert_recurrence(plan, list(CASES))
-
-
-def test_what_they_are_equal_to() -> None:
-    """With tokens that differ between replicas: averages are weighted by them, or all_reduce would not come out."""
-    two = dict(data=2)
-    found = run_cases(
-        2,
-        {
-            "all_reduce": settings(None, two, PLAIN_SGD),
-            "period 1": settings(dict(type="local_sgd", period=1), two, PLAIN_SGD),
-            "averages": settings(dict(type="local_sgd", period=3), two, ADAMW, 0.5),
-            "outer lr 1": settings(dict(type="diloco", period=3, outer_lr=1.0, outer_momentum=0.0), two, ADAMW, 0.5),
-            "slow momentum 0": settings(dict(type="slowmo", period=3, slow_momentum=0.0), two, ADAMW, 0.5),
-        },
-        STEPS,
-    )
-    for rank in range(2):
-        of_rank = {name: traces[rank] for name, traces in found.items()}
-        same(of_rank["period 1"], of_rank["all_reduce"])
-        assert of_rank["period 1"].losses == pytest.approx(of_rank["all_reduce"].losses, rel=1e-12)
-        assert of_rank["period 1"].tokens == of_rank["all_reduce"].tokens
-        same(of_rank["outer lr 1"], of_rank["averages"])
-        same(of_rank["slow momentum 0"], of_rank["averages"])
-    one, other = (trace.end["blocks.0.mlp.up.weight"] for trace in found["averages"])
-    assert (one - other).abs().max() > 1e-4  # the seventh step is the replica's own
-
-
-def same(mine: Trace, wanted: Trace) -> None:
-    ends = [{name: value for name, value in trace.end.items() if not is_key_bias(name)} for trace in (mine, wanted)]
-    assert ends[0].keys() == ends[1].keys()
-    assert (flat(ends[0]) - flat(ends[1])).abs().max() < 1e-12
 
 
 def _stopped(rank: int, requests: list[tuple[str, int, int]]) -> list[int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.gossip import ADAMW, SGD, Matrices, Net, classify, irregular, part_of, settings_of
+from helpers.gossip import ADAMW, SGD, Flat, Matrices, Net, classify, irregular, part_of, settings_of, squares
 from helpers.ranks import RankError, run_ranks
 
 import colossus
@@ -121,6 +122,65 @@ def test_a_parameter_may_be_frozen_on_the_way(tmp_path: Path) -> None:
             assert again == usual
 
 
+# -- stops ----------------------------------------------------------------------------------------------------
+
+RING = [[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0.5, 0.5]]
+TERM, INT = signal.SIGTERM, signal.SIGINT
+#: strategy; then of each stop its requests: (steps since the stop before, replica, signal)
+STOPS: dict[str, tuple[dict[str, Any], list[list[tuple[int, int, int | None]]]]] = {
+    "exponential": (dict(type="sgp"), [[(0, 1, TERM)], [(3, 0, None)], [(2, 2, INT)]]),
+    "ring, overlap 2": (
+        dict(type="sgp", graph=dict(type=Matrices, matrices=[RING]), overlap=2),
+        [[(0, 0, None)], [(1, 2, None), (2, 0, TERM)], [(1, 1, INT), (1, 0, INT)]],
+    ),
+    "d-psgd": (dict(type="d-psgd"), [[(0, 2, TERM)], [(2, 1, None)]]),
+    # a sync point is one at which all hear of it
+    "meets": (dict(type="sgp", log_every=5), [[(0, 0, TERM), (4, 2, None)], [(4, 1, INT)]]),
+}
+
+
+def _stops(rank: int) -> dict[str, tuple[list[tuple[int, int | None]], int]]:
+    """Of each case the steps after which it stopped, with the signals; the steps of a run of four in which one
+    replica requests a stop in the last but one."""
+    found = {}
+    for name, (strategy, stops) in STOPS.items():
+        engine = colossus.initialize(settings_of(strategy, REPLICAS, SGD), model=Flat, loss_fn=squares)
+        ends = []
+        for requests in stops:
+            begun, result = engine.completed_steps, None
+            while result is None or not (result.stop_requested or result.step > begun + 40):
+                step = engine.completed_steps
+                for after, replica, signum in requests:
+                    if (step - begun, rank) == (after, replica):
+                        engine.request_stop(signum)
+                result = engine.train_step(part_of(step, rank))
+            ends.append((result.step - 1 - begun, result.stop_signal))
+            engine.withdraw_stop()
+        engine.close()
+        engine = colossus.initialize(settings_of(strategy, REPLICAS, SGD, steps=4), model=Flat, loss_fn=squares)
+        while engine.completed_steps < 4:
+            if (engine.completed_steps, rank) == (2, 1):
+                engine.request_stop()
+            if engine.train_step(part_of(0, rank)).stop_requested:
+                break
+        found[name] = ends, engine.completed_steps
+        engine.close()
+    return found
+
+
+def test_all_replicas_stop_after_the_same_step() -> None:
+    """Also those that wait for a message of one that has requested a stop, and so sends none."""
+    found, *others = run_ranks(REPLICAS, _stops, with_context=False, timeout=20.0)
+    assert others == [found, found]
+    for name, (_, stops) in STOPS.items():
+        ends, last = found[name]
+        assert last in (3, 4), name
+        for requests, (step, signum) in zip(stops, ends, strict=True):
+            first = min(after for after, _, _ in requests)
+            assert first <= step < first + 12, name
+            assert signum in [each for _, _, each in requests], name
+
+
 # -- failures -------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +198,30 @@ def test_a_replica_that_dies_is_named() -> None:
         run_ranks(REPLICAS, _dying, with_context=False)
     told = str(raised.value)
     assert "rank 1 ---\ndied without a word (exit code 7)" in told
-    assert "replica 1 has died: rank 1 (replica 1) has gone: its connection was closed, before replica" in told
+    assert "replica 1 has died: rank 1 (replica 1) has gone: its connection was closed" in told
     assert "Start the run again from its last checkpoint" in told
     assert re.search(r"message of step [45] from rank 1 \(replica 1\) over data .* WAITING", told)
+
+
+def path(replicas: int, step: int) -> np.ndarray:
+    """There and back, doubly stochastic, with another weight in the last process."""
+    weight = 0.25 if int(os.environ["TEST_RANK"]) < replicas - 1 else 0.3
+    matrix = np.eye(replicas)
+    for one in range(replicas - 1):
+        matrix[one : one + 2, one : one + 2] += weight * np.array([[-1, 1], [1, -1]])
+    return matrix
+
+
+def _refusals(rank: int) -> list[str]:
+    os.environ["TEST_RANK"] = str(rank)
+    said = []
+    for kind in ("sgp", "d-psgd", "ad-psgd"):
+        with pytest.raises(ValueError, match="has got other matrices") as caught:
+            colossus.initialize(settings_of(dict(type=kind, graph=path), REPLICAS, SGD), model=Net, loss_fn=classify)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_graph_that_differs_between_processes_is_refused_on_all() -> None:
+    for said in run_ranks(REPLICAS, _refusals, with_context=False):
+        assert all(line.startswith("parallel.strategy.graph: rank 2 has got other matrices than") for line in said)

@@ -81,8 +81,3 @@ def test_the_strategy_of_the_page_is_its_recurrence() -> None:
         for expected, param in zip(model.parameters(), params, strict=True):
             torch.testing.assert_close(param, expected.detach(), rtol=1e-12, atol=1e-12)
     assert not torch.allclose(found[0][1][0], found[1][1][0], atol=1e-3)
-
-
-def test_one_replica_trains_alone() -> None:
-    ((_, params),) = run_ranks(1, _run, dict(data=1), with_context=False)
-    assert all(param.isfinite().all() for param in params)

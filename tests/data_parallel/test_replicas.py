@@ -258,15 +258,6 @@ def test_own_numbers_are_marked(tmp_path: Path) -> None:
     assert summary.loss == its_summary.loss == one[-1][1]
 
 
-def test_a_stop_at_a_step_of_ones_own_tells_the_loss_of_all(tmp_path: Path) -> None:
-    (one, _, summary, _), (other, _, its_summary, _) = run_ranks(2, fits, tmp_path, 3, with_context=False)
-    assert len(one) == len(other) < 6
-    losses = [(told[1], told[4]) for told in (one[-1], other[-1])]
-    wanted = sum(loss * tokens for loss, tokens in losses) / sum(tokens for _, tokens in losses)
-    assert summary.reason == "stopped"
-    assert summary.loss == its_summary.loss == pytest.approx(wanted, rel=1e-12)
-
-
 # -- scales and counts of each replica -----------------------------------------------------------------------------
 
 

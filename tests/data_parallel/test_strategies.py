@@ -1,8 +1,7 @@
-"""Strategies other than all-reduce, by plain torch: losses, norms, counts, gradients and weights."""
+"""An exact strategy of one's own under every plan; plain modules whose parameters ZeRO gathers by block."""
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 from typing import Any
 
@@ -11,15 +10,12 @@ import torch
 import torch.nn.functional as F
 from helpers.long import but
 from helpers.ranks import run_ranks
-from helpers.strategies import Delayed, OwnSGD
+from helpers.strategies import OwnSGD
 from helpers.training import (
-    SIZES,
     Trace,
     assert_same_numbers,
     assert_same_run,
-    batch_of,
     config_of,
-    is_key_bias,
     run_plan,
 )
 from torch import Tensor, nn
@@ -42,7 +38,6 @@ PLANS: dict[str, tuple[int, dict[str, Any], str, int]] = {
     "zb-h1": (4, dict(data=2, pipeline=2), "zb-h1", 3),
     "zb-v": (4, dict(data=2, pipeline=2), "zb-v", 2),
 }
-plans = pytest.mark.parametrize("plan", but(("1f1b", "zb-h1"), PLANS))
 
 
 def settings_of(parallel: dict[str, Any], kind: str = "1f1b", microbatches: int = 1, **more: Any) -> dict[str, Any]:
@@ -63,118 +58,15 @@ def train_with(strategy: dict[str, Any], plan: tuple[int, dict[str, Any], str, i
     return run_plan(world, settings_of({**parallel, "strategy": strategy}, kind, microbatches), STEPS)
 
 
-class Plain:
-    """A replica in plain torch: the model that one process starts with, SGD, clipping by its own norm."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = copy.deepcopy(model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM)
-
-    def backward(self, batch: dict[str, Tensor]) -> tuple[float, int, float]:
-        """Clipped gradients of the mean loss; the sum of losses, their number, and the norm before clipping."""
-        self.optimizer.zero_grad()
-        logits = self.model(batch["inputs"])
-        total = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
-        count = int((batch["labels"] != -100).sum())
-        (total / count).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        return total.item(), count, norm.item()
-
-
-def _start(rank: int) -> nn.Module:
-    engine = colossus.initialize(settings_of({}))
-    engine.close()
-    return engine.model
-
-
-@cache
-def start() -> nn.Module:
-    return run_ranks(1, _start, with_context=False)[0]
-
-
-def weights(model: nn.Module, names: Trace) -> dict[str, Tensor]:
-    state = {name: param.detach() for name, param in model.named_parameters()}
-    return {name: value for name, value in state.items() if name in names.end}
-
-
-def assert_weights(trace: Trace, model: nn.Module) -> None:
-    compared = 0
-    for name, value in weights(model, trace).items():
-        if not is_key_bias(name):
-            torch.testing.assert_close(trace.end[name], value, rtol=1e-9, atol=1e-11, msg=name)
-            compared += 1
-    assert compared >= 10
-
-
-@cache
-def counts() -> list[int]:
-    """Valid tokens of every step."""
-    return [int((batch_of(step, SIZES, BATCH)["labels"] != -100).sum()) for step in range(STEPS)]
-
-
-# -- gradients of the step before -----------------------------------------------------------------------------
-
-
-@cache
-def delayed() -> tuple[list[float], list[float], Plain]:
-    replica = Plain(start())
-    losses, norms = [], []
-    kept: list[Tensor | None] | None = None
-    for step in range(STEPS):
-        total, count, norm = replica.backward(batch_of(step, SIZES, BATCH))
-        losses.append(total / count)
-        norms.append(norm)
-        current = [param.grad for param in replica.model.parameters()]
-        if kept is not None:
-            for param, grad in zip(replica.model.parameters(), kept, strict=True):
-                param.grad = grad
-            replica.optimizer.step()
-        kept = [None if grad is None else grad.clone() for grad in current]
-    return losses, norms, replica
-
-
-@pytest.mark.rest("1d")
-@plans
-def test_gradients_of_the_step_before(plan: str) -> None:
-    losses, norms, replica = delayed()
-    for trace in train_with(dict(type=Delayed), PLANS[plan]):
-        assert trace.losses == pytest.approx(losses, rel=1e-10)
-        assert trace.norms == pytest.approx(norms, rel=1e-10)
-        assert trace.tokens == counts()
-        assert_weights(trace, replica.model)
-
-
-# -- exact strategies -----------------------------------------------------------------------------------------
-
-
 @cache
 def alone() -> Trace:
     return run_plan(1, settings_of({}), STEPS)[0]
 
 
-EXACT_ONES = {"own optimizer": dict(type=OwnSGD, lr=LR, momentum=MOMENTUM), "sharded": dict(type="zero", stage=3)}
-#: under more plans in tests/data_parallel/test_zero.py
-SHARDED = ("data",)
-
-
-@pytest.mark.rest("own optimizer-1f1b", "own optimizer-zb-v", "own optimizer-1d")
-@pytest.mark.parametrize(
-    ("strategy", "plan"),
-    [
-        *(pytest.param("own optimizer", plan, marks=pytest.mark.long if plan == "1f1b" else ()) for plan in PLANS),
-        *(pytest.param("sharded", plan, marks=() if plan in SHARDED else pytest.mark.long) for plan in PLANS),
-    ],
-)
-def test_exact_strategies_are_the_one_process_run(strategy: str, plan: str) -> None:
-    for trace in train_with(EXACT_ONES[strategy], PLANS[plan]):
-        assert trace.tokens == counts()
-        assert_same_run(trace, alone(), **EXACT)
-        assert_same_numbers(trace, alone())
-
-
-def test_rows_over_data_and_sequence() -> None:
-    plan = 4, dict(data=2, sequence=2), "1f1b", 1
-    for trace in train_with(dict(type="zero", stage=3), plan):
+@pytest.mark.rest("1f1b", "zb-v", "1d")
+@pytest.mark.parametrize("plan", but(("1f1b",), PLANS))
+def test_an_exact_strategy_of_ones_own_is_the_one_process_run(plan: str) -> None:
+    for trace in train_with(dict(type=OwnSGD, lr=LR, momentum=MOMENTUM), PLANS[plan]):
         assert_same_run(trace, alone(), **EXACT)
         assert_same_numbers(trace, alone())
 

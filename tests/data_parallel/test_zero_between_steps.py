@@ -93,10 +93,6 @@ def start(parallel: dict[str, Any], model: type[nn.Module] = Net) -> Engine:
 # -- what a user does between steps ---------------------------------------------------------------------------
 
 
-def nothing(engine: Engine) -> None:
-    Net.gated_on = None
-
-
 def backward_of_a_call(engine: Engine) -> None:
     engine.model(batch(engine, 7)[0]).square().sum().backward()
 
@@ -124,7 +120,7 @@ def use_the_gate_on_one_rank(engine: Engine) -> None:
 
 
 HABITS: list[Callable[[Engine], None]] = [
-    nothing, backward_of_a_call, write_to_data, load_after_a_call, halve_gradients, use_the_gate_on_one_rank,
+    backward_of_a_call, write_to_data, load_after_a_call, halve_gradients, use_the_gate_on_one_rank,
 ]  # fmt: skip
 
 

@@ -259,8 +259,9 @@ def _not_rounded(rank: int, precision: Any, parallel: dict[str, Any]) -> Any:
     part = slice(2 * rank, 2 * rank + 2) if parallel else slice(None)
     engine.train_step((X[part], Y[part]))
     dtypes = {}
-    for param in engine.store.computed():
-        stored = engine.store.stored(param)
+    computed = {stored: param for param, stored in engine.store._stored_as.items()}
+    for stored in engine.store.parameters():
+        param = computed.get(stored, stored)
         assert stored.grad is not None or not stored.numel()
         dtypes[spec_of(param).name] = {
             param.dtype,

@@ -10,7 +10,6 @@ import pytest
 from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.graph_checks import problems_of, two_sides
 from colossus.graphs.spec import make_family
-from colossus.registry import GRAPHS
 
 SPECS: list[Any] = [
     "complete",
@@ -22,9 +21,9 @@ SPECS: list[Any] = [
     "linear",
     "exponential",
     "bipartite_exponential",
-    {"type": "hierarchical", "hosts": 2},
+    {"type": "hierarchical", "per_host": 3},
     {"type": "hierarchical", "per_host": 2, "between": "ring"},
-    {"type": "hierarchical", "hosts": 4, "between": {"type": "hierarchical", "hosts": 2, "between": "star"}},
+    {"type": "hierarchical", "per_host": 2, "between": {"type": "hierarchical", "per_host": 2, "between": "star"}},
 ]
 
 
@@ -40,11 +39,6 @@ def all_that_fit(most_replicas: int) -> list[tuple[Any, int, int]]:
 
 
 FITTING = all_that_fit(16)
-
-
-def test_every_kind_is_tried() -> None:
-    tried = {spec if isinstance(spec, str) else spec["type"] for spec, _, _ in FITTING}
-    assert tried == set(GRAPHS.names())
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -42,9 +42,9 @@ class Faulty:
         self.engine = colossus.initialize(config, **options)
         self._value = value
         self._bad: set[str] = set()
-        computed = {id(self.engine.store.stored(param)): param for param in self.engine.store.computed()}
+        computed = {stored: param for param, stored in self.engine.store._stored_as.items()}
         for name, stored in self.engine.model.named_parameters():
-            param = computed[id(stored)]
+            param = computed.get(stored, stored)
             # before the hooks of the buckets; one on the gradient itself would not be deferred by zero-bubble schedules
             param.register_post_accumulate_grad_hook(lambda param, name=name: self._spoil(param, name))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm.objects import all_gather_object
 from colossus.graphs.graph_family import GraphFamily, Sends
 
@@ -42,13 +42,12 @@ def classify(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]
     return F.cross_entropy(outputs, labels, ignore_index=-100, reduction="sum"), (labels != -100).sum()
 
 
-def part_of(step: int, replica: int, *, is_even: bool = False) -> dict[str, Tensor]:
-    """A replica's samples of a step; of each another number counts, unless ``is_even``."""
+def part_of(step: int, replica: int) -> dict[str, Tensor]:
+    """A replica's samples of a step; of each another number counts."""
     generator = torch.Generator().manual_seed(100 * step + replica)
     inputs = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
-    if not is_even:
-        labels[: (replica + step) % SAMPLES] = -100
+    labels[: (replica + step) % SAMPLES] = -100
     return {"inputs": inputs, "labels": labels}
 
 
@@ -206,7 +205,6 @@ class Run:
     reports: list[dict[str, float]] = field(default_factory=list)
     total_x: list[np.ndarray] = field(default_factory=list)
     total_w: list[float] = field(default_factory=list)
-    state: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
 
 
@@ -223,22 +221,15 @@ def settings_of(strategy: dict[str, Any], replicas: int, optimizer: dict[str, An
     )
 
 
-class Quadratic(nn.Module):
-    """A parabola around each sample: the same curvature for all replicas."""
+class Flat(nn.Module):
+    """No gradient at all: mixing alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.center, self.other = nn.Parameter(torch.linspace(-1, 1, WIDTH)), nn.Parameter(torch.tensor(0.25))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.center * 1.7 + self.other - x
-
-
-class Flat(Quadratic):
-    """No gradient at all: mixing alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 0.0
+        return (self.center + self.other - x) * 0.0
 
 
 def squares(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -246,7 +237,7 @@ def squares(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 #: how losses are made of what the models give
-LOSSES: dict[type[nn.Module], Any] = {Net: classify, Quadratic: squares, Flat: squares}
+LOSSES: dict[type[nn.Module], Any] = {Net: classify, Flat: squares}
 
 
 def train(
@@ -254,7 +245,6 @@ def train(
     steps: int,
     *,
     model: type[nn.Module] = Net,
-    is_even: bool = False,
     is_apart: bool = False,
     totals: bool = False,
     fails: tuple[int, int] | None = None,
@@ -262,7 +252,6 @@ def train(
     """Body of a rank.
 
     Args:
-        is_even: all replicas have as many samples that count.
         is_apart: replica i begins with i added to all numbers.
         fails: a step and a replica whose loss is not finite.
     """
@@ -273,7 +262,7 @@ def train(
         with torch.no_grad():
             torch._foreach_add_(params, float(group.index))
     for step in range(steps):
-        batch = part_of(step, group.index, is_even=is_even)
+        batch = part_of(step, group.index)
         if (step, group.index) == fails:
             batch["inputs"] *= torch.inf
         result = engine.train_step(batch)
@@ -287,7 +276,6 @@ def train(
             shares = all_gather_object((_flat(views), weight), group)
             run.total_x.append(np.sum([x for x, _ in shares], axis=0))
             run.total_w.append(sum(w for _, w in shares))
-    run.state = full_state_dict(engine.model, engine.context)
     run.optimizer = _state(engine.optimizer, params)
     engine.close()
     return run
@@ -297,14 +285,7 @@ def run_cases(replicas: int, cases: dict[str, tuple[dict[str, Any], int, dict[st
     """name -> (settings, steps, options of `train`), one after the other in one group of ranks."""
 
     def body(rank: int) -> list[Run]:
-        runs = []
-        for name, (settings, steps, options) in cases.items():
-            try:
-                runs.append(train(settings, steps, **options))
-            except Exception as error:
-                error.add_note(f"in the case {name!r}")
-                raise
-        return runs
+        return [train(settings, steps, **options) for settings, steps, options in cases.values()]
 
     by_rank = run_ranks(replicas, body, with_context=False)
     return {name: [runs[number] for runs in by_rank] for number, name in enumerate(cases)}
@@ -316,8 +297,9 @@ def _start(rank: int) -> nn.Module:
     return engine.model
 
 
+@cache
 def start() -> nn.Module:
-    """The model that every replica begins with."""
+    """The model that every replica begins with; not to be changed."""
     model: nn.Module = run_ranks(1, _start, with_context=False)[0]
     return model
 

@@ -45,21 +45,6 @@ class Apart(PerReplica):
         return [param + more * param for param in params], weight + more
 
 
-class Delayed(AllReduce):
-    """Every step applies the gradients of the step before; the first applies none."""
-
-    _kept: dict[nn.Parameter, Tensor | None] | None = None
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        params = self.trained
-        current = {param: None if param.grad is None else param.grad.clone() for param in params}
-        if self._kept is not None:
-            for param in params:
-                param.grad = self._kept[param]
-            optimizer.step()
-        self._kept = current
-
-
 class OwnSGD(AllReduce):
     """Owns the optimizer: SGD with momentum, each parameter stepped by one data rank, which gives it to the others."""
 

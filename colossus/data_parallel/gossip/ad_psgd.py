@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+import torch
 
-from colossus.comm.peers import PeerGone, PeerLinks
-from colossus.data_parallel.gossip.gossip import require_same_graph
-from colossus.data_parallel.gossip.pair_answers import ANSWER, REQUEST, PairAnswers
+from colossus.comm.peers import Message, PeerLinks
+from colossus.data_parallel.gossip.gossip import GraphStrategy
 from colossus.data_parallel.options.gossip_options import ADPSGDOptions
 from colossus.data_parallel.parameter_vector import ParameterVector
-from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts
-from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.graph_checks import two_sides
 
-#: kind of the messages that say that a replica has come to a sync point
-_ARRIVED = 0x0100
-_LOOK_EVERY = 0.5
+#: kinds of messages: x of an active replica, and what it is to subtract
+REQUEST, ANSWER = 0x0101, 0x0102
 
 
-class Exchange(NamedTuple):
-    """An average with a passive replica that is under way.
-
-    Attributes:
-        number: of those that this replica has begun, from 0.
-        step: steps that it had completed then.
-    """
-
-    passive: int
-    number: int
-    step: int
-
-
-class ADPSGD(PerReplica):
+class ADPSGD(GraphStrategy):
     """Pairwise averaging on a bipartite graph, by increments of half a difference.
 
     Replicas are *active* or *passive*. At the boundary of a step an active one sends its x_i to a passive neighbour,
@@ -67,35 +53,26 @@ class ADPSGD(PerReplica):
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
-        data, context = self._data_group, parts.context
-        self.vector = ParameterVector(self.trained)
         #: of an active replica: its neighbours, and how often each is picked
         self._neighbours: list[int] = []
         self._weights: list[float] = []
-        self._seed, self.num_exchanges = context.rng.seed, 0
-        self._under_way: Exchange | None = None
+        self._seed, self.num_exchanges = parts.context.rng.seed, 0
+        #: of the exchange under way: the passive replica, the number of the exchange, the steps completed at its begin
+        self._under_way: tuple[int, int, int] | None = None
         self.answers: PairAnswers | None = None
-        self.links: PeerLinks | None = None
         #: of each exchange applied in this step, the steps since it was begun
         self._applied: list[int] = []
-        self._reported = 0.0, 0
-        if data.size == 1:
+        if self.links is None:
             return
-        graph = make_graph(self.options.graph, data.size, self.options.sends_to)
-        require_same_graph(graph, context)
-        timeout = context.timeout.total_seconds()
-        self.links = PeerLinks(data, self.vector.nbytes, timeout, pinned=context.device.type == "cuda")
-        assert self.stop_agreement is not None
-        self.stop_agreement.while_waiting = self.require_alive
-        self._num_meetings = 0
-        self._arrived: set[tuple[int, int]] = set()
         self._meet()  # all have connections then, by which a death is seen
-        weights = _weights(graph)
+        weights = np.sum(self.graph.matrices, axis=0)  # how much each gives to each other in a period
+        np.fill_diagonal(weights, 0.0)
         sides = two_sides(weights > 0)
         assert sides is not None
-        if data.index in sides[0]:
-            self._neighbours = [index for index in sides[1] if weights[index, data.index]]
-            self._weights = [float(weights[index, data.index]) for index in self._neighbours]
+        me = self._data_group.index
+        if me in sides[0]:
+            self._neighbours = [index for index in sides[1] if weights[index, me]]
+            self._weights = [float(weights[index, me]) for index in self._neighbours]
         else:
             self.answers = PairAnswers(self.links, self.vector, self._note)
 
@@ -123,27 +100,24 @@ class ADPSGD(PerReplica):
         assert self.links is not None
         draw = random.Random(f"{self._seed}/{self._data_group.index}/{self.num_exchanges}")
         (passive,) = draw.choices(self._neighbours, self._weights)
-        self._under_way = exchange = Exchange(passive, self.num_exchanges, self._completed)
-        self.num_exchanges += 1
-        self._note("begin", passive, exchange.number)
+        number, self.num_exchanges = self.num_exchanges, self.num_exchanges + 1
+        self._under_way = passive, number, self._completed
+        self._note("begin", passive, number)
         data = self.links.buffer(self.vector.nbytes)
         self.vector.pack(data)
-        self.links.send(passive, REQUEST, exchange.number, data, dtype=self.vector.dtype, owned=True)
+        self.links.send(passive, REQUEST, number, data, dtype=self.vector.dtype, owned=True)
 
     def _apply_answer(self) -> None:
         """Wait for the answer that is under way, and subtract it."""
         assert self.links is not None
-        exchange, self._under_way = self._under_way, None
-        if exchange is None:
+        if self._under_way is None:
             return
-        try:
-            message = self.links.receive(exchange.passive, ANSWER, exchange.number)
-        except PeerGone as error:
-            raise _death_of(exchange.passive, str(error)) from error
+        (passive, number, step), self._under_way = self._under_way, None
+        message = self.receive_from(passive, ANSWER, number, lambda: None)
         self.vector.add(message.data, alpha=-1.0)
         self.links.release(message.data)
-        self._note("apply", exchange.passive, exchange.number)
-        self._applied.append(self._completed - exchange.step)
+        self._note("apply", passive, number)
+        self._applied.append(self._completed - step)
 
     def _note(self, *what: Any) -> None:
         if self.record is not None:
@@ -161,41 +135,11 @@ class ADPSGD(PerReplica):
             self.answers.shut()
 
     def _meet(self) -> None:
-        """A barrier without a time limit as long as others go on: a replica may be many steps behind.
-
-        What was sent to a replica before it was told of an arrival is with it then.
-
-        Raises:
-            RuntimeError: one of them has died.
-        """
-        links, number, began = self.links, self._num_meetings, time.monotonic()
-        assert links is not None
+        assert self.links is not None
         assert self.stop_agreement is not None
-        self._num_meetings += 1
-        others = [index for index in range(links.group.size) if index != links.group.index]
-        links.send(others, _ARRIVED, number)
-        self.stop_agreement.watch([])
-        while missing := [index for index in others if (index, number) not in self._arrived]:
-            self.require_alive()
-            self.stop_agreement.watch(missing)
-            links.wait(_LOOK_EVERY, lambda: links.has_come(_ARRIVED))
-            self._arrived |= {(message.source, message.number) for message in links.take(_ARRIVED)}
-        self._arrived = {(index, at) for index, at in self._arrived if at > number}
-        links.waited_seconds += time.monotonic() - began
-
-    def require_alive(self) -> None:
-        """Raises a `RuntimeError` if another replica has died."""
-        links = self.links
-        assert links is not None
-        for index in range(links.group.size):
-            if index != links.group.index and (reason := links.lost(index)) is not None:
-                if links.has_left(index):
-                    raise RuntimeError(
-                        f"replica {index} has ended before this one: {links.name(index)} has closed its links. It "
-                        f"failed, or, in a loop of your own, did not come to a sync point that this one waits in or "
-                        f"has before it: all replicas evaluate, save and close as often as each other"
-                    )
-                raise _death_of(index, f"{links.name(index)} has gone: {reason}")
+        began = time.monotonic()
+        self.stop_agreement.meet()
+        self.links.waited_seconds += time.monotonic() - began
 
     # -- besides ------------------------------------------------------------------------------------------
 
@@ -208,31 +152,108 @@ class ADPSGD(PerReplica):
     def report(self) -> dict[str, float]:
         if self.links is None:
             return {}
-        waited, sent = self._reported
-        self._reported = self.links.waited_seconds, self.links.bytes_sent
         count = len(self._applied)
-        return {
-            "exchanges": float(count),
-            **({"staleness": sum(self._applied) / count} if count else {}),
-            "peer_wait_seconds": self._reported[0] - waited,
-            "peer_bytes_sent": float(self._reported[1] - sent),
-        }
+        staleness = {"staleness": sum(self._applied) / count} if count else {}
+        return super().report() | {"exchanges": float(count)} | staleness
 
-    def close(self) -> None:
-        if self.links is None:
-            return
-        self.part()
+    def part(self) -> None:
+        super().part()
         if self.answers is not None:
             self.answers.close()
-        self.links.close()
 
 
-def _death_of(replica: int, reason: str) -> RuntimeError:
-    return RuntimeError(f"replica {replica} has died: {reason}. Start the run again from its last checkpoint")
+class PairAnswers:
+    """Answers with half the difference to what this replica had at its last boundary and has promised since, one
+    request after the other.
 
+    Nothing is answered from a sync point of all replicas until the next step begins: parameters may be changed there.
 
-def _weights(graph: Graph) -> np.ndarray:
-    """[replicas, replicas]: how much each gives to each other in a period."""
-    total = np.sum(graph.matrices, axis=0)
-    np.fill_diagonal(total, 0.0)
-    return total
+    Args:
+        vector: this rank's parameters; read and written by `pass_boundary` alone.
+        note: told what is done in which order: ("answer", active replica, number of its exchange), ("boundary",).
+    """
+
+    def __init__(self, links: PeerLinks, vector: ParameterVector, note: Callable[..., None]) -> None:
+        self._links, self._vector, self._note = links, vector, note
+        is_pinned = vector.device.type == "cuda"
+        self._now = torch.empty(vector.nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._promised = torch.zeros(vector.nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._num_promised = 0
+        self._requests: deque[Message] = deque()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._is_open = self._closing = False
+        self._failure: BaseException | None = None
+        links.on_arrival = self._wake.set
+        self._thread = threading.Thread(target=self._run, name="colossus-pairs", daemon=True)
+        self._thread.start()
+
+    # -- for the main thread ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def pass_boundary(self) -> int:
+        """Add what was promised to the parameters, and answer from them from now on.
+
+        Returns:
+            How many exchanges are applied so.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise RuntimeError(f"the thread that answers other replicas failed: {self._failure}") from self._failure
+            applied, self._num_promised = self._num_promised, 0
+            if applied:
+                self._vector.add(self._promised)
+                self._promised.zero_()
+            self._vector.pack(self._now)
+            self._note("boundary")
+        return applied
+
+    def open(self) -> None:
+        """A step begins: the parameters are what they will be in it."""
+        if not self._is_open:
+            with self._lock:
+                self._vector.pack(self._now)
+                self._is_open = True
+            self._wake.set()
+
+    def shut(self) -> None:
+        """All replicas have met: nothing is under way, and parameters may change until the next step."""
+        with self._lock:
+            assert not self._requests, "an average is under way where all have met"
+            self._is_open = False
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._wake.wait()
+                self._wake.clear()
+                while self._answer_next():
+                    pass
+        except BaseException as error:  # told by the main thread
+            with self._lock:
+                self._failure = error
+
+    @torch.no_grad()
+    def _answer_next(self) -> bool:
+        with self._lock:
+            self._requests.extend(self._links.take(REQUEST))
+            if not self._is_open or not self._requests:
+                return False
+            request = self._requests.popleft()
+            self._note("answer", request.source, request.number)
+            parts = (self._vector.parts(buffer) for buffer in (request.data, self._now, self._promised))
+            for given, now, promised in zip(*parts, strict=True):
+                given.sub_(now).mul_(0.5)
+                now.add_(given)
+                promised.add_(given)
+            self._num_promised += 1
+        dtype = self._vector.dtype
+        self._links.send(request.source, ANSWER, request.number, request.data, dtype=dtype, owned=True)
+        return True

@@ -11,17 +11,102 @@ from torch import Tensor, nn
 
 from colossus.comm import log
 from colossus.comm.objects import all_gather_object
-from colossus.comm.peers import PeerGone, PeerLinks
+from colossus.comm.peers import Message, PeerGone, PeerLinks
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.gossip.push_sum import MIX, InFlight, PushSum, StopRequest
-from colossus.data_parallel.options.gossip_options import DPSGDOptions, GossipOptions, SGPOptions
+from colossus.data_parallel.gossip.push_sum import MIX, InFlight, PushSum
+from colossus.data_parallel.options.gossip_options import DPSGDOptions, GossipOptions, GraphOptions, SGPOptions
+from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.reduction import ModelParts
 from colossus.graphs.graph import Graph, make_graph
 
 
-class Gossip(PerReplica):
+class GraphStrategy(PerReplica):
+    """Base of the strategies whose replicas exchange parameters along the edges of a graph.
+
+    Attributes:
+        vector: the trained parameters of this rank.
+        links: to the other replicas; None where there are none.
+    """
+
+    options: GraphOptions
+    links: PeerLinks | None = None
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        super().setup(store, parts)
+        data, context = self._data_group, parts.context
+        self.graph = make_graph(self.options.graph, data.size, self.options.sends_to)
+        _require_same(self.graph, context)
+        self.vector = ParameterVector([param.detach() for param in self.trained])
+        self._reported = 0.0, 0
+        if self.stop_agreement is not None:
+            timeout, is_pinned = context.timeout.total_seconds(), context.device.type == "cuda"
+            self.links = PeerLinks(data, self.vector.nbytes, timeout, pinned=is_pinned)
+            self.stop_agreement.while_waiting = self.require_alive
+
+    def receive_from(self, source: int, kind: int, number: int, while_waiting: Callable[[], None]) -> Message:
+        """Wait for a message.
+
+        Raises:
+            RuntimeError: its sender has died.
+        """
+        assert self.links is not None
+        try:
+            return self.links.receive(source, kind, number, while_waiting)
+        except PeerGone as error:
+            raise _death_of(source, str(error)) from error
+
+    def require_alive(self) -> None:
+        """Raises a `RuntimeError` if another replica has died, or has ended before this one."""
+        links = self.links
+        assert links is not None
+        for index in range(links.group.size):
+            if index != links.group.index and (reason := links.lost(index)) is not None:
+                if links.has_left(index):
+                    raise RuntimeError(
+                        f"replica {index} has ended before this one: {links.name(index)} has closed its links. It "
+                        f"failed, or, in a loop of your own, did not come to a sync point that this one waits in: all "
+                        f"replicas evaluate, save and close as often as each other"
+                    )
+                raise _death_of(index, f"{links.name(index)} has gone: {reason}")
+
+    def report(self) -> dict[str, float]:
+        if self.links is None:
+            return {}
+        waited, sent = self._reported
+        self._reported = self.links.waited_seconds, self.links.bytes_sent
+        return {
+            "peer_wait_seconds": self._reported[0] - waited,
+            "peer_bytes_sent": float(self._reported[1] - sent),
+        }
+
+    def close(self) -> None:
+        if self.links is not None:
+            self.part()
+            self.links.close()
+
+
+def _death_of(replica: int, reason: str) -> RuntimeError:
+    return RuntimeError(f"replica {replica} has died: {reason}. Start the run again from its last checkpoint")
+
+
+def _require_same(graph: Graph, context: ParallelContext) -> None:
+    """All processes must mix by the same graph, also where a function of the user's own gives it. Collective over all.
+
+    Raises:
+        ValueError: on all ranks, when one has other matrices.
+    """
+    digests = all_gather_object(graph.digest(), context.group(context.grid.names))
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise ValueError(
+            f"parallel.strategy.graph: rank {different[0]} has got other matrices than rank 0: every process calls the "
+            f"function, and must get the same. Seed what is random in it with the step or train.seed"
+        )
+
+
+class Gossip(GraphStrategy):
     """Base of the strategies that mix by a graph: x <- P x over the replicas, and the push-sum weight w <- P w.
 
     Between steps the parameters of the model are z = x / w; w stays 1 where the rows of P sum to 1 and nothing is in
@@ -30,24 +115,12 @@ class Gossip(PerReplica):
     """
 
     options: GossipOptions
-    stops_by_store = False
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
-        data = self._data_group
-        self.graph = make_graph(self.options.graph, data.size, self.options.sends_to)
-        require_same_graph(self.graph, parts.context)
-        self.push_sum = PushSum([param.detach() for param in self.trained])
+        self.push_sum = PushSum(self.vector)
         self.in_flight: list[InFlight] = []
         self._saved: Mapping[nn.Parameter, Mapping[str, Any]] = {}
-        #: seconds waited and bytes sent before the step that runs
-        self._before = 0.0, 0
-        self.links: PeerLinks | None = None
-        if data.size > 1:
-            timeout = parts.context.timeout.total_seconds()
-            pinned = parts.context.device.type == "cuda"
-            self.links = PeerLinks(data, self.push_sum.vector.nbytes, timeout, pinned=pinned)
-        self.stop_request = StopRequest()
 
     @property
     def weight(self) -> float:
@@ -60,12 +133,8 @@ class Gossip(PerReplica):
     def send(self, step: int) -> None:
         """Send x to the peers of step ``step``, and expect what they send."""
         assert self.links is not None
-        graph, me, vector = self.graph.at(step), self._data_group.index, self.push_sum.vector
-        if targets := [to for to, _ in graph.targets(me)]:
-            data = self.links.buffer(vector.nbytes)
-            self.push_sum.write(data)
-            meta = self.stop_request.meta(self.weight)
-            self.links.send(targets, MIX, step, data, meta, dtype=vector.dtype, owned=True)
+        graph, me = self.graph.at(step), self._data_group.index
+        self.push_sum.send(self.links, [to for to, _ in graph.targets(me)], step)
         self.in_flight += [
             InFlight(source, step, step + self.options.travels, float(graph.matrix[me, source]))
             for source in graph.sources(me)
@@ -75,36 +144,28 @@ class Gossip(PerReplica):
     def mix(self, step: int) -> None:
         """x and w become what this replica keeps of them and what is due after step ``step``; z follows."""
         due = [self.receive(message) for message in self.in_flight if message.due <= step]
-        for message in due:
-            self.stop_request.hear(message.stop)
         self.push_sum.mix(self.graph.at(step).keeps(self._data_group.index), due)
         for message in due:
             self._release(message)
         self.in_flight = [message for message in self.in_flight if message not in due]
 
     def receive(self, message: InFlight) -> InFlight:
-        """Wait for it, if it has not come yet.
-
-        Raises:
-            RuntimeError: its sender has died.
-        """
+        """Wait for it, if it has not come yet."""
         if message.data is None:
             assert self.links is not None
             name, number = self.links.name(message.source), message.sent + 1
             entry = log.record_message(
-                f"message of step {number} from {name}", str(self._data_group), number, (self.push_sum.vector.nbytes,)
+                f"message of step {number} from {name}", str(self._data_group), number, (self.vector.nbytes,)
             )
-            try:
-                received = self.links.receive(message.source, MIX, message.sent)
-            except PeerGone as error:
-                raise RuntimeError(
-                    f"replica {message.source} has died: {error}, before replica {self._data_group.index} had what it "
-                    f"takes in of it after step {message.due + 1} (sent after step {number}). Start the run "
-                    f"again from its last checkpoint"
-                ) from error
+            message.fill(self.receive_from(message.source, MIX, message.sent, self._answer_stop))
             entry.done = True
-            message.fill(received)
         return message
+
+    def _answer_stop(self) -> None:
+        """Whoever requests a stop sends nothing until all have said after which step they can: this replica hears of it
+        in the next step, on an accelerator in the one after that."""
+        assert self.stop_agreement is not None
+        self.stop_agreement.answer(self._completed + 3)
 
     def _release(self, message: InFlight) -> None:
         assert self.links is not None
@@ -114,43 +175,16 @@ class Gossip(PerReplica):
     def average_addend(self) -> tuple[list[Tensor], float]:
         return self.push_sum.total([self.receive(message) for message in self.in_flight])
 
-    # -- a step -------------------------------------------------------------------------------------------
-
-    def begin_step(self, step: int) -> None:
-        super().begin_step(step)
-        if self.links is not None:
-            self._before = self.links.waited_seconds, self.links.bytes_sent
-
-    def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
-        numbers = super().reduce_scalars(step, numbers)
-        if self.links is not None and self.is_summed(step) and (requests := float(numbers[3])):
-            self.stop_request.request(step, step, requests)  # all replicas have the same sum
-        return numbers
-
-    def agree_on_stop(self, step: int, requests: float) -> float:
-        if self.links is None:
-            return requests
-        if requests:  # of this step: in the messages of the next
-            heard = self.graph.heard_after(self._data_group.index, step + 1, self.options.travels)
-            self.stop_request.request(step, heard, requests)
-        return self.stop_request.due(step)
-
     def report(self) -> dict[str, float]:
         if self.links is None:
             return {}
-        waited, sent = self._before
-        return {
-            "push_sum_weight": self.weight,
-            "staleness": float(self.options.travels),
-            "peer_wait_seconds": self.links.waited_seconds - waited,
-            "peer_bytes_sent": float(self.links.bytes_sent - sent),
-        }
+        return super().report() | {"push_sum_weight": self.weight, "staleness": float(self.options.travels)}
 
     # -- state --------------------------------------------------------------------------------------------
 
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
         """``x`` where w is not 1, and each message in flight, which is received for that."""
-        vector = self.push_sum.vector
+        vector = self.vector
         held = {} if self.push_sum.x is None else {"x": self.push_sum.x}
         held |= {message.name: self.receive(message).received for message in self.in_flight}
         views = {name: vector.views(data) for name, data in held.items()}
@@ -173,13 +207,13 @@ class Gossip(PerReplica):
         """Another number of replicas begins anew: with the parameters that it was given, and nothing in flight."""
         for message in self.in_flight:  # what comes later has the number of a step that is made again
             self._release(self.receive(message))
-        self.in_flight, self.stop_request = [], StopRequest()
+        self.in_flight = []
         self.push_sum.restore(1.0, None)
         saved, self._saved = self._saved, {}
         if not state or state["replicas"] != self._data_group.size or self.links is None:
             return
         of_params = [saved[param] for param in self.trained] if saved else []
-        weight, vector = float(state["weight"]), self.push_sum.vector
+        weight, vector = float(state["weight"]), self.vector
         self.push_sum.restore(weight, None if weight == 1.0 else [of_param["x"] for of_param in of_params])
         for numbers in state["in_flight"]:
             message = InFlight(*numbers)
@@ -187,10 +221,6 @@ class Gossip(PerReplica):
             for view, of_param in zip(vector.views(message.data), of_params, strict=True):
                 view.copy_(of_param[message.name])
             self.in_flight.append(message)
-
-    def close(self) -> None:
-        if self.links is not None:
-            self.links.close()
 
 
 class SGP(Gossip):
@@ -213,11 +243,10 @@ class SGP(Gossip):
 
 
 class DPSGD(Gossip):
-    """Each replica averages with its neighbours and steps by itself: mixes with a doubly stochastic W.
+    """x <- W x - lr g(x) with a doubly stochastic W, algorithm 1 of the paper: what is sent travels while gradients are
+    computed; they are of x, and the optimizer steps from W x, which it also takes its weight decay of.
 
-    ``order="adapt_while_combine"``: x <- W x - lr g(x), the paper's algorithm 1. What is sent travels while gradients
-    are computed; they are of x, and the optimizer steps from W x, which it also takes its weight decay of.
-    ``order="adapt_then_combine"``: x <- W (x - lr g(x)).
+    W (x - lr g(x)) is `SGP` with the same graph.
     """
 
     options: DPSGDOptions
@@ -225,48 +254,17 @@ class DPSGD(Gossip):
     def __init__(self, **options: Any) -> None:
         super().__init__(DPSGDOptions(**options))
 
-    @property
-    def _combines_first(self) -> bool:
-        return self.links is not None and self.options.order == "adapt_while_combine"
-
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
-        if self._combines_first:
+        if self.links is not None:
             self.send(step)
 
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scale: Tensor,
-        before_update: Callable[[], None],
-        found_inf: Tensor | None = None,
-        clip_value: float | None = None,
-    ) -> None:
-        if self._combines_first:
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self.links is not None:
             self.mix(self._completed)
-        super().step(optimizer, scale, before_update, found_inf, clip_value)
+        super().step(*args, **kwargs)
 
     def after_step(self, step: int) -> None:
-        self.push_sum.take_update()
-        if self._combines_first:
+        if self.links is not None:
+            self.push_sum.take_update()
             self.push_sum.debias()
-        elif self.links is not None:
-            self.send(step)
-            self.mix(step)
-
-
-def require_same_graph(graph: Graph, context: ParallelContext) -> None:
-    """All processes must mix by the same graph, also where a function of the user's own gives it. Collective over all.
-
-    Raises:
-        ValueError: on all ranks, when one has other matrices.
-    """
-    digests = all_gather_object(graph.digest(), context.group(context.grid.names))
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if different:
-        named = ", ".join(map(str, different[:8])) + (", .." if len(different) > 8 else "")
-        raise ValueError(
-            f"parallel.strategy.graph: rank {named} has got other matrices than rank 0: every process calls the "
-            f"function, and must get the same. What is random in it is to be seeded with the step or train.seed, and "
-            f"nothing may depend on the host, the rank, or the order of a set"
-        )

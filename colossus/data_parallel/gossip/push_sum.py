@@ -1,5 +1,4 @@
-"""x and w of push-sum (1811.10792): what a replica mixes, beside the z = x / w that its model computes with; and the
-messages of gossip: x of their sender, its w, and requests to stop."""
+"""x and w of push-sum (1811.10792): what a replica mixes, beside the z = x / w that its model computes with."""
 
 from __future__ import annotations
 
@@ -10,15 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colossus.comm.peers import Message
+from colossus.comm.peers import Message, PeerLinks
 from colossus.data_parallel.parameter_vector import ParameterVector
 
 _EPSILON = 2.0**-52
 #: kind of the messages that carry parameters
 MIX = 1
+#: w, which travels beside x
 _WEIGHT = struct.Struct("<d")
-#: the step after which a stop was requested, that after which all stop (-1: none), the requests
-_STOP = struct.Struct("<qqd")
 
 
 @dataclass(eq=False)
@@ -30,7 +28,6 @@ class InFlight:
         share: what the graph gives of it to this replica.
         weight: of the sender; 0 while it travels.
         data: uint8, on the host; None while it travels.
-        stop: what its sender knows of a stop; empty where it comes from a checkpoint.
     """
 
     source: int
@@ -39,13 +36,11 @@ class InFlight:
     share: float
     weight: float = 0.0
     data: Tensor | None = None
-    stop: bytes = b""
 
     def fill(self, received: Message) -> None:
         """It has come."""
         self.data = received.data
-        (self.weight,) = _WEIGHT.unpack(received.meta[: _WEIGHT.size])
-        self.stop = received.meta[_WEIGHT.size :]
+        (self.weight,) = _WEIGHT.unpack(received.meta)
 
     @property
     def name(self) -> str:
@@ -64,16 +59,15 @@ class PushSum:
     them. What an update adds to z is added to x as it is.
 
     Args:
-        params: the trainable parameters as they are stored, detached.
+        vector: of the parameters, detached: how x is packed.
 
     Attributes:
         weight: w.
-        vector: how x is packed.
         x: where w is not 1, bytes of ``vector`` on the device; else None.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params, self.vector = list(params), ParameterVector(params)
+    def __init__(self, vector: ParameterVector) -> None:
+        self.params, self.vector = vector.tensors, vector
         self.weight = 1.0
         self.x: Tensor | None = None
 
@@ -86,12 +80,16 @@ class PushSum:
             x.add_(z - x / self.weight)  # as `debias` divides: 0 where nothing was added to z
 
     @torch.no_grad()
-    def write(self, data: Tensor) -> None:
-        """Copy x to ``data``, uint8 [``vector.nbytes``] on the host."""
+    def send(self, links: PeerLinks, targets: list[int], step: int) -> None:
+        """Send x and w to these replicas."""
+        if not targets:
+            return
+        data = links.buffer(self.vector.nbytes)
         if self.x is None:
             self.vector.pack(data)
         else:
             data.copy_(self.x)
+        links.send(targets, MIX, step, data, _WEIGHT.pack(self.weight), dtype=self.vector.dtype, owned=True)
 
     @torch.no_grad()
     def mix(self, kept: float, messages: Sequence[InFlight]) -> None:
@@ -154,43 +152,3 @@ class PushSum:
 
     def _parts(self, message: InFlight) -> list[Tensor]:
         return self.vector.parts(self.vector.on_device(message.received))
-
-
-class StopRequest:
-    """A request to stop that travels with the messages: all replicas stop after the same step, and none waits for it.
-
-    A replica that requests one names a step after which all will have heard of it, and every message carries the
-    earliest such step that its sender knows of. The request with the earliest step wins: by then everyone has heard of
-    it. Messages may still carry others that were made before that stop; they are forgotten.
-    """
-
-    def __init__(self) -> None:
-        self._requested = self._stop = self._last_stop = -1
-        self._requests = 0.0
-
-    def meta(self, weight: float) -> bytes:
-        """What goes beside x, with its push-sum weight."""
-        return _WEIGHT.pack(weight) + _STOP.pack(self._requested, self._stop, self._requests)
-
-    def hear(self, raw: bytes) -> None:
-        """What came with a message."""
-        if raw:
-            self.request(*_STOP.unpack(raw))
-
-    def request(self, requested: int, stop: int, requests: float) -> None:
-        """Requests made after step ``requested``, of which all know after step ``stop``."""
-        if stop < 0 or requested <= self._last_stop:
-            return
-        if self._stop < 0 or stop < self._stop:
-            self._requested, self._stop, self._requests = requested, stop, requests
-        elif stop == self._stop:
-            self._requests = max(self._requests, requests)
-
-    def due(self, step: int) -> float:
-        """The requests by which all stop after step ``step``, 0 where they do not; then they are forgotten."""
-        if self._stop < 0 or self._stop > step:
-            return 0.0
-        requests = self._requests
-        self.__init__()  # type: ignore[misc]
-        self._last_stop = step
-        return requests

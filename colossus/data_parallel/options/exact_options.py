@@ -44,11 +44,6 @@ class AllReduceOptions(StrategyOptions):
                 f"parallel.strategy.compress = {self.compress!r}: gradients are summed in {reduce} already "
                 f"(train.precision.reduce); leave one of the two out"
             )
-        if self.compress == "powersgd" and self.start_step >= config.train.steps:
-            problems.append(
-                f"parallel.strategy.start_step = {self.start_step}: nothing would be compressed in train.steps = "
-                f"{config.train.steps}"
-            )
         if self.compress is not None and config.parallel.zero.stage:
             problems.append(
                 f"parallel.strategy.compress = {self.compress!r}: ZeRO's sums are not compressed; leave out one of "
@@ -57,7 +52,9 @@ class AllReduceOptions(StrategyOptions):
         return problems
 
 
-class HierarchicalOptions(AllReduceOptions):
+class HostOptions(StrategyOptions):
+    """Of strategies that know which data ranks share a host."""
+
     #: over how many hosts the data ranks are spread; None: found by what ranks know of their machines
     hosts: Count | None = None
     #: data ranks on each host, neighbours along data; the same said otherwise
@@ -67,6 +64,24 @@ class HierarchicalOptions(AllReduceOptions):
         """Data ranks on each host, None where neither number is given."""
         return self.per_host if self.hosts is None else max(1, data // self.hosts)
 
+    def check(self, config: Config) -> list[str]:
+        problems = super().check(config)
+        data = config.parallel.data
+        assert data is not None
+        if self.hosts is not None and self.per_host is not None:
+            problems.append("parallel.strategy: hosts and per_host say the same; give one of the two")
+        for key in ("hosts", "per_host"):
+            number = getattr(self, key)
+            if number is not None and data % number:
+                fits = either(divisor for divisor in range(1, data + 1) if data % divisor == 0)
+                problems.append(
+                    f"parallel.strategy.{key} = {number} does not divide data {data}: each host has as many data "
+                    f"ranks; use {fits}"
+                )
+        return problems
+
+
+class HierarchicalOptions(HostOptions, AllReduceOptions):
     def describe(self, data: int) -> str:
         per_host = self.ranks_per_host(data)
         where = "hosts are found" if per_host is None else f"hosts of {per_host} data rank{'s' if per_host > 1 else ''}"
@@ -81,45 +96,21 @@ class HierarchicalOptions(AllReduceOptions):
 
     def check(self, config: Config) -> list[str]:
         problems = super().check(config)
-        data = config.parallel.data
-        assert data is not None
-        for key in ("hosts", "per_host"):
-            number = getattr(self, key)
-            if number is not None and data % number:
-                fits = either(divisor for divisor in range(1, data + 1) if data % divisor == 0)
-                problems.append(
-                    f"parallel.strategy.{key} = {number} does not divide data {data}: each host has as many data "
-                    f"ranks; use {fits}"
-                )
-        if not problems and self.hosts is not None and self.per_host is not None and self.hosts * self.per_host != data:
-            problems.append(
-                f"parallel.strategy: hosts {self.hosts} x per_host {self.per_host} = {self.hosts * self.per_host}, but "
-                f"data = {data}: give one of the two"
-            )
-        zero, per_host = config.parallel.zero, self.ranks_per_host(data)
+        zero = config.parallel.zero
         if zero.stage and zero.shard is None:
             problems.append(
                 f"parallel.strategy: zero = {zero.stage} is over the data ranks of each host, whose number has to be "
                 f"known: give hosts= (as --nnodes) or per_host="
             )
-        elif zero.stage and per_host not in (None, zero.shard) and not problems:
-            problems.append(
-                f"parallel.zero.shard = {zero.shard}, but parallel.strategy says that {per_host} data ranks are on "
-                f"each host, and ZeRO is over these: give one of the two"
-            )
         return problems
 
 
-class HybridOptions(StrategyOptions):
+class HybridOptions(HostOptions):
     #: into how many parts of neighbouring rows an owned table is cut, which its owners are dealt in turn; None: one for
     #: each owner
     partitions: Count | None = None
     #: pattern of full names of tables -> "dense", "gather" or "owners"; the first that fits is taken
     ways: dict[str, WayName] = {}
-    #: over how many hosts the data ranks are spread; None: found by what ranks know of their machines
-    hosts: Count | None = None
-    #: data ranks on each host, neighbours along data; the same said otherwise
-    per_host: Count | None = None
 
     def describe(self, data: int) -> str:
         said = [f"{pattern} by {way}" for pattern, way in self.ways.items()]
@@ -129,14 +120,3 @@ class HybridOptions(StrategyOptions):
         """What the user has said of a table."""
         pattern = first_fit(self.ways, name)
         return None if pattern is None else self.ways[pattern]
-
-    def ranks_per_host(self, data: int) -> int | None:
-        """Data ranks on each host, None where neither number is given."""
-        return self._hosts_alone.ranks_per_host(data)
-
-    def check(self, config: Config) -> list[str]:
-        return super().check(config) + self._hosts_alone.check(config)
-
-    @property
-    def _hosts_alone(self) -> HierarchicalOptions:
-        return HierarchicalOptions(hosts=self.hosts, per_host=self.per_host)

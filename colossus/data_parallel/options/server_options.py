@@ -72,7 +72,6 @@ class ServerOptions(PerReplicaOptions):
 
     def _combination_problems(self) -> list[str]:
         given, problems = self.model_fields_set, []
-        is_exact = self.mode == "sync" and not self.has_own_optimizer
 
         def refuse(key: str, why: str) -> None:
             problems.append(f"parallel.strategy.{key} = {getattr(self, key)!r}: {why}")
@@ -82,13 +81,8 @@ class ServerOptions(PerReplicaOptions):
         for key in ("push_every", "pull_every"):
             if key in given and getattr(self, key) != 1 and self.algorithm == "sgd":
                 refuse(key, "algorithm 'sgd' pulls and pushes in each step; it is for 'downpour' and the like")
-        if "pull_every" in given and self.is_elastic:
-            refuse("pull_every", f"{self.algorithm} pulls where it pushes, every push_every steps; leave it out")
         if "beta" in given and not self.is_elastic:
             refuse("beta", f"means nothing with algorithm = {self.algorithm!r}; it is for 'easgd'")
-        for key in ("prefetch", "log_every") if is_exact else ("prefetch",) if self.mode == "sync" else ():
-            if key in given and getattr(self, key):
-                refuse(key, "in mode 'sync' there is nothing to do ahead, or beside" if key == "log_every" else _WAITS)
         return problems
 
     def _staleness_problems(self) -> list[str]:
@@ -117,9 +111,6 @@ class ServerOptions(PerReplicaOptions):
             f"{SERVER_OPTIMIZERS[-1]} (Adam and Adagrad: type=torch.optim.Adam); any other is a worker's own, with "
             f"algorithm = 'downpour' or 'easgd'"
         ]
-
-
-_WAITS = "in mode 'sync' a step begins with what the one before it has made, so nothing is pulled ahead"
 
 
 def optimizer_name(kind: Any) -> str:

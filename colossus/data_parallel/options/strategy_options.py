@@ -51,16 +51,14 @@ class PerReplicaOptions(StrategyOptions):
 
 
 class AveragingOptions(PerReplicaOptions):
+    """Of local SGD, and of what averages in rounds as it does."""
+
     #: steps of a round: a replica's own steps between two averages
     period: Count = 8
 
     def describe(self, data: int) -> str:
         text = super().describe(data)
         return text and f"{text}, averaged every {self.period} steps"
-
-
-class LocalSGDOptions(AveragingOptions):
-    pass
 
 
 class SlowMoOptions(AveragingOptions):

@@ -12,17 +12,14 @@ from colossus.layers.checkpointing import has_forward
 from colossus.layers.pipeline_block import NamedBlock
 
 
-def held_parameters(model: nn.Module) -> list[HeldParameter]:
+def _held_parameters(model: nn.Module) -> list[HeldParameter]:
     """The parameters of a model that have rows, each once, with all places where modules hold them."""
-    found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
+    found: dict[nn.Parameter, list[Place]] = {}
     for module in model.modules():
         for leaf, param in module._parameters.items():
             if param is not None and param.dim():
-                found.setdefault(id(param), (param, []))[1].append((module, leaf))
-    return [
-        HeldParameter(param, tuple(places), all(_takes_product(*place) for place in places))
-        for param, places in found.values()
-    ]
+                found.setdefault(param, []).append((module, leaf))
+    return [HeldParameter(param, places, all(_takes_product(*at) for at in places)) for param, places in found.items()]
 
 
 #: whose forward takes nothing but products of ``weight`` and ``bias``, or gives rows of ``weight``
@@ -39,13 +36,9 @@ def by_block(
 ) -> tuple[list[tuple[nn.Module, list[HeldParameter]]], list[HeldParameter]]:
     """The parameters of each block of a model, with the module that uses them, and those of the root block.
 
-    Blocks are those of the model's chain that are one module each; of a model that is no chain, the children of its
-    outermost ModuleLists and Sequentials (of one without a forward, a ModuleList in the list, the modules in it). What
-    belongs to none of them, or to several, is the root's.
-
-    Args:
-        chain: the blocks of this rank; None for a model that is no chain.
-        takes: which parameters are asked for.
+    Blocks are those of the model's chain that are one module each; of a model that is no chain (None), the children of
+    its outermost ModuleLists and Sequentials (of one without a forward, a ModuleList in the list, the modules in it).
+    What belongs to none of them, or to several, is the root's.
     """
     modules = modules_of_blocks(model, chain)
     block_of: dict[int, set[int]] = {}
@@ -54,7 +47,7 @@ def by_block(
             block_of.setdefault(id(inner), set()).add(number)
     of_block: list[list[HeldParameter]] = [[] for _ in modules]
     root: list[HeldParameter] = []
-    for held in held_parameters(model):
+    for held in _held_parameters(model):
         if not takes(held.param):
             continue
         users = {number for module, _ in held.places for number in block_of.get(id(module), {-1})}
@@ -103,7 +96,6 @@ def _of_containers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """A module, or those in it that can be called where it cannot."""
     if has_forward(module):
         yield module
     else:

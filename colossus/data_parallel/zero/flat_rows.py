@@ -76,14 +76,8 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of a parameter.
-
-    Attributes:
-        computed: while it is gathered, and as it travels there.
-        gradient: in which its gradients are accumulated.
-        reduced: in which they are summed over ranks.
-        stored: of the rows that the optimizer updates.
-    """
+    """Of a parameter: while it is gathered, and as it travels there; in which its gradients are accumulated, and summed
+    over ranks; of the rows that the optimizer updates."""
 
     computed: torch.dtype
     gradient: torch.dtype
@@ -104,21 +98,6 @@ class Dtypes:
         return cls(computed, gradient, precision.reduce_dtype(gradient), stored)
 
 
-@dataclass(frozen=True)
-class Storage:
-    """How rows are stored.
-
-    Attributes:
-        keeps_whole: whether the whole parameters keep their memory between steps (ZeRO 1 and 2).
-        keeps_gradients: whether whole gradients stay until the step ends (ZeRO 1).
-        offload: whether the rows are in the memory of the host.
-    """
-
-    keeps_whole: bool = False
-    keeps_gradients: bool = False
-    offload: bool = False
-
-
 class FlatRows:
     """Parameters of the same dtypes, whole in compute, of which each rank of a group stores some rows.
 
@@ -127,6 +106,8 @@ class FlatRows:
 
     Args:
         params: whole on each rank; all of them get a gradient, or none.
+        stage: of ZeRO. Below 3 the whole parameters keep their memory between steps.
+        offload: the rows are in the memory of the host.
 
     Attributes:
         stored: the rank's rows of each.
@@ -140,9 +121,10 @@ class FlatRows:
         group: AxisGroup,
         context: ParallelContext,
         dtypes: Dtypes,
-        storage: Storage,
+        stage: int,
+        offload: bool,
     ) -> None:
-        self.params, self.group, self.dtypes, self.storage = list(params), group, dtypes, storage
+        self.params, self.group, self.dtypes, self.stage, self.offload = list(params), group, dtypes, stage, offload
         self.is_trainable = params[0].requires_grad
         self.device = params[0].device
         self.layout = RowLayout(self.params, group.size)
@@ -150,7 +132,11 @@ class FlatRows:
         #: those whose stored rows are views of them
         self._views: set[nn.Parameter] = set()
         self._rows = self._store()
-        self._rows_of = dict(zip(self.params, self._rows_of_each(), strict=True))
+        of_each = self._rows
+        if len(of_each) != len(self.params):
+            widths = [sum(piece.width for piece in self.layout.pieces_of(param)) for param in self.params]
+            of_each = list(self._rows[0].split(widths))
+        self._rows_of = dict(zip(self.params, of_each, strict=True))
         #: of the whole parameters, which nobody but a user's forward writes to
         self._whole_versions = [param._version for param in self.params]
         for param, rows in self._rows_of.items():
@@ -167,9 +153,9 @@ class FlatRows:
 
     def _store(self) -> list[Tensor]:
         """The rank's rows, flat, in the order in which they travel: of all parameters in one, or of each."""
-        if self.storage.keeps_whole and not self.storage.offload and self.dtypes.computed == self.dtypes.stored:
+        if self.stage < 3 and not self.offload and self.dtypes.computed == self.dtypes.stored:
             return [self._store_in_place(param) for param in self.params]
-        host = torch.device("cpu") if self.storage.offload else self.device
+        host = torch.device("cpu") if self.offload else self.device
         is_pinned = host != self.device
         flat = torch.zeros(self.layout.size, dtype=self.dtypes.stored, device=host, pin_memory=is_pinned)
         for param in self.params:
@@ -201,13 +187,6 @@ class FlatRows:
             rows = self.layout.rows_in(whole, piece, self.group.index)
             flat[piece.offset - offset :][: rows.numel()] = rows
 
-    def _rows_of_each(self) -> list[Tensor]:
-        if len(self._rows) == len(self.params):
-            return self._rows
-        return list(
-            self._rows[0].split([sum(piece.width for piece in self.layout.pieces_of(param)) for param in self.params])
-        )
-
     def _prepare_copies(self) -> tuple[list[Tensor], list[list[bool]]]:
         """Views that every gather writes to, and which pieces of each rank are copied there."""
         wholes = {param: param.data.view(-1) for param in self.params}
@@ -237,7 +216,7 @@ class FlatRows:
 
     @torch.no_grad()
     def _take(self, shards: list[Tensor]) -> None:
-        if not self.storage.keeps_whole:
+        if self.stage == 3:
             for param, kind in zip(self.params, self._types, strict=True):
                 param.untyped_storage().resize_(param.numel() * param.element_size())
                 show_values(param, kind)
@@ -250,18 +229,15 @@ class FlatRows:
     @torch.no_grad()
     def take_back_changes(self) -> None:
         """What a forward has written to the whole parameters is written to the stored rows: on all ranks alike."""
-        versions = [param._version for param in self.params]
-        if versions == self._whole_versions:
+        versions, before = [param._version for param in self.params], self._whole_versions
+        if versions == before:
             return
-        changed = [
-            param for param, new, old in zip(self.params, versions, self._whole_versions, strict=True) if new != old
-        ]
         self._whole_versions = versions
+        changed = [param for param, new, old in zip(self.params, versions, before, strict=True) if new != old]
         if self.dtypes.computed != self.dtypes.stored:
             raise located_error(
-                f"{spec_of(changed[0]).name} was written to in a forward. Under this plan it is a copy in "
-                f"{self.dtypes.computed} of what is stored in {self.dtypes.stored}, which cannot follow without "
-                f"rounding: write to it between steps, or take parallel.zero = 0"
+                f"{spec_of(changed[0]).name} was written to in a forward. Under this plan it is a copy of what is "
+                f"stored in {self.dtypes.stored}: write to it between steps, or take parallel.zero = 0"
             )
         for param in changed:
             if param not in self._views:

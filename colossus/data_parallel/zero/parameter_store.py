@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -13,10 +13,11 @@ from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.zero.blocks import by_block, in_buckets
-from colossus.data_parallel.zero.flat_rows import Storage
 from colossus.data_parallel.zero.prefetch import BlockRuns, run_around
+from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
+from colossus.layout.split_parameter import as_shards
 from colossus.rows.row_gradient import row_source
 from colossus.tensor_parallel.gathered_weights import GatheredWeights, run_grad_hooks
 
@@ -50,12 +51,13 @@ class ParameterStore:
         self.weights = weights
         self._model, self._context, self._chain = model, context, chain
         self.blocks: list[ShardedBlock] = []
-        self._root: ShardedBlock | None = None
         #: those of them that are whole for all of a step
         self._lasting: list[ShardedBlock] = []
         self.runs = BlockRuns()
         self._group: AxisGroup | None = None
-        self._block_of: dict[int, ShardedBlock] = {}
+        #: of each parameter that compute sees: what it is stored as, and what has the gradient of that
+        self._stored_as: dict[nn.Parameter, nn.Parameter] = {}
+        self._summed_as: dict[nn.Parameter, nn.Parameter] = {}
         self._stored = list(model.parameters())
 
     def parameters(self) -> list[nn.Parameter]:
@@ -68,26 +70,18 @@ class ParameterStore:
 
     def stored(self, param: nn.Parameter) -> nn.Parameter:
         """As what a parameter that compute sees is stored."""
-        block = self._block_of.get(id(param))
-        return param if block is None else block.stored(param)
-
-    def computed(self) -> list[nn.Parameter]:
-        """All parameters as compute sees them, in no order."""
-        sharded = [param for block in self.blocks for param in block.params]
-        stored = {id(self.stored(param)) for param in sharded}
-        return [*sharded, *(param for param in self._stored if id(param) not in stored)]
+        return self._stored_as.get(param, param)
 
     def summed(self, param: nn.Parameter) -> nn.Parameter:
         """What has the gradient of `stored`, on the device of compute, until `accept_gradients`."""
-        block = self._block_of.get(id(param))
-        return param if block is None else block.summed(param)
+        return self._summed_as.get(param, param)
 
     def shard(self, axes: Iterable[str], *, stage: int = 3, offload: bool = False) -> None:
         """Store every parameter in rows cut over these axes; scalars, which have none, stay as they are, as do tables
         with a `RowSource`.
 
         Also where the axes have one rank, if the optimizer's precision is not that of the parameters. Collective, as
-        are all forwards from then on, and those of evaluations. Gradients come by `zero.GradientScatter`.
+        are all forwards from then on, and those of evaluations.
 
         Args:
             stage: of ZeRO. 3: parameters are whole while their block runs. 2: they keep their memory, and are gathered
@@ -102,7 +96,6 @@ class ParameterStore:
             if context.precision.params == context.precision.optimizer and not offload:
                 return
             stage = min(stage, 2)
-        storage = Storage(keeps_whole=stage < 3, keeps_gradients=stage < 2, offload=offload)
         self._group = group
 
         def takes(param: nn.Parameter) -> bool:
@@ -111,22 +104,23 @@ class ParameterStore:
         blocks, root = by_block(self._model, self._chain(), takes)
         is_transient = stage == 3 and self.weights.scope != "step"
         for modules, held in in_buckets(blocks, 0 if is_transient else SLOT_BYTES):
-            block = ShardedBlock(held, group, context, self.weights.scope, storage)
+            block = ShardedBlock(held, group, context, self.weights.scope, stage, offload)
             for module in modules if is_transient else ():
                 run_around(module, block, self.runs)
             self.blocks.append(block)
         if root:
-            self._root = ShardedBlock(root, group, context, "step", storage)
-            self.blocks.insert(0, self._root)
+            self.blocks.insert(0, ShardedBlock(root, group, context, "step", stage, offload))
         self._lasting = [block for block in self.blocks if not block.is_transient]
         self._model.register_forward_pre_hook(lambda *_: self._before_model(), prepend=True)
         self._model.register_forward_hook(lambda *_: self._after_model())
-        self._block_of = {id(param): block for block in self.blocks for param in block.params}
+        for block in self.blocks:
+            self._stored_as |= block.stored
+            self._summed_as |= block.summed
         self._stored = list(self._model.parameters())
 
     def accept_gradients(self) -> None:
         """The sums are complete: the stored parameters get them, also those on the host, which waits for them once."""
-        on_host = [param for block in self.blocks for each in block.gradients for param in each.send_to_host()]
+        on_host = [param for each in self._gradients() for param in each.send_to_host()]
         device = self._context.device
         if on_host and device.type != "cpu":  # also until the rows that gathers have sent to it are there
             torch.get_device_module(device).current_stream(device).synchronize()
@@ -135,9 +129,12 @@ class ParameterStore:
 
     def accept_whole_gradients(self) -> None:
         """Where rows are shared by no ranks: the stored parameters get the gradients of those that compute sees."""
+        for gradients in self._gradients():
+            gradients.give_whole()
+
+    def _gradients(self) -> Iterator[RowGradients]:
         for block in self.blocks:
-            for gradients in block.gradients:
-                gradients.give_whole()
+            yield from block.gradients
 
     # -- a step or an evaluation --------------------------------------------------------------------------
 
@@ -146,8 +143,9 @@ class ParameterStore:
         self._begin_run()
         for param in self._stored:
             param.grad = None
-        for block in self.blocks:
-            block.begin_step()
+        with as_shards():
+            for gradients in self._gradients():
+                gradients.begin_step()
         self.weights.begin_step()
 
     def begin_evaluation(self, num_forwards: int) -> None:
@@ -158,15 +156,13 @@ class ParameterStore:
         self._begin_run()
         if self._group is None:
             return
-        is_uneven = False
+        self.gather_lasting()  # a rank without samples runs no stage
         if any(block.is_transient for block in self.blocks):
             counts = torch.tensor([num_forwards, -num_forwards], device=self._context.device)
             most, least = collectives.all_reduce(counts, self._group, op="max", owned=True).wait().tolist()
-            is_uneven = most != -least
-        self.gather_lasting()  # a rank without samples runs no stage
-        for block in self.blocks if is_uneven else ():
-            block.gather()
-            block.is_held = True
+            for block in self.blocks if most != -least else ():
+                block.gather()
+                block.is_held = True
 
     def _begin_run(self) -> None:
         self.release()
@@ -179,15 +175,10 @@ class ParameterStore:
 
     def gather_lasting(self) -> None:
         """Before a stage runs: the blocks that are whole for a step or an evaluation, each while the next travels."""
-        if not self._lasting or self._lasting[-1].is_whole:
-            for block in self._lasting:
-                block.gather()  # for a user's code that has let the modules hold other parameters
-            return
-        self._lasting[0].start_gather()
-        for block, following in pairwise(self._lasting):
-            following.start_gather()
+        for block, following in zip_longest(self._lasting, self._lasting[1:]):
+            if following is not None:
+                following.start_gather()
             block.gather()
-        self._lasting[-1].gather()
 
     def after_backward(self) -> None:
         """A stage's backward is over, also of blocks whose inputs get no gradient."""

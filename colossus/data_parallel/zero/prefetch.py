@@ -72,7 +72,10 @@ class BlockRuns:
 
     def enter_backward(self, block: ShardedBlock, call: object) -> None:
         """The backward of one forward of a block begins."""
-        block.enter_backward(call)
+        if call not in block.in_backward:
+            block.in_backward.append(call)
+        # with create_graph: what runs the backward of this backward is not seen here
+        block.is_kept = block.is_kept or torch.is_grad_enabled()
         if block in self._in_backward:
             self._in_backward.remove(block)
         self._in_backward.append(block)
@@ -82,13 +85,13 @@ class BlockRuns:
         """The backward of one forward of a block is over, if it had begun and was not over before."""
         if call not in block.in_backward:
             return
-        if len(block.in_backward) > 1:  # of a block that runs twice in a row, the one before has begun
-            block.leave_backward(call)
-            return
-        self._in_backward.remove(block)
-        self.on_backward(block)
-        block.leave_backward(call)
-        self.after_release()
+        is_last = len(block.in_backward) == 1  # else, of a block that runs twice in a row, the one before has begun
+        if is_last:
+            self._in_backward.remove(block)
+            self.on_backward(block)
+        block.after_backward(call)
+        if is_last:
+            self.after_release()
 
     def leave_all(self) -> None:
         """A stage's backward is over, also of blocks whose inputs get no gradient."""

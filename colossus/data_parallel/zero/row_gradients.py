@@ -24,8 +24,7 @@ class RowGradients:
 
     def __init__(self, flat: FlatRows) -> None:
         self.flat, self.params = flat, flat.params
-        offload = flat.storage.offload
-        self.summed = {param: self._stand_in(param) for param in self.params} if offload else flat.stored
+        self.summed = {param: self._stand_in(param) for param in self.params} if flat.offload else flat.stored
         #: the sums so far of this rank's rows, and which parameters any rank has used
         self._sums: Tensor | None = None
         self._is_used = [False] * len(self.params)
@@ -34,16 +33,13 @@ class RowGradients:
         self._reduction: Pending | None = None
         #: of all numbers that this rank has put into the reductions of a step
         self._own_sum: Tensor | None = None
+        #: whether a whole gradient is freed when its reduction has started
+        self.are_freed = flat.stage > 1
 
     def _stand_in(self, param: nn.Parameter) -> nn.Parameter:
         stored = self.flat.stored[param]
         empty = torch.empty((), dtype=stored.dtype, device=self.flat.device).expand(stored.shape)
         return attach(nn.Parameter(empty, requires_grad=stored.requires_grad), spec_of(stored))
-
-    @property
-    def are_freed(self) -> bool:
-        """Whether a whole gradient is freed when its reduction has started."""
-        return not self.flat.storage.keeps_gradients
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before; what a user has frozen since gets none."""
@@ -61,9 +57,6 @@ class RowGradients:
     def start(self) -> None:
         """Start to sum the whole gradients over the group, each rank its rows, which are added to those it has."""
         flat = self.flat
-        for param in self.params:
-            axes = spec_of(param).gradient_axes
-            assert axes is None or set(flat.group.axes) <= set(axes), "each rank has a part of the sum"
         self._present = [param.grad is not None for param in self.params]
         # behind the gradients one flag for each parameter: how many ranks used it
         size = flat.layout.size + len(self.params)

@@ -16,7 +16,7 @@ from colossus.comm.pending import Pending
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.zero.flat_rows import Dtypes, FlatRows, Storage
+from colossus.data_parallel.zero.flat_rows import Dtypes, FlatRows
 from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import as_shards
@@ -34,7 +34,7 @@ class HeldParameter:
     """
 
     param: nn.Parameter
-    places: tuple[Place, ...]
+    places: Sequence[Place]
     is_product: bool = False
 
 
@@ -43,15 +43,19 @@ class ShardedBlock:
 
     In a step or an evaluation the modules of a block that has been gathered hold the parameters that compute uses, else
     the stored ones. The former are always the same objects. Their memory is there while they are gathered only, or
-    (`Storage.keeps_whole`) always: then a block is gathered once for each step or evaluation.
+    (below stage 3) always: then a block is gathered once for each step or evaluation.
 
     Args:
         held: parameters with at least one dim, their values whole on each rank of the group.
         group: over which rows are cut.
         scope: as of `colossus.tensor_parallel.gathered_weights.GatheredWeights`: ``matmul`` frees what forward gathered
             at its end, ``microbatch`` after its backward, ``step`` at the end of the step.
+        stage, offload: see `FlatRows`.
 
     Attributes:
+        stored: the rank's rows of each parameter.
+        summed: what has the gradient of these rows; see `RowGradients`.
+        is_transient: whether the block is freed, and its gradients reduced, within a step.
         in_backward: an object for each forward whose backward has begun.
         is_kept: whether the block is not freed before the end of the step: its backward is differentiated again.
         is_held: whether the block is not freed before the end of an evaluation.
@@ -64,20 +68,22 @@ class ShardedBlock:
         held: Sequence[HeldParameter],
         group: AxisGroup,
         context: ParallelContext,
-        scope: str = "matmul",
-        storage: Storage | None = None,
+        scope: str,
+        stage: int,
+        offload: bool,
     ) -> None:
         self.params = [one.param for one in held]
-        self._held, self._scope = held, scope
-        self._keeps = storage is not None and storage.keeps_whole
+        self._held, self._stage = held, stage
+        self.is_transient = stage == 3 and scope != "step"
+        self.frees_after_forward = stage == 3 and scope == "matmul"
         with as_shards():
             self._flats = [
-                FlatRows(params, group, context, dtypes, storage or Storage())
+                FlatRows(params, group, context, dtypes, stage, offload)
                 for params, dtypes in _travelling_together(held, group, context)
             ]
-        self._stored = {id(param): stored for flat in self._flats for param, stored in flat.stored.items()}
+        self.stored = {param: stored for flat in self._flats for param, stored in flat.stored.items()}
         self.gradients = [RowGradients(flat) for flat in self._flats if flat.is_trainable]
-        self._summed = self._stored | {id(param): own for each in self.gradients for param, own in each.summed.items()}
+        self.summed = self.stored | {param: own for each in self.gradients for param, own in each.summed.items()}
         self.in_backward: list[object] = []
         self.is_held = self.is_kept = False
         self.is_whole = self._is_placed = True
@@ -85,25 +91,6 @@ class ShardedBlock:
         self._num_awaited = 0
         self._gathers: list[Pending] = []
         self.release()
-
-    def stored(self, param: nn.Parameter) -> nn.Parameter:
-        """The rank's rows of a parameter of this block."""
-        return self._stored[id(param)]
-
-    def summed(self, param: nn.Parameter) -> nn.Parameter:
-        """What has the gradient of these rows; see `RowGradients`."""
-        return self._summed[id(param)]
-
-    @property
-    def is_transient(self) -> bool:
-        """Whether the block is freed, and its gradients reduced, within a step."""
-        return not self._keeps and self._scope != "step"
-
-    @property
-    def frees_after_forward(self) -> bool:
-        return not self._keeps and self._scope == "matmul"
-
-    # -- gathering ----------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
         """Start to make the parameters whole, where they are not."""
@@ -116,22 +103,23 @@ class ShardedBlock:
         """Make the parameters whole, and let the modules hold them."""
         if not self.is_whole:
             self.start_gather()
-            with as_shards(), _unrecorded():
-                self._wait_for_gathers()
-            self.is_whole = True
-        self._place()
+            self._finish_gather()
+        if not self._is_placed:
+            for one in self._held:
+                _put(one.places, one.param)
+            self._is_placed = True
 
-    def _wait_for_gathers(self) -> None:
+    def _finish_gather(self) -> None:
         gathers, self._gathers = self._gathers, []
-        for pending in gathers:
-            pending.wait()
+        with as_shards(), _unrecorded():
+            for pending in gathers:
+                pending.wait()
+        self.is_whole = True
 
     def drop_gather(self) -> None:
         """A gather that was started is not wanted any more: wait for it, and free what has come."""
         if self._gathers:
-            with as_shards(), _unrecorded():
-                self._wait_for_gathers()
-            self.is_whole = True
+            self._finish_gather()
             self.release()
 
     def release(self) -> None:
@@ -145,7 +133,7 @@ class ShardedBlock:
         with as_shards():
             for flat in self._flats:
                 flat.take_back_changes()
-                if not self._keeps:
+                if self._stage == 3:
                     flat.release()
         self.is_whole = False
 
@@ -153,14 +141,8 @@ class ShardedBlock:
         """Let the modules hold the stored parameters."""
         if self._is_placed:
             for one in self._held:
-                _put(one.places, self._stored[id(one.param)])
+                _put(one.places, self.stored[one.param])
             self._is_placed = False
-
-    def _place(self) -> None:
-        if not self._is_placed:
-            for one in self._held:
-                _put(one.places, one.param)
-            self._is_placed = True
 
     def after_forward(self) -> None:
         """A forward that a backward may follow is over."""
@@ -170,14 +152,7 @@ class ShardedBlock:
             self._num_awaited += 1
         self._release_by_scope()
 
-    def enter_backward(self, call: object) -> None:
-        """The backward of one forward begins."""
-        if call not in self.in_backward:
-            self.in_backward.append(call)
-        # with create_graph: what runs the backward of this backward is not seen here
-        self.is_kept = self.is_kept or torch.is_grad_enabled()
-
-    def leave_backward(self, call: object) -> None:
+    def after_backward(self, call: object) -> None:
         """The backward of one forward is over."""
         self.in_backward.remove(call)
         self._num_awaited -= 1
@@ -186,19 +161,9 @@ class ShardedBlock:
             self._release_by_scope()
 
     def _release_by_scope(self) -> None:
-        if (
-            self.is_transient
-            and not (self.is_held or self.is_kept)
-            and (self.frees_after_forward or not self._num_awaited)
-        ):
+        is_done = self.frees_after_forward or not self._num_awaited
+        if self.is_transient and is_done and not (self.is_held or self.is_kept):
             self.release()
-
-    # -- a step -------------------------------------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        with as_shards():
-            for gradients in self.gradients:
-                gradients.begin_step()
 
     def end_step(self) -> None:
         """All backwards of a step, or all forwards of an evaluation, are over."""

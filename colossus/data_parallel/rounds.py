@@ -1,9 +1,10 @@
-"""Rounds: every replica makes steps of its own, then all take the average (local SGD)."""
+"""Rounds: every replica makes steps of its own, then all take the average (local SGD), or make a step by it (SlowMo,
+DiLoCo)."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from colossus.comm.pending import Pending
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
-from colossus.data_parallel.options.strategy_options import AveragingOptions, LocalSGDOptions
+from colossus.data_parallel.options.strategy_options import AveragingOptions, DiLoCoOptions, SlowMoOptions
 from colossus.data_parallel.parameter_vector import ParameterVector
 from colossus.data_parallel.per_replica import PerReplica
 from colossus.data_parallel.replica_average import Distance
@@ -62,8 +63,6 @@ class Averaging(PerReplica):
         """Whether there is an average after step ``step`` (from 0)."""
         return (step + 1) % self.options.period == 0
 
-    # -- a step -------------------------------------------------------------------------------------------
-
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
         if self.keeps_anchor and self.anchor is None:
@@ -80,25 +79,10 @@ class Averaging(PerReplica):
         self._tokens_of_step = numbers[1]
         return numbers
 
-    def replica_count(self, numbers: Tensor) -> Tensor | None:
-        return self._tokens_of_step
-
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scale: Tensor,
-        before_update: Callable[[], None],
-        found_inf: Tensor | None = None,
-        clip_value: float | None = None,
-    ) -> None:
-        super().step(optimizer, scale, before_update, found_inf, clip_value)
+    def after_update(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
         trained = self._tokens_of_step
         assert trained is not None
         self._tokens = self._tokens + (trained if found_inf is None else torch.where(found_inf, 0.0, trained))
-        self.after_update(optimizer)
-
-    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Of each of a replica's own steps, before what follows it."""
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -106,11 +90,11 @@ class Averaging(PerReplica):
             return
         if self.stop_agreement is not None:
             self.stop_agreement.enter(step + 1)  # all wait for all here; `reduce_scalars` is the end of it
-        total = self._tokens_of_all()
-        weight = torch.where(total > 0, self._tokens / total, 1 / self._data_group.size)
         average = self._packed()
-        _sum_of_shares(self._chunks(average), weight, self._data_group)
         if self._data_group.size > 1:
+            total = self._tokens_of_all()
+            weight = torch.where(total > 0, self._tokens / total, 1 / self._data_group.size)
+            _sum_of_shares(self._chunks(average), weight, self._data_group)
             means = zip(self.params, self.vector.views(average), strict=True)
             self._apart = self._average.distance((self._number_of[param], mean) for param, mean in means)
         self.end_round(average)
@@ -142,8 +126,6 @@ class Averaging(PerReplica):
         wide = [value.float() if value.dtype in LOW else value for value in shares]
         return [value if factor == 1.0 else value * factor for value in wide], weight
 
-    # -- the step's numbers ---------------------------------------------------------------------------------
-
     def is_summed(self, step: int) -> bool:
         return self.ends_round(step) or super().is_summed(step)
 
@@ -151,8 +133,6 @@ class Averaging(PerReplica):
         numbers = super().reduce_scalars(step, numbers)
         self._distance, self._apart = self._apart or self._distance, None
         return numbers
-
-    # -- state ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": float(self._tokens)}
@@ -183,7 +163,114 @@ class LocalSGD(Averaging):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(LocalSGDOptions(**options))
+        super().__init__(AveragingOptions(**options))
+
+
+class OuterStep(Averaging):
+    """Base: what a round has changed is the gradient of an outer SGD, of which all replicas make the same step."""
+
+    keeps_anchor = True
+
+    @torch.no_grad()
+    def outer_step(
+        self, average: Tensor, *, lr: float, momentum: float, nesterov: bool, inner_lr: Sequence[float] | None = None
+    ) -> None:
+        """SGD on the anchor, with the gradient ``(anchor - average) / inner_lr`` and the rate ``lr * inner_lr``.
+
+        With an inner rate that is slow momentum (1910.00643, algorithm 1), without one the outer step of DiLoCo
+        (2311.08105).
+
+        Args:
+            average: bytes of the vector; overwritten with what the anchor is then.
+            inner_lr: of each parameter, the mean over the round. Where it is 0 nothing has moved.
+        """
+        anchor, gradient = self.anchor, self.vector.views(average)
+        assert anchor is not None
+        if not anchor:
+            return
+        if self.momentum is None and momentum:
+            self.momentum = [torch.zeros_like(value) for value in anchor]
+        torch._foreach_neg_(gradient)
+        torch._foreach_add_(gradient, anchor)
+        if inner_lr is not None:
+            torch._foreach_mul_(gradient, [1 / rate if rate else 0.0 for rate in inner_lr])
+        if (buffer := self.momentum) is not None:
+            torch._foreach_mul_(buffer, momentum)
+            torch._foreach_add_(buffer, gradient)
+            if nesterov:
+                torch._foreach_add_(gradient, buffer, alpha=momentum)
+            else:
+                torch._foreach_copy_(gradient, buffer)
+        rates = [lr] * len(anchor) if inner_lr is None else [lr * rate for rate in inner_lr]
+        torch._foreach_mul_(gradient, rates)
+        torch._foreach_sub_(anchor, gradient)
+        torch._foreach_copy_(self.vector.views(average), anchor)
+
+
+class SlowMo(OuterStep):
+    """u <- beta u + (x_0 - x) / gamma, x_0 <- x_0 - alpha gamma u, with x the replicas' average at the end of a round.
+
+    Momentum of whole rounds, over local SGD (1910.00643). gamma is the optimizer's learning rate, of each parameter
+    group the mean over the round. Each replica's optimizer keeps its own state ("maintain" in section 2 of the paper).
+    """
+
+    options: SlowMoOptions
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(SlowMoOptions(**options))
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        super().setup(store, parts)
+        #: of each parameter the sum of the learning rates of the round's steps
+        self._lr_sums: dict[nn.Parameter, float] = {}
+        self._num_steps = 0
+
+    def after_update(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
+        super().after_update(optimizer, found_inf)
+        self._num_steps += 1
+        for group in optimizer.param_groups:
+            lr = float(group["lr"])
+            for param in group["params"]:
+                self._lr_sums[param] = self._lr_sums.get(param, 0.0) + lr
+
+    def end_round(self, average: Tensor) -> None:
+        options = self.options
+        rates = [self._lr_sums.get(param, 0.0) / max(1, self._num_steps) for param in self.params]
+        self.outer_step(average, lr=options.slow_lr, momentum=options.slow_momentum, nesterov=False, inner_lr=rates)
+        self._lr_sums.clear()
+        self._num_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_steps": self._num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._num_steps = state.get("num_steps", 0)
+
+    def parameter_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        found = super().parameter_state()
+        for param, total in self._lr_sums.items():
+            found.setdefault(param, {})["lr_sum"] = total
+        return found
+
+    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        super().load_parameter_state(state)
+        self._lr_sums = {param: held["lr_sum"] for param, held in state.items() if "lr_sum" in held}
+
+
+class DiLoCo(OuterStep):
+    """An outer optimizer steps by what a round of the replicas' own steps has changed (2311.08105): its gradient is
+    what the parameters were when the round began minus the replicas' average at its end.
+    """
+
+    options: DiLoCoOptions
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(DiLoCoOptions(**options))
+
+    def end_round(self, average: Tensor) -> None:
+        options = self.options
+        self.outer_step(average, lr=options.outer_lr, momentum=options.outer_momentum, nesterov=options.nesterov)
 
 
 def _sum_of_shares(chunks: Iterable[Tensor], weight: Tensor, group: AxisGroup) -> None:
@@ -196,11 +283,8 @@ def _sum_of_shares(chunks: Iterable[Tensor], weight: Tensor, group: AxisGroup) -
         if total is not chunk:
             chunk.copy_(total)
 
-    if group.size == 1:
-        return
     for chunk in chunks:
-        chunk.mul_(weight)
-        under_way.append((chunk, collectives.all_reduce(chunk, group, owned=True)))
+        under_way.append((chunk, collectives.all_reduce(chunk.mul_(weight), group, owned=True)))
         if len(under_way) == _MOST:
             finish_one()
     while under_way:

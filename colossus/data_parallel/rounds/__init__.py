@@ -1,1 +1,0 @@
-"""Strategies that make steps of their own and then take an average."""
