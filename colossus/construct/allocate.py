@@ -27,7 +27,7 @@ def trace_constructor(factory: Callable[[], Any], seed: int) -> tuple[Any, InitT
     trace = InitTrace(seed)
     _traces.append(trace)
     try:
-        with HideMeta(), trace:
+        with HideMeta(trace), trace:
             return factory(), trace
     finally:
         _traces.pop()

@@ -131,11 +131,15 @@ class Values:
 
     values: torch.Tensor | np.ndarray[Any, Any]
 
+    def __post_init__(self) -> None:
+        if isinstance(self.values, torch.Tensor):  # in a constructor, what is recorded of it runs now
+            object.__setattr__(self, "values", self.values.cpu())
+
     def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> Array:
         if tuple(self.values.shape) != shape:
             raise ValueError(f"Values of shape {tuple(self.values.shape)} for a parameter of shape {shape}")
         own = torch.as_tensor(self.values)[tuple(slice(*span) for span in box)]
-        return own.detach().to("cpu", torch.float64).numpy()
+        return own.detach().double().numpy()
 
 
 def torch_linear(fan_in: int) -> Uniform:

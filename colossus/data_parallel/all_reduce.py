@@ -16,7 +16,6 @@ from colossus.data_parallel.options.exact_options import AllReduceOptions, Hiera
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.gradients.bucket_sum import BucketSum, FlatSum, TwoLevelSum
-from colossus.gradients.buckets import LocalSum
 from colossus.gradients.compressed_sum import Bf16Sum, ErrorFeedback, PowerSum
 from colossus.gradients.hosts import Hosts
 from colossus.gradients.reduction import GradientReduction, ModelParts
@@ -133,9 +132,6 @@ class AllReduce(Strategy):
         super().step(optimizer, scale, before_update, found_inf, clip_value)
         if self._feedback is not None:
             self._feedback.end(found_inf)
-
-    def local_sums(self) -> list[LocalSum]:
-        return self._reduction.local_sums() + ([] if self.tables is None else self.tables.local_sums())
 
     def report(self) -> dict[str, float]:
         return super().report() | (self.tables.report() if self.tables is not None else {})

@@ -50,7 +50,8 @@ class OptimizerStep:
         self.loss_scaler: LossScaler | None = None
         if context.precision.scales_loss:
             self.loss_scaler = LossScaler(train.loss_scale, context, train.global_batch_size)
-        self.watch = GradientWatch(train, context, strategy, self._norm, full_model_order(model), self.loss_scaler)
+        order, axes = full_model_order(model), strategy.summed_axes
+        self.watch = GradientWatch(train, context, axes, self._norm, order, self.loss_scaler)
         self.batch_check = BatchCheck(context)
         self.learning_rate, self._late_stops = LearningRate(config, optimizer), LateValue()
         # where several ranks have the same loss, or the same squares, one of them counts it

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from colossus.comm.pending import Pending, Staged
 from colossus.comm.shared_memory import SLOT_BYTES
@@ -14,26 +14,6 @@ from colossus.gradients.axes import agree_on_axes
 from colossus.gradients.bucket_sum import BucketSum, SumFactory
 from colossus.layout.parameter import spec_of
 from colossus.tensor_parallel.dtypes import gradient_dtype
-
-#: names of parameters whose gradients one collective sums, and the sum of this rank's own numbers before it
-LocalSum = tuple[tuple[str, ...], Tensor]
-
-
-def sum_of_all(flat: Tensor) -> Tensor:
-    """The sum of all numbers of a flat buffer: finite if they are, and are not huge."""
-    return flat.sum(dtype=torch.float32 if flat.dtype.itemsize < 4 else None)
-
-
-def first_of_each(sums: Iterable[LocalSum]) -> list[LocalSum]:
-    """Without the names that an earlier piece has: a parameter is in the first collective that took its gradient."""
-    found: list[LocalSum] = []
-    known: set[str] = set()
-    for names, own_sum in sums:
-        names = tuple(name for name in names if name not in known)
-        known.update(names)
-        if names:
-            found.append((names, own_sum))
-    return found
 
 
 class Bucket:
@@ -65,7 +45,6 @@ class Bucket:
         self._position = {id(param): index for index, param in enumerate(params)}
         self._present: set[int] = set()
         self._pending: Pending | None = None
-        self._own_sum: Tensor | None = None
 
     @property
     def is_full(self) -> bool:
@@ -92,7 +71,6 @@ class Bucket:
             if index not in self._present:
                 view.zero_()
                 self.flags[index].zero_()
-        self._own_sum = sum_of_all(self.flat)
         self._pending = self._summed.start(self.flat)
 
     def advance(self) -> None:
@@ -113,12 +91,6 @@ class Bucket:
                 param.grad = view.to(gradient_dtype(param)) if flag else None
         self._present.clear()
         self._pending = None
-
-    def local_sums(self) -> list[LocalSum]:
-        """Of what this rank put into the last reduction."""
-        if self._own_sum is None:
-            return []
-        return [(tuple(spec_of(param).name for param in self.params), self._own_sum)]
 
 
 class StageBuckets:
@@ -194,10 +166,6 @@ class StageBuckets:
         """Wait for the sums."""
         for bucket in self._buckets or ():
             bucket.finish()
-
-    def local_sums(self) -> list[LocalSum]:
-        """Of what this rank put into the reductions of the last step."""
-        return [one for bucket in self._buckets or () for one in bucket.local_sums()]
 
     def _add_buckets(self) -> None:
         """Make buckets for the parameters that have none and whose axes are known, in the order of backward."""

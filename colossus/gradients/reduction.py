@@ -11,7 +11,7 @@ from torch import nn
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.axes import gradient_sum_axes
 from colossus.gradients.bucket_sum import BucketSum, FlatSum, SumFactory
-from colossus.gradients.buckets import Bucket, LocalSum, StageBuckets, first_of_each
+from colossus.gradients.buckets import Bucket, StageBuckets
 from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
@@ -108,14 +108,6 @@ class GradientReduction:
         self._num_started = 0
         self._tied.sum()
 
-    def local_sums(self) -> list[LocalSum]:
-        """Of each piece of gradients that this rank put into the collectives of the last step.
-
-        A parameter is in one piece: that of the first collective, before which its gradient is this rank's own.
-        """
-        own = [one for buckets in self._buckets.values() for one in buckets.local_sums()]
-        return first_of_each([*own, *self._tied.local_sums()])
-
     def _on_gradient(self, param: nn.Parameter) -> None:
         # while a stage before this one has buckets to start, these wait for their turn: `start` takes them then
         if self._armed is not None and self._armed == self._order[self._num_started]:
@@ -148,7 +140,3 @@ class TiedGradients:
                     bucket.take(param)
             bucket.start()
             bucket.finish()
-
-    def local_sums(self) -> list[LocalSum]:
-        """Of what this rank put into the last sum: of gradients that are summed over data ranks already."""
-        return [one for bucket in self._buckets for one in bucket.local_sums()]

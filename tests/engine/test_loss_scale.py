@@ -150,7 +150,7 @@ def test_an_overflow_at_every_scale_is_none() -> None:
     engine.model.layers[0].weight.register_hook(lambda grad: grad * torch.nan)
     for step in range(2):
         assert engine.train_step(pairs(step, 8)).skipped
-    with pytest.raises(NonFiniteGradients, match=r"layers.0.weight on rank 0 .* although the loss is scaled by 6.1.*"):
+    with pytest.raises(NonFiniteGradients, match=r"layers.0.weight is not .* although the loss is scaled by 6.1.*"):
         engine.train_step(pairs(2, 8))
 
 
@@ -254,7 +254,7 @@ def test_an_overflow_on_one_rank_of_a_pipeline(kind: str) -> None:
             (False, 1024.0, 2),
         ]
     lines = found[0][1]
-    name = "the gradient of blocks.0.mlp.up.weight on rank 1 (pipeline 0, data 1) is not finite"
+    name = "the gradient of blocks.0.mlp.up.weight is not finite, the loss is finite"
     assert lines == [
         f"step 2: {name}: float16 overflowed at a loss scale of 4096; the step is skipped",
         f"step 3: {name}: float16 overflowed at a loss scale of 2048; the step is skipped",

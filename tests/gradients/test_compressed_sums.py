@@ -136,7 +136,8 @@ def _not_finite(context: ParallelContext) -> dict[str, list[bool]]:
             if step == 1 and context.rank == 1:
                 flat[3] = math.inf
             is_finite = bool(summed.start(flat).wait()[:-NUM_FLAGS].isfinite().all())
-            memory.end()
+            if is_finite:  # else the step raises
+                memory.end()
             found.setdefault(kind, []).append(is_finite)
     return found
 

@@ -13,7 +13,7 @@ from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.data_parallel.zero.prefetch import BlockRuns
 from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
-from colossus.gradients.buckets import LocalSum, first_of_each, gradient_in_parts
+from colossus.gradients.buckets import gradient_in_parts
 from colossus.gradients.reduction import GradientReduction, ModelParts
 from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.gathered_weights import GatheredWeights, run_grad_hooks
@@ -77,9 +77,6 @@ class Zero(Strategy):
             self._rest.start(stage)
         self._rest.finish()
         self.store.accept_gradients()
-
-    def local_sums(self) -> list[LocalSum]:
-        return first_of_each([*self._scatter.local_sums(), *self._rest.local_sums()])
 
 
 class GradientScatter:
@@ -168,11 +165,6 @@ class GradientScatter:
         self._num_started[stage] = 0
         if not self._num_stages:
             self._complete.clear()
-
-    def local_sums(self) -> list[LocalSum]:
-        """Of each piece of gradients that this rank put into the collectives of the last step."""
-        every = (one for stage in self._order for one in (*self._transient[stage], *self._once[stage]))
-        return [found for one in every for found in one.local_sums()]
 
     def _on_backward(self, block: ShardedBlock) -> None:
         # a backward that a user runs between steps is no part of one
