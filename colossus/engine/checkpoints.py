@@ -99,7 +99,7 @@ class Checkpoints:
             What can be waited for; it raises there what went wrong.
         """
         self.take_weights()
-        self._require_own_parameters("saved")
+        self._require_own_parameters()
         background = self._config.background if background is None else background
         self._run.strategy.sync_point()
         self.finish()
@@ -157,11 +157,11 @@ class Checkpoints:
         except CheckpointError:
             self._saved_step = None
 
-    def _require_own_parameters(self, what: str) -> None:
+    def _require_own_parameters(self) -> None:
         if self._run.strategy.is_averaged:
             raise CheckpointError(
-                f"a checkpoint cannot be {what} inside of strategy.evaluation() or export(): the parameters are the "
-                f"average of the replicas there, not each replica's own; leave that block first"
+                "no checkpoint can be saved or loaded inside of strategy.evaluation() or export(), where parameters "
+                "are the average of the replicas: leave that block first"
             )
 
     # -- loads --------------------------------------------------------------------------------------------
@@ -259,9 +259,8 @@ class Checkpoints:
             CheckpointError: on all ranks, before anything is changed: it is not whole, it does not fit, a pattern or a
                 rename meets nothing, or nothing fits.
         """
-        for title, patterns in (("only", only), ("grow", grow)):
-            if isinstance(patterns, str):
-                raise ValueError(f"load_weights: {title} takes a list of patterns: {title}=[{patterns!r}]")
+        if isinstance(only, str) or isinstance(grow, str):
+            raise ValueError("load_weights: only and grow take lists of patterns: only=['blocks.*']")
 
         def take(reader: CheckpointReader) -> None:
             self.weights_match = self._state.load_weights(
@@ -292,7 +291,7 @@ class Checkpoints:
 
     def _read_newest(self, find: Find, take: Callable[[CheckpointReader], None]) -> Path | None:
         """Read what rank 0 finds; if a checksum then shows that it is damaged, what it finds without that."""
-        self._require_own_parameters("loaded")
+        self._require_own_parameters()
         self._run.strategy.sync_point()
         self.finish()
         self._saved_step = None

@@ -14,7 +14,7 @@ from colossus.context.groups import AxisGroup
 
 
 class BucketSum(Protocol):
-    """Starts the sums of one bucket, one in each step."""
+    """Sums one bucket, once in each step."""
 
     def start(self, flat: Tensor) -> Pending:
         """Start to sum ``flat``, which may be overwritten: gradients, then a flag for each parameter."""
@@ -36,10 +36,7 @@ class FlatSum:
 
 class TwoLevelSum:
     """Reduce-scatter over the ranks of a host, all-reduce between hosts, all-gather inside (TorchMPI's Cartesian
-    communicators).
-
-    Each rank sends its share of a bucket alone over the network, instead of all of it: (H - 1) / H 2 S / P bytes for H
-    hosts of P ranks.
+    communicators): over the network each rank sends its share of a bucket alone.
 
     Args:
         inner: the ranks of this host.

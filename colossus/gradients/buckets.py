@@ -1,4 +1,4 @@
-"""Flat buckets of gradients, each summed by one collective as soon as backward has filled it."""
+"""Over which axes gradients are summed, and in which flat buckets: each by one collective once it is full."""
 
 from __future__ import annotations
 
@@ -7,23 +7,57 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
+from colossus.comm.objects import all_gather_object
 from colossus.comm.pending import Pending, Staged
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.axes import agree_on_axes
 from colossus.gradients.bucket_sum import BucketSum, SumFactory
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import spec_of
 from colossus.tensor_parallel.dtypes import gradient_dtype
+
+
+def gradient_sum_axes(parameter: nn.Parameter, context: ParallelContext) -> tuple[str, ...]:
+    """The axes over which this rank's gradient of a parameter is a partial sum: the one answer to that question.
+
+    Layers record them at each use of a parameter. One that none has recorded is a plain torch module's, whose input is
+    in the whole layout: sharded over the batch only. Over the axes that cut a parameter for storage its gradient has
+    been scattered.
+    """
+    spec = spec_of(parameter)
+    recorded = spec.gradient_axes
+    axes = recorded if recorded is not None else model_parallel_of(context).regions.whole.shard_axes
+    nontrivial = {axis for axis in axes if context.grid.sizes[axis] > 1 and axis not in spec.layout.stored}
+    return tuple(axis for axis in context.grid.names if axis in nontrivial)
+
+
+def _agree_on_axes(parameters: list[nn.Parameter], context: ParallelContext) -> list[nn.Parameter]:
+    """Share what each rank has recorded about parameters whose axes are decided by their first use, and return those
+    that no rank has used yet. Collective over the ranks of a stage: a layer may be used on some of them only."""
+    if not parameters:
+        return []
+    names = context.grid.names
+    masks = []  # 0: not used yet; else bit 0, and bit 1 + i for the i-th axis
+    for parameter in parameters:
+        axes = spec_of(parameter).gradient_axes
+        masks.append(0 if axes is None else 1 + sum(2 << names.index(axis) for axis in axes))
+    peers = context.group(tuple(name for name in names if name != "pipeline"))
+    unused = []
+    for parameter, *found in zip(parameters, *all_gather_object(masks, peers), strict=True):
+        mask = max(found)
+        if mask:
+            spec_of(parameter).record(tuple(axis for index, axis in enumerate(names) if mask & (2 << index)))
+        else:
+            unused.append(parameter)
+    return unused
 
 
 class Bucket:
     """A flat buffer of the gradients of some parameters, and behind them one flag each: whether any rank used it.
 
-    A parameter that no rank used keeps ``grad = None``, so that the optimizer skips it as it would in one process. The
-    flags are summed with the gradients, without a collective of their own. A rank that used all its parameters does not
-    read them. Another one has to, and waits for its device: zeros for a gradient would decay the weight, the moments
-    and the count of steps of a parameter that nobody used, and optimizers can be told on the device to leave out a
-    step, but no single parameter.
+    A parameter that no rank used keeps ``grad = None``, so that the optimizer skips it as it would in one process:
+    zeros would decay the weight and the moments. The flags are summed with the gradients. A rank that used all its
+    parameters does not read them; another one has to, and waits for its device.
 
     Args:
         params: whose gradients have one dtype.
@@ -55,8 +89,7 @@ class Bucket:
         return self._position[id(param)] in self._present
 
     def take(self, param: nn.Parameter) -> None:
-        """Copy a complete gradient in; the parameter's ``grad`` is a view of the bucket from then on, if it is of one
-        dtype with it."""
+        """Copy a complete gradient in; of one dtype with the bucket, ``grad`` is a view of it from then on."""
         index = self._position[id(param)]
         assert param.grad is not None
         self.views[index].copy_(param.grad)
@@ -127,7 +160,7 @@ class StageBuckets:
     def prepare(self) -> None:
         """Before the stage's last backward of a step: make the buckets of parameters used for the first time."""
         before = len(self._undecided)
-        self._undecided = agree_on_axes(self._undecided, self._context)
+        self._undecided = _agree_on_axes(self._undecided, self._context)
         if self._buckets is None or len(self._undecided) < before:
             self._add_buckets()
         self._next = 0
@@ -213,12 +246,10 @@ def gradient_in_parts(param: nn.Parameter) -> ValueError:
 def _chunks(params: list[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
     """Consecutive parameters of at most ``limit`` elements together, at least one."""
     chunk: list[nn.Parameter] = []
-    size = 0
     for param in params:
-        if chunk and size + param.numel() > limit:
+        if chunk and sum(each.numel() for each in chunk) + param.numel() > limit:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
         chunk.append(param)
-        size += param.numel()
     if chunk:
         yield chunk

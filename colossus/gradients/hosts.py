@@ -32,12 +32,9 @@ class Hosts:
 
     @classmethod
     def found(cls, context: ParallelContext, what: str = "parallel.strategy = 'hierarchical'") -> Hosts:
-        """By what the ranks say of themselves. Collective, over all ranks.
+        """By the names of the ranks' hosts. Collective, over all ranks.
 
         Replicas of several ranks share a host where all their ranks do, each with its counterpart.
-
-        Args:
-            what: needs them, for errors.
 
         Raises:
             ValueError: on all ranks, where hosts have different numbers of them.
@@ -52,9 +49,8 @@ class Hosts:
         sizes = [len(each) for each in sets.values()]
         if len(set(sizes)) > 1:
             raise ValueError(
-                f"{what} wants as many data ranks on each host, and found "
-                f"{', '.join(map(str, sizes))} of {sum(sizes)}: start as many processes on each host, give hosts= or "
-                f"per_host=, or take 'all_reduce'"
+                f"{what} wants as many data ranks on each host, and found {', '.join(map(str, sizes))}: start as many "
+                f"processes on each host, give hosts= or per_host=, or take 'all_reduce'"
             )
         return cls(context, list(sets.values()))
 
@@ -73,9 +69,8 @@ class Hosts:
 
     def inside(self, axes: Sequence[str]) -> AxisGroup:
         """The ranks over these axes, that of data among them, whose index along data is on this host."""
-        context = self._context
+        context, grid = self._context, self._context.grid
         mine = self.sets[self._host_of[context.index("data")]]
-        grid = context.grid
         ranks = grid.group(context.rank, axes)
         indices = [at for at, rank in enumerate(ranks) if grid.index(rank, "data") in mine]
         return context.subgroup(axes, indices, f"{'x'.join(axes)} inside of hosts")

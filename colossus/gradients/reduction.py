@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.axes import gradient_sum_axes
 from colossus.gradients.bucket_sum import BucketSum, FlatSum, SumFactory
-from colossus.gradients.buckets import Bucket, StageBuckets
+from colossus.gradients.buckets import Bucket, StageBuckets, gradient_sum_axes
 from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
@@ -46,18 +45,14 @@ class ModelParts:
 
 
 class GradientReduction:
-    """One all-reduce per bucket of gradients, started as soon as backward has filled it.
+    """One all-reduce per bucket of gradients, started as soon as the last backward of the step has filled it.
 
     Buckets start in the same order on all ranks, whatever order their gradients are made in (as in torch's DDP,
-    2006.15704), and only once the last backward of the step for their parameters has begun.
-
-    In each step, for the stages of this rank in the order of their reductions: `arm`, the stage's last backward,
-    `start`; then `finish` once, after which every gradient is the sum over ``axes``.
+    2006.15704). In each step, for the stages of this rank in the order of their reductions: `arm`, the stage's last
+    backward, `start`; then `finish` once, after which every gradient is the sum over ``axes``.
 
     Args:
-        parts: the model and what it shares with other stages.
-        axes: over which gradients are summed at most: all of the context, or those inside of a replica. Of a gradient
-            they are those over which it is a partial sum.
+        axes: over which gradients are summed at most: all of the context, or those inside of a replica.
         sum_of: how a bucket is summed over its axes; by default by one all-reduce.
     """
 

@@ -11,7 +11,7 @@ from torch import nn
 from colossus.comm import collectives
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.axes import gradient_sum_axes
+from colossus.gradients.buckets import gradient_sum_axes
 from colossus.gradients.hosts import Hosts
 from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of

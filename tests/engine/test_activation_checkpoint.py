@@ -196,8 +196,7 @@ def test_which_modules(model: type[nn.Module], options: dict[str, Any], names: l
 @pytest.mark.parametrize(
     ("wanted", "options", "message"),
     [
-        (dict(type="full", modules=["blok.*"]), {}, r"'blok\.\*' matches no module .* it has .*'blocks\.\*'"),
-        (dict(type="full", modules=["blocks"]), {}, r"'blocks' matches no module that the model calls"),
+        (dict(type="full", modules=["blok.*"]), {}, r"\['blok\.\*'\] match no module that the model calls"),
         (
             "full",
             dict(activation_checkpoint="selective"),
@@ -220,7 +219,7 @@ def test_a_model_without_blocks_and_one_that_does_it_itself() -> None:
     with pytest.raises(ConfigError, match=r"Linear has no blocks .* say which modules"):
         chosen_modules(nn.Linear(2, 2), wanted)
     own = colossus.build(lambda: layers.TransformerBlock(8, 2, activation_checkpoint="full"))
-    with pytest.raises(ConfigError, match=r"but the model \(TransformerBlock\) is told to checkpoint itself"):
+    with pytest.raises(ConfigError, match=r"but the model checkpoints itself"):
         chosen_modules(own, wanted)
     with pytest.raises(ValueError, match=r"^ModuleList has no forward, .* checkpoint the modules in it"):
         checkpoint_module(nn.ModuleList([own]), "full", colossus.current_context())
@@ -236,7 +235,7 @@ def test_it_is_shown_and_checked_before_anything_runs() -> None:
     line = "full, blocks (every 2)"
     assert f"recomputed  {line}" in render(config)
     assert f"recomputed  {line}" in describe(config, check_model(config), None, 1, 1)
-    with pytest.raises(ConfigError, match=r"^train\.activation_checkpoint\.modules: '\*\.mpl' matches no module"):
+    with pytest.raises(ConfigError, match=r"^train\.activation_checkpoint\.modules: \['\*\.mpl'\] match no module"):
         check_model(resolved(activation_checkpoint=dict(type="full", modules=["*.mpl"])))
     plain = resolved()
     assert "recomputed" not in render(plain) + describe(plain, check_model(plain), None, 1, 1)

@@ -148,11 +148,10 @@ def test_a_users_own_model_has_some() -> None:
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [
-        ([len], "Own.eval_metrics is a list; it must be a dict of name -> function"),
         ({"accuracy": lambda outputs, batch: outputs}, r"the metric 'accuracy' returned one tensor of shape \(12, 3\)"),
         ({"accuracy": lambda outputs, batch: (outputs, 1)}, r"the metric 'accuracy' returned a sum of shape \(12, 3\)"),
     ],
-    ids=["list", "one tensor", "no scalar"],
+    ids=["one tensor", "no scalar"],
 )
 def test_wrong_metrics_are_told_in_words(metrics: Any, words: str) -> None:
     with pytest.raises(AssertionError, match=words):

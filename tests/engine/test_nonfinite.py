@@ -112,10 +112,13 @@ def test_all_ranks_skip_together(name: str) -> None:
 
 def _bad_loss(rank: int) -> str:
     faulty = Faulty(settings(dict(data=2, pipeline=2), on_nonfinite="raise"))
-    loss_fn = faulty.engine.loss_fn
+    loss_fn = faulty.engine._stages.loss_fn
     faulty.step(0)
     if rank == 3:
-        faulty.engine.loss_fn = lambda out, batch: (loss_fn(out, batch)[0] * float("inf"), loss_fn(out, batch)[1])
+        faulty.engine._stages.loss_fn = lambda out, batch: (
+            loss_fn(out, batch)[0] * float("inf"),
+            loss_fn(out, batch)[1],
+        )
     with pytest.raises(NonFiniteGradients) as raised:
         faulty.step(1)
     faulty.engine.close()

@@ -135,10 +135,10 @@ def of_the_model(named: Any) -> torch.optim.Optimizer:
 REFUSED: dict[str, tuple[Any, str]] = {
     "nothing": (lambda named: None, r"optimizer=: the function returned a NoneType; it must return a torch"),
     "parameters": (lambda named: named, r"optimizer=: the function returned a list"),
-    "others": (of_the_model, r"it holds 4 parameter\(s\) that were not given to it"),
+    "others": (of_the_model, r"it holds parameters that were not given to it"),
     "frozen": (
         lambda named: torch.optim.SGD(frozen_too(named), lr=0.1),
-        r"it holds 1 parameter\(s\) that were not given to it. Make it of the parameters in the",
+        r"it holds parameters that were not given to it. Make it of the parameters in the",
     ),
     "an optimizer": (sgd([nn.Parameter(torch.zeros(1))]), r"optimizer= is a SGD; pass a function of the list"),
     "a name": ("AdamW", r"optimizer= is a str; pass a function"),
@@ -237,7 +237,7 @@ def test_under_zero_a_function_gets_what_a_rank_stores() -> None:
     for seen, told in run_ranks(2, stored, with_context=False):
         assert [name for name, _ in seen] == NAMES
         assert seen[0][1] == (2, 4)
-        assert "a tensor of shape (4, 4) that empty made in the constructor is held where it gets no values" in told
+        assert "a tensor of shape (4, 4) made in the constructor is held where it gets no values" in told
 
 
 class Split(nn.Module):

@@ -18,7 +18,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.axes import gradient_sum_axes
+from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.rotary import Rotary
 from colossus.models.options import GPTOptions
 
