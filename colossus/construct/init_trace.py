@@ -65,7 +65,7 @@ class InitTrace(TorchDispatchMode):
     """Makes every new tensor a meta tensor and records the operations on it.
 
     Where the constructor needs a value at once (``.item()``, a shape that depends on values, a copy to a device, a draw
-    from a generator of its own), what it depends on is run there and then.
+    from a generator of its own), what it depends on runs there and then.
 
     Args:
         seed: of random numbers whose values are needed at once (``torch.rand(()).item()``).
@@ -163,11 +163,8 @@ class InitTrace(TorchDispatchMode):
     # -- values -------------------------------------------------------------------------------------------
 
     def fix_seed(self, tensor: Tensor, seed: int) -> None:
-        """Fix the seed under which the operations connected with a recorded meta tensor will run, unless one is fixed.
-
-        With the seed of every tensor fixed, in an order that does not depend on the plan, values do not depend on which
-        tensors are asked for.
-        """
+        """Fix the seed under which the operations connected with a recorded meta tensor will run, unless one is fixed:
+        values do not depend on which tensors are asked for then."""
         if _key(tensor) not in self._seeds:
             _, connected = self._connected(_key(tensor))
             self._seeds.update(dict.fromkeys(connected, seed))

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.assets import Assets
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under_key
 from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.rank_errors import on_all_ranks
@@ -71,11 +70,6 @@ class Checkpoints:
     @hooks.setter
     def hooks(self, hooks: Sequence[SavedHook]) -> None:
         self._state.hooks = hooks
-
-    @property
-    def assets(self) -> Assets:
-        """What lies beside the weights, on the first rank: tokenizer, ids of special tokens, .."""
-        return self._state.assets
 
     @property
     def root(self) -> Path:

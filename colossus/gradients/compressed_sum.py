@@ -22,10 +22,8 @@ _ERROR, _WARM_START = "compression_error", "compression_start"
 
 
 class ErrorFeedback:
-    """What compression leaves out of a gradient is added to the next step's (1901.09847, 1905.13727).
-
-    Gradients are sums over tokens here, and so are errors: they are kept divided by the scale of the loss. A step that
-    is skipped changes nothing.
+    """What compression leaves out of a gradient is added to the next step's (1901.09847, 1905.13727); kept divided by
+    the scale of the loss. A step that is skipped changes nothing.
 
     Args:
         stored: as what a parameter that compute sees is stored, by which its state is known.
@@ -94,7 +92,6 @@ class ErrorFeedback:
         return send_to(device, drawn.to(dtype))
 
     def keep_start(self, param: nn.Parameter, start: Tensor) -> None:
-        """Of the next step."""
         self._new_starts[self._stored(param)] = start
 
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
@@ -141,8 +138,7 @@ class Bf16Sum(CompressedSum):
     """Half the bytes of an all-reduce, or a quarter in float64: bfloat16 on the way, summed as they are.
 
     Every rank sends each other the chunk that this one is to sum, and gets sums back. What rounding takes away, of an
-    addend or of a sum, its rank adds to its next addend, so no part of a gradient is lost for good. All ranks make the
-    same numbers of the same bytes.
+    addend or of a sum, its rank adds to its next addend. All ranks make the same numbers of the same bytes.
 
     Args:
         replica: summed over before, exactly: the axes inside of a replica.
@@ -244,10 +240,9 @@ class PowerSum(CompressedSum):
         summed = yield collectives.all_reduce(
             torch.cat([*rest, *(p.flatten() for p in left)]), self._between, owned=True
         )
-        *of_rest, factors = summed.split([*(piece.numel() for piece in rest), sum(p.numel() for p in left)])
-        for piece, total in zip(rest, of_rest, strict=True):
-            piece.copy_(total)
-        left = [torch.linalg.qr(p)[0] for p in _split_as(factors, left)]
+        totals = list(_split_as(summed, [*rest, *left]))
+        torch._foreach_copy_(rest, totals[: len(rest)])
+        left = [torch.linalg.qr(p)[0] for p in totals[len(rest) :]]
         right = [matrix.T @ p for matrix, p in zip(own, left, strict=True)]
         summed = yield collectives.all_reduce(torch.cat([q.flatten() for q in right]), self._between, owned=True)
         kept_matrices, right = self._as_matrices(kept.split(self._sizes)), list(_split_as(summed, right))

@@ -158,16 +158,6 @@ def test_ranks_with_different_configs_are_refused() -> None:
     assert "steps" not in errors[0]
 
 
-def test_ranks_with_different_versions_are_refused() -> None:
-    def run(rank: int) -> str:
-        if rank == 2:
-            colossus.__version__ = "0.0.1"
-        return _start(rank, [settings(dict(data=3), train=dict(global_batch_size=9))] * 3, [Net] * 3)
-
-    (error,) = set(run_ranks(3, run, with_context=False))
-    assert f"version of colossus: '{colossus.__version__}' on ranks 0, 1; '0.0.1' on rank 2" in error
-
-
 # -- initial values -----------------------------------------------------------------------------------------------
 
 
@@ -205,12 +195,9 @@ def _start_with(rank: int, parallel: dict[str, Any], make: Any) -> str:
     return "no error"
 
 
-def _outside(seed: int, damage: bool = False) -> Any:
+def _outside(seed: int) -> Any:
     torch.manual_seed(seed)
     net = Sequence()
-    if damage:
-        with torch.no_grad():
-            net.blocks[2].bias[1] += 1e-6
     return lambda: net
 
 
@@ -222,12 +209,6 @@ def test_a_model_made_outside_must_be_the_same_on_all_ranks(parallel: dict[str, 
     assert "would start with other values on rank 1 than on rank 0" in error
     (fine,) = set(run_ranks(2, _start_with, parallel, lambda rank: _outside(5), with_context=False))
     assert fine == "no error"
-
-
-def test_one_value_that_differs_is_found_by_name() -> None:
-    body = run_ranks(3, _start_with, dict(data=1, tensor=3), lambda rank: _outside(5, rank == 2), with_context=False)
-    (error,) = set(body)
-    assert error.startswith("blocks.2.bias would start with other values on rank 2 than on ranks 0, 1")
 
 
 @pytest.mark.parametrize("parallel", [dict(data=2), dict(pipeline=1, tensor=2)])

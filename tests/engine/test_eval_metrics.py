@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import colossus
-from colossus.engine.fit import Hook, fit
-from colossus.monitor.metrics import Metrics
 
 VIT: dict[str, Any] = dict(
     type="ViT", num_layers=2, hidden_size=24, num_heads=12, image_size=(4, 6), patch_size=(2, 3), in_channels=1,
@@ -92,25 +88,6 @@ def _right_by_hand() -> int:
         return int((engine.model(images.double()).argmax(-1) == labels).sum())
 
     return int(run_ranks(1, body, with_context=False)[0])
-
-
-def test_rows_and_hooks_have_them(tmp_path: Path) -> None:
-    class Seen(Hook):
-        summaries: list[Any] = []
-
-        def on_eval_end(self, engine: Any, summary: Any) -> None:
-            self.summaries.append(summary)
-
-    def body(rank: int) -> Any:
-        engine = colossus.initialize(config_of({}))
-        hook = Seen()
-        fit(engine, [Metrics(tmp_path / "metrics.jsonl"), hook])
-        return hook.summaries[0].loss, dict(hook.summaries[0].metrics)
-
-    loss, metrics = run_ranks(1, body, with_context=False)[0]
-    first, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert "validation_accuracy" not in first
-    assert (last["validation_loss"], last["validation_accuracy"]) == (loss, metrics["accuracy"])
 
 
 class Own(nn.Module):

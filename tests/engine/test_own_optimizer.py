@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +14,7 @@ from helpers.ranks import RankError, run_ranks
 from torch import Tensor, nn
 
 import colossus
-from colossus.config.schema import Config
+from colossus.engine.optimizers import torch_optimizer
 from colossus.layers import PipelineBlock
 
 WIDTH = 4
@@ -134,20 +136,10 @@ def of_the_model(named: Any) -> torch.optim.Optimizer:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "nothing": (lambda named: None, r"optimizer=: the function returned a NoneType; it must return a torch"),
-    "parameters": (lambda named: named, r"optimizer=: the function returned a list"),
     "others": (of_the_model, r"it holds parameters that were not given to it"),
-    "frozen": (
-        lambda named: torch.optim.SGD(frozen_too(named), lr=0.1),
-        r"it holds parameters that were not given to it. Make it of the parameters in the",
-    ),
     "an optimizer": (sgd([nn.Parameter(torch.zeros(1))]), r"optimizer= is a SGD; pass a function of the list"),
-    "a name": ("AdamW", r"optimizer= is a str; pass a function"),
     "empty": (lambda named: sgd([]), r"no parameter on any rank"),
 }  # fmt: skip
-
-
-def frozen_too(named: Any) -> list[Any]:
-    return [*(param for _, param in named), nn.Parameter(torch.zeros(3))]
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -157,13 +149,9 @@ def test_what_is_no_optimizer_of_these_parameters_is_refused(case: str) -> None:
         engine_of(factory)
 
 
-@pytest.mark.parametrize("section", [dict(lr=0.1), "AdamW"])
-def test_two_words_about_the_optimizer_are_one_too_many(section: Any) -> None:
-    for config in (settings(optimizer=section), Config(optimizer=section)):
-        with pytest.raises(ValueError, match="the config has a section `optimizer`, and optimizer= was passed"):
-            colossus.initialize(config, model=Net, loss_fn=square, optimizer=sgd)
-    with pytest.raises(ValueError, match="leave one of them out"):
-        colossus.initialize(settings(), model=Net, loss_fn=square, optimizer=sgd, overrides=["optimizer.lr=0.5"])
+def test_two_words_about_the_optimizer_are_one_too_many() -> None:
+    with pytest.raises(ValueError, match="the config has a section `optimizer`, and optimizer= was passed"):
+        colossus.initialize(settings(optimizer=dict(lr=0.1)), model=Net, loss_fn=square, optimizer=sgd)
 
 
 # -- stages and shards -----------------------------------------------------------------------------------------
@@ -271,3 +259,22 @@ def test_an_optimizer_of_whole_matrices_is_refused_on_shards() -> None:
     for told in run_ranks(2, muon, with_context=False):
         assert "Muon computes with whole matrices, but this rank holds a shard of up.weight" in told[0]
         assert told[1] == "trained"
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("copied", [lambda optimizer: pickle.loads(pickle.dumps(optimizer)), copy.deepcopy])
+def test_an_optimizer_can_be_copied(
+    name: str, copied: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
+) -> None:
+    weight = nn.Parameter(torch.arange(3.0))
+    optimizer = torch_optimizer(name, [weight], lr=0.1, weight_decay=0.5)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    other = copied(optimizer)
+    assert isinstance(other, getattr(torch.optim, name))
+    (moved,) = other.param_groups[0]["params"]
+    assert repr(other) == repr(optimizer)
+    moved.grad = weight.grad
+    optimizer.step()
+    other.step()
+    assert torch.equal(moved, weight)
