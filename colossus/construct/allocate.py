@@ -15,6 +15,7 @@ from colossus.error_place import located_error
 from colossus.layout.parameter import ParameterSpec
 from colossus.random import hash_key
 
+#: that of the build that runs
 _traces: list[InitTrace] = []
 
 

@@ -124,7 +124,12 @@ def _replace_tensors(
         dropped: ids of tensors that are left as they are where attributes still refer to them.
     """
     modules = list(model.named_modules())
-    held = [(module, path, *item) for path, module in modules for item in _registered_in(module)]
+    held = [
+        (module, path, leaf, tensor)
+        for path, module in modules
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
     for path, module in modules:
         if "_colossus_on_meta" not in vars(module):
             attributes = [(leaf, value) for leaf, value in vars(module).items() if isinstance(value, Tensor)]
@@ -138,11 +143,6 @@ def _replace_tensors(
             replaced[id(tensor)] = tensor, replace(tensor, path, leaf)
         if (value := replaced[id(tensor)][1]) is not tensor:
             setattr(module, leaf, value)  # a recurrent module of torch keeps a list of its parameters, too
-
-
-def _registered_in(module: nn.Module) -> list[tuple[str, Tensor]]:
-    held = (*module._parameters.items(), *module._buffers.items())
-    return [(leaf, tensor) for leaf, tensor in held if tensor is not None]
 
 
 def keep_attributes_on_meta(module: nn.Module) -> None:
@@ -181,12 +181,12 @@ class _Materializer:
 
     def materialize(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            return self._cast(self._traced_value(tensor, path, leaf), self.wide_dtype)
+            return self._cast(self._traced_value(tensor), self.wide_dtype)
         spec, dtype = spec_of(tensor), self.wide_dtype if id(tensor) in self._wide else self.dtype
         if tensor.is_meta and not spec.is_plain:
             value = self._draw_shards(tensor, path, leaf, spec, dtype)
         else:
-            value = self._cast(self._rows_to_store(self._traced_value(tensor, path, leaf), spec), dtype)
+            value = self._cast(self._rows_to_store(self._traced_value(tensor), spec), dtype)
         if value is tensor:
             return tensor
         real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
@@ -227,13 +227,8 @@ class _Materializer:
             at += stop - start
         return out
 
-    def _traced_value(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
-        if not tensor.is_meta:
-            return tensor
-        try:
-            return self.trace.value(tensor)
-        except ValueError as error:
-            raise ValueError(f"{_join(path, leaf)}: {error}") from None
+    def _traced_value(self, tensor: Tensor) -> Tensor:
+        return self.trace.value(tensor) if tensor.is_meta else tensor
 
     def _cast(self, value: Tensor, dtype: torch.dtype | None) -> Tensor:
         return value.to(self.context.device, dtype if value.is_floating_point() else None)

@@ -91,7 +91,7 @@ class InitTrace(TorchDispatchMode):
         return False
 
     def mark_sharded(self, buffer: Tensor, spec: ParameterSpec) -> None:
-        """Remember that this buffer is drawn from its spec: operations that write to it raise."""
+        """This buffer is drawn from its spec: operations that write to it raise."""
         self._sharded[_key(buffer)] = spec
         self._alive.append(buffer.untyped_storage())
 
@@ -155,7 +155,6 @@ class InitTrace(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _read_now(self, leaf: Any) -> Any:
-        """A tensor with values in the place of one on meta; the CPU in the place of the meta device."""
         if isinstance(leaf, Tensor) and leaf.is_meta:
             return self.value(leaf)
         return _CPU if isinstance(leaf, torch.device) and leaf == _META else leaf
@@ -266,7 +265,7 @@ def _as_it_is(leaf: Any) -> Any:
 
 def _storage_like(real: Tensor, meta: Tensor) -> torch.UntypedStorage:
     """A storage in which ``meta``, which an operation made, is ``real``, whatever strides it has on this device."""
-    if (real.stride(), real.storage_offset()) == (meta.stride(), meta.storage_offset()):
+    if real.stride() == meta.stride() and not real.storage_offset():
         return real.untyped_storage()
     return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype).copy_(real).untyped_storage()
 

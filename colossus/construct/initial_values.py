@@ -1,8 +1,7 @@
 """Initial values as functions of (key, full shape, box): the same whatever the plan, at the cost of the box alone.
 
-Element i of a tensor is word i of the Philox stream of its key (rows padded to whole counters of four words), so
-that any box is found by advancing the counter. Normals come by inverse CDF in float64: exact to the bit under any
-split, and without the infinities a float32 inverse CDF gives.
+Element i of a tensor is word i of the Philox stream of its key (rows padded to whole counters of four words), which can
+be advanced to any box. Normals come by inverse CDF in float64: in float32 some would be infinite.
 """
 
 from __future__ import annotations

@@ -47,7 +47,6 @@ class Checkpoints:
     def __init__(self, state: State) -> None:
         self._run, self._state, self._config = state.run, state, state.run.config.checkpoint
         self._world = self._run.context.group(self._run.context.grid.names)
-        # what it means now, whatever the working directory will be
         self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
         self._has_begun = False
         self.resume_from = self._config.resume
@@ -284,7 +283,7 @@ class Checkpoints:
         return found
 
     def _read_newest(self, find: Find, take: Callable[[CheckpointReader], None]) -> Path | None:
-        """Read what rank 0 finds; if a checksum then shows that it is damaged, what it finds without that."""
+        """Read what rank 0 finds; if a checksum shows that it is damaged, what it finds without that."""
         self._require_own_parameters()
         self._run.strategy.sync_point()
         self.finish()

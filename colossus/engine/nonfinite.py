@@ -58,10 +58,9 @@ class _Numbers(NamedTuple):
 class GradientWatch:
     """Looks at the norm of each step: raises on all ranks, or has the step skipped on all of them.
 
-    The norm is summed over all ranks anyway, so all see the same without a collective of their own. Only after a norm
-    that is not finite they exchange what each has found. On an accelerator nothing waits for the norm: the step is
-    skipped there, and the report, and what is raised, come with the step after; after the last step of ``train.steps``
-    it is waited for. Under an inexact strategy the ranks are those of a replica.
+    All ranks see the same norm. Only where it is not finite they exchange what each has found. On an accelerator
+    nothing waits for the norm: the step is skipped there, and the report, and what is raised, come with the step after;
+    after the last step of ``train.steps`` it is waited for. Under an inexact strategy the ranks are those of a replica.
 
     Args:
         axes: over which a step's numbers are summed.
@@ -89,10 +88,9 @@ class GradientWatch:
         self.num_skipped: int | Tensor = 0
 
     def check(self, step: int, norm: Tensor, loss_sum: Tensor) -> Tensor | None:
-        """After the sums of a step, before its update.
+        """After the sums of a step (from 1), before its update.
 
         Args:
-            step: its number, from 1.
             norm: of the gradients, over all ranks.
             loss_sum: of this rank alone.
 

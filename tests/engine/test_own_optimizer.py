@@ -76,30 +76,6 @@ def test_a_function_gets_the_trainable_parameters_with_their_names() -> None:
     assert engine.train_step(numbers()).lr == 1e-3
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        lambda named: torch.optim.SGD([{"params": [p for _, p in named]}], lr=0.1, momentum=0.9),
-    ],
-)
-def test_a_partial_and_groups_follow_plain_torch(optimizer: Callable[..., Any]) -> None:
-    engine = engine_of(optimizer, lr_schedule=dict(type="linear", warmup_steps=1))
-    twin = Net().double()
-    twin.load_state_dict(engine.model.state_dict())
-    plain = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    for step in range(4):
-        plain.param_groups[0]["lr"] = engine.lr_at(step)
-        assert engine.train_step(numbers(step)).lr == engine.lr_at(step)
-        plain.zero_grad()
-        (twin(numbers(step).double()).square().sum() / 8).backward()
-        plain.step()
-    assert engine.lr_at(1) == 0.1  # the peak is the optimizer's own
-    assert engine.lr_at(3) < 0.1
-    for mine, other in zip(engine.model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
-
-
 def test_the_first_group_that_learns_is_the_peak_and_the_others_keep_their_share() -> None:
     def make(named: Any) -> torch.optim.Optimizer:
         groups = [{"params": named[:1], "lr": 0.0}, {"params": named[1:2]}, {"params": named[2:], "lr": 0.02}]
