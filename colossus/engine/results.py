@@ -66,7 +66,8 @@ class StepResult:
         self.step, self.lr, self.replica = step, lr, replica
         self.stop_requested, self.stop_signal = stops > 0, signal_of(stops)
         self._numbers = numbers
-        self._more = {"skipped": 0, "num_skipped": 0} | {k: value for k, value in more.items() if value is not None}
+        self._more: dict[str, Tensor | int] = {"skipped": 0, "num_skipped": 0}
+        self._more |= {name: value for name, value in more.items() if value is not None}
         self._reading: HostRead | None = None
 
     def send_to_host(self) -> bool:

@@ -76,18 +76,6 @@ def test_a_function_gets_the_trainable_parameters_with_their_names() -> None:
     assert engine.train_step(numbers()).lr == 1e-3
 
 
-def test_the_first_group_that_learns_is_the_peak_and_the_others_keep_their_share() -> None:
-    def make(named: Any) -> torch.optim.Optimizer:
-        groups = [{"params": named[:1], "lr": 0.0}, {"params": named[1:2]}, {"params": named[2:], "lr": 0.02}]
-        return torch.optim.SGD(groups, lr=0.2)
-
-    engine = engine_of(make, lr_schedule=dict(type="linear"))
-    for step in range(4):
-        assert engine.train_step(numbers(step)).lr == pytest.approx(0.2 * (1 - step / 4))
-        rates = [group["lr"] for group in engine.optimizer.param_groups]
-        assert rates == pytest.approx([0.0, 0.2 * (1 - step / 4), 0.02 * (1 - step / 4)])
-
-
 def by_name(named_parameters: Any, lr: float, slow: float) -> torch.optim.Optimizer:
     fast = [(name, param) for name, param in named_parameters if name.startswith("out")]
     others = [(name, param) for name, param in named_parameters if not name.startswith("out")]
