@@ -15,9 +15,8 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.options.exact_options import AllReduceOptions, HierarchicalOptions
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.bucket_sum import BucketSum, FlatSum, TwoLevelSum
+from colossus.gradients.bucket_sum import BucketSum, FlatSum, Hosts, TwoLevelSum
 from colossus.gradients.compressed_sum import Bf16Sum, ErrorFeedback, PowerSum
-from colossus.gradients.hosts import Hosts
 from colossus.gradients.reduction import GradientReduction, ModelParts
 from colossus.sparse.choice import Survey
 from colossus.sparse.tables import Tables

@@ -9,7 +9,7 @@ from torch import nn
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.all_reduce import AllReduce
 from colossus.data_parallel.options.exact_options import HybridOptions
-from colossus.gradients.hosts import Hosts
+from colossus.gradients.bucket_sum import Hosts
 from colossus.sparse.choice import Choice, Survey, choose, way_problems
 
 
