@@ -22,7 +22,7 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.axes import gradient_sum_axes
+from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 
 #: divide over every mode of `helpers.modes`; heads of 16 features are what flash attention takes

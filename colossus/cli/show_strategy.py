@@ -22,7 +22,7 @@ from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.make_loaders import loaders_of
 from colossus.data_parallel.options.exact_options import HybridOptions
-from colossus.gradients.axes import gradient_sum_axes
+from colossus.gradients.buckets import gradient_sum_axes
 from colossus.registry import MODELS, STRATEGIES
 from colossus.sparse.choice import Choice, Survey, WayName, bytes_sent, choose
 from colossus.sparse.tables import survey

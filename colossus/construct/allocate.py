@@ -15,6 +15,7 @@ from colossus.error_place import located_error
 from colossus.layout.parameter import ParameterSpec
 from colossus.random import hash_key
 
+#: that of the build that runs
 _traces: list[InitTrace] = []
 
 
@@ -27,7 +28,7 @@ def trace_constructor(factory: Callable[[], Any], seed: int) -> tuple[Any, InitT
     trace = InitTrace(seed)
     _traces.append(trace)
     try:
-        with HideMeta(), trace:
+        with HideMeta(trace), trace:
             return factory(), trace
     finally:
         _traces.pop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from colossus.construct import allocate
 from colossus.construct.init_trace import InitTrace
-from colossus.construct.tensor_replacer import TensorReplacer
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import name_modules_of
 from colossus.layout.parameter import ParameterSpec, made_by_layer, spec_of
@@ -60,12 +59,12 @@ def build(
         draw: False leaves zeros in the parameters of our layers, for values that are loaded next.
         prepare: gets the whole model on the meta device, and may delete parameters and buffers of it or set them to
             None: these are never materialised, and the values of the others are what they are without it. It may also
-            attach a `StoredSpec` to a parameter: of that its rows alone are drawn. See also
-            `colossus.construct.tensor_replacer.keep_attributes_on_meta`. A build inside of a build ignores it.
+            attach a `StoredSpec` to a parameter: of that its rows alone are drawn. See also `keep_attributes_on_meta`.
+            A build inside of a build ignores it.
 
     Raises:
-        ValueError: for sizes the plan cannot split, for `torch.nn.init` on a parameter of our layers, and for a tensor
-            of the constructor that is held where it is not found (`TensorReplacer`).
+        ValueError: for sizes the plan cannot split, for `torch.nn.init` on a parameter of our layers, for a lazy
+            module, and for a tensor of the constructor that is no parameter, buffer or attribute of a module.
     """
     if allocate.is_building():
         return factory()  # the build around this one does the rest
@@ -77,11 +76,11 @@ def build(
     _name_parts(model)
     materializer = _Materializer(trace, context, dtype, wide_dtype or dtype, draw=draw)
     if prepare is not None or materialize:
-        TensorReplacer(materializer.fix_seed).run(model)
+        _replace_tensors(model, materializer.fix_seed)
     dropped = {} if prepare is None else _prepared(model, context, prepare)
     if materialize:
         materializer.keep_wide(model)
-        TensorReplacer(materializer.materialize, dropped).run(model)
+        _replace_tensors(model, materializer.materialize, dropped)
         del materializer
         if not dropped:  # else a stage of another rank may hold what is its own
             trace.require_nothing_hidden()
@@ -94,8 +93,9 @@ def _name_parts(model: nn.Module) -> None:
         if isinstance(module, NamedModule):
             module.full_name = name
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter, UninitializedParameter):
-            spec_of(parameter).name = name
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"{name} gets its shape at the first forward pass (a lazy module): give it its sizes")
+        spec_of(parameter).name = name
     name_modules_of(model)
 
 
@@ -110,6 +110,44 @@ def _prepared(model: nn.Module, context: ParallelContext, prepare: Callable[[nn.
 
 def _registered(model: nn.Module) -> dict[int, Tensor]:
     return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+
+
+def _replace_tensors(
+    model: nn.Module, replace: Callable[[Tensor, str, str], Tensor], dropped: Container[int] = ()
+) -> None:
+    """Replace every tensor of a model by ``replace`` of it, once each, so that tied ones stay tied.
+
+    Parameters and buffers come first, then tensors on meta that are attributes of modules.
+
+    Args:
+        replace: takes a tensor, the name of the module that holds it first, and its name there.
+        dropped: ids of tensors that are left as they are where attributes still refer to them.
+    """
+    modules = list(model.named_modules())
+    held = [
+        (module, path, leaf, tensor)
+        for path, module in modules
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
+    for path, module in modules:
+        if "_colossus_on_meta" not in vars(module):
+            attributes = [(leaf, value) for leaf, value in vars(module).items() if isinstance(value, Tensor)]
+            held += [(module, path, leaf, value) for leaf, value in attributes if value.is_meta]
+    #: by id, with the tensor itself, so that no other object gets its id
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}
+    for module, path, leaf, tensor in held:
+        if id(tensor) in dropped:
+            continue
+        if id(tensor) not in replaced:
+            replaced[id(tensor)] = tensor, replace(tensor, path, leaf)
+        if (value := replaced[id(tensor)][1]) is not tensor:
+            setattr(module, leaf, value)  # a recurrent module of torch keeps a list of its parameters, too
+
+
+def keep_attributes_on_meta(module: nn.Module) -> None:
+    """For ``prepare``: tensors that this module holds as plain attributes are not materialised."""
+    vars(module)["_colossus_on_meta"] = True
 
 
 class _Materializer:
@@ -132,8 +170,7 @@ class _Materializer:
         norms = (each for each in model.modules() if isinstance(each, _NORMS) or getattr(type(each), "is_norm", False))
         found = [param for norm in norms for param in norm.parameters(recurse=False)]
         for param in model.parameters():
-            if not isinstance(param, UninitializedParameter):
-                found += [param] if not param.dim() or spec_of(param).computed_dtype is not None else []
+            found += [param] if not param.dim() or spec_of(param).computed_dtype is not None else []
         self._wide = {id(param): param for param in found}
 
     def fix_seed(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
@@ -144,12 +181,12 @@ class _Materializer:
 
     def materialize(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            return self._cast(self._traced_value(tensor, path, leaf), self.wide_dtype)
+            return self._cast(self._traced_value(tensor), self.wide_dtype)
         spec, dtype = spec_of(tensor), self.wide_dtype if id(tensor) in self._wide else self.dtype
         if tensor.is_meta and not spec.is_plain:
             value = self._draw_shards(tensor, path, leaf, spec, dtype)
         else:
-            value = self._cast(self._rows_to_store(self._traced_value(tensor, path, leaf), spec), dtype)
+            value = self._cast(self._rows_to_store(self._traced_value(tensor), spec), dtype)
         if value is tensor:
             return tensor
         real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
@@ -190,13 +227,8 @@ class _Materializer:
             at += stop - start
         return out
 
-    def _traced_value(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
-        if not tensor.is_meta:
-            return tensor
-        try:
-            return self.trace.value(tensor)
-        except ValueError as error:
-            raise ValueError(f"{_join(path, leaf)}: {error}") from None
+    def _traced_value(self, tensor: Tensor) -> Tensor:
+        return self.trace.value(tensor) if tensor.is_meta else tensor
 
     def _cast(self, value: Tensor, dtype: torch.dtype | None) -> Tensor:
         return value.to(self.context.device, dtype if value.is_floating_point() else None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -34,13 +33,17 @@ _TORCHS = torch.default_generator
 class HideMeta(TorchFunctionMode):
     """Hides from a constructor that its tensors are on meta, where some of `torch.nn.init` would do nothing."""
 
+    def __init__(self, trace: InitTrace) -> None:
+        super().__init__()
+        self._trace = trace
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             return False
-        if func is Tensor.numpy:
-            return args[0].cpu().numpy(*args[1:], **(kwargs or {}))
+        if func in (Tensor.cpu, Tensor.numpy) and args[0].is_meta and not isinstance(args[0], nn.Parameter):
+            return func(self._trace.value(args[0]), *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -62,7 +65,7 @@ class InitTrace(TorchDispatchMode):
     """Makes every new tensor a meta tensor and records the operations on it.
 
     Where the constructor needs a value at once (``.item()``, a shape that depends on values, a copy to a device, a draw
-    from a generator of its own), what it depends on is run there and then.
+    from a generator of its own), what it depends on runs there and then.
 
     Args:
         seed: of random numbers whose values are needed at once (``torch.rand(()).item()``).
@@ -88,7 +91,7 @@ class InitTrace(TorchDispatchMode):
         return False
 
     def mark_sharded(self, buffer: Tensor, spec: ParameterSpec) -> None:
-        """Remember that this buffer is drawn from its spec: operations that write to it raise."""
+        """This buffer is drawn from its spec: operations that write to it raise."""
         self._sharded[_key(buffer)] = spec
         self._alive.append(buffer.untyped_storage())
 
@@ -123,8 +126,7 @@ class InitTrace(TorchDispatchMode):
         op = _RecordedOp(func, args, kwargs, self._num_ops)
         try:
             # where there is nothing to compute, not by torch's meta kernels, some of which import torch._dynamo
-            keeps = _keeps_its_shape(func, inputs, args, kwargs)
-            out = args[0] if keeps else func(*meta_args, **meta_kwargs)
+            out = args[0] if _keeps_its_shape(func, inputs) else func(*meta_args, **meta_kwargs)
         except NotImplementedError:  # an operation that the meta device does not know
             return self._run_now(func, args, kwargs, written)
         op.outputs = [_as_it_is(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -148,27 +150,20 @@ class InitTrace(TorchDispatchMode):
             self._run_connected(_key(leaf))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        with _TORCH_RNG.preserved(self._next_seed()):
+        self._num_seeds_drawn += 1
+        with _TORCH_RNG.preserved(hash_key(self._seed, self._num_seeds_drawn)):
             return func(*args, **kwargs)
 
     def _read_now(self, leaf: Any) -> Any:
-        """A tensor with values in the place of one on meta; the CPU in the place of the meta device."""
         if isinstance(leaf, Tensor) and leaf.is_meta:
             return self.value(leaf)
         return _CPU if isinstance(leaf, torch.device) and leaf == _META else leaf
 
-    def _next_seed(self) -> int:
-        self._num_seeds_drawn += 1
-        return hash_key(self._seed, self._num_seeds_drawn)
-
     # -- values -------------------------------------------------------------------------------------------
 
     def fix_seed(self, tensor: Tensor, seed: int) -> None:
-        """Fix the seed under which the operations connected with a recorded meta tensor will run, unless one is fixed.
-
-        With the seed of every tensor fixed, in an order that does not depend on the plan, values do not depend on which
-        tensors are asked for.
-        """
+        """Fix the seed under which the operations connected with a recorded meta tensor will run, unless one is fixed:
+        values do not depend on which tensors are asked for then."""
         if _key(tensor) not in self._seeds:
             _, connected = self._connected(_key(tensor))
             self._seeds.update(dict.fromkeys(connected, seed))
@@ -185,29 +180,28 @@ class InitTrace(TorchDispatchMode):
         The trace is of no use afterwards.
 
         Raises:
-            ValueError: saying what made the tensor, and its shape.
+            ValueError: with the shape of one that has none.
         """
-        made = [  # no name is left of an operation, which would keep its tensors
-            (op.func.overloadpacket.__name__, tuple(x.shape), StorageWeakRef(x.untyped_storage()))
-            for op in dict.fromkeys(chain(*self._ops_by_key.values()))
-            for x in op.outputs
-        ]
+        made = [
+            (tuple(x.shape), StorageWeakRef(x.untyped_storage()))
+            for ops in self._ops_by_key.values() for op in ops for x in op.outputs
+        ]  # fmt: skip
         self._ops_by_key, self._alive, self._stand_ins = {}, [], {}
-        if not all(ref.expired() for *_, ref in made):
+        if not all(ref.expired() for _, ref in made):
             gc.collect()  # what is in cycles may be held by nobody
-        for name, shape, ref in made:
+        for shape, ref in made:
             if not ref.expired():
                 raise ValueError(
-                    f"a tensor of shape {shape} that {name} made in the constructor is held where it gets no values: "
-                    f"by an object that is no module, or by a function. Keep it as a buffer (register_buffer(.., "
-                    f"persistent=False)), or as an attribute of a module (a tensor, or in lists, tuples and dicts)"
+                    f"a tensor of shape {shape} made in the constructor is held where it gets no values (a list or a "
+                    f"dict, an object that is no module, a function): keep it as a buffer, register_buffer(.., "
+                    f"persistent=False), or as an attribute of a module"
                 )
 
     def _run_connected(self, key: int) -> None:
         """Run all operations connected with a storage, in the recorded order, so that each sees what it saw then."""
-        seed = self._seeds[key] if key in self._seeds else self._next_seed()
         pending, _ = self._connected(key)
         if pending:
+            seed = self._seeds[key] if key in self._seeds else hash_key(self._seed, "op", min(pending))
             with _disable_current_modes(), _TORCH_RNG.preserved(seed), torch.no_grad():
                 for index in sorted(pending):
                     self._run(pending[index])
@@ -270,14 +264,10 @@ def _as_it_is(leaf: Any) -> Any:
 
 
 def _storage_like(real: Tensor, meta: Tensor) -> torch.UntypedStorage:
-    """A storage in which ``meta`` is ``real``, whatever strides the operation chose on this device."""
-    size, stride, offset = meta.size(), meta.stride(), int(meta.storage_offset())
-    if (real.size(), real.stride(), real.storage_offset()) == (size, stride, offset):
+    """A storage in which ``meta``, which an operation made, is ``real``, whatever strides it has on this device."""
+    if real.stride() == meta.stride() and not real.storage_offset():
         return real.untyped_storage()
-    span = offset + 1 + sum((size - 1) * step for size, step in zip(size, stride, strict=True))
-    buffer = torch.empty(span if size.numel() else 0, dtype=meta.dtype)
-    buffer.as_strided(size, stride, offset).copy_(real)
-    return buffer.untyped_storage()
+    return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype).copy_(real).untyped_storage()
 
 
 def _needs_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -296,17 +286,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterab
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def _keeps_its_shape(func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this is ``normal_``, ``erfinv_`` or another that changes its first argument element by element.
-
-    Only where shapes and dtypes cannot be wrong: else the meta kernel raises, in the line of the constructor.
-    """
+def _keeps_its_shape(func: Any, inputs: list[Tensor]) -> bool:
+    """Whether this is ``normal_``, ``erfinv_`` or another that changes its one tensor of floats element by element."""
     elementwise = torch.Tag.pointwise in func.tags or torch.Tag.nondeterministic_seeded in func.tags
-    if not elementwise or not torch_versions.is_inplace(func) or not args[0].is_floating_point():
-        return False
-    shape = args[0].shape
-    is_complex = any(isinstance(leaf, complex) for leaf in tree_leaves((args, kwargs)))
-    return not is_complex and all(leaf.shape in (shape, ()) and not leaf.is_complex() for leaf in inputs)
+    return elementwise and torch_versions.is_inplace(func) and len(inputs) == 1 and inputs[0].is_floating_point()
 
 
 def _write_refusal(func: Any, spec: ParameterSpec) -> str:

@@ -1,8 +1,7 @@
 """Initial values as functions of (key, full shape, box): the same whatever the plan, at the cost of the box alone.
 
-Element i of a tensor is word i of the Philox stream of its key (rows padded to whole counters of four words), so
-that any box is found by advancing the counter. Normals come by inverse CDF in float64: exact to the bit under any
-split, and without the infinities a float32 inverse CDF gives.
+Element i of a tensor is word i of the Philox stream of its key (rows padded to whole counters of four words), which can
+be advanced to any box. Normals come by inverse CDF in float64: in float32 some would be infinite.
 """
 
 from __future__ import annotations
@@ -131,11 +130,15 @@ class Values:
 
     values: torch.Tensor | np.ndarray[Any, Any]
 
+    def __post_init__(self) -> None:
+        if isinstance(self.values, torch.Tensor):  # in a constructor, what is recorded of it runs now
+            object.__setattr__(self, "values", self.values.cpu())
+
     def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> Array:
         if tuple(self.values.shape) != shape:
             raise ValueError(f"Values of shape {tuple(self.values.shape)} for a parameter of shape {shape}")
         own = torch.as_tensor(self.values)[tuple(slice(*span) for span in box)]
-        return own.detach().to("cpu", torch.float64).numpy()
+        return own.detach().double().numpy()
 
 
 def torch_linear(fan_in: int) -> Uniform:

@@ -15,10 +15,8 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.options.exact_options import AllReduceOptions, HierarchicalOptions, HybridOptions
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.bucket_sum import BucketSum, FlatSum, TwoLevelSum
-from colossus.gradients.buckets import LocalSum
+from colossus.gradients.bucket_sum import BucketSum, FlatSum, Hosts, TwoLevelSum
 from colossus.gradients.compressed_sum import Bf16Sum, ErrorFeedback, PowerSum
-from colossus.gradients.hosts import Hosts
 from colossus.gradients.reduction import GradientReduction, ModelParts
 from colossus.sparse.choice import Choice, Survey, choose, way_problems
 from colossus.sparse.tables import Tables
@@ -123,9 +121,6 @@ class AllReduce(Strategy):
     def after_update(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
         if self._feedback is not None:
             self._feedback.end(found_inf)
-
-    def local_sums(self) -> list[LocalSum]:
-        return self._reduction.local_sums() + ([] if self.tables is None else self.tables.local_sums())
 
     def report(self) -> dict[str, float]:
         return super().report() | (self.tables.report() if self.tables is not None else {})

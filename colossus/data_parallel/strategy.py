@@ -13,7 +13,6 @@ from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.update import scale_gradients, skipping_on_device
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.gradients.buckets import LocalSum
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.reduction import ModelParts
 from colossus.sparse.choice import Survey
@@ -202,15 +201,6 @@ class Strategy:
         """Over which gradients and the step's numbers are summed: all, or those inside of a replica."""
         context = self.parts.context
         return context.grid.names if self.exact else context.replica_axes
-
-    def local_sums(self) -> list[LocalSum]:
-        """Of each piece of gradients that this rank gave to a collective in this step: which parameters' they are, and
-        the sum of its own numbers before the first collective that took them.
-
-        Read where a gradient turns out not to be finite, to tell on which rank that began. Scalars on the device, a
-        parameter in one piece; what no collective sums is in none.
-        """
-        return []
 
     def squares_of_step(self, norm: GradientNorm, squares: Tensor) -> Tensor:
         """What this rank adds to the square of the gradient norm, for each entry of ``norm``: float64 [entries].

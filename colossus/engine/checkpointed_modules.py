@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
@@ -54,33 +53,27 @@ def chosen_modules(model: nn.Module, wanted: ActivationCheckpoint) -> list[str]:
     for module in model.modules():
         if is_checkpointed(module):
             raise ConfigError(
-                f"{_KEY} = {wanted.type!r}, but {names[id(module)] or 'the model'} ({type(module).__name__}) is told "
-                f"to checkpoint itself (activation_checkpoint= of the model or of its blocks): keep one of the two"
+                f"{_KEY} = {wanted.type!r}, but {names[id(module)] or 'the model'} checkpoints itself "
+                f"(activation_checkpoint= of the model or of its blocks): keep one of the two"
             )
     if wanted.modules is None:
-        found = [names[id(module)] for module in _blocks(model)]
-        if not found:
+        blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, TransformerBlock)]
+        if not blocks:
+            parts = modules_of_blocks(model, pipeline_blocks(model) if is_chain(model) else None)
+            blocks = [block for block in parts if any(True for _ in block.parameters())]
+        if not blocks:
             raise ConfigError(
                 f"{_KEY} = {wanted.type!r}, but {type(model).__name__} has no blocks (no TransformerBlock, no chain, "
                 f"no ModuleList or Sequential): say which modules, {_KEY} = dict(type={wanted.type!r}, modules=[..])"
             )
-        return found[:: wanted.every]
-    called = [name for name, module in model.named_modules() if name and has_forward(module)]
-    for pattern in wanted.modules:
-        if not any(fnmatchcase(name, pattern) for name in called):
-            some = ", ".join(map(repr, dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in called)))
-            raise ConfigError(f"{_KEY}.modules: {pattern!r} matches no module that the model calls; it has {some}")
+        return [names[id(module)] for module in blocks][:: wanted.every]
     matched: list[str] = []
-    for name in called:
-        is_inside = bool(matched) and name.startswith(f"{matched[-1]}.")
-        if not is_inside and any(fnmatchcase(name, pattern) for pattern in wanted.modules):
+    unused = set(wanted.modules)
+    for name, module in model.named_modules():
+        found = {pattern for pattern in wanted.modules if name and fnmatchcase(name, pattern) and has_forward(module)}
+        unused -= found
+        if found and not (matched and name.startswith(f"{matched[-1]}.")):
             matched.append(name)
+    if unused:
+        raise ConfigError(f"{_KEY}.modules: {sorted(unused)} match no module that the model calls")
     return matched[:: wanted.every]
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    ours: list[nn.Module] = [module for module in model.modules() if isinstance(module, TransformerBlock)]
-    if ours:
-        return ours
-    blocks = modules_of_blocks(model, pipeline_blocks(model) if is_chain(model) else None)
-    return [block for block in blocks if any(True for _ in block.parameters())]

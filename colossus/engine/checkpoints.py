@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.assets import Assets
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under_key
 from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.rank_errors import on_all_ranks
@@ -48,7 +47,6 @@ class Checkpoints:
     def __init__(self, state: State) -> None:
         self._run, self._state, self._config = state.run, state, state.run.config.checkpoint
         self._world = self._run.context.group(self._run.context.grid.names)
-        # what it means now, whatever the working directory will be
         self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
         self._has_begun = False
         self.resume_from = self._config.resume
@@ -73,11 +71,6 @@ class Checkpoints:
         self._state.hooks = hooks
 
     @property
-    def assets(self) -> Assets:
-        """What lies beside the weights, on the first rank: tokenizer, ids of special tokens, .."""
-        return self._state.assets
-
-    @property
     def root(self) -> Path:
         """The folder of this run's checkpoints; a ValueError outside of a launch, where the config does not name it."""
         if self._dir is None and self._run.folder is None:
@@ -99,7 +92,7 @@ class Checkpoints:
             What can be waited for; it raises there what went wrong.
         """
         self.take_weights()
-        self._require_own_parameters("saved")
+        self._require_own_parameters()
         background = self._config.background if background is None else background
         self._run.strategy.sync_point()
         self.finish()
@@ -157,11 +150,11 @@ class Checkpoints:
         except CheckpointError:
             self._saved_step = None
 
-    def _require_own_parameters(self, what: str) -> None:
+    def _require_own_parameters(self) -> None:
         if self._run.strategy.is_averaged:
             raise CheckpointError(
-                f"a checkpoint cannot be {what} inside of strategy.evaluation() or export(): the parameters are the "
-                f"average of the replicas there, not each replica's own; leave that block first"
+                "no checkpoint can be saved or loaded inside of strategy.evaluation() or export(), where parameters "
+                "are the average of the replicas: leave that block first"
             )
 
     # -- loads --------------------------------------------------------------------------------------------
@@ -259,9 +252,8 @@ class Checkpoints:
             CheckpointError: on all ranks, before anything is changed: it is not whole, it does not fit, a pattern or a
                 rename meets nothing, or nothing fits.
         """
-        for title, patterns in (("only", only), ("grow", grow)):
-            if isinstance(patterns, str):
-                raise ValueError(f"load_weights: {title} takes a list of patterns: {title}=[{patterns!r}]")
+        if isinstance(only, str) or isinstance(grow, str):
+            raise ValueError("load_weights: only and grow take lists of patterns: only=['blocks.*']")
 
         def take(reader: CheckpointReader) -> None:
             self.weights_match = self._state.load_weights(
@@ -291,8 +283,8 @@ class Checkpoints:
         return found
 
     def _read_newest(self, find: Find, take: Callable[[CheckpointReader], None]) -> Path | None:
-        """Read what rank 0 finds; if a checksum then shows that it is damaged, what it finds without that."""
-        self._require_own_parameters("loaded")
+        """Read what rank 0 finds; if a checksum shows that it is damaged, what it finds without that."""
+        self._require_own_parameters()
         self._run.strategy.sync_point()
         self.finish()
         self._saved_step = None

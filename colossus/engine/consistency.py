@@ -47,12 +47,8 @@ def require_same_settings(config: Config, group: AxisGroup) -> None:
             f"{key}: {'; '.join(f'{value} on {named_ranks(ranks)}' for value, ranks in values.items())}"
             for key, values in [*found.items()][:_MOST]
         ]
-        more = [f"and {len(found) - _MOST} more keys"] if len(found) > _MOST else []
-        raise ConfigError(
-            ["the ranks of this run were started with different settings: give all of them the same config"]
-            + problems
-            + more
-        )
+        told = "the ranks of this run were started with different settings: give all of them the same config"
+        raise ConfigError([told, *problems])
 
 
 def _differences(own: Mapping[str, Any], group: AxisGroup, stage: int = 0) -> dict[str, dict[str, list[int]]]:
@@ -105,23 +101,20 @@ def require_same_values(model: nn.Module, existing: Mapping[str, int], context: 
     world = context.group(context.grid.names)
     found = _differences(existing, world) | _differences(plain, world, context.index("pipeline"))
     if found:
-        more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
         first, *others = next(iter(found.values())).values()
         differ = named_ranks(sorted(rank for ranks in others for rank in ranks))
         raise ValueError(
-            f"{', '.join([*found][:_MOST])}{more} would start with other values on {differ} than on "
-            f"{named_ranks(first)}, so they would train different models: made outside of the model's factory, or from "
-            f"something that differs between processes (a generator without a seed, the rank, the time). Build the "
-            f"whole model inside of the factory (model=Net, or model=lambda: Net(...)), from torch's generators and "
-            f"the config alone"
+            f"{', '.join([*found][:_MOST])} would start with other values on {differ} than on {named_ranks(first)}: "
+            f"made outside of the model's factory, or from something that differs between processes (a generator "
+            f"without a seed, the rank, the time). Build the whole model inside of the factory (model=Net, or "
+            f"model=lambda: Net(...)), from torch's generators and the config alone"
         )
 
 
 class BatchCheck:
     """Adds a mark of the batch to the step's all-reduce: ranks that share a batch must have been given the same one.
 
-    A loop that gives each process its own (a `DistributedSampler` over the world) would train on in silence: shapes
-    fit, loss and norm are finite and the same on all ranks.
+    A `DistributedSampler` over the world, say, gives each process its own, and shapes, loss and norm tell nothing.
 
     With h a hash of the batch and n ranks that share it, the first of them adds (n - 1) h and the others -h, so that
     the total is 0 when they agree. The hash is of the replica's number too, so that errors of two replicas do not
@@ -143,11 +136,12 @@ class BatchCheck:
             of_cpu: `fingerprint` of the batch; values of tensors on other devices are added there.
         """
         replica, device = self._context.index("data"), self._context.device
-        value = torch.full((), hash_key("batch", replica, of_cpu), dtype=torch.int64, device=device)
+        value = torch.full((), of_cpu, dtype=torch.int64, device=device)
         for values in _samples(batch):
             if values.device.type != "cpu":
-                weights = _weights(replica, len(values), values.device)
+                weights = _random_integers(2**62, len(values), values.device)
                 value = value * 31 + (values.to(torch.int64) * weights).sum().to(device)
+        value = value * (hash_key("batch", replica) | 1) >> 8
         return (value & self._mask).double() * self._factor
 
     def check(self, total: Tensor) -> None:
@@ -161,10 +155,9 @@ class BatchCheck:
             axes = " x ".join(f"{axis} {sizes[axis]}" for axis in self._shared if sizes[axis] > 1)
             raise ValueError(
                 f"ranks that share a batch were given different ones: under this plan every {self.num_sharing} ranks "
-                f"({axes}) work on the same samples, and only data ranks have samples of their own. Take batches from "
-                f"engine.loader; a sampler of your own gets num_replicas=engine.context.size('data') and "
-                f"rank=engine.context.index('data') instead of the world size and the rank, and augments with random "
-                f"numbers that depend on these alone"
+                f"({axes}) work on the same samples. Take batches from engine.loader; a sampler of your own gets "
+                f"num_replicas=engine.context.size('data') and rank=engine.context.index('data') instead of the world "
+                f"size and the rank, and augments with random numbers that depend on these alone"
             )
 
 
@@ -186,18 +179,13 @@ def _samples(batch: Any) -> Iterator[Tensor]:
         x = x.detach()
         if x.is_complex():
             x = torch.view_as_real(x.resolve_conj())
-        yield torch.take(x.resolve_neg().view(_INTEGERS[x.element_size()]), _positions(x.numel(), x.device))
+        values = x.resolve_neg().view(_INTEGERS[x.element_size()])
+        # scattered, so that they are not all first tokens or corners of images
+        large = x.numel() > _SAMPLES
+        yield torch.take(values, _random_integers(x.numel(), _SAMPLES, x.device)) if large else values.flatten()
 
 
 @functools.lru_cache(maxsize=256)
-def _positions(numel: int, device: torch.device) -> Tensor:
-    """Which elements are looked at: scattered, so that they are not all first tokens or corners of images."""
-    if numel <= _SAMPLES:
-        return torch.arange(numel, device=device)
-    return torch.randint(numel, (_SAMPLES,), generator=torch.Generator().manual_seed(numel)).sort().values.to(device)
-
-
-@functools.lru_cache(maxsize=256)
-def _weights(replica: int, count: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(replica)
-    return torch.randint(2**62, (count,), generator=generator).to(device) | 1
+def _random_integers(below: int, count: int, device: torch.device) -> Tensor:
+    """The same on all ranks; made once, so that no step waits for a copy."""
+    return torch.randint(below, (count,), generator=torch.Generator().manual_seed(below)).to(device)

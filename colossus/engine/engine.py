@@ -14,7 +14,6 @@ from colossus.data.loader import Loader, Loaders
 from colossus.engine.checkpoints import Checkpoints
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.inputs import Inputs, StepBatch
-from colossus.engine.loss_function import LossFunction
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.results import EvalResult, StepResult, addend, signal_of
 from colossus.engine.stages import ModelStages
@@ -72,20 +71,9 @@ class Engine:
         self._evaluation = Evaluation(run.model, stages.metrics.names, run.context, run.strategy, self._forward)
 
     @property
-    def loss_fn(self) -> LossFunction:
-        """(outputs, batch) -> (sum, count); may be replaced between steps."""
-        return self._stages.loss_fn
-
-    @loss_fn.setter
-    def loss_fn(self, loss_fn: LossFunction) -> None:
-        self._stages.loss_fn = loss_fn
-
-    @property
     def completed_steps(self) -> int:
         """Optimizer steps done."""
         return self.run.completed_steps
-
-    # -- data ---------------------------------------------------------------------------------------------
 
     @property
     def loaders(self) -> Loaders | None:
@@ -126,13 +114,12 @@ class Engine:
         if not torch.is_grad_enabled():
             mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
             raise ValueError(
-                f"train_step was called under torch.{mode}, where nothing gets a gradient: call it outside of that "
-                f"block; for a loss without a step there is eval_step"
+                f"train_step was called under torch.{mode}, where nothing gets a gradient: call it outside of it"
             )
         if self.strategy.is_averaged:
             raise RuntimeError(
-                "a step cannot be trained inside of strategy.evaluation() or export(): the parameters are the average "
-                "of the replicas there, and the replica's own come back at its end; leave that block first"
+                "no step can be trained inside of strategy.evaluation() or export(), where parameters are the average "
+                "of the replicas: leave that block first"
             )
         step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
         self._begin_run()
@@ -174,11 +161,7 @@ class Engine:
         return self._optimizer_step.learning_rate.at(step)
 
     def _begin_run(self) -> None:
-        """A step, or the forward of an evaluation's batch, begins: on all ranks alike, also on one without samples.
-
-        Raises:
-            RuntimeError: after `close`, and after a run that failed.
-        """
+        """A step, or the forward of an evaluation's batch, begins: on all ranks alike, also on one without samples."""
         if self._ended is not None:
             raise RuntimeError(self._ended)
         self.checkpoints.take_weights()
@@ -186,7 +169,7 @@ class Engine:
 
     @contextmanager
     def _ends_if_it_fails(self) -> Iterator[None]:
-        """Nothing runs after a failure inside: what the other ranks have done meanwhile is not known."""
+        """Nothing runs after a failure inside: what other ranks have done meanwhile is not known."""
         try:
             yield
         except BaseException:
@@ -200,8 +183,7 @@ class Engine:
     def _run(self, actions: Sequence[Action], batch: StepBatch, loss_scale: Tensor | None = None) -> StepTotals:
         """Run the stages of this rank."""
         torch.clear_autocast_cache()  # a block around several steps keeps casts of the weights from before a step
-        is_identified = self.pipeline.partition is not None
-        step_id = (self._num_runs, batch.fingerprint) if is_identified else None
+        step_id = (self._num_runs, batch.fingerprint) if self.pipeline.partition is not None else None
         try:
             with self._parallel.batch(batch.info):
                 return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
@@ -221,7 +203,7 @@ class Engine:
             return self._evaluation.one_batch(batch)
 
     def evaluate(self) -> EvalResult:
-        """Mean loss over at most ``train.eval_batches`` validation batches, and the model's metrics (`metrics_of`).
+        """Mean loss over at most ``train.eval_batches`` validation batches, and the model's ``eval_metrics``.
 
         Raises:
             ValueError: without validation data.
@@ -235,8 +217,7 @@ class Engine:
         return replace(result, step=self.completed_steps, complete=not stops, stop_signal=signal_of(stops))
 
     def _forward(self, batch: Any) -> Tensor:
-        """Sums of this rank over a batch of any size, see `Evaluation`; a pipeline takes as many microbatches as divide
-        it."""
+        """Sums of this rank over a batch of any size, see `Evaluation`."""
         most = self.config.schedule.microbatches if self.pipeline.last_stage else 1
         self._stages.step = None
         self._begin_run()

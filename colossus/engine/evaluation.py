@@ -24,8 +24,7 @@ class Evaluation:
 
     Args:
         metrics: names of what is summed beside the loss.
-        forward: runs a batch of this rank forward: sums and counts of the loss and of each metric, of this rank, not
-            yet over ranks: float64 [1 + metrics, 2].
+        forward: sums and counts of the loss and of each metric over a batch of this rank, float64 [1 + metrics, 2].
     """
 
     def __init__(
@@ -67,8 +66,7 @@ class Evaluation:
                     raise ValueError(
                         f"the validation data ended on {ended:.0f} of {self._world.size} ranks after fewer batches "
                         f"than on the others: with data.validation per_rank, or a DistributedSampler, every data rank "
-                        f"must give as many. Set train.eval_batches to the smallest number, or let the sampler fill up "
-                        f"or drop what is left over"
+                        f"must give as many. Set train.eval_batches to the smallest number"
                     )
                 if ended:
                     stops = 0.0

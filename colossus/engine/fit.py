@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,8 @@ from colossus.engine.results import EvalResult, StepResult
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
+
+_END = object()
 
 
 class Hook:
@@ -110,7 +112,6 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     steps = engine.config.train.steps
     engine.checkpoints.hooks = hooks
     result, validation_loss, stopped, stop_signal = None, None, False, None
-    completed = engine.completed_steps
     try:
         engine.checkpoints.resume()
         completed = engine.completed_steps
@@ -120,7 +121,13 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
         while completed < steps and not stopped:
             for hook in hooks:
                 hook.on_step_start(engine)
-            result = engine.train_step(_next_batch(batches, completed, steps))
+            batch = next(batches, _END)
+            if batch is _END:
+                raise ValueError(
+                    f"the data ended after {completed} of {steps} steps: let the loader start over at its end, or set "
+                    f"train.steps={completed}"
+                )
+            result = engine.train_step(batch)
             completed, stopped, stop_signal = result.step, result.stop_requested, result.stop_signal
             for hook in hooks:
                 hook.on_step_end(engine, result)
@@ -137,7 +144,11 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
         for hook in hooks:
             hook.on_train_end(engine)
     except BaseException as error:
-        _report_exception(engine, hooks, error)
+        for hook in hooks:
+            try:
+                hook.on_exception(engine, error)
+            except Exception as second:  # the first error is the one to raise
+                error.add_note(f"then {type(hook).__name__}.on_exception raised {type(second).__name__}: {second}")
         engine.checkpoints.finish()  # what was to be saved before may be all that is left
         raise
     finally:
@@ -155,21 +166,3 @@ def _save_if_due(engine: Engine, hooks: Sequence[Hook], *, is_last: bool = False
     for saved in engine.checkpoints.after_step(is_last=is_last):
         for hook in hooks:
             hook.on_checkpoint(engine, saved)
-
-
-def _next_batch(batches: Iterator[Any], completed: int, steps: int) -> Any:
-    try:
-        return next(batches)
-    except StopIteration:
-        raise ValueError(
-            f"the data ended after {completed} of {steps} steps: let the loader start over at its end, "
-            f"or set train.steps={completed}"
-        ) from None
-
-
-def _report_exception(engine: Engine, hooks: Sequence[Hook], error: BaseException) -> None:
-    for hook in hooks:
-        try:
-            hook.on_exception(engine, error)
-        except Exception as second:  # the first error is the one to raise
-            error.add_note(f"then {type(hook).__name__}.on_exception raised {type(second).__name__}: {second}")

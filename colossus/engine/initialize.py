@@ -93,10 +93,7 @@ def make_engine(
     if model is None and config.model is None:
         raise ValueError("no model: give the config a `model`, or pass model= to colossus.initialize")
     if isinstance(model, nn.Module):
-        raise ValueError(
-            "model= is a module that exists already; pass its class or a function that builds it, so that every rank "
-            "makes its own shard only"
-        )
+        raise ValueError("model= is a module that exists already; pass its class or a function that builds it")
     if optimizer is not None:
         require_factory(optimizer, config)
     log.resize(config.comm.log_size)
@@ -135,8 +132,7 @@ def _build_model(
     pipeline: PipelineRuntime,
     has_optimizer: bool,
 ) -> tuple[nn.Module, bool, int]:
-    """This rank's shards of the model, whose first values are compared over ranks; and of the whole model, whether it
-    has tables with sparse gradients, and how many elements."""
+    """This rank's shards of the model, and of the whole, whether it has tables with sparse gradients, and its size."""
     spec = config.model
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
     factory = with_activation_checkpoint(factory, config.train.activation_checkpoint)

@@ -1,7 +1,4 @@
-"""How a batch enters the model: the microbatches of a step, and what this rank's model takes of each.
-
-Training, evaluation and the measuring of blocks all come through here.
-"""
+"""How a batch enters the model: the microbatches of a step, and what this rank's model takes of each."""
 
 from __future__ import annotations
 
@@ -84,11 +81,8 @@ class Inputs:
     def split_evenly(self, batch: Any, max_microbatches: int) -> Iterator[tuple[StepBatch, int]]:
         """A batch of any size for evaluation: batches that divide, and how often each holds its samples.
 
-        What does not divide over the ranks that split the batches of a model comes in a batch of its own, repeated
-        until it does: the loss is a sum over samples, so the sums of that batch are to be divided.
-
-        Args:
-            max_microbatches: each batch is cut into the largest number up to this one that divides it.
+        What does not divide over the ranks that split a batch comes in a batch of its own, repeated until it does: its
+        sums are to be divided. Each is cut into the largest number of microbatches up to ``max_microbatches``.
         """
         ways, size = self._ways, batch_size_of(batch)
         whole = size - size % ways
@@ -104,9 +98,7 @@ class Inputs:
     def local(self, microbatch: Any) -> Any:
         """The samples and tokens of a microbatch that this rank's model takes, in the precision of the run.
 
-        All samples, or in modes that split the batch the rank's shard of them; under sequence parallelism the rank's
-        tokens. Tensors of floating point are cast: data of float32 would not multiply with weights of float64. Tensors
-        of the host go to the rank's device, which nobody waits for.
+        Tensors of floating point are cast. Tensors of the host go to the rank's device, which nobody waits for.
 
         Raises:
             ValueError: when samples or tokens do not divide.
@@ -124,10 +116,7 @@ class Inputs:
         return map_batch(lambda x: x.to(self._dtype) if x.is_floating_point() else x, microbatch)
 
     def mark_tokens(self, given: Any, microbatch: Any) -> Any:
-        """What the model of this rank is given of a microbatch: what holds a part of the tokens is a `ShardedTensor`.
-
-        A loss function gets the plain tensors.
-        """
+        """What the model, but no loss function, is given: what holds a part of the tokens is a `ShardedTensor`."""
         if self._sequence is None:
             return given
         whole, parallel = model_input(microbatch), model_parallel_of(self._context)
@@ -158,13 +147,10 @@ def sequence_length(batch: Any) -> int:
     Raises:
         ValueError: when no tensor of it has a dim 1.
     """
-    found = [x for _, x in tensors(model_input(batch)) if x.dim() > 1]
-    if not found:
-        raise ValueError(
-            "parallel.sequence splits the tokens of a sequence, which are dim 1 of what the model is called with, but "
-            "no tensor of it has two dims or more"
-        )
-    return int(found[0].shape[1])
+    for _, x in tensors(model_input(batch)):
+        if x.dim() > 1:
+            return int(x.shape[1])
+    raise ValueError("parallel.sequence splits dim 1 of what the model is called with, but no tensor has two dims")
 
 
 def _holds_tokens(x: Tensor, num_tokens: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,34 +36,19 @@ def loss_of(model: nn.Module, loss_fn: LossFunction | None) -> LossFunction:
     return loss
 
 
-def metrics_of(model: nn.Module) -> dict[str, LossFunction]:
-    """A model's ``eval_metrics``: name -> (outputs, batch) -> (sum, count); none where it has no such attribute.
-
-    Raises:
-        ValueError: when it is something else.
-    """
-    metrics = getattr(model, "eval_metrics", None) or {}
-    if not isinstance(metrics, Mapping) or not all(isinstance(k, str) and callable(f) for k, f in metrics.items()):
-        raise ValueError(
-            f"{type(model).__name__}.eval_metrics is a {type(metrics).__name__}; it must be a dict of name -> function "
-            f"of (outputs, batch) that returns (sum, count), as loss does"
-        )
-    return dict(metrics)
-
-
 class EvalMetrics:
     """The metrics of a model, and their sums over the microbatches that this rank has evaluated.
 
-    Args:
-        functions: name -> (outputs of the model, this rank's shard of the batch) -> (sum, count), as a loss function.
+    They are its ``eval_metrics``, where it has that attribute: name -> (outputs, batch) -> (sum, count), as a loss
+    function.
 
     Attributes:
         names: the same on all ranks, also on those that never see an output.
     """
 
-    def __init__(self, functions: Mapping[str, LossFunction], device: torch.device) -> None:
-        self._functions = dict(functions)
-        self.names = tuple(functions)
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._functions: dict[str, LossFunction] = dict(getattr(model, "eval_metrics", None) or {})
+        self.names = tuple(self._functions)
         self._sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=device)
 
     def add(self, outputs: Any, batch: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,7 @@ from torch import Tensor
 from colossus.comm.objects import all_gather_object
 from colossus.config.training import LossScale, Train
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.strategy import Strategy
 from colossus.engine.inputs import model_input
-from colossus.gradients.buckets import LocalSum
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.host_transfer import LateValue
 from colossus.layout.parameter import spec_of
@@ -26,6 +24,8 @@ log = logging.getLogger("colossus.engine")
 GROWTH, BACKOFF = 2.0, 0.5
 #: a gradient of the mean loss that overflows at this scale is above 1e9, the 30th halving of torch's first scale
 SMALLEST_SCALE = 2.0**-14
+#: parameters that a message names
+_MOST = 4
 
 
 class NonFiniteGradients(FloatingPointError):
@@ -35,24 +35,22 @@ class NonFiniteGradients(FloatingPointError):
 
     Attributes:
         step: number of the step, from 1.
-        culprit: the rank where they came from; None where only a sum over ranks was not finite.
-        parameter: the one that backward came to first: the last in the model's order.
+        parameters: whose gradients were not finite, in the order in which backward came to them.
     """
 
-    def __init__(self, message: str, step: int, culprit: int | None, parameter: str | None) -> None:
+    def __init__(self, message: str, step: int, parameters: Sequence[str]) -> None:
         super().__init__(message)
-        self.step, self.culprit, self.parameter = step, culprit, parameter
+        self.step, self.parameters = step, parameters
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.step, self.culprit, self.parameter)
+        return type(self), (str(self), self.step, self.parameters)
 
 
-class _Evidence(NamedTuple):
-    """What a rank keeps of a step until it is known whether its gradients are finite: scalars on the device."""
+class _Numbers(NamedTuple):
+    """Of a step, kept on the device until it is known whether its gradients are finite."""
 
     step: int  # from 1
     loss_sum: Tensor  # of this rank
-    local_sums: list[LocalSum]  # of `Strategy.local_sums`
     norms: Tensor | None  # of each parameter's gradient after all sums; None where this rank has none
     loss_scale: Tensor | None  # of the mean loss in this step; None where it is not scaled
 
@@ -60,12 +58,12 @@ class _Evidence(NamedTuple):
 class GradientWatch:
     """Looks at the norm of each step: raises on all ranks, or has the step skipped on all of them.
 
-    The norm is summed over all ranks anyway, so all see the same without a collective of their own. Only after a norm
-    that is not finite they exchange what each has found. On an accelerator nothing waits for the norm: the step is
-    skipped there, and the report, and what is raised, come with the step after; after the last step of ``train.steps``
-    it is waited for. Under an inexact strategy the ranks are those of a replica.
+    All ranks see the same norm. Only where it is not finite they exchange what each has found. On an accelerator
+    nothing waits for the norm: the step is skipped there, and the report, and what is raised, come with the step after;
+    after the last step of ``train.steps`` it is waited for. Under an inexact strategy the ranks are those of a replica.
 
     Args:
+        axes: over which a step's numbers are summed.
         order: number of each parameter in the whole model.
         scaler: of the loss, under fp16: what is not finite is an overflow then.
 
@@ -77,25 +75,22 @@ class GradientWatch:
         self,
         train: Train,
         context: ParallelContext,
-        strategy: Strategy,
+        axes: Sequence[str],
         norm: GradientNorm,
         order: Mapping[str, int],
         scaler: LossScaler | None,
     ) -> None:
-        self._train, self._grid, self._strategy, self._norm = train, context.grid, strategy, norm
+        self._train, self._group, self._norm = train, context.group(axes), norm
         self._order, self._scaler = order, scaler
-        self._group = context.group(strategy.summed_axes)
-        self._is_late = context.device.type != "cpu"
-        self._late_found = LateValue()
-        self._evidence: _Evidence | None = None
+        self._is_late, self._late_found = context.device.type != "cpu", LateValue()
+        self._last: _Numbers | None = None
         self._num_in_row = 0
         self.num_skipped: int | Tensor = 0
 
     def check(self, step: int, norm: Tensor, loss_sum: Tensor) -> Tensor | None:
-        """After the sums of a step, before its update.
+        """After the sums of a step (from 1), before its update.
 
         Args:
-            step: its number, from 1.
             norm: of the gradients, over all ranks.
             loss_sum: of this rank alone.
 
@@ -105,24 +100,25 @@ class GradientWatch:
         Raises:
             NonFiniteGradients: on all ranks.
         """
+        scale = None if self._scaler is None else self._scaler.scale.clone()
+        last, self._last = self._last, _Numbers(step, loss_sum, self._norm.norms, scale)
         if not self._is_late:
             if math.isfinite(norm.item()):
                 self._num_in_row = 0
                 return None
-            self._settle(self._gather_evidence(step, loss_sum))
+            self._skip_or_raise(self._last)
             self.num_skipped += 1
             return torch.ones((), dtype=torch.bool)
         found = norm.isfinite().logical_not()
         self.num_skipped = self.num_skipped + found
-        last, self._evidence = self._evidence, self._gather_evidence(step, loss_sum)
         late = self._late_found.push(found.float())
         if late:
             assert last is not None
-            self._settle(last)
+            self._skip_or_raise(last)
         elif late is not None:
             self._num_in_row = 0
         if step == self._train.steps and bool(found):
-            self._settle(self._evidence)
+            self._skip_or_raise(self._last)
         return found
 
     def state_dict(self) -> dict[str, int]:
@@ -133,15 +129,20 @@ class GradientWatch:
         """Take back what `state_dict` gave; what it does not have is 0."""
         self.num_skipped, self._num_in_row = state.get("num_skipped", 0), state.get("num_skipped_in_row", 0)
 
-    def _gather_evidence(self, step: int, loss_sum: Tensor) -> _Evidence:
-        scale = None if self._scaler is None else self._scaler.scale.clone()
-        return _Evidence(step, loss_sum, self._strategy.local_sums(), self._norm.norms, scale)
-
-    def _settle(self, evidence: _Evidence) -> None:
-        """All ranks know that the gradients of a step were not finite: say where, and raise unless it is skipped."""
-        step, most, scale = evidence.step, self._train.max_skips, evidence.loss_scale
-        culprit, parameter, origin = self._find_origin(evidence)
-        words = f"step {step}: {origin}"
+    def _skip_or_raise(self, numbers: _Numbers) -> None:
+        """All ranks know that the gradients of a step were not finite. Collective over them."""
+        step, most, scale = numbers.step, self._train.max_skips, numbers.loss_scale
+        norms = [] if numbers.norms is None else numbers.norms.tolist()
+        bad = [
+            spec_of(param).name for param, norm in zip(self._norm.params, norms, strict=True) if not math.isfinite(norm)
+        ]
+        found = all_gather_object((numbers.loss_sum.item(), bad), self._group)
+        # what is not finite spreads with backward: it came from where the last of these is used, or behind it
+        parameters = sorted({name for _, names in found for name in names}, key=lambda name: -self._order.get(name, -1))
+        loss = sum(loss for loss, _ in found)
+        of = ", ".join(parameters[:_MOST]) + (", .." if len(parameters) > _MOST else "")
+        what = f"the gradient of {of}" if parameters else "the gradient norm"
+        words = f"step {step}: {what} is not finite, the loss is {'finite' if math.isfinite(loss) else loss}"
         if scale is not None and scale.item() > SMALLEST_SCALE:
             self._warn(f"{words}: float16 overflowed at a loss scale of {scale.item():g}; the step is skipped")
             return
@@ -159,47 +160,11 @@ class GradientWatch:
             self._warn(f"{words}: the step is skipped ({self._num_in_row} in a row, train.max_skips = {most})")
             return
         anomaly = "; torch.autograd.set_detect_anomaly(True) names the operation"
-        raise NonFiniteGradients(words + remedy + anomaly, step, culprit, parameter)
-
-    def _find_origin(self, evidence: _Evidence) -> tuple[int | None, str | None, str]:
-        """The rank where it began, the parameter, and both in words. Collective over the ranks that sum a step.
-
-        That is the first rank whose loss is not finite; else the first that has found it in its own gradients before
-        any sum. The parameter is the one that backward came to first.
-        """
-        norms = [] if evidence.norms is None else evidence.norms.tolist()
-        bad = {_name(param) for param, norm in zip(self._norm.params, norms, strict=True) if not math.isfinite(norm)}
-        sent = {name for names, _ in evidence.local_sums for name in names}
-        own = {name for names, total in evidence.local_sums if not total.isfinite() for name in names} | (bad - sent)
-        found = all_gather_object((evidence.loss_sum.item(), own, bad), self._group)
-        of_any = set().union(*(bad for _, _, bad in found))
-
-        def last(names: set[str]) -> str | None:
-            return max(names, key=lambda name: (self._order.get(name, -1), name), default=None)
-
-        parameter = last(of_any)
-        by_rank = sorted(zip(self._group.ranks, found, strict=True))
-        for rank, (loss, _, _) in by_rank:
-            if not math.isfinite(loss):
-                return rank, parameter, f"the loss of {self._place(rank)} is {loss}"
-        for rank, (_, own, _) in by_rank:
-            if parameter is not None and parameter in own:
-                return rank, parameter, f"the gradient of {parameter} on {self._place(rank)} is not finite"
-        of = "" if parameter is None else f" of {parameter}"
-        return None, parameter, f"the gradient{of} is not finite after the sum over ranks"
-
-    def _place(self, rank: int) -> str:
-        where = self._grid.where(rank)
-        return f"rank {rank} ({where})" if where else f"rank {rank}"
+        raise NonFiniteGradients(words + remedy + anomaly, step, parameters)
 
     def _warn(self, message: str) -> None:
         if self._group.index == 0:
             log.warning(message)
-
-
-def _name(param: Tensor) -> str:
-    spec = spec_of(param)
-    return spec.name or spec.description
 
 
 class LossScaler:

@@ -50,13 +50,14 @@ class OptimizerStep:
         self.loss_scaler: LossScaler | None = None
         if context.precision.scales_loss:
             self.loss_scaler = LossScaler(train.loss_scale, context, train.global_batch_size)
-        self.watch = GradientWatch(train, context, strategy, self._norm, full_model_order(model), self.loss_scaler)
+        order, axes = full_model_order(model), strategy.summed_axes
+        self.watch = GradientWatch(train, context, axes, self._norm, order, self.loss_scaler)
         self.batch_check = BatchCheck(context)
         self.learning_rate, self._late_stops = LearningRate(config, optimizer), LateValue()
         # where several ranks have the same loss, or the same squares, one of them counts it
-        coordinates, summed_axes = context.coordinates, set(strategy.summed_axes)
-        self._counts_loss = all(coordinates[axis] == 0 for axis in summed_axes - set(loss_axes(context)))
-        self._counts_norm = all(coordinates[axis] == 0 for axis in summed_axes - set(self._norm.axes))
+        at, summed_axes = context.coordinates, set(strategy.summed_axes)
+        self._counts_loss = all(at[axis] == 0 for axis in summed_axes - set(loss_axes(context)))
+        self._counts_norm = all(at[axis] == 0 for axis in summed_axes - set(self._norm.axes))
 
     def run(
         self, step: int, totals: StepTotals, stop: float, mark: Tensor | None, observers: Sequence[StepObserver]
@@ -96,7 +97,7 @@ class OptimizerStep:
             lr,
             numbers,
             stops,
-            skipped=False if found_inf is None else found_inf,
+            skipped=found_inf,
             num_skipped=self.watch.num_skipped,
             loss_scale=loss_scale,
             replica=None if strategy.is_summed(step) else context.index("data"),
@@ -104,11 +105,7 @@ class OptimizerStep:
         )
 
     def _sum(self, totals: StepTotals, stop: float, mark: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The step's numbers in one small all-reduce, and what the gradients are to be multiplied by.
-
-        The loss is a sum over the axes that split samples or tokens, the squared norm over the axes that shard
-        parameters, and the mark of the batch over those that share one: all but data. One all-reduce goes over all. The
-        stages of a pipeline that do not have the loss, or a parameter, add zeros.
+        """The step's numbers in one small all-reduce over all axes, and what the gradients are to be multiplied by.
 
         Returns:
             Of the global batch (under an inexact strategy of the replica's): loss sum, tokens, gradient norm before

@@ -112,8 +112,10 @@ def build_optimizer(
     rates = next((found for _, found in by_rank if found), [])
     if not rates:
         raise ValueError(f"{source}: the optimizer has no parameter on any rank, so nothing would be trained")
-    if made is _EMPTY:
-        made = _updates_nothing(rates)
+    if made is _EMPTY:  # torch's insist on a parameter
+        groups: list[dict[str, Any]] = [{"params": [], "lr": rate or 0.0} for rate in rates]
+        groups[0]["params"] = [nn.Parameter(torch.zeros(0))]
+        made = torch.optim.SGD(groups, lr=0.0, fused=False, foreach=False)
         if factory is None:
             _group_tables(made, config, context, tables)
     if factory is not None:
@@ -157,11 +159,10 @@ def _problem(made: Any, named: dict[str, nn.Parameter], config: Config) -> str |
     if not isinstance(made, torch.optim.Optimizer):
         return f"the function returned a {kind}; it must return a torch.optim.Optimizer over what it is given"
     held = [param for group in made.param_groups for param in group["params"]]
-    strangers = sum(id(param) not in names for param in held)
-    if strangers:
+    if any(id(param) not in names for param in held):
         return (
-            f"it holds {strangers} parameter(s) that were not given to it. Make it of the parameters in the pairs that "
-            f"the function is called with: they are what this rank stores and trains, those of the model need not be"
+            "it holds parameters that were not given to it. Make it of the parameters in the pairs that the function "
+            "is called with: they are what this rank stores and trains, those of the model need not be"
         )
     if isinstance(made, (torch.optim.Adafactor, torch.optim.Muon)):
         split = next((names[id(param)] for param in held if spec_of(param).layout.shard_axes), None)
@@ -178,10 +179,3 @@ def _problem(made: Any, named: dict[str, nn.Parameter], config: Config) -> str |
 def _group_tables(made: Any, config: Config, context: ParallelContext, tables: Container[int] | None) -> None:
     if tables is not None:
         group_tables(made, config, lambda param: id(param) in tables)
-
-
-def _updates_nothing(rates: Sequence[float | None]) -> torch.optim.Optimizer:
-    """With as many groups as the optimizers of other stages; torch's insist on a parameter."""
-    groups: list[dict[str, Any]] = [{"params": [], "lr": rate or 0.0} for rate in rates]
-    groups[0]["params"] = [nn.Parameter(torch.zeros(0))]
-    return torch.optim.SGD(groups, lr=0.0, fused=False, foreach=False)

@@ -36,8 +36,8 @@ class StepResult:
     Under an inexact strategy gradients are divided, and clipped, by the count and the norm of the replica; the norm of
     a result of all replicas is the mean of theirs.
 
-    The numbers stay on the device until they are first read: a loop that does not read them does not wait for it.
-    `send_to_host` lets them travel while the device goes on: who reads them one step later waits for nothing.
+    The numbers stay on the device until they are first read. `send_to_host` lets them travel while the device goes on:
+    who reads them one step later waits for nothing.
 
     Attributes:
         step: number of optimizer steps done, this one included.
@@ -50,7 +50,8 @@ class StepResult:
     Args:
         numbers: of the global batch: loss sum, tokens, gradient norm, requests to stop.
         stops: requests to stop that all ranks act on now, summed (`results.addend`).
-        own_tokens: of the replica alone, where replicas count for themselves.
+        more: by name: ``skipped``, ``num_skipped``, ``loss_scale``; ``own_tokens`` of the replica alone, where replicas
+            count for themselves; None: there is none.
     """
 
     def __init__(
@@ -59,18 +60,14 @@ class StepResult:
         lr: float,
         numbers: Tensor,
         stops: float = 0.0,
-        *,
-        skipped: Tensor | bool = False,
-        num_skipped: Tensor | int = 0,
-        loss_scale: Tensor | None = None,
         replica: int | None = None,
-        own_tokens: Tensor | None = None,
+        **more: Tensor | int | None,
     ) -> None:
         self.step, self.lr, self.replica = step, lr, replica
         self.stop_requested, self.stop_signal = stops > 0, signal_of(stops)
         self._numbers = numbers
-        more = {"skipped": skipped, "num_skipped": num_skipped, "loss_scale": loss_scale, "own_tokens": own_tokens}
-        self._more: dict[str, Tensor | int] = {name: value for name, value in more.items() if value is not None}
+        self._more: dict[str, Tensor | int] = {"skipped": 0, "num_skipped": 0}
+        self._more |= {name: value for name, value in more.items() if value is not None}
         self._reading: HostRead | None = None
 
     def send_to_host(self) -> bool:

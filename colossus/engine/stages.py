@@ -17,7 +17,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.inputs import Inputs, model_input
-from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum, metrics_of
+from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
@@ -59,7 +59,7 @@ class ModelStages:
         self._context, self._last_stage = context, pipeline.last_stage
         self._forwards = pipeline.stage_forwards(model)
         self._inputs, self.loss_fn = inputs, loss_fn
-        self.metrics = EvalMetrics(metrics_of(model), context.device)
+        self.metrics = EvalMetrics(model, context.device)
         self._store, self._strategy, self._weights = store, strategy, store.weights
         self._parameters, self._is_partitioned = strategy.parts.parameters_by_stage, pipeline.partition is not None
         self._rng, self._autocast = ForwardRng(context), context.precision.autocast(context.device)
@@ -146,10 +146,8 @@ class ModelStages:
 
 
 class ForwardRng:
-    """Inside, the global generators start from the place in the run; outside they are untouched.
-
-    So what a forward draws does not depend on what was drawn before it: on this rank or another one, by the user's loop
-    or by the stages of a pipeline, before a resume or after it.
+    """Inside, the global generators start from the place in the run; outside they are untouched. So what a forward
+    draws does not depend on what was drawn before it.
 
     Torch's generators draw for samples and tokens: ranks that hold the same ones draw the same numbers, others draw
     other ones. Python's ``random`` and numpy's legacy generator draw for the program (which layers to skip, say): all
@@ -196,7 +194,6 @@ def _refuse_writes(versions: Sequence[tuple[str, Tensor, int]]) -> None:
     for path, x, version in versions:
         if x._version != version:
             raise ValueError(
-                f"the model writes to its input in place (inputs{path}, {list(x.shape)}): under a pipeline the loss, "
-                f"which is computed on the last stage, would read the batch as it was. Write to a copy: x = x - mean "
-                f"instead of x -= mean, or x = x.clone() first"
+                f"the model writes to its input in place (inputs{path}, {list(x.shape)}): under a pipeline the loss "
+                f"would read the batch as it was. Write to a copy: x = x - mean instead of x -= mean, or x.clone()"
             )

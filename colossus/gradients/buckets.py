@@ -1,49 +1,63 @@
-"""Flat buckets of gradients, each summed by one collective as soon as backward has filled it."""
+"""Over which axes gradients are summed, and in which flat buckets: each by one collective once it is full."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from colossus.comm.objects import all_gather_object
 from colossus.comm.pending import Pending, Staged
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.axes import agree_on_axes
 from colossus.gradients.bucket_sum import BucketSum, SumFactory
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import spec_of
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
-#: names of parameters whose gradients one collective sums, and the sum of this rank's own numbers before it
-LocalSum = tuple[tuple[str, ...], Tensor]
+
+def gradient_sum_axes(parameter: nn.Parameter, context: ParallelContext) -> tuple[str, ...]:
+    """The axes over which this rank's gradient of a parameter is a partial sum: the one answer to that question.
+
+    Layers record them at each use of a parameter. One that none has recorded is a plain torch module's, whose input is
+    in the whole layout: sharded over the batch only. Over the axes that cut a parameter for storage its gradient has
+    been scattered.
+    """
+    spec = spec_of(parameter)
+    recorded = spec.gradient_axes
+    axes = recorded if recorded is not None else model_parallel_of(context).regions.whole.shard_axes
+    nontrivial = {axis for axis in axes if context.grid.sizes[axis] > 1 and axis not in spec.layout.stored}
+    return tuple(axis for axis in context.grid.names if axis in nontrivial)
 
 
-def sum_of_all(flat: Tensor) -> Tensor:
-    """The sum of all numbers of a flat buffer: finite if they are, and are not huge."""
-    return flat.sum(dtype=torch.float32 if flat.dtype.itemsize < 4 else None)
-
-
-def first_of_each(sums: Iterable[LocalSum]) -> list[LocalSum]:
-    """Without the names that an earlier piece has: a parameter is in the first collective that took its gradient."""
-    found: list[LocalSum] = []
-    known: set[str] = set()
-    for names, own_sum in sums:
-        names = tuple(name for name in names if name not in known)
-        known.update(names)
-        if names:
-            found.append((names, own_sum))
-    return found
+def _agree_on_axes(parameters: list[nn.Parameter], context: ParallelContext) -> list[nn.Parameter]:
+    """Share what each rank has recorded about parameters whose axes are decided by their first use, and return those
+    that no rank has used yet. Collective over the ranks of a stage: a layer may be used on some of them only."""
+    if not parameters:
+        return []
+    names = context.grid.names
+    masks = []  # 0: not used yet; else bit 0, and bit 1 + i for the i-th axis
+    for parameter in parameters:
+        axes = spec_of(parameter).gradient_axes
+        masks.append(0 if axes is None else 1 + sum(2 << names.index(axis) for axis in axes))
+    peers = context.group(tuple(name for name in names if name != "pipeline"))
+    unused = []
+    for parameter, *found in zip(parameters, *all_gather_object(masks, peers), strict=True):
+        mask = max(found)
+        if mask:
+            spec_of(parameter).record(tuple(axis for index, axis in enumerate(names) if mask & (2 << index)))
+        else:
+            unused.append(parameter)
+    return unused
 
 
 class Bucket:
     """A flat buffer of the gradients of some parameters, and behind them one flag each: whether any rank used it.
 
-    A parameter that no rank used keeps ``grad = None``, so that the optimizer skips it as it would in one process. The
-    flags are summed with the gradients, without a collective of their own. A rank that used all its parameters does not
-    read them. Another one has to, and waits for its device: zeros for a gradient would decay the weight, the moments
-    and the count of steps of a parameter that nobody used, and optimizers can be told on the device to leave out a
-    step, but no single parameter.
+    A parameter that no rank used keeps ``grad = None``, so that the optimizer skips it as it would in one process:
+    zeros would decay the weight and the moments. The flags are summed with the gradients. A rank that used all its
+    parameters does not read them; another one has to, and waits for its device.
 
     Args:
         params: whose gradients have one dtype.
@@ -65,7 +79,6 @@ class Bucket:
         self._position = {id(param): index for index, param in enumerate(params)}
         self._present: set[int] = set()
         self._pending: Pending | None = None
-        self._own_sum: Tensor | None = None
 
     @property
     def is_full(self) -> bool:
@@ -76,8 +89,7 @@ class Bucket:
         return self._position[id(param)] in self._present
 
     def take(self, param: nn.Parameter) -> None:
-        """Copy a complete gradient in; the parameter's ``grad`` is a view of the bucket from then on, if it is of one
-        dtype with it."""
+        """Copy a complete gradient in; of one dtype with the bucket, ``grad`` is a view of it from then on."""
         index = self._position[id(param)]
         assert param.grad is not None
         self.views[index].copy_(param.grad)
@@ -92,7 +104,6 @@ class Bucket:
             if index not in self._present:
                 view.zero_()
                 self.flags[index].zero_()
-        self._own_sum = sum_of_all(self.flat)
         self._pending = self._summed.start(self.flat)
 
     def advance(self) -> None:
@@ -113,12 +124,6 @@ class Bucket:
                 param.grad = view.to(gradient_dtype(param)) if flag else None
         self._present.clear()
         self._pending = None
-
-    def local_sums(self) -> list[LocalSum]:
-        """Of what this rank put into the last reduction."""
-        if self._own_sum is None:
-            return []
-        return [(tuple(spec_of(param).name for param in self.params), self._own_sum)]
 
 
 class StageBuckets:
@@ -155,7 +160,7 @@ class StageBuckets:
     def prepare(self) -> None:
         """Before the stage's last backward of a step: make the buckets of parameters used for the first time."""
         before = len(self._undecided)
-        self._undecided = agree_on_axes(self._undecided, self._context)
+        self._undecided = _agree_on_axes(self._undecided, self._context)
         if self._buckets is None or len(self._undecided) < before:
             self._add_buckets()
         self._next = 0
@@ -194,10 +199,6 @@ class StageBuckets:
         """Wait for the sums."""
         for bucket in self._buckets or ():
             bucket.finish()
-
-    def local_sums(self) -> list[LocalSum]:
-        """Of what this rank put into the reductions of the last step."""
-        return [one for bucket in self._buckets or () for one in bucket.local_sums()]
 
     def _add_buckets(self) -> None:
         """Make buckets for the parameters that have none and whose axes are known, in the order of backward."""
@@ -245,12 +246,10 @@ def gradient_in_parts(param: nn.Parameter) -> ValueError:
 def _chunks(params: list[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
     """Consecutive parameters of at most ``limit`` elements together, at least one."""
     chunk: list[nn.Parameter] = []
-    size = 0
     for param in params:
-        if chunk and size + param.numel() > limit:
+        if chunk and sum(each.numel() for each in chunk) + param.numel() > limit:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
         chunk.append(param)
-        size += param.numel()
     if chunk:
         yield chunk

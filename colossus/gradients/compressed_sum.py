@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,24 +21,9 @@ from colossus.random import derive_seeds, hash_key
 _ERROR, _WARM_START = "compression_error", "compression_start"
 
 
-@dataclass(frozen=True)
-class ErrorBuffer:
-    """The errors of a bucket's parameters, side by side as their gradients are.
-
-    Attributes:
-        flat: [elements of the bucket, without flags], of the steps before.
-        left: as ``flat``, what the step that runs leaves out; where it writes nothing, 0.
-    """
-
-    flat: Tensor
-    left: Tensor
-
-
 class ErrorFeedback:
-    """What compression leaves out of a gradient is added to the next step's (1901.09847, 1905.13727).
-
-    Gradients are sums over tokens here, and so are errors: they are kept divided by the scale of the loss. A step that
-    is skipped changes nothing.
+    """What compression leaves out of a gradient is added to the next step's (1901.09847, 1905.13727); kept divided by
+    the scale of the loss. A step that is skipped changes nothing.
 
     Args:
         stored: as what a parameter that compute sees is stored, by which its state is known.
@@ -57,35 +41,28 @@ class ErrorFeedback:
         self.errors: dict[nn.Parameter, Tensor] = {}
         self.starts: dict[nn.Parameter, Tensor] = {}
         self._scale: Tensor | None = None
-        self._in_use: list[ErrorBuffer] = []
+        #: errors of buckets, and what the step that runs leaves out
+        self._left: list[tuple[Tensor, Tensor]] = []
         self._new_starts: dict[nn.Parameter, Tensor] = {}
-
-    # -- a step -------------------------------------------------------------------------------------------
 
     def begin(self, step: int, loss_scale: Tensor | None = None) -> None:
         """A step begins, whose losses are multiplied by ``loss_scale``."""
-        self.step, self._scale = step, loss_scale
+        self.step, self._scale, self._left, self._new_starts = step, loss_scale, [], {}
 
     @torch.no_grad()
     def end(self, found_inf: Tensor | None = None) -> None:
         """The step's sums were applied, or it is skipped where ``found_inf``."""
-        for buffer in self._in_use:
-            left = buffer.left if self._scale is None else buffer.left.div_(self._scale)
-            buffer.flat.copy_(left if found_inf is None else torch.where(found_inf, buffer.flat, left))
+        for errors, left in self._left:
+            left = left if self._scale is None else left.div_(self._scale)
+            errors.copy_(left if found_inf is None else torch.where(found_inf, errors, left))
         for param, start in self._new_starts.items():
             if found_inf is not None:
                 start = torch.where(found_inf, self.starts.get(param, torch.zeros_like(start)), start)
             self.starts[param] = start
-        self._in_use, self._new_starts = [], {}
+        self._left, self._new_starts = [], {}
 
-    def owed(self, buffer: ErrorBuffer) -> Tensor:
-        """What the step that runs has to add to a bucket's sums. [elements of the bucket]"""
-        self._in_use.append(buffer)
-        buffer.left.zero_()
-        return buffer.flat if self._scale is None else buffer.flat * self._scale
-
-    def buffer(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> ErrorBuffer:
-        """Of a bucket, made once: its parameters' errors are there from now on."""
+    def bucket(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> Tensor:
+        """The errors of a bucket's parameters, side by side as their gradients are; made once. [elements]"""
         sizes, dtype = [param.numel() for param in params], torch.float32 if dtype in LOW else dtype
         flat = torch.zeros(sum(sizes), dtype=dtype, device=params[0].device)
         for param, piece in zip(params, flat.split(sizes), strict=True):
@@ -93,9 +70,13 @@ class ErrorFeedback:
             if key in self.errors:
                 view.copy_(self.errors[key])
             self.errors[key] = view
-        return ErrorBuffer(flat, torch.zeros_like(flat))
+        return flat
 
-    # -- PowerSGD's factors ---------------------------------------------------------------------------------
+    def take(self, errors: Tensor) -> tuple[Tensor, Tensor]:
+        """What the step that runs adds to a bucket's sums, and zeros, to be overwritten by what it leaves out."""
+        left = torch.zeros_like(errors)
+        self._left.append((errors, left))
+        return errors if self._scale is None else errors * self._scale, left
 
     def start_of(self, param: nn.Parameter, shape: tuple[int, int], like: Tensor) -> Tensor:
         """Orthonormal [cols, rank], the same on all ranks that exchange factors: of the step before, or random."""
@@ -111,10 +92,7 @@ class ErrorFeedback:
         return send_to(device, drawn.to(dtype))
 
     def keep_start(self, param: nn.Parameter, start: Tensor) -> None:
-        """Of the next step."""
         self._new_starts[self._stored(param)] = start
-
-    # -- state ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """By stored parameter, tensors of its shape: of Q the first numbers."""
@@ -142,7 +120,7 @@ class CompressedSum:
 
     def __init__(self, params: Sequence[nn.Parameter], feedback: ErrorFeedback) -> None:
         self._params, self._feedback = list(params), feedback
-        self._made: ErrorBuffer | None = None
+        self._errors: Tensor | None = None
 
     def start(self, flat: Tensor) -> Pending:
         return Staged(self._stages(flat))
@@ -150,19 +128,17 @@ class CompressedSum:
     def _stages(self, flat: Tensor) -> Stages:
         raise NotImplementedError
 
-    def _errors(self, dtype: torch.dtype) -> ErrorBuffer:
-        """Of this bucket, made at its first use."""
-        if self._made is None:
-            self._made = self._feedback.buffer(self._params, dtype)
-        return self._made
+    def _take_errors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self._errors is None:
+            self._errors = self._feedback.bucket(self._params, dtype)
+        return self._feedback.take(self._errors)
 
 
 class Bf16Sum(CompressedSum):
     """Half the bytes of an all-reduce, or a quarter in float64: bfloat16 on the way, summed as they are.
 
     Every rank sends each other the chunk that this one is to sum, and gets sums back. What rounding takes away, of an
-    addend or of a sum, its rank adds to its next addend, so no part of a gradient is lost for good. All ranks make the
-    same numbers of the same bytes.
+    addend or of a sum, its rank adds to its next addend. All ranks make the same numbers of the same bytes.
 
     Args:
         replica: summed over before, exactly: the axes inside of a replica.
@@ -182,7 +158,7 @@ class Bf16Sum(CompressedSum):
         self._replica, self._host, self._between = replica, host, between
 
     def _stages(self, flat: Tensor) -> Stages:
-        errors = self._errors(flat.dtype)
+        errors, left = self._take_errors(flat.dtype)
         num_flags, low = len(self._params), torch.bfloat16
         flat = yield collectives.all_reduce(flat, self._replica, owned=True)
         numbers, flags = flat[:-num_flags], flat[-num_flags:]
@@ -190,8 +166,8 @@ class Bf16Sum(CompressedSum):
         size = -(-numbers.numel() // (num_shares * num_ranks))  # of a chunk
         flags = yield collectives.all_reduce(flags, self._host)
         share = yield collectives.reduce_scatter(padded(numbers, num_shares * num_ranks), self._host)
-        owed = padded(self._feedback.owed(errors).to(share.dtype), num_shares * num_ranks)
-        share = share.view(num_ranks, size) + owed.view(num_shares, num_ranks, size)[self._host.index]
+        errors = padded(errors.to(share.dtype), num_shares * num_ranks)
+        share = share.view(num_ranks, size) + errors.view(num_shares, num_ranks, size)[self._host.index]
         sent = share.to(low)
         error = share - sent.to(share.dtype)
         # a rank that has used a parameter tells all others so
@@ -207,9 +183,8 @@ class Bf16Sum(CompressedSum):
         sent = total[None].to(low)
         error[me] = total - sent[0].to(share.dtype)
         received = yield collectives.all_gather(sent, self._between)
-        kept = errors.left[self._host.index * error.numel() :][: error.numel()]
-        # errors of gradients that are not finite are none
-        kept.copy_(error.flatten()[: kept.numel()].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+        kept = left[self._host.index * error.numel() :][: error.numel()]
+        kept.copy_(error.flatten()[: kept.numel()])
         whole = yield collectives.all_gather(received.to(share.dtype).flatten(), self._host)
         return torch.cat((whole[: numbers.numel()], used))
 
@@ -256,33 +231,26 @@ class PowerSum(CompressedSum):
         if self._feedback.step < self._start_step or not self._matrices:
             return (yield collectives.all_reduce(flat, self._between, owned=True))
         wide = flat.float() if flat.dtype in LOW else flat
-        buffer = self._errors(wide.dtype)
+        errors, kept = self._take_errors(wide.dtype)
         pieces = wide.split([*self._sizes, len(self._params)])  # last the flags
         rest = [piece for number, piece in enumerate(pieces) if number not in self._matrices]
         own = self._as_matrices(pieces)
-        owed = self._as_matrices(self._feedback.owed(buffer).split(self._sizes))
-        for matrix, of_before in zip(own, owed, strict=True):
-            matrix += of_before
+        torch._foreach_add_(own, self._as_matrices(errors.split(self._sizes)))
         left = [matrix @ start for matrix, start in zip(own, self._starts(wide), strict=True)]
         summed = yield collectives.all_reduce(
             torch.cat([*rest, *(p.flatten() for p in left)]), self._between, owned=True
         )
-        *of_rest, factors = summed.split([*(piece.numel() for piece in rest), sum(p.numel() for p in left)])
-        for piece, total in zip(rest, of_rest, strict=True):
-            piece.copy_(total)
-        left = [torch.linalg.qr(p)[0] for p in _split_as(factors, left)]
+        totals = list(_split_as(summed, [*rest, *left]))
+        torch._foreach_copy_(rest, totals[: len(rest)])
+        left = [torch.linalg.qr(p)[0] for p in totals[len(rest) :]]
         right = [matrix.T @ p for matrix, p in zip(own, left, strict=True)]
         summed = yield collectives.all_reduce(torch.cat([q.flatten() for q in right]), self._between, owned=True)
-        errors = self._as_matrices(buffer.left.split(self._sizes))
-        for number, matrix, error, p, q in zip(
-            self._matrices, own, errors, left, _split_as(summed, right), strict=True
-        ):
+        kept_matrices, right = self._as_matrices(kept.split(self._sizes)), list(_split_as(summed, right))
+        for number, matrix, error, p, q in zip(self._matrices, own, kept_matrices, left, right, strict=True):
             approximated = p @ q.T
-            matrix -= approximated / self._between.size
-            # a gradient that is not finite, whose step is skipped, leaves nothing behind
-            torch.nan_to_num(matrix, nan=0.0, posinf=0.0, neginf=0.0, out=error)
+            torch.sub(matrix, approximated / self._between.size, out=error)
             matrix.copy_(approximated)
-            self._feedback.keep_start(self._params[number], q.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+            self._feedback.keep_start(self._params[number], q)
         return flat.copy_(wide) if wide is not flat else flat
 
     def _as_matrices(self, pieces: Sequence[Tensor]) -> list[Tensor]:

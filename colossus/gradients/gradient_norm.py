@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -68,30 +68,21 @@ class GradientNorm:
         grads = [self._no_gradient if param.grad is None else param.grad for param in self.params]
         if not grads:
             return torch.zeros(0, dtype=torch.float64, device=device)
-        norms = list(_norms([self._no_gradient if grad.is_sparse else grad for grad in grads]))
+        is_low = any(grad.dtype in LOW for grad in grads)  # whose norms would be rounded, or overflow
+        dense = [self._no_gradient if grad.is_sparse else grad for grad in grads]
+        norms = list(torch._foreach_norm(dense, 2, torch.float32) if is_low else torch._foreach_norm(dense))
         for number, grad in enumerate(grads):
             if grad.is_sparse:
                 norms[number] = _norm_of_rows(values_of(grad))
-        if self._some_are_offloaded:
-            norms = list(_brought_to(device, norms))
+        if self._some_are_offloaded:  # those of the host come in one copy that nobody waits for
+            elsewhere = [norm for norm in norms if norm.device != device]
+            arrived = iter(send_to(device, torch.stack(elsewhere)).unbind())
+            norms = [norm if norm.device == device else next(arrived) for norm in norms]
         self.norms = torch.stack(norms)
         squares = self.norms.double().square()
         return squares if self._weights is None else squares * self._weights
 
 
-def _brought_to(device: torch.device, norms: list[Tensor]) -> Iterator[Tensor]:
-    """Those of the host in one copy that nobody waits for, in the order they have."""
-    elsewhere = [norm for norm in norms if norm.device != device]
-    arrived = iter(send_to(device, torch.stack(elsewhere)).unbind())
-    return (norm if norm.device == device else next(arrived) for norm in norms)
-
-
 def _norm_of_rows(rows: Tensor) -> Tensor:
     """In float64 over rows [n, dim], whose order differs between plans: as fast as in float32."""
     return torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1), dtype=torch.float64)
-
-
-def _norms(grads: list[Tensor]) -> tuple[Tensor, ...]:
-    if any(grad.dtype in LOW for grad in grads):  # whose norms would be rounded, or overflow
-        return torch._foreach_norm(grads, 2, torch.float32)
-    return torch._foreach_norm(grads)

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.axes import gradient_sum_axes
 from colossus.gradients.bucket_sum import BucketSum, FlatSum, SumFactory
-from colossus.gradients.buckets import Bucket, LocalSum, StageBuckets, first_of_each
+from colossus.gradients.buckets import Bucket, StageBuckets, gradient_sum_axes
 from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
@@ -46,18 +45,14 @@ class ModelParts:
 
 
 class GradientReduction:
-    """One all-reduce per bucket of gradients, started as soon as backward has filled it.
+    """One all-reduce per bucket of gradients, started as soon as the last backward of the step has filled it.
 
     Buckets start in the same order on all ranks, whatever order their gradients are made in (as in torch's DDP,
-    2006.15704), and only once the last backward of the step for their parameters has begun.
-
-    In each step, for the stages of this rank in the order of their reductions: `arm`, the stage's last backward,
-    `start`; then `finish` once, after which every gradient is the sum over ``axes``.
+    2006.15704). In each step, for the stages of this rank in the order of their reductions: `arm`, the stage's last
+    backward, `start`; then `finish` once, after which every gradient is the sum over ``axes``.
 
     Args:
-        parts: the model and what it shares with other stages.
-        axes: over which gradients are summed at most: all of the context, or those inside of a replica. Of a gradient
-            they are those over which it is a partial sum.
+        axes: over which gradients are summed at most: all of the context, or those inside of a replica.
         sum_of: how a bucket is summed over its axes; by default by one all-reduce.
     """
 
@@ -108,14 +103,6 @@ class GradientReduction:
         self._num_started = 0
         self._tied.sum()
 
-    def local_sums(self) -> list[LocalSum]:
-        """Of each piece of gradients that this rank put into the collectives of the last step.
-
-        A parameter is in one piece: that of the first collective, before which its gradient is this rank's own.
-        """
-        own = [one for buckets in self._buckets.values() for one in buckets.local_sums()]
-        return first_of_each([*own, *self._tied.local_sums()])
-
     def _on_gradient(self, param: nn.Parameter) -> None:
         # while a stage before this one has buckets to start, these wait for their turn: `start` takes them then
         if self._armed is not None and self._armed == self._order[self._num_started]:
@@ -148,7 +135,3 @@ class TiedGradients:
                     bucket.take(param)
             bucket.start()
             bucket.finish()
-
-    def local_sums(self) -> list[LocalSum]:
-        """Of what this rank put into the last sum: of gradients that are summed over data ranks already."""
-        return [one for bucket in self._buckets for one in bucket.local_sums()]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from colossus.construct.tensor_replacer import keep_attributes_on_meta
+from colossus.construct.build_model import keep_attributes_on_meta
 from colossus.error_place import located_error
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks, run_blocks
 from colossus.layout.parameter import record_full_order, spec_of

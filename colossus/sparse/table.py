@@ -30,14 +30,12 @@ class Table:
         way: where rows are, and how gradients are summed.
         features: where ranks have parts of them.
         num_touched: rows to which this rank gave a gradient in the last step.
-        own_sum: of the gradients of this rank in the last step; None where it had none.
     """
 
     def __init__(self, param: nn.Parameter, way: TableSync, features: Features | None = None) -> None:
         self.features = features
         self.name, self.param, self.num_rows, self.way = spec_of(param).name, param, way.num_rows, way
         self._parts: list[RowGradient] = []
-        self.own_sum: Tensor | None = None
         self.num_touched = 0
         self._sum: Callable[[], RowGradient | None] | None = None
 
@@ -75,7 +73,7 @@ class Table:
 
     def begin_step(self) -> None:
         """Forget gradients, and the rows that were fetched."""
-        self._parts, self.own_sum, self._sum = [], None, None
+        self._parts, self._sum = [], None
         self.way.begin()
 
     def start_sum(self) -> None:
@@ -93,7 +91,6 @@ class Table:
         rows = torch.empty((0, self.param.shape[1]), dtype=gradient_dtype(self.param), device=self.param.device)
         is_used = bool(self._parts)  # a backward has come here, be it with no row
         own = RowGradient.added(self._parts or [RowGradient(ids, rows)])
-        self.own_sum = own.rows.sum() if is_used else None
         self.num_touched = len(own.ids)
         self._parts = []
         self._sum = self.way.start_sum(own, is_used=is_used)

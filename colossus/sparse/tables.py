@@ -11,9 +11,8 @@ from torch import nn
 from colossus.comm import collectives
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.axes import gradient_sum_axes
-from colossus.gradients.buckets import LocalSum
-from colossus.gradients.hosts import Hosts
+from colossus.gradients.bucket_sum import Hosts
+from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
 from colossus.layout.split_parameter import OWNED, hide_values
@@ -216,10 +215,6 @@ class Tables:
         finally:
             for table in self:
                 table.way.end()
-
-    def local_sums(self) -> list[LocalSum]:
-        """Of what each rank put into the last sums: see `Strategy.local_sums`."""
-        return [((table.name,), table.own_sum) for table in self if table.own_sum is not None]
 
     def report(self) -> dict[str, float]:
         """Rows that this rank has touched in the last step, and alpha, the part of its rows, of each table."""

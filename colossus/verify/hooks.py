@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult
-from colossus.gradients.axes import gradient_sum_axes
+from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import LogicalParameter, logical_parameters, spec_of
 from colossus.schedule.observer import StepObserver

@@ -110,7 +110,7 @@ def loads(rank: int, save: dict[str, Any], load: dict[str, Any], root: str) -> N
     ):
         with pytest.raises(CheckpointError, match=said):
             engine.checkpoints.load_weights(path, **wrong)
-    with pytest.raises(ValueError, match=r"only takes a list of patterns: only=\['blocks"):
+    with pytest.raises(ValueError, match=r"only and grow take lists of patterns: only=\['blocks"):
         engine.checkpoints.load_weights(path, only="blocks.*")
     with pytest.raises(CheckpointError, match="there is no such folder"):
         engine.checkpoints.load_weights(Path(root) / "absent")

@@ -71,7 +71,7 @@ SERVERS: dict[int, dict[str, tuple[Options, Options, Options, Options]]] = {
 def _through_and_in_two(folder: Path, first: Options, second: Options) -> tuple[Any, Any]:
     """What a run through and one that goes on in a new engine have seen and end with."""
     engine = engine_of(first)
-    engine.loss_fn = _uneven
+    engine._stages.loss_fn = _uneven
     losses = []
     for step in range(STEPS):
         if step == HALF:
@@ -80,7 +80,7 @@ def _through_and_in_two(folder: Path, first: Options, second: Options) -> tuple[
     through = losses[HALF:], _weights(engine)
     engine.close()
     engine = engine_of(second)
-    engine.loss_fn = _uneven
+    engine._stages.loss_fn = _uneven
     engine.checkpoints.load(folder / name_of(HALF))
     losses = [engine.train_step(next(engine.loader)).loss for _ in range(HALF, STEPS)]
     again = losses, _weights(engine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import colossus
-from colossus.construct.build_model import build
 
 WIDTH = 3
 
@@ -34,46 +32,6 @@ class Chain(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-class EveryDraw(nn.Module):
-    """Ways of drawing, with the generator seeded again, by what is recorded, run at once, or there before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.late = nn.Parameter(torch.empty(4))
-        self.randn = nn.Parameter(torch.randn(3, generator=generator))
-        self.rand = nn.Parameter(torch.rand(2, 2, generator=generator))
-        self.order = torch.randperm(7, generator=generator)
-        self.number = torch.rand((), generator=generator).item()
-        self.integers = torch.randint(0, 90, (4,), generator=generator)
-        self.choice = torch.multinomial(torch.ones(6), 3, generator=generator)
-        self.normal = torch.normal(0.0, 1.0, (4,), generator=generator)
-        generator.manual_seed(5)
-        self.again = nn.Parameter(torch.randn(3, generator=generator))
-        generator.manual_seed(5)
-        self.once_more = nn.Parameter(torch.randn(3, generator=generator))
-        self.existing = torch.zeros(3).numpy()
-        torch.from_numpy(self.existing).normal_(generator=generator)
-        self.masked = torch.empty(9).bernoulli_(0.5, generator=generator)
-        nn.init.trunc_normal_(self.late, generator=generator)
-
-
-def _tensors(module: nn.Module) -> dict[str, Any]:
-    held = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
-    return held | {name: param.detach().clone() for name, param in module.named_parameters()}
-
-
-@pytest.mark.parametrize("factory", [Chain, EveryDraw])
-def test_draws_are_those_of_plain_torch(factory: Callable[[], nn.Module]) -> None:
-    built, plain = build(factory), factory()
-    assert _tensors(built).keys() == _tensors(plain).keys()
-    for name, value in _tensors(plain).items():
-        assert torch.equal(_tensors(built)[name], value), name
-    assert getattr(built, "number", None) == getattr(plain, "number", None)
-    if isinstance(plain, EveryDraw):
-        assert (built.existing == plain.existing).all()
 
 
 def _weights(rank: int, parallel: dict[str, Any], generator: torch.Generator | None) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossus.construct import initial_values
-from colossus.construct.initial_values import Constant, Normal, Uniform, torch_linear, uniform_box
+from colossus.construct.initial_values import Constant, Normal, Uniform, uniform_box
 
 Box = tuple[tuple[int, int], ...]
 
@@ -45,17 +45,6 @@ def test_a_box_holds_what_the_whole_holds(case: tuple[tuple[int, ...], Box], key
         assert part.dtype == np.float64
         assert part.shape == tuple(stop - start for start, stop in box)
         np.testing.assert_array_equal(part, cut(draw(key, shape, everything(shape)), box))
-
-
-def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many rows are drawn at a time, and from which length on rows are cut, is not seen in the values."""
-    cases = [((50, 7), ((3, 41), (0, 7))), ((50, 7), ((0, 50), (2, 6))), ((4, 6, 9), ((1, 3), (2, 5), (0, 9)))]
-    whole = [uniform_box(5, shape, box) for shape, box in cases]
-    for block, short in ((1, 0), (16, 0), (16, 100), (100, 4), (1 << 20, 1 << 20)):
-        monkeypatch.setattr(initial_values, "_BLOCK_WORDS", block)
-        monkeypatch.setattr(initial_values, "_SHORT_ROW", short)
-        for (shape, box), expected in zip(cases, whole, strict=True):
-            np.testing.assert_array_equal(uniform_box(5, shape, box), expected)
 
 
 def test_values_are_pinned() -> None:
@@ -102,21 +91,6 @@ def test_no_word_gives_an_infinity() -> None:
     assert normals.abs().max() < 8.3
     assert unit[0] + unit[3] == 1.0  # as far from 0 as from 1
     assert torch.isfinite(normals.float()).all()
-
-
-@pytest.mark.parametrize(("out", "fan_in"), [(300, 100), (64, 1000), (2000, 3)])
-def test_torch_linear_is_torchs_distribution(out: int, fan_in: int) -> None:
-    """Within 1/sqrt(fan-in), the full one: for weight and bias, as torch's reset_parameters draws them."""
-    bound = 1 / math.sqrt(fan_in)
-    theirs = torch.nn.Linear(fan_in, out)
-    draw = torch_linear(fan_in)
-    for shape, parameter in (((out, fan_in), theirs.weight), ((out,), theirs.bias)):
-        ours = draw(1, shape, everything(shape))
-        for values in (ours, parameter.detach().double().numpy()):
-            assert np.abs(values).max() <= bound * (1 + 1e-6)
-            assert abs(values.std() - bound / math.sqrt(3)) < 0.1 * bound
-        assert np.abs(ours).max() > 0.98 * bound
-    assert torch_linear(0).bound == 0.0
 
 
 # -- cost -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import colossus
 from colossus import layers
-from colossus.cli.show import render
-from colossus.comm.autograd import is_hooked
-from colossus.config import Config, ConfigError, load_config, resolve_sizes
+from colossus.config import ConfigError
 from colossus.config.training import ActivationCheckpoint
 from colossus.engine.checkpointed_modules import chosen_modules, with_activation_checkpoint
-from colossus.launch.command import describe
-from colossus.launch.preflight import check_model
 from colossus.layers.checkpointing import checkpoint_module, is_kept
 
 KINDS: list[Any] = [
@@ -123,33 +119,6 @@ def test_our_blocks_train_the_same_to_the_bit(recompute: Any) -> None:
     assert_equal(trained(recompute, **options), trained_as_it_is(**options))
 
 
-class Watched(nn.Module):
-    """Counts its forwards, and whether what is saved in them is taken over."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, width)
-        self.seen: list[tuple[bool, bool]] = []
-
-    def forward(self, state: dict[str, Any], pair: Any, kind: float) -> Any:
-        self.seen.append((is_hooked(), torch.is_grad_enabled()))
-        return {**state, "x": state["x"] + torch.tanh(self.up(state["x"]))}
-
-
-def test_in_training_only() -> None:
-    config = config_of({}, 1, "fp64", train=dict(activation_checkpoint="full"))
-    engine = colossus.initialize(config, model=lambda: Net(Watched), loss_fn=loss_of)
-    block: Any = engine.model.blocks[1]
-    engine.eval_step(batch_of(0))
-    assert block.seen == [(False, False)]
-    engine.train_step(batch_of(0))
-    assert block.seen[1:] == [(True, True), (True, True)]  # forward and recomputation
-    engine.model.eval()
-    engine.model(batch_of(0)["inputs"])
-    assert block.seen[3:] == [(False, True)]
-    engine.close()
-
-
 # -- which modules ----------------------------------------------------------------------------------------------
 
 
@@ -182,7 +151,6 @@ class Held(nn.Module):
         (Held, dict(modules=["layers.[12]*"]), ["layers.1.up", "layers.1.down.0", "layers.2.up"]),
         (Net, {}, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
         (Net, dict(every=3), ["blocks.0", "blocks.3"]),
-        (Net, dict(modules=["blocks.[13]*", "blocks.1.down"]), ["blocks.1", "blocks.3"]),
         (Net, dict(modules=["*.down", "head"], every=2), ["blocks.0.down", "blocks.2.down", "head"]),
         (Net, dict(modules=["*"]), ["embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]),
         (Sequenced, {}, ["0", "1.0", "2"]),
@@ -195,17 +163,13 @@ def test_which_modules(model: type[nn.Module], options: dict[str, Any], names: l
 @pytest.mark.parametrize(
     ("wanted", "options", "message"),
     [
-        (dict(type="full", modules=["blok.*"]), {}, r"'blok\.\*' matches no module .* it has .*'blocks\.\*'"),
-        (dict(type="full", modules=["blocks"]), {}, r"'blocks' matches no module that the model calls"),
+        (dict(type="full", modules=["blok.*"]), {}, r"\['blok\.\*'\] match no module that the model calls"),
         (
             "full",
             dict(activation_checkpoint="selective"),
             "= 'selective' and train.activation_checkpoint = 'full': keep",
         ),
         (dict(every=2), {}, "every = 2, but type is 'none': say type='full'"),
-        (dict(type="full", modules=[]), {}, "modules: must not be empty"),
-        ("some", {}, "must be 'none', 'full' or 'selective'"),
-        (dict(type="full", every=0), {}, "must be greater than or equal to 1|must be at least 1"),
     ],
 )
 def test_refused(wanted: Any, options: dict[str, Any], message: str) -> None:
@@ -219,26 +183,10 @@ def test_a_model_without_blocks_and_one_that_does_it_itself() -> None:
     with pytest.raises(ConfigError, match=r"Linear has no blocks .* say which modules"):
         chosen_modules(nn.Linear(2, 2), wanted)
     own = colossus.build(lambda: layers.TransformerBlock(8, 2, activation_checkpoint="full"))
-    with pytest.raises(ConfigError, match=r"but the model \(TransformerBlock\) is told to checkpoint itself"):
+    with pytest.raises(ConfigError, match=r"but the model checkpoints itself"):
         chosen_modules(own, wanted)
     with pytest.raises(ValueError, match=r"^ModuleList has no forward, .* checkpoint the modules in it"):
         checkpoint_module(nn.ModuleList([own]), "full", colossus.current_context())
-
-
-def resolved(**train: Any) -> Config:
-    return resolve_sizes(load_config(config_of({}, 1, "fp64", train=train), nproc=1), 1)
-
-
-def test_it_is_shown_and_checked_before_anything_runs() -> None:
-    wanted = dict(type="full", every=2)
-    config = resolved(activation_checkpoint=wanted)
-    line = "full, blocks (every 2)"
-    assert f"recomputed  {line}" in render(config)
-    assert f"recomputed  {line}" in describe(config, check_model(config), None, 1, 1)
-    with pytest.raises(ConfigError, match=r"^train\.activation_checkpoint\.modules: '\*\.mpl' matches no module"):
-        check_model(resolved(activation_checkpoint=dict(type="full", modules=["*.mpl"])))
-    plain = resolved()
-    assert "recomputed" not in render(plain) + describe(plain, check_model(plain), None, 1, 1)
 
 
 def test_an_input_that_is_changed_in_place_is_refused() -> None:
@@ -253,19 +201,6 @@ def test_an_input_that_is_changed_in_place_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"InPlace changes its input of shape \(4, 12, 12\) in place"):
         trained("full", lambda: Net(InPlace))
-
-
-def test_a_kept_result_that_is_changed_in_place_is_refused() -> None:
-    class InPlace(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.up = nn.Linear(width, width)
-
-        def forward(self, state: dict[str, Any], pair: Any, kind: float) -> Any:
-            return {**state, "x": F.relu(self.up(state["x"]), inplace=True)}
-
-    with pytest.raises(ValueError, match=r"result of aten\.\w+\.default .*mutated.* nn\.LSTM.* type 'full'"):
-        trained("selective", partial(Net, InPlace), steps=1)
 
 
 # -- what is computed again -------------------------------------------------------------------------------------

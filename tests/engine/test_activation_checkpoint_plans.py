@@ -89,20 +89,6 @@ def test_a_block_repeats_no_collective_that_nothing_needs(mode: str) -> None:
             assert selective == plain, policy  # it keeps the results
 
 
-@pytest.mark.parametrize(
-    ("name", "broken"),
-    [
-        ("colossus.tensor_parallel.matmul.save_for_backward", lambda ctx, *tensors: ctx.save_for_backward(*tensors)),
-        ("colossus.layers.dropout.is_hooked", lambda: False),
-    ],
-)
-def test_a_repeated_reduction_would_be_seen(name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is saved when the forward is over, or behind the reduction, is saved too late."""
-    monkeypatch.setattr(name, broken)
-    with pytest.raises(AssertionError, match="keep_gathered"):
-        test_a_block_repeats_no_collective_that_nothing_needs("1d")
-
-
 # -- the same run -----------------------------------------------------------------------------------------------
 
 KINDS: list[Any] = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import colossus
-from colossus.engine.fit import Hook, fit
-from colossus.monitor.metrics import Metrics
 
 VIT: dict[str, Any] = dict(
     type="ViT", num_layers=2, hidden_size=24, num_heads=12, image_size=(4, 6), patch_size=(2, 3), in_channels=1,
@@ -94,25 +90,6 @@ def _right_by_hand() -> int:
     return int(run_ranks(1, body, with_context=False)[0])
 
 
-def test_rows_and_hooks_have_them(tmp_path: Path) -> None:
-    class Seen(Hook):
-        summaries: list[Any] = []
-
-        def on_eval_end(self, engine: Any, summary: Any) -> None:
-            self.summaries.append(summary)
-
-    def body(rank: int) -> Any:
-        engine = colossus.initialize(config_of({}))
-        hook = Seen()
-        fit(engine, [Metrics(tmp_path / "metrics.jsonl"), hook])
-        return hook.summaries[0].loss, dict(hook.summaries[0].metrics)
-
-    loss, metrics = run_ranks(1, body, with_context=False)[0]
-    first, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert "validation_accuracy" not in first
-    assert (last["validation_loss"], last["validation_accuracy"]) == (loss, metrics["accuracy"])
-
-
 class Own(nn.Module):
     """A user's own model, whose metrics weigh their samples."""
 
@@ -148,11 +125,10 @@ def test_a_users_own_model_has_some() -> None:
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [
-        ([len], "Own.eval_metrics is a list; it must be a dict of name -> function"),
         ({"accuracy": lambda outputs, batch: outputs}, r"the metric 'accuracy' returned one tensor of shape \(12, 3\)"),
         ({"accuracy": lambda outputs, batch: (outputs, 1)}, r"the metric 'accuracy' returned a sum of shape \(12, 3\)"),
     ],
-    ids=["list", "one tensor", "no scalar"],
+    ids=["one tensor", "no scalar"],
 )
 def test_wrong_metrics_are_told_in_words(metrics: Any, words: str) -> None:
     with pytest.raises(AssertionError, match=words):

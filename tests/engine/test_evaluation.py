@@ -82,7 +82,6 @@ PLANS: dict[str, tuple[int, dict[str, Any], int]] = {
     "data3": (3, dict(data=3), 1),
     "pipeline": (4, dict(data=2, pipeline=2), 3),
     "2d": (4, dict(tensor=dict(mode="2d", shape=(4, 1))), 1),  # rows are 4 parts of a batch: 4 + 1 samples
-    "3d": (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2))), 1),
     "sequence": (4, dict(data=2, sequence=2), 1),
 }
 
@@ -95,7 +94,7 @@ def alone() -> float:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.rest("2d", "sequence", "3d")
+@pytest.mark.rest("2d", "sequence")
 def test_every_plan_evaluates_every_sample_once(name: str, alone: float) -> None:
     world, parallel, microbatches = PLANS[name]
     kinds = list(KINDS) if name == "data3" else ["dataset"]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import signal
 
 import pytest
+import torch
 from helpers.launched.fake_engine import Diary, FakeEngine
 from helpers.training import config_of
 
 import colossus
 from colossus.engine.fit import FitSummary, Hook, evaluation_due, fit
+from colossus.engine.results import addend, signal_of
+from colossus.launch.stop import STOP_SIGNALS
 
 
 def test_hooks_are_called_in_order() -> None:
@@ -44,10 +48,6 @@ def test_a_stop_during_an_evaluation_ends_the_loop_and_reports_no_half_of_it() -
     assert diary.lines == ["start", "begin 1", "end 1", "eval 1", "begin 2", "end 2", "done"]
 
 
-def test_a_stop_in_the_last_step_is_a_finished_run() -> None:
-    assert fit(FakeEngine(steps=2, stop_at=2)).reason == "finished"
-
-
 def test_an_error_goes_to_every_hook_and_on() -> None:
     class Broken(Hook):
         def on_exception(self, engine: object, error: BaseException) -> None:
@@ -67,14 +67,6 @@ def test_data_that_ends_early_is_explained() -> None:
         fit(engine)
 
 
-def test_fit_goes_on_where_the_engine_is() -> None:
-    engine = FakeEngine(steps=4)
-    engine.completed_steps = 3
-    diary = Diary()
-    assert fit(engine, [diary]).steps == 4
-    assert diary.lines == ["start", "begin 4", "end 4", "done"]
-
-
 def _falling(progress: float, min_ratio: float, power: int) -> float:
     return max(min_ratio, (1.0 - progress) ** power)
 
@@ -86,3 +78,14 @@ def test_a_function_of_ones_own_is_a_learning_rate_schedule() -> None:
         assert [engine.lr_at(step) for step in (0, 1, 2, 4, 6)] == [0.5, 1.0, 1.0, 0.25, 0.1]
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4097])
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
+def test_the_signal_of_one_rank_is_known_to_all(signum: signal.Signals, ranks: int, dtype: torch.dtype) -> None:
+    one = torch.tensor([addend(signum), *[0.0] * (ranks - 1)], dtype=dtype)
+    every = torch.full((ranks,), addend(signum), dtype=dtype)
+    mixed = torch.tensor([addend(signum), *[addend(None)] * (ranks - 1)], dtype=dtype)
+    for requests in (one, every, mixed):
+        assert signal_of(requests.sum().item()) == signum

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import copy
-import io
-import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.faulty_gradients import Faulty
 from helpers.training import batch_of, config_of, is_key_bias, shared_run
 from torch import Tensor, nn
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.monitor.display import Display
-from colossus.monitor.metrics import Metrics
 
 STEPS, NORM, VALUE = 3, 0.5, 0.004
-EMBEDDINGS = ("embedding", "positions")
 
 
 def settings(parallel: dict[str, Any], kind: str = "1f1b", optimizer: Any = "SGD", **train: Any) -> dict[str, Any]:
@@ -77,27 +70,3 @@ def test_clipping_by_norm_then_by_value(plan: tuple[int, dict[str, Any], str]) -
     for name, value in weights.items():
         if not is_key_bias(name):
             torch.testing.assert_close(trace.end[name], value, rtol=1e-9, atol=1e-12, msg=name)
-
-
-def test_rows_and_lines(tmp_path: Path) -> None:
-    faulty = Faulty(settings({}, on_nonfinite="skip"))
-    engine = faulty.engine
-    path, stream = tmp_path / "metrics.jsonl", io.StringIO()
-    hooks = [Metrics(path), Display(tmp_path, stream)]
-    for hook in hooks:
-        hook.on_train_start(engine)
-    for step in range(STEPS):
-        for hook in hooks:
-            hook.on_step_start(engine)
-        result = faulty.step(step, [(0, "norm.bias")] if step == 1 else ())
-        for hook in hooks:
-            hook.on_step_end(engine, result)
-    for hook in hooks:
-        hook.on_train_end(engine)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["skipped"] for row in rows] == [0, 1, 1]
-    assert rows[1]["grad_norm"] != rows[1]["grad_norm"]  # NaN
-    assert "loss_scale" not in rows[0]
-    lines = stream.getvalue().splitlines()
-    assert ["skipped 1" in line for line in lines[1:3]] == [False, True]
-    assert ", 1 skipped; run folder" in lines[3]

@@ -140,38 +140,33 @@ def test_what_a_block_uses_without_naming_it(what: str, expected: str) -> None:
 
 
 class InPlace(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, copies: bool = False) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear, self.copies = nn.Linear(WIDTH, WIDTH), copies
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x.mul_(1.5)))
+        return torch.tanh(self.linear((x.clone() if self.copies else x).mul_(1.5)))
 
 
 def test_stages_of_one_rank_do_not_share_memory() -> None:
     """A stage that begins in place must not change what the one before has kept: zb-v hands over on one rank."""
 
-    def plain() -> nn.Module:
-        class Copied(InPlace):
-            def forward(self, x: Tensor) -> Tensor:
-                return super().forward(x.clone())
+    def model(copies: bool) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(InPlace(copies) for _ in range(3)))
 
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Copied() for _ in range(3)))
+    ((wanted, *_),) = run_ranks(1, train, lambda: model(True), {}, dict(microbatches=3), with_context=False)
+    schedule = dict(type="zb-v", microbatches=3)
+    for numbers, *_ in run_ranks(2, train, lambda: model(False), dict(pipeline=2), schedule, with_context=False):
+        assert numbers == pytest.approx(wanted, rel=1e-10)
 
-    def in_place() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(InPlace() for _ in range(3)))
 
-    wanted = run_ranks(1, train, plain, {}, dict(microbatches=3), with_context=False)[0]
-    for kind in ("zb-v", "1f1b"):
-        model = (
-            (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(InPlace() for _ in range(3))))
-            if kind == "zb-v"
-            else plain
-        )
-        for numbers, _, _ in run_ranks(
-            2, train, model, dict(pipeline=2), dict(type=kind, microbatches=3), with_context=False
-        ):
-            assert numbers == pytest.approx(wanted[0], rel=1e-10)
+def test_a_model_that_writes_to_its_input_is_refused() -> None:
+    """The last stage, with the loss, has the batch as it was."""
+    factory = lambda: nn.Sequential(InPlace(), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    with pytest.raises(
+        RankError, match=r"the model writes to its input in place \(inputs, \[12, 6\]\): under a pipeline"
+    ):
+        run_ranks(2, train, factory, dict(pipeline=2), dict(microbatches=1), with_context=False, timeout=30)
 
 
 def test_hooks_of_a_model_that_is_never_called_are_refused() -> None:

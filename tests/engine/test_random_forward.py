@@ -99,19 +99,6 @@ def test_ranks_of_a_model_draw_alike_outside_of_forwards() -> None:
     assert all(other == first for other in others)
 
 
-def _evaluations(rank: int) -> list[Any]:
-    engine = colossus.initialize(settings({}), model=Drawing, loss_fn=squares)
-    for _ in range(2):
-        engine.eval_step(torch.ones(SAMPLES, WIDTH))
-    model: Any = engine.model
-    return model.drawn
-
-
-def test_batches_of_an_evaluation_draw_other_numbers() -> None:
-    first, second = run_ranks(1, _evaluations, with_context=False)[0]
-    assert not set(first) & set(second)
-
-
 class Masked(nn.Module):
     """A plain nn.Dropout; the mask it drew is kept."""
 

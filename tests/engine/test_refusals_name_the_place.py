@@ -110,25 +110,21 @@ TENSOR = dict(tensor=dict(mode="1d", size=2))
 
 
 @pytest.mark.parametrize("parallel", [TENSOR, {**TENSOR, "pipeline": 2}], ids=["tensor", "pipeline"])
-def test_in_a_step_and_in_an_evaluation(parallel: dict[str, Any]) -> None:
+def test_in_a_step(parallel: dict[str, Any]) -> None:
     is_piped = "pipeline" in parallel
     marks = ["index"] if is_piped else ["index", "view", "plain", "torch", "hook", "raise", "recompute"]
 
     def body(rank: int) -> Any:
         found = {}
         for mark in marks:
-            kinds = ("step",) if is_piped or mark in ("hook", "recompute") else ("eval", "step")
-            for kind in kinds:
-                engine = engine_of(mark, parallel)
-                act = engine.train_step if kind == "step" else engine.eval_step
-                found[mark, kind] = told(lambda act=act: act(torch.ones(4, 6, dtype=torch.float64)))
-                engine.close()
+            engine = engine_of(mark, parallel)
+            found[mark] = told(lambda engine=engine: engine.train_step(torch.ones(4, 6, dtype=torch.float64)))
+            engine.close()
         return found
 
     results = run_ranks(4 if is_piped else 2, body, with_context=False)
     for found in results[2:] if is_piped else results:
-        assert found.keys() >= {(mark, "step") for mark in marks}
-        for (mark, _), words in found.items():
+        for mark, words in found.items():
             expected = place(mark, "blocks.1", "Checkpointed" if mark == "recompute" else "Pair")
             if mark == "torch":
                 expected = place(mark, "blocks.1.plain", "Linear")

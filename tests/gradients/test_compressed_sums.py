@@ -126,25 +126,6 @@ def test_errors_follow_the_scale_of_the_loss_and_skipped_steps() -> None:
         torch.testing.assert_close(sum(of_ranks[0][kind][0]) + left, sum(given), rtol=0, atol=1e-10 * largest)
 
 
-def _not_finite(context: ParallelContext) -> dict[str, list[bool]]:
-    found: dict[str, list[bool]] = {}
-    for kind in KINDS:
-        summed, memory = made(kind, context, 1, FORCED)
-        for step in range(3):
-            memory.begin(step)
-            flat = gradients(step, context.rank)
-            if step == 1 and context.rank == 1:
-                flat[3] = math.inf
-            is_finite = bool(summed.start(flat).wait()[:-NUM_FLAGS].isfinite().all())
-            memory.end()
-            found.setdefault(kind, []).append(is_finite)
-    return found
-
-
-def test_a_gradient_that_is_not_finite_is_seen_once() -> None:
-    assert run_ranks(2, _not_finite, plan=grid(data=2)) == [{kind: [True, False, True] for kind in KINDS}] * 2
-
-
 # -- runs -----------------------------------------------------------------------------------------------------
 
 STEPS = 3

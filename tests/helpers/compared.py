@@ -15,7 +15,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.axes import gradient_sum_axes
+from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}

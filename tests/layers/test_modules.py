@@ -21,7 +21,7 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
-from colossus.gradients.axes import gradient_sum_axes
+from colossus.gradients.buckets import gradient_sum_axes
 
 HIDDEN, HEADS, WIDE, RANK = 24, 6, 36, 6
 PLAIN = Mode("1d", (1,))

@@ -73,7 +73,6 @@ class Mixed(nn.Module):
         self.register_buffer("shift", torch.rand(8))
         self.noise = torch.rand(8)
         self.norm.noise = torch.rand(3)  # type: ignore[assignment]
-        self.watched = [self.head.bias, self.table.weight]
 
     def pipeline_blocks(self) -> list[Any]:
         return [
@@ -302,7 +301,6 @@ def test_what_is_here_and_what_is_not() -> None:
     assert not first.noise.is_meta
     assert first.norm.noise.is_meta
     assert not last.norm.noise.is_meta
-    assert [tensor.is_meta for tensor in first.watched] == [True, False]
     assert all(tensor.is_meta for tensor in last.recurrent._flat_weights)
     assert all(not tensor.is_meta for tensor in first.recurrent._flat_weights)
     again = copy.deepcopy(last)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.comm import accounting
-from colossus.gradients.hosts import BETWEEN
+from colossus.gradients.bucket_sum import BETWEEN
 from colossus.sparse.owners import Placement
 
 ROWS, DIM, CLASSES, SAMPLES, LENGTH, STEPS = 37, 6, 5, 8, 3, 3

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from colossus.comm import uneven
 from colossus.comm.pending import Pending
 from colossus.data_parallel.zero.flat_rows import FlatRows
-from colossus.gradients.buckets import LocalSum, sum_of_all
 from colossus.layout.parameter import attach, spec_of
 from colossus.tensor_parallel.gathered_weights import run_grad_hooks
 
@@ -32,7 +31,6 @@ class RowGradients:
         self._present: list[bool] = []
         self._reduction: Pending | None = None
         #: of all numbers that this rank has put into the reductions of a step
-        self._own_sum: Tensor | None = None
         #: whether a whole gradient is freed when its reduction has started
         self.are_freed = flat.stage > 1
 
@@ -43,7 +41,7 @@ class RowGradients:
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before; what a user has frozen since gets none."""
-        self._sums = self._own_sum = None
+        self._sums = None
         self._is_used = [False] * len(self.params)
         for param in self.params:
             stored = self.flat.stored[param]
@@ -88,8 +86,6 @@ class RowGradients:
             torch._foreach_copy_(targets, sources)
         if empty:
             torch._foreach_zero_(empty)
-        own_sum = sum_of_all(stacked)
-        self._own_sum = own_sum if self._own_sum is None else self._own_sum + own_sum
 
     @torch.no_grad()
     def _take(self, addends: list[Tensor]) -> None:
@@ -153,9 +149,3 @@ class RowGradients:
                 summed.grad = None
                 taking.append(stored)
         return taking
-
-    def local_sums(self) -> list[LocalSum]:
-        """Of what this rank put into the reductions of the last step."""
-        if self._own_sum is None:
-            return []
-        return [(tuple(spec_of(param).name for param in self.params), self._own_sum)]

@@ -12,7 +12,7 @@ from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
-from colossus.gradients.buckets import LocalSum, first_of_each, gradient_in_parts
+from colossus.gradients.buckets import gradient_in_parts
 from colossus.gradients.reduction import GradientReduction, ModelParts
 from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.gathered_weights import run_grad_hooks
@@ -121,10 +121,6 @@ class Zero(Strategy):
             self._rest.start(stage)
         self._rest.finish()
         self.store.accept_gradients()
-
-    def local_sums(self) -> list[LocalSum]:
-        scattered = [found for one in self._gradients() for found in one.local_sums()]
-        return first_of_each([*scattered, *self._rest.local_sums()])
 
     def _gradients(self) -> list[RowGradients]:
         return [one for stage in self._order for one in (*self._transient[stage], *self._once[stage])]
