@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.matching import matches, natural_order, nearest_names
-from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.matching import matches, natural_order
 from colossus.checkpoint.tensor_box import Entry, Position, entries_of
 from colossus.checkpoint.weight_sources import find_weights, open_weights
 from colossus.comm import collectives
@@ -52,7 +51,7 @@ def full_state_dict(
 
 
 def stream_state_dict(
-    model: nn.Module, context: ParallelContext, *, aliases: bool = True, order: Sequence[str] | None = None
+    model: nn.Module, context: ParallelContext, *, order: Sequence[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole parameters and buffers of a model one after the other, on rank 0; of any size, under any plan.
 
@@ -60,30 +59,23 @@ def stream_state_dict(
             write(name, value)  # on rank 0
 
     All ranks must iterate: the others take part in the gathering and are given nothing. No rank holds more than one
-    whole parameter, beside the one that the loop still has. A loop that rank 0 leaves early is gone through to its end
-    without it.
+    whole parameter, beside the one that the loop still has. Rank 0 must go through it to its end, too.
 
     Args:
-        aliases: names of what is tied follow each other, each with the same tensor; False leaves out all but the first.
-        order: the first names of those that are wanted, the same on all ranks; None is all, in the order of the model.
+        order: the first names of those that are wanted, the same on all ranks; None is all, in the order of the model,
+            and under each of their names, which follow each other.
 
     Yields:
         (full logical name, tensor of full shape on the device of the context), as in the plain module's state dict.
     """
     own = _own(model, gradients=False)
     tensors = _over_stages(own, context)
-    left = iter(tensors if order is None else order)
-    try:
-        for first in left:
-            whole = _whole(own.get(first), tensors[first], context)
-            if context.is_logging_rank:
-                for name in tensors[first].names if aliases else (first,):
-                    yield name, whole
-            del whole
-    except GeneratorExit:
-        for first in left:
-            _whole(own.get(first), tensors[first], context)
-        raise
+    for first in tensors if order is None else order:
+        whole = _whole(own.get(first), tensors[first], context)
+        if context.is_logging_rank:
+            for name in tensors[first].names if order is None else (first,):
+                yield name, whole
+        del whole
 
 
 @dataclass(frozen=True)
@@ -120,12 +112,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
             under which the state dict has different values.
     """
     entries = entries_of(model)
-    by_stage = all_gather_object(
-        {name: list(entry.names) for name, entry in entries.items()}, context.group("pipeline")
-    )
-    known = {name: names for of_stage in by_stage for name, names in of_stage.items()}
-    missing = sorted(name for name, names in known.items() if not any(each in state for each in names))
-    extra = sorted(set(state) - {each for names in known.values() for each in names})
+    known = {first: tensor.names.keys() for first, tensor in whole_tensors(model, context).items()}
+    missing = sorted(first for first, names in known.items() if names.isdisjoint(state))
+    extra = sorted(set(state).difference(*known.values()))
     if missing or extra:
         raise ValueError(
             f"the state dict does not fit the model: missing {missing or 'none'}, not in the model {extra or 'none'}"
@@ -237,22 +226,19 @@ def stream_saved_state_dict(
     names: dict[str, list[str]] = {name: [name] for name in sorted(reader.manifest.names("model"), key=natural_order)}
     for alias, name in reader.manifest.aliases.items():
         names[name].append(alias)
-    known = [each for of_one in names.values() for each in of_one]
-    for pattern in only or ():
-        if not any(matches(name, (pattern,)) for name in known):
-            raise CheckpointError(f"{reader.folder}: {pattern!r} meets no name{nearest_names(pattern, known)}")
     if only is not None:
+        for pattern in only:
+            if not any(matches(name, (pattern,)) for of_one in names.values() for name in of_one):
+                raise CheckpointError(f"{reader.folder}: {pattern!r} meets no name")
         names = {first: [each for each in of_one if matches(each, only)] for first, of_one in names.items()}
     if verify:
         reader.verify()
-    return _read(reader, names)
 
-
-def _read(reader: CheckpointReader, names: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Tensor]]:
-    with reader:
-        for first, wanted in names.items():
-            if wanted:
-                whole = reader.tensor(f"model/{first}")
-                for name in wanted:
-                    yield name, whole
+    def read() -> Iterator[tuple[str, Tensor]]:
+        with reader:
+            for first, wanted in names.items():
+                whole = reader.tensor(f"model/{first}") if wanted else None
+                yield from ((name, whole) for name in wanted if whole is not None)
                 del whole
+
+    return read()

@@ -107,7 +107,7 @@ def save(
         assets = getattr(getattr(engine, "checkpoints", None), "assets", Assets())
         plan = plan_folder(kind or type(engine.model).__name__, options, known, dtype, max_shard_bytes, assets)
         on_all_ranks(world, lambda: require_new(target) if is_writer else None, tells_ranks=False)
-        parts = stream_state_dict(engine.model, context, aliases=False, order=plan.part_names)
+        parts = stream_state_dict(engine.model, context, order=plan.part_names)
 
         def write() -> None:
             try:

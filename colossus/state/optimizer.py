@@ -40,10 +40,7 @@ def why_not_saved(optimizer: Any) -> str | None:
         return f"{kind} has no .state, in which an optimizer of torch keeps what belongs to each parameter"
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state:
-            return (
-                f"{kind} has another optimizer in .{name}, which keeps state of its own: no checkpoint would have it. "
-                f"Let both keep one state: self.state = self.{name}.state, in __init__"
-            )
+            return f"{kind} has another optimizer in .{name}: let both keep one state, self.state = self.{name}.state"
     if other := [key for key in optimizer.state if not isinstance(key, Tensor)]:
         return (
             f"{kind} keeps {other[0]!r} in its state, which is the state of no parameter: keep it in "
@@ -94,16 +91,14 @@ def require_same_optimizer(
     Raises:
         CheckpointError: it is not.
     """
-    kept = {name.rpartition("/")[2] for name in reader.manifest.names(section)}
-    if saved is None or not kept or _is_empty(optimizer):
+    if saved is None or not any(reader.manifest.names(section)) or _is_empty(optimizer):
         return
     before = _in_words(saved["kind"], saved["made"])
     now = _in_words(type(optimizer).__qualname__, optimizer.param_groups)
     if before != now:
         raise CheckpointError(
-            f"{reader.folder} was saved with the optimizer {before}, this run has {now}: what the one has kept of each "
-            f"parameter ({', '.join(sorted(kept))}) tells the other nothing. Take {before}, or begin a run with the "
-            f"weights alone: checkpoint.weights, or run.checkpoints.load_weights"
+            f"{reader.folder} was saved with the optimizer {before}, this run has {now}: take {before}, or begin a run "
+            f"with the weights alone (checkpoint.weights, or run.checkpoints.load_weights)"
         )
 
 
@@ -116,26 +111,19 @@ def _in_words(kind: str, groups: Sequence[Mapping[str, Any]]) -> str:
 def options_to_go_on(
     made: Sequence[GroupOptions], saved: SavedOptimizer | None, *, is_logged: bool
 ) -> list[GroupOptions]:
-    """The options with which a run goes on: those of the checkpoint, also what a hook has changed on the way; but those
-    of the config (another lr, another weight decay) where the optimizer is made otherwise than then.
+    """The options with which a run goes on: those of the config (another lr, another weight decay) where they are not
+    what they were then, which one line tells; the others as the checkpoint has them, also what a hook has changed.
 
     Args:
         made: as the optimizer of this run was made.
         is_logged: whether this rank logs what differs.
     """
-    if saved is None:
-        return list(made)
-    if len(made) != len(saved["made"]):
-        if is_logged:
-            log.warning(
-                "the optimizer has %d parameter groups and had %d: their options are those of this run",
-                len(made), len(saved["made"]),
-            )  # fmt: skip
+    if saved is None or len(made) != len(saved["made"]):
         return list(made)
     changed, out = [], []
-    for number, (now, before, then) in enumerate(zip(made, saved["made"], saved["now"], strict=True)):
+    for now, before, then in zip(made, saved["made"], saved["now"], strict=True):
         differ = {key: value for key, value in now.items() if key in before and value != before[key]}
-        changed += [f"{key} of group {number} was {before[key]!r} and is {differ[key]!r}" for key in sorted(differ)]
+        changed += [f"{key} was {before[key]!r} and is {value!r}" for key, value in differ.items()]
         out.append({**now, **then, **differ})
     if changed and is_logged:
         log.warning("the optimizer is made otherwise than in the checkpoint: %s", ", ".join(changed))

@@ -42,7 +42,7 @@ def state_boxes(
             elif value.shape in (box.parameter.shape, _by_row(box.parameter)):
                 yield box.tensor_box(key, value)
             elif value.dim() and box.is_split:
-                raise _unknown_part(key, value, box)
+                raise _unknown_part(key, value.shape, box)
             else:
                 yield TensorBox.whole(key, value, writes=box.writes_scalars)
         if plain and box.writes_scalars:
@@ -50,36 +50,27 @@ def state_boxes(
             values[path] = encode(plain, path, tensors)
             for key, tensor in tensors.items():
                 if tensor.dim() and box.is_split:
-                    raise _unknown_part(key, tensor, box)
+                    raise _unknown_part(key, tensor.shape, box)
                 yield TensorBox.whole(key, tensor)
 
 
-def _unknown_part(key: str, tensor: Tensor, box: ParameterBox) -> CheckpointError:
+def _unknown_part(key: str, shape: Sequence[int], box: ParameterBox) -> CheckpointError:
     return CheckpointError(
-        f"{key} has shape {tuple(tensor.shape)}, its parameter on this rank {tuple(box.parameter.shape)}, a shard of "
-        f"{box.logical.shape}: what it is of the whole is not known. State of a split parameter must be kept by name, "
-        f"and have its shape, a number for each row ([rows, 1]), or none"
+        f"{key} has shape {tuple(shape)}, its parameter {box.logical.shape}, of which a rank holds a part: what is of "
+        f"that part is not known. State of a split parameter must have its shape, a number for each row ([rows, 1]), "
+        f"or none; take a plan that keeps the parameter whole, or the weights alone (checkpoint.weights)"
     )
 
 
 def require_state_fits(section: str, reader: CheckpointReader, boxes: Sequence[ParameterBox]) -> None:
-    """That this rank's boxes of the parameters say what their boxes of the state are.
-
-    Raises:
-        CheckpointError: for a tensor that is neither of the shape of its parameter, nor a number for each of its rows,
-            nor without dims, where a rank has a part of the parameter.
-    """
+    """That this rank's boxes of the parameters say what their boxes of the state are, else a `CheckpointError`."""
     entries = _entries(section, reader)
     for box in boxes:
         for entry in entries.get(box.name, ()) if box.is_split else ():
             key = f"{section}/{box.name}/{entry}"
             shape = reader.manifest.tensors[key].shape
             if shape not in ((), box.logical.shape, box.shape_by_row):
-                raise CheckpointError(
-                    f"{reader.folder}: {key} has shape {shape}, its parameter {box.logical.shape}, of which a rank "
-                    f"holds a part here: what is of that part is not known. Load it under a plan that keeps this "
-                    f"parameter whole, or begin a run with the weights alone (checkpoint.weights)"
-                )
+                raise _unknown_part(f"{reader.folder}: {key}", shape, box)
 
 
 def _entries(section: str, reader: CheckpointReader) -> dict[str, list[str]]:
@@ -119,10 +110,12 @@ def read_state(
                 of_param[entry] = reader.tensor(key)
                 continue
             if entry not in of_param:
-                kept = (existing or {}).get(box.parameter, {}).get(entry)
                 shape = _by_row(box.parameter) if is_by_row else box.parameter.shape
-                saved_parameter = reader.manifest.tensors[f"model/{box.name}"].dtype
-                of_param[entry] = _buffer(kept, box, shape, saved.dtype, saved_parameter)
+                is_as_parameter = saved.dtype == reader.manifest.tensors[f"model/{box.name}"].dtype
+                dtype = box.parameter.dtype if is_as_parameter else DTYPES[saved.dtype]
+                kept = (existing or {}).get(box.parameter, {}).get(entry)
+                fits = isinstance(kept, Tensor) and (kept.shape, kept.dtype) == (shape, dtype)
+                of_param[entry] = kept if fits else torch.zeros(shape, dtype=dtype, device=box.parameter.device)
             reader.read_into(box.tensor_box(key, of_param[entry]))
         of_param.update(values.get(f"{section}/{box.name}", {}))
     return {param: of_param for param, of_param in state.items() if of_param}
@@ -131,11 +124,3 @@ def read_state(
 def _by_row(parameter: Tensor) -> torch.Size:
     """The shape of a number for each row."""
     return torch.Size((*parameter.shape[:1], *(1 for _ in parameter.shape[1:])))
-
-
-def _buffer(kept: Any, box: ParameterBox, shape: torch.Size, saved: str, saved_parameter: str) -> Tensor:
-    """Memory for state of a rank's parameter."""
-    dtype = box.parameter.dtype if saved == saved_parameter else DTYPES[saved]
-    if isinstance(kept, Tensor) and kept.shape == shape and kept.dtype == dtype:
-        return kept
-    return torch.zeros(shape, dtype=dtype, device=box.parameter.device)

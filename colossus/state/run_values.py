@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -134,12 +135,8 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _restore_place_in_data(run: Run, values: Mapping[str, Any]) -> None:
-    """By the state of the same data rank where there are as many; else by that of the first.
-
-    The batches of a global order (a dataset, a stream or a loader that gives whole batches) are the same for any number
-    of data ranks. A loader of one's own that gives each data rank its own batches is not: what each reads next is where
-    the first one was.
-    """
+    """By the state of the same data rank where there are as many; else by that of the first, which only a loader of
+    one's own that gives each data rank its own batches can tell."""
     assert run.loaders is not None
     size, loader = run.context.size("data"), run.loaders.train
     saved = sum(path.startswith("loader/") for path in values)
@@ -176,11 +173,11 @@ def hook_values(hooks: Sequence[SavedHook], owner: Any) -> dict[str, Any]:
         owner: what hooks are called with: the engine.
     """
     values = {}
-    for name, hook in _by_name(hooks):
-        with _naming(name, "on_save"):
+    for hook in hooks:
+        with _naming(hook, "on_save"):
             hook.on_save(owner)
     for name, hook in _by_name(hooks):
-        with _naming(name, "state_dict"):
+        with _naming(hook, "state_dict"):
             state = hook.state_dict()
         if state:
             values[f"hooks/{name}"] = state
@@ -191,36 +188,28 @@ def _restore_hooks(hooks: Sequence[SavedHook], values: Mapping[str, Any], contex
     saved = {path.removeprefix("hooks/"): value for path, value in values.items() if path.startswith("hooks/")}
     for name, hook in _by_name(hooks):
         if name in saved:
-            with _naming(name, "load_state_dict"):
+            with _naming(hook, "load_state_dict"):
                 hook.load_state_dict(saved.pop(name))
     if saved and context.is_logging_rank:
-        log.warning(
-            "the checkpoint has state of hooks that this run does not have: %s. It is dropped; to take it, set "
-            "run.checkpoints.hooks before the load",
-            ", ".join(saved),
-        )
+        log.warning("state of hooks that this run does not have is dropped: %s", ", ".join(saved))
 
 
 @contextlib.contextmanager
-def _naming(name: str, method: str) -> Iterator[None]:
+def _naming(hook: SavedHook, method: str) -> Iterator[None]:
     """What a hook raises says which hook it was."""
     try:
         yield
     except Exception as error:
-        raise CheckpointError(f"the hook {name}: {method}: {in_words(error)}") from error
+        raise CheckpointError(f"the hook {type(hook).__qualname__}: {method}: {in_words(error)}") from error
 
 
-def _by_name(hooks: Sequence[SavedHook]) -> list[tuple[str, SavedHook]]:
+def _by_name(hooks: Sequence[SavedHook]) -> Iterator[tuple[str, SavedHook]]:
     """By the name of the class; of several of one name by their number, too."""
-    named: dict[str, SavedHook] = {}
+    count: Counter[str] = Counter()
     for hook in hooks:
-        name = kind = type(hook).__qualname__
-        number = 1
-        while name in named:
-            number += 1
-            name = f"{kind}~{number}"
-        named[name] = hook
-    return [*named.items()]
+        kind = type(hook).__qualname__
+        count[kind] += 1
+        yield (kind if count[kind] == 1 else f"{kind}~{count[kind]}"), hook
 
 
 # -- random generators ------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from helpers.checkpointing import latest_step, save
 from helpers.launching import LAUNCH, children, finish, is_running, start, wait_for
 from helpers.ranks import grid
 from helpers.small_run import Counter, make_engine
@@ -20,7 +19,7 @@ from torch import distributed as dist
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.writer import CheckpointWriter, SavedCheckpoint
+from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook, fit
@@ -80,41 +79,6 @@ def started(folder: Path, number: int, body: Callable[[ParallelContext, Callable
         yield run
     finally:
         run.end()
-
-
-def _saves_all_the_time(root: Path, first: int) -> Callable[[ParallelContext, Callable[[int], None]], None]:
-    """Every step is saved, some in the background, some twice; rank 0 notes the steps that are complete."""
-
-    def body(context: ParallelContext, note: Callable[[int], None]) -> None:
-        writer = CheckpointWriter(root, context, keep_last=2, keep_every=7)
-        note(first) if context.rank == 0 else None
-        for number in range(10**6):
-            step = first + 1 + number * 2 // 3  # 0 0 1 2 2 3 ..
-            save(writer, step, rank=context.rank, world=WORLD, background=number % 4 < 2)
-            if context.rank == 0:
-                note(step)
-
-    return body
-
-
-@pytest.mark.long
-def test_ranks_are_killed_at_random_moments(in_memory: Path) -> None:
-    """At 32 moments: one rank first, the other a little later, or all at once; the run goes on from what is there."""
-    drawn = random.Random(14)
-    root, step, reached = in_memory / "checkpoints", 0, []
-    for number in range(32):
-        with started(in_memory, number, _saves_all_the_time(root, step)) as run:
-            run.wait_for_notes(drawn.randint(1, 8))
-            time.sleep(drawn.uniform(0.0, 0.05))
-            first = number % (WORLD + 1)
-            run.kill(*([first] if first < WORLD else range(WORLD)))
-            time.sleep(drawn.choice([0.0, 0.003, 0.03]))
-        completed = max(run.noted())
-        step = latest_step(root, WORLD)
-        assert step >= completed, f"kill {number}"
-        reached.append(step)
-    assert reached == sorted(reached)
-    assert reached[-1] > 64, "too few saves for 32 kills to meet them"
 
 
 # -- a whole engine ---------------------------------------------------------------------------------------

@@ -61,14 +61,6 @@ def test_going_on_from_an_older_checkpoint_moves_latest(in_memory: Path) -> None
         assert latest(root) == wanted, "a run that saves nothing has no branch"
 
 
-def test_a_folder_that_is_not_named_is_found_before_the_first_step() -> None:
-    engine = engine_of(None, every=3)
-    with pytest.raises(ValueError, match="name a folder for checkpoints"):
-        fit(engine)
-    assert engine.completed_steps == 0
-    engine.close()
-
-
 # -- the place in the data ------------------------------------------------------------------------------------
 
 

@@ -101,7 +101,7 @@ class KeepsAMean(torch.optim.SGD):
 
 
 REFUSED = {
-    Wraps: "Wraps has another optimizer in .base, which keeps state of its own",
+    Wraps: "Wraps has another optimizer in .base: let both keep one state",
     KeepsAMean: "KeepsAMean keeps 'mean' in its state, which is the state of no parameter",
 }
 

@@ -174,7 +174,9 @@ DRAWN = dict(deadline=None, suppress_health_check=[*HealthCheck])
 @settings(max_examples=examples(1), **DRAWN)
 @given(chains(2, (2, 4)))
 def test_drawn_plans(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Any]]) -> None:
-    check_drawn(tmp_path_factory, drawn)
+    common, chosen = drawn
+    chain = [(world, gpt(parallel, schedule, **common)) for world, (parallel, schedule) in chosen]
+    check_chain(tmp_path_factory.mktemp("chain"), chain, gpt({}, **common), gpt_batch)
 
 
 @pytest.mark.long
@@ -182,13 +184,7 @@ def test_drawn_plans(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict
 @settings(max_examples=40, **DRAWN)
 @given(chains(6, (2, 4, 8, 8)))
 def test_many_drawn_plans(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Any]]) -> None:
-    check_drawn(tmp_path_factory, drawn)
-
-
-def check_drawn(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Any]]) -> None:
-    common, chosen = drawn
-    chain = [(world, gpt(parallel, schedule, **common)) for world, (parallel, schedule) in chosen]
-    check_chain(tmp_path_factory.mktemp("chain"), chain, gpt({}, **common), gpt_batch)
+    test_drawn_plans.hypothesis.inner_test(tmp_path_factory, drawn)  # type: ignore[attr-defined]
 
 
 # -- a model and an optimizer of a user's own -----------------------------------------------------------------

@@ -66,24 +66,6 @@ def test_options_that_were_changed_on_the_way_stay_changed(tmp_path: Path) -> No
     assert not told
 
 
-def in_two_groups(named: Any) -> torch.optim.Optimizer:
-    params = [param for _, param in named]
-    return torch.optim.AdamW([dict(params=params[:2]), dict(params=params[2:], weight_decay=0.5)], lr=1e-2)
-
-
-def test_other_groups_keep_the_state_of_each_parameter(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-
-    def look(engine: Any) -> list[float]:
-        assert groups(engine)[1]["weight_decay"] == 0.5
-        return [engine.optimizer.state[param]["step"].item() for param in engine.model.parameters()]
-
-    ((steps, told, refused),) = load(path, settings(tmp_path / "other"), look, optimizer=in_two_groups)
-    assert not refused
-    assert steps == [2.0] * 6
-    assert told == ["the optimizer has 2 parameter groups and had 1: their options are those of this run"]
-
-
 class Factors(torch.optim.SGD):
     """Keeps the norm of each row of a matrix: no shape of a part can be known from that of the whole."""
 

@@ -174,7 +174,7 @@ def test_a_shorter_model_takes_the_first_positions(tmp_path: Path) -> None:
         match = engine.checkpoints.weights_match
         assert match is not None
         assert match.is_complete
-        assert match.shortened == {"positions.weight": (6, 4)}
+        assert match.resized == {"positions.weight": (6, 4)}
         heading = PlainDisplay(tmp_path, io.StringIO()).heading(engine)[-1]
         engine.close()
         with pytest.raises(CheckpointError, match=r"embedding.weight \(11, 8\) there, \(10, 8\) here"):
@@ -182,4 +182,4 @@ def test_a_shorter_model_takes_the_first_positions(tmp_path: Path) -> None:
         return heading
 
     for heading in run_ranks(2, load, with_context=False):
-        assert heading.endswith(f"from {folder}, positions.weight the first 4 of 6 rows")
+        assert heading.endswith(f"from {folder}, the first 4 rows of positions.weight")
