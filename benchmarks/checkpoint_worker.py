@@ -202,7 +202,7 @@ class Ours:
         with CheckpointReader(self._root / name_of(1)) as reader:
             reader.verify(self._context.group(_AXIS))
             for tensor in self._state(held).tensors:
-                reader.read_into(tensor)
+                reader.read_box(tensor.key, tensor.box, tensor.local)
 
 
 class Torchs:

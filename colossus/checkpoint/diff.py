@@ -24,24 +24,18 @@ BLOCK_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Of a tensor that both have.
-
-    Attributes:
-        key: of the tensor.
-        spec: its dtypes and shapes in words where these differ, else "".
-        num_different: elements that are not the same; None where shapes differ.
-        num_elements: of the tensor.
-        absolute: the largest difference of an element; infinite where one is NaN and the other is not.
-        relative: that, of the largest element of the two.
-        is_float: floating or complex; of others every difference counts, whatever the tolerance.
-    """
+    """Of a tensor that both have."""
 
     key: str
+    #: its dtypes and shapes in words where these differ, else ""
     spec: str
+    #: elements that are not the same; None where shapes differ
     num_different: int | None
     num_elements: int
+    #: the largest difference of an element, infinite where one is NaN and the other is not; and relative to the largest
     absolute: float = 0.0
     relative: float = 0.0
+    #: of others than floating and complex ones every difference counts, whatever the tolerance
     is_float: bool = True
 
     @property
@@ -55,22 +49,17 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """Between checkpoints A and B.
-
-    Attributes:
-        only_in_a, only_in_b: keys of tensors.
-        tensors: that both have and that are not the same, those of the model first, then those of the optimizer; in
-            each the largest relative difference first.
-        values: path -> (as A has it, as B has it), of what is no tensor: the step, and all other state.
-        about: the same of what is no state: plan, versions, config.
-        num_compared: tensors that both have.
-    """
+    """Between checkpoints A and B."""
 
     only_in_a: list[str]
     only_in_b: list[str]
+    #: those that are not the same, of the model first, then of the optimizer; in each the largest difference first
     tensors: list[TensorDifference]
+    #: path -> (as A has it, as B has it), of what is no tensor: the step, and all other state
     values: dict[str, tuple[str, str]]
+    #: the same of what is no state: plan, versions, config
     about: dict[str, tuple[str, str]]
+    #: tensors that both have
     num_compared: int
 
     def exceeds(self, relative: float = 0.0, absolute: float = 0.0) -> bool:

@@ -73,14 +73,8 @@ def make_folder(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, if it is there: it loses its name first, so that no half of it is ever taken for a whole.
-
-    Of a link only the name goes: what it leads to was put elsewhere by somebody who wants it there.
-    """
-    if folder.is_symlink():
-        folder.unlink()
-        flush_folder(folder.parent)
-    elif folder.exists():
+    """Remove a folder, if it is there: it loses its name first, so that no half of it is ever taken for a whole."""
+    if os.path.lexists(folder):
         dying = folder.with_name(f"step-00000000.deleted-{folder.name}-{uuid.uuid4().hex[:8]}")
         folder.rename(dying)
         flush_folder(dying.parent)
@@ -95,11 +89,7 @@ def require_new(target: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, beside ``target``, whose name it gets when the block ends well; else it is removed.
-
-    Raises:
-        CheckpointError: ``target`` is there, or cannot be made.
-    """
+    """A folder to write into, beside ``target``, whose name it gets when the block ends well; else it is removed."""
     require_new(target)
     temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:

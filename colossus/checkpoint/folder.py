@@ -62,12 +62,8 @@ def named(root: Path) -> dict[Path, int]:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The folders in ``root`` with the name and the manifest of a checkpoint, the oldest first; whether they are intact
-    is not looked at.
-
-    By the time of the manifest, not by the step: where a run went back to step 100, a checkpoint of step 200 may be
-    older than one of 150.
-    """
+    """The folders in ``root`` with the name and the manifest of a checkpoint, the oldest first: by the time of the
+    manifest, not by the step, since a run may have gone back. Whether they are intact is not looked at."""
     found = []
     for path, step in named(root).items():
         with contextlib.suppress(OSError):
@@ -78,14 +74,11 @@ def checkpoints(root: Path) -> list[Path]:
 def find_latest(root: Path, damaged: dict[Path, CheckpointError] | None = None) -> Path | None:
     """The checkpoint that ``latest`` names, if its files are all there in their sizes; else the newest that is so.
 
-    What is passed over is told in a warning. None where the folder holds no checkpoint.
+    What is passed over is told in a warning. None where the folder holds no checkpoint. When none of them is whole a
+    `DamagedCheckpoint` names the newest; one that cannot be read, or is of another version, is never passed over.
 
     Args:
         damaged: those that are known not to be whole; what is found of them is added.
-
-    Raises:
-        DamagedCheckpoint: when there are checkpoints and none of them is whole: what is wrong with the newest.
-        CheckpointError: when one cannot be read, or is of another version: which is no reason to go back behind it.
     """
     damaged = {} if damaged is None else damaged
     wanted = _newest_first(root)
@@ -124,11 +117,7 @@ def _newest_first(root: Path) -> list[Path]:
 def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Path:
     """The checkpoint folder that a user means: one itself, a folder of checkpoints, or a run folder.
 
-    Args:
-        damaged: see `find_latest`.
-
-    Raises:
-        CheckpointError: when there is none, or it is not whole.
+    ``damaged`` is that of `find_latest`.
     """
     path = path.expanduser()
     try:
@@ -153,12 +142,8 @@ def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Pa
 
 
 def require_files(folder: Path) -> Manifest:
-    """That a checkpoint has its manifest, which is returned, and all of its files, in their sizes.
-
-    Raises:
-        DamagedCheckpoint: naming the file that is not as it was written.
-        CheckpointError: when one cannot be read, or the checkpoint is of another version.
-    """
+    """That a checkpoint has its manifest, which is returned, and all of its files, in their sizes: else a
+    `DamagedCheckpoint`; a plain `CheckpointError` when one cannot be read, or it is of another version."""
     manifest = read_manifest(folder)
     for name, file in manifest.files.items():
         try:
@@ -185,9 +170,6 @@ def put_in_place(temporary_folder: Path, root: Path, step: int) -> None:
     """Give a written and flushed checkpoint its name, and let ``latest`` name it.
 
     A checkpoint of the same step stays, under a name by which it is found, too, until `prune` removes it.
-
-    Raises:
-        OSError: the new one has its name, or the former one is found.
     """
     target, aside = root / name_of(step), root / f"{name_of(step)}.replaced"
     flush_folder(temporary_folder)

@@ -57,13 +57,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, row-major in one file.
-
-    Attributes:
-        file: name within the checkpoint's folder.
-        offset: of its first byte in the file.
-        start, size: of the box, in elements, for each dim of the tensor.
-    """
+    """A box of a tensor, row-major in one file from this byte on; start and size in elements, for each dim."""
 
     file: str
     offset: int
@@ -165,12 +159,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
-
-    Raises:
-        DamagedCheckpoint: when it is missing, truncated or corrupted.
-        CheckpointError: when it cannot be read, or is of another version.
-    """
+    """The manifest of a checkpoint folder. Raises as `folder.require_files` does."""
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
@@ -199,7 +188,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse(body: Mapping[str, Any]) -> Manifest:
-    """The manifest of its JSON: names of files lead nowhere else, and chunks lie within their tensors and files."""
+    """The manifest of its JSON: names of files lead nowhere else, and chunks cover their tensors."""
     names = [name for name, _, _ in body["files"]]
     for name in names:
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
@@ -214,10 +203,7 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
         for key, (dtype, shape, chunks) in body["tensors"].items()
     }
     for key, entry in tensors.items():
-        _check(key, entry, files)
-    for alias, name in body["aliases"].items():
-        if f"model/{name}" not in tensors:
-            raise ValueError(f"{alias} is another name of {name}, which is not there")
+        _require_covered(key, entry)
     as_they_are = {key: dict(body[key]) for key in ("versions", "plan", "config", "aliases", "values")}
     return Manifest(
         step=int(body["step"]),
@@ -229,16 +215,8 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _check(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> None:
-    item = ITEM_BYTES.get(entry.dtype)
-    if item is None:
-        raise ValueError(f"{key} has dtype {entry.dtype!r:.40}, which this colossus does not know")
-    for chunk in entry.chunks:
-        spans = zip(chunk.start, chunk.size, entry.shape, strict=True)
-        if any(start < 0 or size < 0 or start + size > whole for start, size, whole in spans):
-            raise ValueError(f"{key} {entry.shape} has a chunk of {chunk.size} at {chunk.start}, outside of it")
-        if chunk.offset < 0 or chunk.offset + chunk.num_elements * item > files[chunk.file].num_bytes:
-            raise ValueError(f"{key} has a chunk at byte {chunk.offset}, which lies outside of {chunk.file}")
+def _require_covered(key: str, entry: TensorEntry) -> None:
+    """That every element is in one chunk."""
     held = [chunk for chunk in entry.chunks if chunk.num_elements]
     is_once = len({chunk.start for chunk in held}) == len(held)
     if not is_once or sum(chunk.num_elements for chunk in held) != math.prod(entry.shape):
@@ -250,12 +228,7 @@ def _check(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> None
 
 @dataclass(frozen=True)
 class About:
-    """What a manifest says of a run, beside what ranks write.
-
-    Attributes:
-        tokenizer: as of `Manifest`.
-        files: further files of the checkpoint, by name.
-    """
+    """What a manifest says of a run, beside what ranks write; and further files of the checkpoint, by name."""
 
     step: int
     plan: Mapping[str, Any] = field(default_factory=dict)

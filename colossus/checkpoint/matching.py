@@ -85,14 +85,9 @@ def match_weights(
     A tied parameter is found under any of its names, on both sides.
 
     Args:
-        model: by first name, of the whole model.
-        saved: shapes by the names under which values are.
-        aliases: other names of these -> the name under which the value is.
-        only: patterns (`fnmatch`) of names in the model; what none of them matches keeps its values.
-        rename: see `renamed`.
-        grow: patterns of names in the model that may have more rows (dim 0) than were saved.
-        shorten: patterns of those that may have fewer, and take the first ones.
-        strict: refuse what is not complete.
+        aliases: other names of what is saved -> the name under which the value is.
+        only, rename, grow, strict: as of `Checkpoints.load_weights`.
+        shorten: patterns of names in the model that may have fewer rows than were saved, and take the first ones.
 
     Raises:
         CheckpointError: for a pattern or a rename that meets nothing, and where two saved tensors would go to one
@@ -140,9 +135,6 @@ def renamed(names: Sequence[str], rename: Rename | None) -> dict[str, str | None
             parts (``{"encoder": "trunk"}``; ``""`` is in front of all, and as a value takes the prefix away), or has
             stars, and those of its value stand for what they met (``{"blocks.*.up.*": "blocks.*.up.base.*"}``). A
             value of None leaves out.
-
-    Raises:
-        CheckpointError: for a key that meets no name, and for stars that do not agree.
     """
     found: dict[str, str | None] = {name: name for name in names}
     if rename is None:

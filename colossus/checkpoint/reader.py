@@ -14,7 +14,6 @@ from colossus.checkpoint.durable import problem_of
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.manifest import Chunk, TensorEntry
-from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
@@ -51,12 +50,8 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: has no tensor {key!r}")
         return self.manifest.tensors[key]
 
-    def read_into(self, held: TensorBox) -> None:
-        """Fill a rank's box of a tensor, whose shape in the checkpoint must be the same. Casts to the box's dtype."""
-        self.read_box(held.key, held.box, held.local)
-
     def read_box(self, key: str, box: Box, out: Tensor) -> None:
-        """Fill ``out`` with a box of a tensor, (start, stop) of every dim; ``out`` has the shape of the box.
+        """Fill ``out`` with a box of a tensor, (start, stop) of every dim; ``out`` has the shape of the box, any dtype.
 
         Raises:
             CheckpointError: when there is no such tensor, or its file cannot be read.

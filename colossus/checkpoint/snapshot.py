@@ -56,15 +56,14 @@ class Staging:
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         self._reserve(sum(sizes), is_pinned=bool(devices))
         copies = list(self._places(tensors, sizes))
-        for kind in {(tensor.dtype, tensor.device) for tensor in tensors}:
-            pairs = [
-                (copy, tensor)
-                for copy, tensor in zip(copies, tensors, strict=True)
-                if (tensor.dtype, tensor.device) == kind and tensor.numel()
-            ]
-            if pairs:
-                targets, sources = map(list, zip(*pairs, strict=True))
-                torch._foreach_copy_(targets, sources, non_blocking=kind[1].type != "cpu")
+        by_kind: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+        for copy, tensor in zip(copies, tensors, strict=True):
+            if tensor.numel():
+                targets, sources = by_kind.setdefault((tensor.dtype, tensor.device), ([], []))
+                targets.append(copy)
+                sources.append(tensor)
+        for (_, device), (targets, sources) in by_kind.items():
+            torch._foreach_copy_(targets, sources, non_blocking=device.type != "cpu")
         for device in devices:
             torch.accelerator.synchronize(device)
         return copies

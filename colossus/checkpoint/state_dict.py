@@ -80,14 +80,8 @@ def stream_state_dict(
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A parameter or buffer of the whole model.
-
-    Attributes:
-        names: all of them, with the place of each in the state dict.
-        shape: full shape.
-        dtype: in which it is held.
-        stage: the first pipeline stage that has it.
-    """
+    """A parameter or buffer of the whole model: its names with the place of each in the state dict, its full shape, and
+    the first pipeline stage that has it."""
 
     names: Mapping[str, Position]
     shape: tuple[int, ...]
@@ -108,8 +102,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
         state: tensors of full shape, as `full_state_dict` returns them; of what is tied, one name is enough.
 
     Raises:
-        ValueError: naming every key that is missing or left over, or whose shape differs, or names of one parameter
-            under which the state dict has different values.
+        ValueError: naming every key that is missing or left over, or whose shape differs.
     """
     entries = entries_of(model)
     known = {first: tensor.names.keys() for first, tensor in whole_tensors(model, context).items()}
@@ -119,7 +112,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
         raise ValueError(
             f"the state dict does not fit the model: missing {missing or 'none'}, not in the model {extra or 'none'}"
         )
-    chosen = {name: _value(entry, state) for name, entry in entries.items()}
+    chosen = {name: next(state[each] for each in entry.names if each in state) for name, entry in entries.items()}
+    for name, entry in entries.items():
+        if chosen[name].shape != entry.shape:
+            raise ValueError(f"{name}: the state dict has shape {tuple(chosen[name].shape)}, the model {entry.shape}")
     with as_shards():
         for name, entry in entries.items():
             if isinstance(entry.held, Tensor):
@@ -127,21 +123,6 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
             else:
                 entry.held.local().copy_(shard(chosen[name], entry.held.layout, context, entry.held.intervals))
     torch.clear_autocast_cache()  # a block around this would keep casts of what was there before
-
-
-def _value(entry: Entry, state: Mapping[str, Tensor]) -> Tensor:
-    """What the state dict has for an entry, under one or several of its names."""
-    given = [each for each in entry.names if each in state]
-    value = state[given[0]]
-    for each in given:
-        if tuple(state[each].shape) != entry.shape:
-            raise ValueError(f"{each}: the state dict has shape {tuple(state[each].shape)}, the model {entry.shape}")
-        if state[each] is not value and not torch.equal(state[each], value):
-            raise ValueError(
-                f"{given[0]} and {each} are one parameter of the model (tied), but differ in the state dict: leave one "
-                f"of them out, or build the model without the tie"
-            )
-    return value
 
 
 #: an entry of this rank, and the part that the rank has of it, or of its gradient

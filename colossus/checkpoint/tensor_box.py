@@ -56,8 +56,7 @@ def choose_writers(
 
     Args:
         tensors: layout, full shape and bytes of an element.
-        sizes: of all axes.
-        at: this rank's coordinates.
+        sizes, at: of all axes, and this rank's coordinates.
         apart: axes along which ranks do not hold the same tensors.
     """
     #: bytes given to each of the ranks with the same boxes, for the axes along which these lie

@@ -13,8 +13,8 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,19 +34,14 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in SAFETEN
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the manifest has it.
-
-    Raises:
-        CheckpointError: for a dtype that a checkpoint cannot hold.
-    """
+    """As the manifest has it."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise CheckpointError(f"a tensor of dtype {name} cannot be saved; dtypes are {', '.join(sorted(DTYPES))}")
     return name
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """Of a safetensors file.
 
     Attributes:
@@ -122,7 +117,6 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host."""
     # one element is contiguous whatever its strides, but is no view of bytes with them
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 

@@ -11,13 +11,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from colossus.checkpoint.assets import read_assets, write_assets
 from colossus.checkpoint.durable import new_folder, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import MANIFEST, About, TensorEntry, merge
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.tensor_file import DTYPES, dtype_name
+from colossus.checkpoint.weight_sources import read_assets, write_assets
 from colossus.checkpoint.writer import write_boxes
 
 T = TypeVar("T")
@@ -40,9 +40,6 @@ def to_colossus(
         dtype: of the floating-point ones; None is that in which each is stored.
         max_shard_bytes: of one file, unless a single tensor is larger.
         on_tensor: called with the bytes of each that is written.
-
-    Raises:
-        CheckpointError: when the target is there, or cannot be written.
     """
     source, parts = reader.manifest, []
     entries = {key: entry for key, entry in source.tensors.items() if key.startswith("model/")}
@@ -85,9 +82,6 @@ def require_finite(cast: Tensor, name: str, original: Tensor | Callable[[], Tens
 
     Args:
         original: what was cast; a function of it is asked only where something is not finite.
-
-    Raises:
-        CheckpointError: naming the tensor, and a dtype that has room for its numbers.
     """
     if not cast.dtype.is_floating_point or cast.isfinite().all():
         return

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.assets import Assets
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under_key
 from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.weight_sources import find_weights, open_weights
+from colossus.checkpoint.weight_sources import Assets, find_weights, open_weights
 from colossus.checkpoint.writer import CheckpointWriter, Save, SavedCheckpoint
 from colossus.comm.objects import broadcast_object
 from colossus.state.run_values import SavedHook

@@ -12,17 +12,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from colossus.checkpoint.assets import (
-    GENERATION,
-    TOKEN_IDS,
-    Assets,
-    write_assets,
-)
 from colossus.checkpoint.durable import new_folder, require_new, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.state_dict import WholeTensor, stream_state_dict, whole_tensors
 from colossus.checkpoint.tensor_file import make_header, write_file
+from colossus.checkpoint.weight_sources import (
+    GENERATION,
+    TOKEN_IDS,
+    Assets,
+    write_assets,
+)
 from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, split_into_shards
 from colossus.context.parallel_context import ParallelContext
 from colossus.hf.family import Family, Row, family_of

@@ -49,9 +49,6 @@ def run_values(run: Run) -> dict[str, Any]:
 def written_for(run: Run, *along: str) -> Iterator[str]:
     """What is before the paths of values of which each replica may have its own, where this rank writes them: "" for
     all, or the first; and where replicas have parameters of their own, the prefix of each.
-
-    Args:
-        along: public names of axes along which values differ, too.
     """
     if _is_first_but_along(run, *along):
         yield ""
@@ -66,11 +63,7 @@ def _is_first_but_along(run: Run, *public: str) -> bool:
 
 
 def decoded_values(reader: CheckpointReader, rank: int) -> dict[str, Any]:
-    """The values of a checkpoint, without those of other ranks.
-
-    Raises:
-        DamagedCheckpoint: one cannot be understood.
-    """
+    """The values of a checkpoint, without those of other ranks."""
     values, own = {}, f"ranks/{rank}/"
     for path, value in reader.manifest.values.items():
         if not path.startswith("ranks/") or path.startswith(own):
@@ -91,16 +84,7 @@ def restore_run(
     *,
     same_plan: bool,
 ) -> None:
-    """Take it back, under any plan. What is worth a warning is logged by one rank.
-
-    A run without a loss scale (its precision is not fp16 now) leaves that of the checkpoint, one whose checkpoint has
-    none begins with its own.
-
-    Args:
-        step: of the checkpoint.
-        values: decoded.
-        same_plan: this rank has the same place as when they were saved.
-    """
+    """Take it back, under any plan; ``same_plan``: this rank has the same place as when the values were saved."""
     context = run.context
     train = values.get(f"{source.own}train", values.get("train", {"completed_steps": step}))
     run.completed_steps = train["completed_steps"]
@@ -148,7 +132,6 @@ def _restore_place_in_data(run: Run, values: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _logged_by_one(context: ParallelContext) -> Iterator[None]:
-    """Inside, what loaders log is logged by one rank: all say the same."""
     of_loaders = logging.getLogger("colossus.data")
     was_disabled, of_loaders.disabled = of_loaders.disabled, of_loaders.disabled or not context.is_logging_rank
     try:
@@ -167,40 +150,20 @@ class SavedHook(Stateful, Protocol):
 
 
 def hook_values(hooks: Sequence[SavedHook], owner: Any) -> dict[str, Any]:
-    """What each hook of this rank gives, if it gives anything, by path; that of the first rank is saved.
-
-    Args:
-        owner: what hooks are called with: the engine.
-    """
-    values = {}
+    """What each hook of this rank gives, if it gives anything, by path; that of the first rank is saved."""
     for hook in hooks:
-        with _naming(hook, "on_save"):
-            hook.on_save(owner)
-    for name, hook in _by_name(hooks):
-        with _naming(hook, "state_dict"):
-            state = hook.state_dict()
-        if state:
-            values[f"hooks/{name}"] = state
-    return values
+        hook.on_save(owner)
+    states = {f"hooks/{name}": hook.state_dict() for name, hook in _by_name(hooks)}
+    return {path: state for path, state in states.items() if state}
 
 
 def _restore_hooks(hooks: Sequence[SavedHook], values: Mapping[str, Any], context: ParallelContext) -> None:
     saved = {path.removeprefix("hooks/"): value for path, value in values.items() if path.startswith("hooks/")}
     for name, hook in _by_name(hooks):
         if name in saved:
-            with _naming(hook, "load_state_dict"):
-                hook.load_state_dict(saved.pop(name))
+            hook.load_state_dict(saved.pop(name))
     if saved and context.is_logging_rank:
         log.warning("state of hooks that this run does not have is dropped: %s", ", ".join(saved))
-
-
-@contextlib.contextmanager
-def _naming(hook: SavedHook, method: str) -> Iterator[None]:
-    """What a hook raises says which hook it was."""
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(f"the hook {type(hook).__qualname__}: {method}: {in_words(error)}") from error
 
 
 def _by_name(hooks: Sequence[SavedHook]) -> Iterator[tuple[str, SavedHook]]:
@@ -214,13 +177,11 @@ def _by_name(hooks: Sequence[SavedHook]) -> Iterator[tuple[str, SavedHook]]:
 
 # -- random generators ------------------------------------------------------------------------------------
 #
-# The global ones, which code of the user's outside of forwards draws from, and those that were named
-# (`RngStreams.named`). All else is drawn by keys, and needs the step alone. Under the plan of the checkpoint each rank
-# goes on with its own; under another they are seeded from (seed, data rank, step), so that no number comes again.
+# The global ones, and those that were named (`RngStreams.named`). All else is drawn by keys, and needs the step alone.
+# Under another plan they are seeded from (seed, data rank, step), so that no number comes again.
 
 
 def _rng_state(context: ParallelContext) -> dict[str, Any]:
-    """Of this rank: of torch on the host and the rank's device, of Python and of numpy, and what is named."""
     devices = _devices(context)
     of_torch, (version, numbers, gauss), of_numpy = GlobalRng(tuple(devices.values())).get_state()
     position = context.rng.state_dict()

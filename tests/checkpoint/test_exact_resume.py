@@ -62,25 +62,6 @@ class Stream(IterableDataset[Any]):
         return (Vectors()[index] for index in range(28))
 
 
-class OwnPlace(Stream):
-    """Knows its place."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.next < 28:
-            self.next += 1
-            yield Vectors()[self.next - 1]
-        self.next = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.next = state["next"]
-
-
 def shuffled() -> Any:
     """A loader of one's own, shuffled by the global generator: seven batches, of which the run takes some."""
     return DataLoader(Vectors(), batch_size=4, shuffle=True, drop_last=True)
@@ -204,7 +185,6 @@ CASES: dict[str, Case] = {
     "workers": Case(more=dict(data=dict(type=Tokens, num_workers=2))),
     "own": Case(own=True, hooks=(Options,)),
     "own stream": Case(own=True, data=Stream),
-    "own place": Case(own=True, data=OwnPlace),
     "own loader": Case(own=True, data=shuffled),
     "data": Case(2, dict(data=2), own=True),
     "1d": Case(2, dict(tensor=2)),

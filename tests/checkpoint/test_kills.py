@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
-from helpers.launching import LAUNCH, children, finish, is_running, start, wait_for
 from helpers.ranks import grid
 from helpers.small_run import Counter, make_engine
 from torch import distributed as dist
@@ -124,36 +122,3 @@ def test_runs_are_killed_and_resumed(in_memory: Path) -> None:
         step = reader.manifest.step
         assert step >= max(run.noted()), f"kill {number}"
     assert step >= 12
-
-
-@pytest.mark.long
-def test_a_launch_is_killed_and_resumed(tmp_path: Path) -> None:
-    """The launcher, rank 0 and rank 1 in turn, while a checkpoint follows every step."""
-    drawn, steps = random.Random(16), []
-    for number in range(6):
-        options = ["--run-dir", "run", *(["--resume"] if number else [])]
-        config = ["checkpoint.every=1", "checkpoint.keep_last=2", "train.steps=100000", "train.eval_every=0"]
-        launcher = start([*LAUNCH, *options, *config], tmp_path, STEP_SECONDS="0.005")
-        root = tmp_path / "run" / "checkpoints"
-        wait_for(lambda: _latest(root) >= max(steps, default=0) + 3 or launcher.poll() is not None, launcher.pid)
-        assert launcher.poll() is None, finish(launcher)
-        time.sleep(drawn.uniform(0.0, 0.1))
-        ranks = children(launcher.pid)
-        before = _latest(root)
-        os.kill([launcher.pid, *ranks][number % 3], signal.SIGKILL)
-        launcher.wait()
-        wait_for(lambda: not any(map(is_running, ranks)), *ranks)
-        found = folder.find_latest(root)
-        assert found is not None
-        with CheckpointReader(found) as reader:
-            reader.verify()
-        steps.append(reader.manifest.step)
-        assert steps[-1] >= before, f"kill {number}"
-    assert steps == sorted(set(steps))
-
-
-def _latest(root: Path) -> int:
-    try:
-        return int((root / "latest").read_text().strip().removeprefix("step-"))
-    except OSError:
-        return 0

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from colossus.checkpoint.folder import name_of
-from colossus.engine.fit import fit
 
 # -- the data and random generators ---------------------------------------------------------------------------
 
@@ -88,27 +87,3 @@ def test_generators_under_another_plan(tmp_path: Path) -> None:
     first, again, second, _ = seen = [seen for seen, _, _ in other]
     assert (first, second) == (again, seen[3])
     assert len({*numbers, first, second}) == 4
-
-
-# -- the rest -------------------------------------------------------------------------------------------------
-
-
-def stops_later(rank: int, folder: Path, steps: int, resume: bool) -> tuple[int, str, int]:
-    config = settings(folder, train=dict(steps=steps, schedule_steps=4), lr_schedule=dict(type="cosine"))
-    config["checkpoint"] |= dict(every=2, resume="auto" if resume else None)
-    engine = engine_of(config)
-    summary = fit(engine)
-    lr = engine.lr_at(1)
-    engine.close()
-    return summary.steps, summary.reason, lr
-
-
-def test_more_steps_than_were_planned(tmp_path: Path) -> None:
-    """A run that has ended goes on where train.steps is larger now; where it is not, it ends at once."""
-    first = run_ranks(1, stops_later, tmp_path, 3, False, with_context=False)
-    assert first[0][:2] == (3, "finished")
-    ((steps, reason, _),) = run_ranks(1, stops_later, tmp_path, 3, True, with_context=False)
-    assert (steps, reason) == (3, "finished")
-    ((steps, reason, _),) = run_ranks(1, stops_later, tmp_path, 5, True, with_context=False)
-    assert (steps, reason) == (5, "finished")
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == [name_of(3), name_of(4), name_of(5)]

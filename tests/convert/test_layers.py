@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import re
 from collections.abc import Callable
@@ -186,14 +185,11 @@ def of_own_classes(rank: int) -> list[tuple[nn.Module, Tensor, Tensor]]:
 
 
 def test_classes_of_users_stay_and_need_no_context() -> None:
-    """Copied, pickled (a rank has sent it here), saved and trained in a process that has no group and no context."""
+    """Copied, pickled (a rank has sent it here) and trained in a process that has no group and no context."""
     names = ("Sequential", "Halved", "ViT", "WordsLM")
     for (model, x, wanted), name in zip(run_ranks(2, of_own_classes, with_context=False)[0], names, strict=True):
         assert type(model).__name__ == name
-        saved = io.BytesIO()
-        torch.save(model, saved)
-        saved.seek(0)
-        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         for each in (model, *copies):
             torch.testing.assert_close(each(x).detach(), wanted, rtol=1e-12, atol=1e-12)
         copies[0].train()
