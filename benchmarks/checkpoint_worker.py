@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from benchmarks import memory
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.snapshot import RankState
-from colossus.checkpoint.tensor_box import TensorBox, choose_writers
+from colossus.checkpoint.tensor_box import RankState, TensorBox, choose_writers
 from colossus.checkpoint.writer import About, CheckpointWriter
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext

@@ -121,12 +121,6 @@ def _memory(tensor: Tensor) -> memoryview:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def _is_memory_of(dtype: torch.dtype, tensor: Tensor) -> bool:
-    """Whether the bytes of a file are those of a tensor."""
-    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return is_plain and tensor.dtype == dtype
-
-
 class BoxReader:
     """Reads boxes of chunks; its memory beside the targets is `BLOCK_BYTES`."""
 
@@ -160,7 +154,9 @@ class BoxReader:
         first, last = inside[0]
         row = dtype.itemsize * math.prod(size[1:])
         wanted = dtype.itemsize * math.prod(high - low for low, high in inside[1:])
-        if wanted == row and _is_memory_of(dtype, target):
+        is_lazy = target.is_conj() or target.is_neg()  # its memory is not its values
+        is_plain = target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype and not is_lazy
+        if wanted == row and is_plain:
             _read_exactly(descriptor, offset + first * row, _memory(target))
             return
         if row > BLOCK_BYTES or row - wanted >= _LONG_GAP_BYTES:

@@ -7,6 +7,7 @@ rank 0 in a gloo group apart from those of training, in which the death of a ran
 from __future__ import annotations
 
 import logging
+import mmap
 import platform
 import shutil
 import threading
@@ -19,14 +20,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.durable import make_folder, write_flushed
 from colossus.checkpoint.errors import CheckpointError, in_words
 from colossus.checkpoint.manifest import MANIFEST, About, merge
-from colossus.checkpoint.snapshot import RankState, Staging
-from colossus.checkpoint.tensor_box import TensorBox
+from colossus.checkpoint.tensor_box import RankState, TensorBox
 from colossus.checkpoint.tensor_file import dtype_name, make_header, write_file
 from colossus.comm.objects import broadcast_object, gather_object
 from colossus.context.parallel_context import ParallelContext
@@ -70,8 +71,7 @@ class Save:
     def __init__(self, path: Path, step: int, on_progress: Callable[[], None]) -> None:
         self._path, self._step, self._on_progress = path, step, on_progress
         self._began = time.perf_counter()
-        self._stall_seconds = self._seconds = 0.0
-        self._num_bytes = 0
+        self._stall_seconds, self._seconds, self._num_bytes = 0.0, 0.0, 0
         self._error: Exception | None = None
         self._done = threading.Event()
         #: its part is written: from then on it waits for the others, and is not stuck
@@ -99,6 +99,53 @@ class Save:
         while not self._done.wait(_SIGN_EVERY):
             if self._has_written:
                 self._on_progress()
+
+
+class Staging:
+    """Memory of the host that tensors are copied to, kept from one checkpoint to the next: pinned where they come from
+    an accelerator, so that copies need not wait for each other; else in large pages, which are there at once."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.numel() if self._memory is not None else 0
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous copies on the host, valid until the next call. Waits for devices once."""
+        sizes = [-(-tensor.numel() * tensor.element_size() // 64) * 64 for tensor in tensors]
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        self._reserve(sum(sizes), is_pinned=bool(devices))
+        copies, start = [], 0
+        assert self._memory is not None
+        for tensor, size in zip(tensors, sizes, strict=True):
+            used = tensor.numel() * tensor.element_size()
+            copies.append(self._memory[start : start + used].view(tensor.dtype).view(tensor.shape))
+            start += size
+        by_kind: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+        for copy, tensor in zip(copies, tensors, strict=True):
+            if tensor.numel():
+                targets, sources = by_kind.setdefault((tensor.dtype, tensor.device), ([], []))
+                targets.append(copy)
+                sources.append(tensor)
+        for (_, device), (targets, sources) in by_kind.items():
+            torch._foreach_copy_(targets, sources, non_blocking=device.type != "cpu")
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        return copies
+
+    def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
+        if self.num_bytes >= num_bytes:
+            return
+        self._memory = None
+        if is_pinned:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return
+        memory = mmap.mmap(-1, max(num_bytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class CheckpointWriter:
@@ -166,8 +213,6 @@ class CheckpointWriter:
     def _log_failure(self, save: Save) -> None:
         if save._error is not None and not save._is_told and self._context.is_logging_rank:
             log.error("%s", save._error)
-
-    # -- what a thread does -------------------------------------------------------------------------------
 
     def _run(self, save: Save, target: Path, about: About, snapshot: _Snapshot | Exception) -> None:
         try:

@@ -15,8 +15,7 @@ from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.checkpoint.matching import Rename, WeightMatch, match_weights
 from colossus.checkpoint.rank_errors import gather_on_all_ranks, on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.snapshot import RankState
-from colossus.checkpoint.tensor_box import TensorBox, entries_of
+from colossus.checkpoint.tensor_box import RankState, TensorBox, entries_of
 from colossus.checkpoint.tensor_file import host_bytes
 from colossus.checkpoint.values import encode
 from colossus.checkpoint.weight_sources import Assets, read_assets

@@ -17,8 +17,7 @@ from torch import Tensor
 from colossus.checkpoint import tensor_file
 from colossus.checkpoint.manifest import MANIFEST
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.snapshot import RankState
-from colossus.checkpoint.tensor_box import TensorBox, choose_writers
+from colossus.checkpoint.tensor_box import RankState, TensorBox, choose_writers
 from colossus.checkpoint.writer import About, merge, write_boxes
 from colossus.context.grid import RankGrid
 from colossus.layout.layout import Layout

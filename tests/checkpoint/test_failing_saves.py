@@ -17,11 +17,10 @@ from helpers.checkpointing import latest_step, one_process, save, state_of, step
 from helpers.disk import CALLS, watched
 from helpers.ranks import run_ranks
 
-from colossus.checkpoint import snapshot, writer
+from colossus.checkpoint import writer
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import About
-from colossus.checkpoint.snapshot import RankState
-from colossus.checkpoint.tensor_box import TensorBox
+from colossus.checkpoint.tensor_box import RankState, TensorBox
 from colossus.checkpoint.writer import CheckpointWriter
 from colossus.context.parallel_context import ParallelContext
 
@@ -91,11 +90,11 @@ def _trouble(context: ParallelContext, root: Path) -> list[str]:
 
     for troubled, background in ((0, True), (1, False)):
         attempt(1, raise_error if rank == troubled else lambda: state_of(1, rank, world), background)
-    copy = snapshot.Staging.copy
+    copy = writer.Staging.copy
     if rank == 1:
-        snapshot.Staging.copy = _no_memory  # type: ignore[method-assign]
+        writer.Staging.copy = _no_memory  # type: ignore[method-assign]
     attempt(2, lambda: state_of(2, rank, world), True)
-    snapshot.Staging.copy = copy  # type: ignore[method-assign]
+    writer.Staging.copy = copy  # type: ignore[method-assign]
 
     # parts that do not fit together
     attempt(3, lambda: state_of(3, 0, world), True)

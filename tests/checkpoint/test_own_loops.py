@@ -136,11 +136,11 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """``is_full``, and how many checkpoints were written."""
     state, put_in_place = {"is_full": False, "written": 0}, folder.put_in_place
 
-    def put(*args: Any) -> Path:
+    def put(*args: Any) -> None:
         if state["is_full"]:
             raise OSError(28, "No space left on device")
         state["written"] += 1
-        return put_in_place(*args)
+        put_in_place(*args)
 
     monkeypatch.setattr(folder, "put_in_place", put)
     return state
