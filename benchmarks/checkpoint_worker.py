@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from benchmarks import memory
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.snapshot import RankState
-from colossus.checkpoint.tensor_box import TensorBox, choose_writers
+from colossus.checkpoint.tensor_box import RankState, TensorBox, choose_writers
 from colossus.checkpoint.writer import About, CheckpointWriter
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
@@ -202,7 +201,7 @@ class Ours:
         with CheckpointReader(self._root / name_of(1)) as reader:
             reader.verify(self._context.group(_AXIS))
             for tensor in self._state(held).tensors:
-                reader.read_into(tensor)
+                reader.read_box(tensor.key, tensor.box, tensor.local)
 
 
 class Torchs:

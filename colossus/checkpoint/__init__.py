@@ -11,8 +11,6 @@ from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
     from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-    from colossus.checkpoint.manifest import Manifest, read_manifest
-    from colossus.checkpoint.matching import WeightMatch
     from colossus.checkpoint.reader import CheckpointReader
     from colossus.checkpoint.state_dict import (
         full_state_dict,
@@ -21,19 +19,13 @@ if TYPE_CHECKING:
         stream_saved_state_dict,
         stream_state_dict,
     )
-    from colossus.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 
 __all__ = [
     "CheckpointError",
     "CheckpointReader",
-    "CheckpointWriter",
     "DamagedCheckpoint",
-    "Manifest",
-    "SavedCheckpoint",
-    "WeightMatch",
     "full_state_dict",
     "load_full_state_dict",
-    "read_manifest",
     "read_state_dict",
     "stream_saved_state_dict",
     "stream_state_dict",
@@ -44,14 +36,9 @@ __getattr__, __dir__ = lazy_names(
     {
         "CheckpointError": "errors",
         "CheckpointReader": "reader",
-        "CheckpointWriter": "writer",
-        "Manifest": "manifest",
         "DamagedCheckpoint": "errors",
-        "SavedCheckpoint": "writer",
-        "WeightMatch": "matching",
         "full_state_dict": "state_dict",
         "load_full_state_dict": "state_dict",
-        "read_manifest": "manifest",
         "read_state_dict": "state_dict",
         "stream_saved_state_dict": "state_dict",
         "stream_state_dict": "state_dict",

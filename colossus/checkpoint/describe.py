@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,15 @@ from colossus.checkpoint.matching import natural_order
 _WIDEST = 72
 
 
-def describe(folder: Path, manifest: Manifest, *, everything: bool = False, steps: Sequence[int] = ()) -> str:
+def describe(folder: Path, manifest: Manifest, *, everything: bool = False) -> str:
     """A head, and a table of the model's parameters and buffers; those that layers have alike are one row.
 
     Args:
-        steps: of the checkpoints among which this one was chosen.
         everything: a row for every tensor of the checkpoint.
     """
-    parts = [_head(folder, manifest, steps)]
-    sections = dict(_sections(manifest))
-    for section, tensors in sections.items() if everything else [("model", sections.get("model", {}))]:
-        if tensors:
+    parts = [_head(folder, manifest)]
+    for section, tensors in _sections(manifest).items():
+        if everything or section == "model":
             parts.append(_table(section, tensors, manifest.aliases if section == "model" else {}, alike=not everything))
     return printable("\n\n".join(parts))
 
@@ -40,21 +38,14 @@ def as_data(folder: Path, manifest: Manifest, *, everything: bool = False) -> di
         | ({"chunks": [vars(chunk) for chunk in entry.chunks]} if everything else {})
         for key, entry in sorted(manifest.tensors.items(), key=lambda item: natural_order(item[0]))
     }
-    return {
+    return vars(manifest) | {
         "path": str(folder),
-        "step": manifest.step,
-        "saved_at": manifest.saved_at,
-        "versions": dict(manifest.versions),
-        "plan": dict(manifest.plan),
-        "config": dict(manifest.config),
-        "tokenizer": manifest.tokenizer,
         "num_bytes": manifest.num_bytes,
         "num_parameters": sum(map(prod, manifest.shapes("model").values())),
         "files": {
             name: {"num_bytes": file.num_bytes, "crc32": f"{file.crc32:08x}"} for name, file in manifest.files.items()
         },
         "tensors": tensors,
-        "aliases": dict(manifest.aliases),
         "values": sorted(manifest.values),
     }
 
@@ -64,13 +55,13 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
-def _sections(manifest: Manifest) -> Iterator[tuple[str, dict[str, TensorEntry]]]:
+def _sections(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
     """Tensors by the first part of their keys, the model first; within, in natural order."""
     found: dict[str, dict[str, TensorEntry]] = {"model": {}, "optimizer": {}}
     for key, entry in sorted(manifest.tensors.items(), key=lambda item: natural_order(item[0])):
         section, _, name = key.partition("/")
         found.setdefault(section, {})[name] = entry
-    yield from ((section, tensors) for section, tensors in found.items() if tensors)
+    return {section: tensors for section, tensors in found.items() if tensors}
 
 
 def _size(entries: Iterable[TensorEntry]) -> str:
@@ -80,18 +71,15 @@ def _size(entries: Iterable[TensorEntry]) -> str:
     return f"{numbers:,} numbers, {byte_count(size)}"
 
 
-def _head(folder: Path, manifest: Manifest, steps: Sequence[int]) -> str:
+def _head(folder: Path, manifest: Manifest) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
-    ranks = manifest.plan.get("num_ranks")
     lines = {
         "step": f"{manifest.step:,}",
         "saved": f"{saved} by {versions}",
         "plan": str(manifest.plan.get("text", "not known")),
     }
-    if ranks is not None:
-        lines["plan"] += f" ({ranks} rank{'s' * (ranks != 1)})"
-    for section, tensors in _sections(manifest):
+    for section, tensors in _sections(manifest).items():
         dtypes = Counter(entry.dtype for entry in tensors.values())
         lines[section] = f"{_size(tensors.values())} in {len(tensors)} tensors ({', '.join(dtypes)})"
     if manifest.tokenizer is not None:
@@ -99,8 +87,6 @@ def _head(folder: Path, manifest: Manifest, steps: Sequence[int]) -> str:
     if manifest.values:
         lines["state"] = ", ".join(sorted({path.partition("/")[0] for path in manifest.values}))
     lines["files"] = f"{len(manifest.files)}, {byte_count(manifest.num_bytes)}"
-    if len(steps) > 1:
-        lines["chosen"] = f"of the checkpoints in {folder.parent}: steps {', '.join(f'{step:,}' for step in steps)}"
     return "\n".join([str(folder), *(f"{title:<11} {text}" for title, text in lines.items())])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossus.checkpoint.manifest import Manifest
 from colossus.checkpoint.matching import matches, natural_order
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES
@@ -23,24 +24,18 @@ BLOCK_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Of a tensor that both have.
-
-    Attributes:
-        key: of the tensor.
-        spec: its dtypes and shapes in words where these differ, else "".
-        num_different: elements that are not the same; None where shapes differ.
-        num_elements: of the tensor.
-        absolute: the largest difference of an element; infinite where one is NaN and the other is not.
-        relative: that, of the largest element of the two.
-        is_float: floating or complex; of others every difference counts, whatever the tolerance.
-    """
+    """Of a tensor that both have."""
 
     key: str
+    #: its dtypes and shapes in words where these differ, else ""
     spec: str
+    #: elements that are not the same; None where shapes differ
     num_different: int | None
     num_elements: int
+    #: the largest difference of an element, infinite where one is NaN and the other is not; and relative to the largest
     absolute: float = 0.0
     relative: float = 0.0
+    #: of others than floating and complex ones every difference counts, whatever the tolerance
     is_float: bool = True
 
     @property
@@ -54,22 +49,17 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """Between checkpoints A and B.
-
-    Attributes:
-        only_in_a, only_in_b: keys of tensors.
-        tensors: that both have and that are not the same, those of the model first, then those of the optimizer; in
-            each the largest relative difference first.
-        values: path -> (as A has it, as B has it), of what is no tensor: the step, and all other state.
-        about: the same of what is no state: plan, versions, config.
-        num_compared: tensors that both have.
-    """
+    """Between checkpoints A and B."""
 
     only_in_a: list[str]
     only_in_b: list[str]
+    #: those that are not the same, of the model first, then of the optimizer; in each the largest difference first
     tensors: list[TensorDifference]
+    #: path -> (as A has it, as B has it), of what is no tensor: the step, and all other state
     values: dict[str, tuple[str, str]]
+    #: the same of what is no state: plan, versions, config
     about: dict[str, tuple[str, str]]
+    #: tensors that both have
     num_compared: int
 
     def exceeds(self, relative: float = 0.0, absolute: float = 0.0) -> bool:
@@ -82,7 +72,7 @@ def diff(a: CheckpointReader, b: CheckpointReader, *, only: tuple[str, ...] = ()
     """Compare two checkpoints.
 
     What belongs to the ranks of a plan (generators; the state that each data rank or stage adds) is compared where both
-    have it under the same plan.
+    were saved under the same plan. A tied tensor is compared under its first name.
 
     Args:
         only: patterns (`fnmatch`) of keys (``model/blocks.0.*``), to which the comparison is restricted; a path of a
@@ -96,22 +86,20 @@ def diff(a: CheckpointReader, b: CheckpointReader, *, only: tuple[str, ...] = ()
     def is_wanted(key: str) -> bool:
         return matches(key, only) if only else is_same_plan or not key.startswith("ranks/")
 
-    left, right = (_keys(each, is_wanted) for each in (a, b))
-    both = sorted(left.keys() & right.keys(), key=natural_order)
-    compared = (_compare(key, a, left[key], b, right[key]) for key in both)
-    found = [each for each in compared if each is not None]
+    left, right = (sorted(filter(is_wanted, each.manifest.tensors), key=natural_order) for each in (a, b))
+    both = [key for key in left if key in b.manifest.tensors]
+    found = [each for key in both if (each := _compare(key, a, b)) is not None]
     order = {"model": 0, "optimizer": 1}
     found.sort(key=lambda each: (order.get(each.section, 2), each.section, -each.relative))
-    values, others = ({"step": each.manifest.step, **each.manifest.values} for each in (a, b))
+    values = _differing(a, b, lambda each: {"step": each.step, **each.values})
     if not is_same_plan:  # what each data rank, or stage, has is there as often as there are of these
-        for path in [path for path in values.keys() ^ others.keys() if path.startswith(_OF_RANKS)]:
-            values.pop(path, None), others.pop(path, None)
+        values = {path: pair for path, pair in values.items() if not ("absent" in pair and path.startswith(_OF_RANKS))}
     return Difference(
-        sorted(left.keys() - right.keys(), key=natural_order),
-        sorted(right.keys() - left.keys(), key=natural_order),
+        [key for key in left if key not in b.manifest.tensors],
+        [key for key in right if key not in a.manifest.tensors],
         found,
-        {path: pair for path, pair in _differing(values, others).items() if is_wanted(path)},
-        {} if only else _differing(*({key: getattr(each.manifest, key) for key in _ABOUT} for each in (a, b))),
+        {path: pair for path, pair in values.items() if is_wanted(path)},
+        {} if only else _differing(a, b, lambda each: {key: getattr(each, key) for key in _ABOUT}),
         len(both),
     )
 
@@ -120,22 +108,15 @@ def diff(a: CheckpointReader, b: CheckpointReader, *, only: tuple[str, ...] = ()
 _OF_RANKS = ("loader/", "strategy_values/", "optimizer_groups/")
 
 
-def _keys(reader: CheckpointReader, is_wanted: Callable[[str], bool]) -> dict[str, str]:
-    """Keys of tensors, also those that tied ones would have if they were not -> the key under which the value is."""
-    keys = {key: key for key in reader.manifest.tensors}
-    keys |= {f"model/{alias}": f"model/{name}" for alias, name in reader.manifest.aliases.items()}
-    return {key: value for key, value in keys.items() if is_wanted(key)}
-
-
-def _compare(key: str, a: CheckpointReader, key_a: str, b: CheckpointReader, key_b: str) -> TensorDifference | None:
+def _compare(key: str, a: CheckpointReader, b: CheckpointReader) -> TensorDifference | None:
     """None where both are the same."""
-    one, other = a.entry(key_a), b.entry(key_b)
+    one, other = a.entry(key), b.entry(key)
     count = math.prod(one.shape)
     if one.shape != other.shape:
         return TensorDifference(key, f"{one.dtype} {one.shape}, {other.dtype} {other.shape}", None, count)
     different, absolute, largest = 0, 0.0, 0.0
-    for box in blocks(one.shape, BLOCK_ELEMENTS):
-        gap, size, num = _compared(_read(a, key_a, box), _read(b, key_b, box))
+    for box in _blocks(one.shape):
+        gap, size, num = _compared(_read(a, key, box), _read(b, key, box))
         different, absolute, largest = different + num, max(absolute, gap), max(largest, size)
     spec = f"{one.dtype}, {other.dtype}" if one.dtype != other.dtype else ""
     if not different and not spec:
@@ -167,19 +148,15 @@ def _compared(x: Tensor, y: Tensor) -> tuple[float, float, int]:
     return gap.max().item(), largest, int((~is_same).sum())
 
 
-def blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Boxes of at most so many elements that cover a shape, in its order in memory."""
-    if math.prod(shape) <= most:
-        yield tuple((0, size) for size in shape)
+def _blocks(shape: tuple[int, ...]) -> Iterator[Box]:
+    """Boxes of whole rows that cover a shape, each of about `BLOCK_ELEMENTS`."""
+    whole = tuple((0, size) for size in shape)
+    if math.prod(shape) <= BLOCK_ELEMENTS:
+        yield whole
         return
-    inner = math.prod(shape[1:])
-    rows = max(1, most // inner)
+    rows = max(1, BLOCK_ELEMENTS // math.prod(shape[1:]))
     for start in range(0, shape[0], rows):
-        stop = min(start + rows, shape[0])
-        if inner <= most:
-            yield ((start, stop), *((0, size) for size in shape[1:]))
-        else:
-            yield from (((start, stop), *rest) for rest in blocks(shape[1:], most))
+        yield ((start, min(start + rows, shape[0])), *whole[1:])
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -194,8 +171,10 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+def _differing(
+    a: CheckpointReader, b: CheckpointReader, of: Callable[[Manifest], Mapping[str, Any]]
+) -> dict[str, tuple[str, str]]:
     """Paths at which two nests differ, and what each has there. As text: NaN is NaN."""
-    left, right = ({path: repr(value) for path, value in _flat(each)} for each in (one, other))
+    left, right = ({path: repr(value) for path, value in _flat(of(each.manifest))} for each in (a, b))
     pairs = {path: (left.get(path, "absent"), right.get(path, "absent")) for path in {**left, **right}}
     return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}

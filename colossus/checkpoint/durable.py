@@ -73,14 +73,8 @@ def make_folder(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, if it is there: it loses its name first, so that no half of it is ever taken for a whole.
-
-    Of a link only the name goes: what it leads to was put elsewhere by somebody who wants it there.
-    """
-    if folder.is_symlink():
-        folder.unlink()
-        flush_folder(folder.parent)
-    elif folder.exists():
+    """Remove a folder, if it is there: it loses its name first, so that no half of it is ever taken for a whole."""
+    if os.path.lexists(folder):
         dying = folder.with_name(f"step-00000000.deleted-{folder.name}-{uuid.uuid4().hex[:8]}")
         folder.rename(dying)
         flush_folder(dying.parent)
@@ -88,22 +82,14 @@ def remove(folder: Path) -> None:
 
 
 def require_new(target: Path) -> None:
-    """That nothing is there yet.
-
-    Raises:
-        CheckpointError: there is.
-    """
+    """That nothing is there yet, else a `CheckpointError`."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target}: is there already; name a folder that is not, or move it away")
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, beside ``target``, whose name it gets when the block ends well; else it is removed.
-
-    Raises:
-        CheckpointError: ``target`` is there, or cannot be made.
-    """
+    """A folder to write into, beside ``target``, whose name it gets when the block ends well; else it is removed."""
     require_new(target)
     temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
@@ -119,26 +105,18 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def checksum(path: Path, on_block: Callable[[], None] = lambda: None) -> int:
-    """The CRC-32 of a file; ``on_block`` is called after each `BLOCK_BYTES`."""
-    crc, buffer = 0, memoryview(bytearray(BLOCK_BYTES))
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        while count := os.readv(descriptor, [buffer]):
-            crc = zlib.crc32(buffer[:count], crc)
-            on_block()
-    finally:
-        os.close(descriptor)
-    return crc
+def problem_of(path: Path, crc32: int, on_block: Callable[[], None] = lambda: None) -> str | None:
+    """What is wrong with a file that was written with this CRC-32, in words; None if nothing is.
 
-
-def problem_of(path: Path, wanted: int, on_block: Callable[[], None] = lambda: None) -> str | None:
-    """What is wrong with a file that was written with this CRC-32: ``rank-00000.safetensors is corrupted: ..``, or
-    None."""
+    Args:
+        on_block: called after each `BLOCK_BYTES`.
+    """
+    found, buffer = 0, memoryview(bytearray(BLOCK_BYTES))
     try:
-        found = checksum(path, on_block)
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                found = zlib.crc32(buffer[:count], found)
+                on_block()
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror or error}"
-    if found == wanted:
-        return None
-    return f"{path.name} is corrupted: its CRC-32 is {found:08x}, it was written with {wanted:08x}"
+    return None if found == crc32 else f"{path.name} is corrupted: its CRC-32 is {found:08x}, not {crc32:08x}"

@@ -62,12 +62,8 @@ def named(root: Path) -> dict[Path, int]:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The folders in ``root`` with the name and the manifest of a checkpoint, the oldest first; whether they are intact
-    is not looked at.
-
-    By the time of the manifest, not by the step: where a run went back to step 100, a checkpoint of step 200 may be
-    older than one of 150.
-    """
+    """The folders in ``root`` with the name and the manifest of a checkpoint, the oldest first: by the time of the
+    manifest, not by the step, since a run may have gone back. Whether they are intact is not looked at."""
     found = []
     for path, step in named(root).items():
         with contextlib.suppress(OSError):
@@ -78,14 +74,11 @@ def checkpoints(root: Path) -> list[Path]:
 def find_latest(root: Path, damaged: dict[Path, CheckpointError] | None = None) -> Path | None:
     """The checkpoint that ``latest`` names, if its files are all there in their sizes; else the newest that is so.
 
-    What is passed over is told in a warning. None where the folder holds no checkpoint.
+    What is passed over is told in a warning. None where the folder holds no checkpoint. When none of them is whole a
+    `DamagedCheckpoint` names the newest; one that cannot be read, or is of another version, is never passed over.
 
     Args:
         damaged: those that are known not to be whole; what is found of them is added.
-
-    Raises:
-        DamagedCheckpoint: when there are checkpoints and none of them is whole: what is wrong with the newest.
-        CheckpointError: when one cannot be read, or is of another version: which is no reason to go back behind it.
     """
     damaged = {} if damaged is None else damaged
     wanted = _newest_first(root)
@@ -124,11 +117,7 @@ def _newest_first(root: Path) -> list[Path]:
 def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Path:
     """The checkpoint folder that a user means: one itself, a folder of checkpoints, or a run folder.
 
-    Args:
-        damaged: see `find_latest`.
-
-    Raises:
-        CheckpointError: when there is none, or it is not whole.
+    ``damaged`` is that of `find_latest`.
     """
     path = path.expanduser()
     try:
@@ -146,20 +135,15 @@ def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Pa
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     raise CheckpointError(
-        f"{path}: is neither a checkpoint of colossus (no {MANIFEST}), nor a folder of checkpoints (no step-..), nor a "
-        f"run folder with checkpoints. colossus opens no pickle, so no file of torch.save and no checkpoint of "
-        f"torch.distributed.checkpoint: load it in a script of your own, then call "
-        f"colossus.checkpoint.load_full_state_dict; a model folder of Hugging Face is for checkpoint.weights"
+        f"{path}: is neither a checkpoint of colossus (no {MANIFEST}), nor a folder of checkpoints, nor a run folder. "
+        f"Files of torch.save and torch.distributed.checkpoint are not read: load them in a script of your own, then "
+        f"call colossus.checkpoint.load_full_state_dict; a model folder of Hugging Face is for checkpoint.weights"
     )
 
 
 def require_files(folder: Path) -> Manifest:
-    """That a checkpoint has its manifest, which is returned, and all of its files, in their sizes.
-
-    Raises:
-        DamagedCheckpoint: naming the file that is not as it was written.
-        CheckpointError: when one cannot be read, or the checkpoint is of another version.
-    """
+    """That a checkpoint has its manifest, which is returned, and all of its files, in their sizes: else a
+    `DamagedCheckpoint`; a plain `CheckpointError` when one cannot be read, or it is of another version."""
     manifest = read_manifest(folder)
     for name, file in manifest.files.items():
         try:
@@ -168,109 +152,74 @@ def require_files(folder: Path) -> Manifest:
             raise DamagedCheckpoint(f"{folder}: {name} is missing; take another checkpoint") from None
         except OSError as error:
             raise CheckpointError(f"{folder / name}: cannot be read: {error.strerror or error}") from None
-        if not stat.S_ISREG(found.st_mode):
-            raise DamagedCheckpoint(f"{folder / name}: is no file; take another checkpoint")
-        if found.st_size != file.num_bytes:
-            verb = "truncated" if found.st_size < file.num_bytes else "changed"
+        if not stat.S_ISREG(found.st_mode) or found.st_size != file.num_bytes:
             raise DamagedCheckpoint(
-                f"{folder / name}: is {verb}: it has {found.st_size} bytes and was written with {file.num_bytes}; take "
-                f"another checkpoint"
+                f"{folder / name}: is truncated or changed: it has {found.st_size} bytes and was written with "
+                f"{file.num_bytes}; take another checkpoint"
             )
     return manifest
 
 
 def is_whole(folder: Path) -> bool:
-    try:
-        require_files(folder)
-    except CheckpointError:
-        return False
-    return True
+    with contextlib.suppress(CheckpointError):
+        return bool(require_files(folder))
+    return False
 
 
-def put_in_place(temporary_folder: Path, root: Path, step: int) -> Path:
-    """Give a written and flushed checkpoint its name, and let ``latest`` name it. All or nothing.
+def put_in_place(temporary_folder: Path, root: Path, step: int) -> None:
+    """Give a written and flushed checkpoint its name, and let ``latest`` name it.
 
-    A checkpoint of the same step is kept aside until that is done.
-
-    Once all has its name a flush that fails is a warning: what might be lost is lost only if the machine fails, too.
-
-    Raises:
-        OSError: the checkpoint has no name then, and the former one has its own.
+    A checkpoint of the same step stays, under a name by which it is found, too, until `prune` removes it.
     """
     target, aside = root / name_of(step), root / f"{name_of(step)}.replaced"
     flush_folder(temporary_folder)
-    write_flushed(root / f".{LATEST}", f"{target.name}\n".encode())  # what needs room on the disk comes first
+    if os.path.lexists(target):  # a link that leads nowhere, too
+        if os.path.lexists(aside) and not is_whole(target):
+            remove(target)
+        else:
+            remove(aside)
+            target.rename(aside)
     try:
-        if os.path.lexists(target):  # a link that leads nowhere, too
-            if os.path.lexists(aside) and not is_whole(target):
-                remove(target)
-            else:
-                remove(aside)
-                target.rename(aside)
         temporary_folder.rename(target)
-        flush_folder(root)
-        os.replace(root / f".{LATEST}", root / LATEST)
-    except BaseException:
+    except OSError:
         with contextlib.suppress(OSError):
-            if not temporary_folder.exists():
-                target.rename(temporary_folder)
-        with contextlib.suppress(OSError):
-            if os.path.lexists(aside) and not os.path.lexists(target):
-                aside.rename(target)
-        with contextlib.suppress(OSError):
-            (root / f".{LATEST}").unlink()
+            aside.rename(target)
         raise
-    try:
-        flush_folder(root)
-        remove(aside)  # the next one of the step tries again
-    except OSError as error:
-        log.warning("%s is complete, but: %s: %s", target, error.filename or root, error.strerror or error)
-    return target
+    flush_folder(root)
+    name_latest(target)
 
 
 def name_latest(path: Path) -> None:
     """Let ``latest`` name a checkpoint that is there: a run goes on from it, and newer ones are of another branch."""
-    root, name = path.parent, f"{path.name}\n".encode()
-    with contextlib.suppress(OSError):
-        if (root / LATEST).read_bytes() == name:
-            return
-    write_flushed(root / f".{LATEST}", name)
-    os.replace(root / f".{LATEST}", root / LATEST)
-    flush_folder(root)
+    pointer = path.parent / LATEST
+    write_flushed(pointer.with_name(f".{LATEST}"), f"{path.name}\n".encode())
+    os.replace(pointer.with_name(f".{LATEST}"), pointer)
+    flush_folder(path.parent)
 
 
-def prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
-    """Remove old checkpoints: all but the ``keep_last`` newest and those whose step is a multiple of ``keep_every``.
+def prune(root: Path, keep_last: int, keep_every: int) -> None:
+    """Remove those that were replaced by one of the same step, and old ones: all but the ``keep_last`` newest and those
+    whose step is a multiple of ``keep_every``.
 
     What ``latest`` names counts as the newest, whatever the clock says. One that is damaged does not count.
 
     Args:
         keep_last: 0 keeps all.
         keep_every: 0 keeps none but the newest.
-
-    Returns:
-        What was removed.
     """
-    if keep_last == 0:
-        return []
-    steps, kept, removed = named(root), 0, []
-    for path in _newest_first(root):
+    for path in named(root):
+        if path.suffix == ".replaced" and is_whole(path.with_suffix("")):
+            remove(path)
+    steps, kept = named(root), 0
+    for path in _newest_first(root) if keep_last else ():
         if kept < keep_last:
             kept += is_whole(path)
         elif (path / MANIFEST).exists() and (not keep_every or steps[path] % keep_every):
             remove(path)
-            removed.append(path)
-    return removed
 
 
 def remove_left_over(root: Path, besides: Path | None = None) -> None:
     """What a run that was killed has left unfinished. Only where no other run writes to the folder."""
-    for name in os.listdir(root):
-        path = root / name
-        if path == besides:
-            continue
-        if _LEFT_OVER.fullmatch(name):
+    for path in set(root.iterdir()) - {besides}:
+        if _LEFT_OVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-        elif name.endswith(".replaced") and _NAME.fullmatch(name) and is_whole(path.with_suffix("")):
-            with contextlib.suppress(OSError):
-                remove(path)

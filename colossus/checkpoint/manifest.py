@@ -57,13 +57,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, row-major in one file.
-
-    Attributes:
-        file: name within the checkpoint's folder.
-        offset: of its first byte in the file.
-        start, size: of the box, in elements, for each dim of the tensor.
-    """
+    """A box of a tensor, row-major in one file from this byte on; start and size in elements, for each dim."""
 
     file: str
     offset: int
@@ -147,14 +141,9 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         numbers = {name: number for number, name in enumerate(self.files)}
-        body = {
+        body = vars(self) | {
             "format": FORMAT,
             "version": VERSION,
-            "step": self.step,
-            "saved_at": self.saved_at,
-            "versions": dict(self.versions),
-            "plan": dict(self.plan),
-            "config": dict(self.config),
             "files": [[name, file.num_bytes, f"{file.crc32:08x}"] for name, file in self.files.items()],
             "tensors": {
                 key: [
@@ -164,25 +153,15 @@ class Manifest:
                 ]
                 for key, entry in self.tensors.items()
             },
-            "aliases": dict(self.aliases),
-            "values": dict(self.values),
-            "tokenizer": self.tokenizer,
         }
         text = json.dumps(body, default=str).encode()
         return b'{"crc32": "%08x", "manifest": ' % zlib.crc32(text) + text + b"}\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
-
-    Raises:
-        DamagedCheckpoint: when it is missing, truncated or corrupted.
-        CheckpointError: when it cannot be read, or is of another version.
-    """
+    """The manifest of a checkpoint folder. Raises as `folder.require_files` does."""
     path = folder / MANIFEST
     try:
-        if path.exists() and not path.is_file():  # to open a pipe would wait for whoever writes to it
-            raise DamagedCheckpoint(f"{path}: is no file; take another checkpoint")
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedCheckpoint(f"{folder}: is no checkpoint: there is no {MANIFEST} in it") from None
@@ -190,19 +169,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     found = _FILE.fullmatch(data)
     if found is None or zlib.crc32(found[2]) != int(found[1], 16):
-        raise DamagedCheckpoint(
-            f"{path}: is truncated or corrupted ({len(data)} bytes, whose CRC-32 is not the one in it), or not one of "
-            f"colossus; take another checkpoint"
-        )
+        raise DamagedCheckpoint(f"{path}: is truncated or corrupted, or not one of colossus; take another checkpoint")
     try:
         body = json.loads(found[2])
         if body["format"] != FORMAT:
             raise ValueError(f"format {body['format']!r:.40} is not {FORMAT}")
         if body["version"] != VERSION:
             raise CheckpointError(
-                f"{path}: has format version {body['version']}, written by colossus "
-                f"{body.get('versions', {}).get('colossus', '?')}; this colossus ({__version__}) reads version "
-                f"{VERSION}: use the one that wrote it"
+                f"{path}: has format version {body['version']}; this colossus ({__version__}) reads version {VERSION}"
             )
         return _parse(body)
     except CheckpointError:
@@ -214,13 +188,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse(body: Mapping[str, Any]) -> Manifest:
-    """The manifest of its JSON: names of files lead nowhere else, and chunks lie within their tensors and files."""
+    """The manifest of its JSON: names of files lead nowhere else, and chunks cover their tensors."""
     names = [name for name, _, _ in body["files"]]
     for name in names:
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise ValueError(f"the file {name!r} is no plain file name")
-    if len(set(names)) < len(names):
-        raise ValueError("a file is there twice")
     files = {name: FileEntry(int(num_bytes), int(crc, 16)) for name, num_bytes, crc in body["files"]}
     tensors = {
         key: TensorEntry(
@@ -231,44 +203,24 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
         for key, (dtype, shape, chunks) in body["tensors"].items()
     }
     for key, entry in tensors.items():
-        _check(key, entry, files)
-    for alias, name in body["aliases"].items():
-        if f"model/{name}" not in tensors:
-            raise ValueError(f"{alias} is another name of {name}, which is not there")
-    tokenizer = body["tokenizer"]
-    if tokenizer not in (None, BYTES) and (tokenizer != TOKENIZER_FILE or tokenizer not in files):
-        raise ValueError(f"the tokenizer {tokenizer!r:.40} is no file of it")
+        _require_covered(key, entry)
+    as_they_are = {key: dict(body[key]) for key in ("versions", "plan", "config", "aliases", "values")}
     return Manifest(
         step=int(body["step"]),
         saved_at=float(body["saved_at"]),
-        versions=dict(body["versions"]),
-        plan=dict(body["plan"]),
-        config=dict(body["config"]),
         files=files,
         tensors=tensors,
-        aliases=body["aliases"],
-        values=dict(body["values"]),
-        tokenizer=tokenizer,
+        tokenizer=body["tokenizer"],
+        **as_they_are,
     )
 
 
-def _check(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> None:
-    item = ITEM_BYTES.get(entry.dtype)
-    if item is None:
-        raise ValueError(f"{key} has dtype {entry.dtype!r:.40}, which this colossus does not know")
-    for chunk in entry.chunks:
-        spans = zip(chunk.start, chunk.size, entry.shape, strict=True)
-        if any(start < 0 or size < 0 or start + size > whole for start, size, whole in spans):
-            raise ValueError(f"{key} {entry.shape} has a chunk of {chunk.size} at {chunk.start}, outside of it")
-        if chunk.offset < 0 or chunk.offset + chunk.num_elements * item > files[chunk.file].num_bytes:
-            raise ValueError(f"{key} has a chunk at byte {chunk.offset}, which lies outside of {chunk.file}")
-    held = [chunk.num_elements for chunk in entry.chunks if chunk.num_elements]
-    starts = {chunk.start for chunk in entry.chunks if chunk.num_elements}
-    if sum(held) != math.prod(entry.shape) or len(starts) < len(held):
-        raise ValueError(
-            f"{key} {entry.shape} is not covered once by its {len(entry.chunks)} chunks: a rank's part is missing, or "
-            f"two ranks wrote the same"
-        )
+def _require_covered(key: str, entry: TensorEntry) -> None:
+    """That every element is in one chunk."""
+    held = [chunk for chunk in entry.chunks if chunk.num_elements]
+    is_once = len({chunk.start for chunk in held}) == len(held)
+    if not is_once or sum(chunk.num_elements for chunk in held) != math.prod(entry.shape):
+        raise ValueError(f"{key} {entry.shape} is not covered once by its {len(entry.chunks)} chunks")
 
 
 # -- of a save --------------------------------------------------------------------------------------------
@@ -276,12 +228,7 @@ def _check(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> None
 
 @dataclass(frozen=True)
 class About:
-    """What a manifest says of a run, beside what ranks write.
-
-    Attributes:
-        tokenizer: as of `Manifest`.
-        files: further files of the checkpoint, by name.
-    """
+    """What a manifest says of a run, beside what ranks write; and further files of the checkpoint, by name."""
 
     step: int
     plan: Mapping[str, Any] = field(default_factory=dict)

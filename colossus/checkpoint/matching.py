@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,16 +31,14 @@ class WeightMatch:
 
     Attributes:
         sources: name in the model -> name in the checkpoint, of what is loaded.
-        grown: name in the model -> (rows saved, rows here), of those of ``sources`` that have more rows here.
-        shortened: name in the model -> the same, of those that take the first of more rows.
+        resized: name in the model -> (rows saved, rows here), of those whose first rows alone are loaded.
         missing: names in the model that were asked for and that the checkpoint does not have.
         left_over: names in the checkpoint that the model does not have.
         other_shape: name in the model -> (shape saved, shape here), where these do not fit.
     """
 
     sources: Mapping[str, str] = field(default_factory=dict)
-    grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    shortened: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    resized: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     missing: Sequence[str] = ()
     left_over: Sequence[str] = ()
     other_shape: Mapping[str, tuple[Shape, Shape]] = field(default_factory=dict)
@@ -88,14 +85,9 @@ def match_weights(
     A tied parameter is found under any of its names, on both sides.
 
     Args:
-        model: by first name, of the whole model.
-        saved: shapes by the names under which values are.
-        aliases: other names of these -> the name under which the value is.
-        only: patterns (`fnmatch`) of names in the model; what none of them matches keeps its values.
-        rename: see `renamed`.
-        grow: patterns of names in the model that may have more rows (dim 0) than were saved.
-        shorten: patterns of those that may have fewer, and take the first ones.
-        strict: refuse what is not complete.
+        aliases: other names of what is saved -> the name under which the value is.
+        only, rename, grow, strict: as of `Checkpoints.load_weights`.
+        shorten: patterns of names in the model that may have fewer rows than were saved, and take the first ones.
 
     Raises:
         CheckpointError: for a pattern or a rename that meets nothing, and where two saved tensors would go to one
@@ -105,15 +97,9 @@ def match_weights(
     for title, patterns in (("only", only or ()), ("grow", grow)):
         for pattern in patterns:
             if not any(matches(name, (pattern,)) for name in first_names):
-                raise CheckpointError(
-                    f"{title}: {pattern!r} meets no parameter of the model{nearest_names(pattern, [*first_names])}"
-                )
-    if only is not None and not only:
-        raise CheckpointError("only: has no patterns, so nothing would be loaded; None loads everything")
-
+                raise CheckpointError(f"{title}: {pattern!r} meets no parameter of the model")
     wanted = {first for first, entry in model.items() if only is None or any(matches(n, only) for n in entry.names)}
     sources: dict[str, str] = {}
-    came_by: dict[str, str] = {}  # name in the model -> the saved name that it came by, for messages
     new_names, left_over = renamed([*saved, *aliases], rename), set(saved)
     for name, new in new_names.items():
         value = aliases.get(name, name)
@@ -124,20 +110,15 @@ def match_weights(
         if first is None or first not in wanted:
             continue
         if sources.setdefault(first, value) != value:
-            tied = f" (tied: {', '.join(model[first].names)})" if len(model[first].names) > 1 else ""
             raise CheckpointError(
-                f"{came_by[first]} and {name} of the checkpoint both go to {first} of this model{tied}: leave one out "
-                f"with rename={{{name!r}: None}}"
+                f"{sources[first]} and {name} of the checkpoint both go to {first} of this model: leave one out with "
+                f"rename={{{name!r}: None}}"
             )
-        came_by.setdefault(first, name)
     if only is not None:  # what is not asked for is not left over
         left_over = {name for name in left_over if matches(new_names[name] or name, only)}
     found = _compared(sources, model, saved, wanted, left_over, grow=grow, shorten=shorten)
     if not found.sources:
-        raise CheckpointError(
-            f"nothing in the checkpoint fits this model: {found}"
-            + ("" if rename else "; rename={saved prefix: prefix here} renames")
-        )
+        raise CheckpointError(f"nothing in the checkpoint fits this model: {found}")
     if strict and not found.is_complete:
         raise CheckpointError(
             f"it does not fit the model: {found}. only=[patterns] loads a part, rename={{..}} renames, grow=[patterns] "
@@ -154,19 +135,12 @@ def renamed(names: Sequence[str], rename: Rename | None) -> dict[str, str | None
             parts (``{"encoder": "trunk"}``; ``""`` is in front of all, and as a value takes the prefix away), or has
             stars, and those of its value stand for what they met (``{"blocks.*.up.*": "blocks.*.up.base.*"}``). A
             value of None leaves out.
-
-    Raises:
-        CheckpointError: for a key that meets no name, and for stars that do not agree.
     """
     found: dict[str, str | None] = {name: name for name in names}
     if rename is None:
         return found
     if not isinstance(rename, Mapping):
-        found = {name: rename(name) for name in names}
-        for name, new in found.items():
-            if new is not None and not isinstance(new, str):
-                raise CheckpointError(f"rename({name!r}) gave {new!r}: it gives the name in this model, or None")
-        return found
+        return {name: rename(name) for name in names}
     for key, value in reversed([*rename.items()]):  # the first key wins
         if value is not None and "*" in value and value.count("*") != key.count("*"):
             raise CheckpointError(f"rename: {key!r} has {key.count('*')} stars, {value!r} has {value.count('*')}")
@@ -180,7 +154,7 @@ def renamed(names: Sequence[str], rename: Rename | None) -> dict[str, str | None
                     target = target and target.replace("*", star, 1)
                 met[name] = target
         if not met:
-            raise CheckpointError(f"rename: {key!r} meets no name of the checkpoint{nearest_names(key, names)}")
+            raise CheckpointError(f"rename: {key!r} meets no name of the checkpoint")
         found |= met
     return found
 
@@ -205,28 +179,20 @@ def _compared(
     shorten: Sequence[str] = (),
 ) -> WeightMatch:
     """The match of these sources, with what does not fit told apart."""
-    fitting, grown, shortened, other = {}, {}, {}, {}
+    fitting, resized, other = {}, {}, {}
     for name, source in sources.items():
         there, here = saved[source], model[name].shape
         if there == here:
             fitting[name] = source
-        elif _grows(there, here) and any(matches(each, grow) for each in model[name].names):
-            fitting[name], grown[name] = source, (there[0], here[0])
-        elif _grows(here, there) and any(matches(each, shorten) for each in model[name].names):
-            fitting[name], shortened[name] = source, (there[0], here[0])
+            continue
+        allowed = grow if there[:1] < here[:1] else shorten
+        is_by_rows = len(there) == len(here) and there[1:] == here[1:]
+        if is_by_rows and any(matches(each, allowed) for each in model[name].names):
+            fitting[name], resized[name] = source, (there[0], here[0])
         else:
             other[name] = there, here
     missing = sorted(wanted - sources.keys())
-    return WeightMatch(fitting, grown, shortened, missing, sorted(left_over - set(sources.values())), other)
-
-
-def _grows(there: Shape, here: Shape) -> bool:
-    return len(there) == len(here) > 0 and there[1:] == here[1:] and 0 < there[0] < here[0]
-
-
-def nearest_names(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known[:10_000], n=3, cutoff=0.4) or sorted(known)[:3]
-    return f"; there are {', '.join(close)}, .." if close else ""
+    return WeightMatch(fitting, resized, missing, sorted(left_over - set(sources.values())), other)
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:

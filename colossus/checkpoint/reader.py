@@ -14,8 +14,6 @@ from colossus.checkpoint.durable import problem_of
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.manifest import Chunk, TensorEntry
-from colossus.checkpoint.matching import nearest_names
-from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
@@ -46,19 +44,14 @@ class CheckpointReader:
         """What the manifest says of a tensor (``model/norm.weight``): dtype, full shape, chunks.
 
         Raises:
-            CheckpointError: when there is none of this key, with the nearest ones.
+            CheckpointError: when there is none of this key.
         """
-        entry = self.manifest.tensors.get(key)
-        if entry is None:
-            raise CheckpointError(f"{self.folder}: has no tensor {key!r}{nearest_names(key, [*self.manifest.tensors])}")
-        return entry
-
-    def read_into(self, held: TensorBox) -> None:
-        """Fill a rank's box of a tensor, whose shape in the checkpoint must be the same. Casts to the box's dtype."""
-        self.read_box(held.key, held.box, held.local)
+        if key not in self.manifest.tensors:
+            raise CheckpointError(f"{self.folder}: has no tensor {key!r}")
+        return self.manifest.tensors[key]
 
     def read_box(self, key: str, box: Box, out: Tensor) -> None:
-        """Fill ``out`` with a box of a tensor, (start, stop) of every dim; ``out`` has the shape of the box.
+        """Fill ``out`` with a box of a tensor, (start, stop) of every dim; ``out`` has the shape of the box, any dtype.
 
         Raises:
             CheckpointError: when there is no such tensor, or its file cannot be read.
@@ -72,8 +65,7 @@ class CheckpointReader:
         try:
             self._boxes.read(self._open(chunk.file), chunk, dtype, box, out)
         except (OSError, CheckpointError) as error:
-            reason = error.strerror or error if isinstance(error, OSError) else error
-            raise CheckpointError(f"{self.folder / chunk.file}: {key} cannot be read: {reason}") from error
+            raise CheckpointError(f"{self.folder / chunk.file}: {key} cannot be read: {error}") from error
 
     def tensor(self, key: str) -> Tensor:
         """A whole tensor, on the host."""

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.matching import matches, natural_order, nearest_names
-from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.matching import matches, natural_order
 from colossus.checkpoint.tensor_box import Entry, Position, entries_of
 from colossus.checkpoint.weight_sources import find_weights, open_weights
 from colossus.comm import collectives
@@ -52,7 +51,7 @@ def full_state_dict(
 
 
 def stream_state_dict(
-    model: nn.Module, context: ParallelContext, *, aliases: bool = True, order: Sequence[str] | None = None
+    model: nn.Module, context: ParallelContext, *, order: Sequence[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole parameters and buffers of a model one after the other, on rank 0; of any size, under any plan.
 
@@ -60,42 +59,29 @@ def stream_state_dict(
             write(name, value)  # on rank 0
 
     All ranks must iterate: the others take part in the gathering and are given nothing. No rank holds more than one
-    whole parameter, beside the one that the loop still has. A loop that rank 0 leaves early is gone through to its end
-    without it.
+    whole parameter, beside the one that the loop still has. Rank 0 must go through it to its end, too.
 
     Args:
-        aliases: names of what is tied follow each other, each with the same tensor; False leaves out all but the first.
-        order: the first names of those that are wanted, the same on all ranks; None is all, in the order of the model.
+        order: the first names of those that are wanted, the same on all ranks; None is all, in the order of the model,
+            and under each of their names, which follow each other.
 
     Yields:
         (full logical name, tensor of full shape on the device of the context), as in the plain module's state dict.
     """
     own = _own(model, gradients=False)
     tensors = _over_stages(own, context)
-    left = iter(tensors if order is None else order)
-    try:
-        for first in left:
-            whole = _whole(own.get(first), tensors[first], context)
-            if context.is_logging_rank:
-                for name in tensors[first].names if aliases else (first,):
-                    yield name, whole
-            del whole
-    except GeneratorExit:
-        for first in left:
-            _whole(own.get(first), tensors[first], context)
-        raise
+    for first in tensors if order is None else order:
+        whole = _whole(own.get(first), tensors[first], context)
+        if context.is_logging_rank:
+            for name in tensors[first].names if order is None else (first,):
+                yield name, whole
+        del whole
 
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A parameter or buffer of the whole model.
-
-    Attributes:
-        names: all of them, with the place of each in the state dict.
-        shape: full shape.
-        dtype: in which it is held.
-        stage: the first pipeline stage that has it.
-    """
+    """A parameter or buffer of the whole model: its names with the place of each in the state dict, its full shape, and
+    the first pipeline stage that has it."""
 
     names: Mapping[str, Position]
     shape: tuple[int, ...]
@@ -116,21 +102,20 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
         state: tensors of full shape, as `full_state_dict` returns them; of what is tied, one name is enough.
 
     Raises:
-        ValueError: naming every key that is missing or left over, or whose shape differs, or names of one parameter
-            under which the state dict has different values.
+        ValueError: naming every key that is missing or left over, or whose shape differs.
     """
     entries = entries_of(model)
-    by_stage = all_gather_object(
-        {name: list(entry.names) for name, entry in entries.items()}, context.group("pipeline")
-    )
-    known = {name: names for of_stage in by_stage for name, names in of_stage.items()}
-    missing = sorted(name for name, names in known.items() if not any(each in state for each in names))
-    extra = sorted(set(state) - {each for names in known.values() for each in names})
+    known = {first: tensor.names.keys() for first, tensor in whole_tensors(model, context).items()}
+    missing = sorted(first for first, names in known.items() if names.isdisjoint(state))
+    extra = sorted(set(state).difference(*known.values()))
     if missing or extra:
         raise ValueError(
             f"the state dict does not fit the model: missing {missing or 'none'}, not in the model {extra or 'none'}"
         )
-    chosen = {name: _value(entry, state) for name, entry in entries.items()}
+    chosen = {name: next(state[each] for each in entry.names if each in state) for name, entry in entries.items()}
+    for name, entry in entries.items():
+        if chosen[name].shape != entry.shape:
+            raise ValueError(f"{name}: the state dict has shape {tuple(chosen[name].shape)}, the model {entry.shape}")
     with as_shards():
         for name, entry in entries.items():
             if isinstance(entry.held, Tensor):
@@ -138,21 +123,6 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
             else:
                 entry.held.local().copy_(shard(chosen[name], entry.held.layout, context, entry.held.intervals))
     torch.clear_autocast_cache()  # a block around this would keep casts of what was there before
-
-
-def _value(entry: Entry, state: Mapping[str, Tensor]) -> Tensor:
-    """What the state dict has for an entry, under one or several of its names."""
-    given = [each for each in entry.names if each in state]
-    value = state[given[0]]
-    for each in given:
-        if tuple(state[each].shape) != entry.shape:
-            raise ValueError(f"{each}: the state dict has shape {tuple(state[each].shape)}, the model {entry.shape}")
-        if state[each] is not value and not torch.equal(state[each], value):
-            raise ValueError(
-                f"{given[0]} and {each} are one parameter of the model (tied), but differ in the state dict: leave one "
-                f"of them out, or build the model without the tie"
-            )
-    return value
 
 
 #: an entry of this rank, and the part that the rank has of it, or of its gradient
@@ -237,22 +207,19 @@ def stream_saved_state_dict(
     names: dict[str, list[str]] = {name: [name] for name in sorted(reader.manifest.names("model"), key=natural_order)}
     for alias, name in reader.manifest.aliases.items():
         names[name].append(alias)
-    known = [each for of_one in names.values() for each in of_one]
-    for pattern in only or ():
-        if not any(matches(name, (pattern,)) for name in known):
-            raise CheckpointError(f"{reader.folder}: {pattern!r} meets no name{nearest_names(pattern, known)}")
     if only is not None:
+        for pattern in only:
+            if not any(matches(name, (pattern,)) for of_one in names.values() for name in of_one):
+                raise CheckpointError(f"{reader.folder}: {pattern!r} meets no name")
         names = {first: [each for each in of_one if matches(each, only)] for first, of_one in names.items()}
     if verify:
         reader.verify()
-    return _read(reader, names)
 
-
-def _read(reader: CheckpointReader, names: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Tensor]]:
-    with reader:
-        for first, wanted in names.items():
-            if wanted:
-                whole = reader.tensor(f"model/{first}")
-                for name in wanted:
-                    yield name, whole
+    def read() -> Iterator[tuple[str, Tensor]]:
+        with reader:
+            for first, wanted in names.items():
+                whole = reader.tensor(f"model/{first}") if wanted else None
+                yield from ((name, whole) for name in wanted if whole is not None)
                 del whole
+
+    return read()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
+from colossus.checkpoint.tensor_file import dtype_name
 from colossus.layout.layout import Box, Layout
 from colossus.layout.parameter import LogicalParameter, full_model_order, logical_parameters
 
@@ -45,6 +47,28 @@ class TensorBox:
         return cls(key, tuple(shape), box, local, writes)
 
 
+@dataclass
+class RankState:
+    """What a rank adds to a checkpoint.
+
+    Attributes:
+        tensors: that it holds a box of; it writes some of them.
+        values: encoded JSON by path; a path is given by one rank only.
+        aliases: other names of tied parameters and buffers -> the name under which the value is.
+    """
+
+    tensors: list[TensorBox] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def written(self) -> list[TensorBox]:
+        """The tensors that the rank writes, those with larger elements first: so all are aligned in a file."""
+        mine = [held for held in self.tensors if held.writes and (held.local.numel() or 0 in held.shape)]
+        for held in mine:
+            dtype_name(held.local.dtype)
+        return sorted(mine, key=lambda held: -held.local.element_size())
+
+
 def choose_writers(
     tensors: Sequence[tuple[Layout, Sequence[int], int]],
     sizes: Mapping[str, int],
@@ -56,8 +80,7 @@ def choose_writers(
 
     Args:
         tensors: layout, full shape and bytes of an element.
-        sizes: of all axes.
-        at: this rank's coordinates.
+        sizes, at: of all axes, and this rank's coordinates.
         apart: axes along which ranks do not hold the same tensors.
     """
     #: bytes given to each of the ranks with the same boxes, for the axes along which these lie

@@ -13,8 +13,8 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,19 +34,14 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in SAFETEN
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the manifest has it.
-
-    Raises:
-        CheckpointError: for a dtype that a checkpoint cannot hold.
-    """
+    """As the manifest has it."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise CheckpointError(f"a tensor of dtype {name} cannot be saved; dtypes are {', '.join(sorted(DTYPES))}")
     return name
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """Of a safetensors file.
 
     Attributes:
@@ -122,15 +117,8 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host."""
     # one element is contiguous whatever its strides, but is no view of bytes with them
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-def _is_memory_of(dtype: torch.dtype, tensor: Tensor) -> bool:
-    """Whether the bytes of a file are those of a tensor."""
-    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return is_plain and tensor.dtype == dtype
 
 
 class BoxReader:
@@ -166,7 +154,9 @@ class BoxReader:
         first, last = inside[0]
         row = dtype.itemsize * math.prod(size[1:])
         wanted = dtype.itemsize * math.prod(high - low for low, high in inside[1:])
-        if wanted == row and _is_memory_of(dtype, target):
+        is_lazy = target.is_conj() or target.is_neg()  # its memory is not its values
+        is_plain = target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype and not is_lazy
+        if wanted == row and is_plain:
             _read_exactly(descriptor, offset + first * row, _memory(target))
             return
         if row > BLOCK_BYTES or row - wanted >= _LONG_GAP_BYTES:

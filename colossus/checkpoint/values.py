@@ -22,9 +22,6 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """A nest of plain Python values, tensors and arrays as JSON.
 
     Tensors and arrays go to ``tensors``, under keys that begin with ``path``.
-
-    Raises:
-        CheckpointError: for any other object: what it is, and where.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value

@@ -1,15 +1,18 @@
-"""Where weights come from: checkpoints, and the folders of others that `WEIGHT_FORMATS` names. No torch until one is
-opened."""
+"""Where weights come from: checkpoints, and the folders of others that `WEIGHT_FORMATS` names; and what lies beside
+them: how text becomes tokens, which tokens end it, names of classes. No torch until one is opened."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colossus.checkpoint.durable import write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import locate
-from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from colossus.checkpoint.manifest import MANIFEST, TOKENIZER_FILE, Manifest, read_manifest
 from colossus.registry import WEIGHT_FORMATS
 
 if TYPE_CHECKING:
@@ -21,9 +24,6 @@ def find_weights(path: Path | str, damaged: dict[Path, CheckpointError] | None =
 
     Args:
         damaged: those that are known not to be whole.
-
-    Raises:
-        CheckpointError: when there is none, or it is not whole.
     """
     path = Path(path).expanduser()
     foreign = _format_of(path)
@@ -36,25 +36,15 @@ def find_weights(path: Path | str, damaged: dict[Path, CheckpointError] | None =
 
 
 def open_weights(folder: Path | str) -> CheckpointReader:
-    """A reader of what `find_weights` has found.
-
-    Raises:
-        CheckpointError: when it is not whole.
-    """
+    """A reader of what `find_weights` has found; a `CheckpointError` when it is not whole."""
     foreign = _format_of(Path(folder))
-    if foreign is not None:
-        reader: CheckpointReader = foreign.open(Path(folder))
-        return reader
-    opened: CheckpointReader = importlib.import_module("colossus.checkpoint.reader").CheckpointReader(folder)
-    return opened
+    opens = importlib.import_module("colossus.checkpoint.reader").CheckpointReader if foreign is None else foreign.open
+    reader: CheckpointReader = opens(Path(folder))
+    return reader
 
 
 def manifest_of(folder: Path) -> Manifest:
-    """What `find_weights` has found holds.
-
-    Raises:
-        CheckpointError: when it is not whole.
-    """
+    """What `find_weights` has found holds; a `CheckpointError` when it is not whole."""
     foreign = _format_of(folder)
     manifest: Manifest = read_manifest(folder) if foreign is None else foreign.manifest(folder)
     return manifest
@@ -72,3 +62,47 @@ def _format_of(path: Path) -> Any:
         return None
     formats = (WEIGHT_FORMATS.get(name) for name in WEIGHT_FORMATS.names())
     return next((each for each in formats if each.recognises(path)), None)
+
+
+# -- what lies beside weights -----------------------------------------------------------------------------
+
+GENERATION = "generation_config.json"
+PREPROCESSOR = "preprocessor_config.json"
+#: files, by the names that Hugging Face gives them
+ASSET_FILES = (
+    TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "tokenizer.model", "vocab.json", "merges.txt", GENERATION, PREPROCESSOR,
+)  # fmt: skip
+#: sections of a manifest's config: ids of special tokens, and names of classes, as ``config.json`` has them
+TOKEN_IDS, LABELS = "token_ids", "labels"
+
+
+@dataclass(frozen=True)
+class Assets:
+    """What belongs to weights, beside them: sections of a manifest's config, and `ASSET_FILES` by name."""
+
+    config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+
+    def for_tokenizer(self, content: bytes | None) -> Assets:
+        """What stays for data with this ``tokenizer.json`` (None: unknown): of another one nothing of tokens does."""
+        if content is None or content == self.files.get(TOKENIZER_FILE):
+            return self
+        kept = {name: data for name, data in self.files.items() if name == PREPROCESSOR}  # of images
+        return Assets({key: value for key, value in self.config.items() if key != TOKEN_IDS}, kept)
+
+
+def read_assets(folder: Path, config: Mapping[str, Any]) -> Assets:
+    """Those of a folder whose manifest has this config."""
+    try:
+        files = {name: (folder / name).read_bytes() for name in ASSET_FILES if (folder / name).is_file()}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    held = {key: config[key] for key in (TOKEN_IDS, LABELS) if isinstance(config.get(key), Mapping) and config[key]}
+    return Assets(held, files)
+
+
+def write_assets(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write and flush them."""
+    for name, data in files.items():
+        write_flushed(folder / name, data)

@@ -11,13 +11,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from colossus.checkpoint.assets import read_assets, write_assets
 from colossus.checkpoint.durable import new_folder, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import MANIFEST, About, TensorEntry, merge
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.tensor_file import DTYPES, dtype_name
+from colossus.checkpoint.weight_sources import read_assets, write_assets
 from colossus.checkpoint.writer import write_boxes
 
 T = TypeVar("T")
@@ -40,25 +40,20 @@ def to_colossus(
         dtype: of the floating-point ones; None is that in which each is stored.
         max_shard_bytes: of one file, unless a single tensor is larger.
         on_tensor: called with the bytes of each that is written.
-
-    Raises:
-        CheckpointError: when the target is there, or cannot be written.
     """
-    source = reader.manifest
-    entries = {}
-    for name in source.names("model"):
-        entry = source.tensors[f"model/{name}"]
-        is_cast = dtype is not None and DTYPES[entry.dtype].is_floating_point
-        entries[name] = replace(entry, dtype=dtype_name(dtype)) if dtype is not None and is_cast else entry
-    parts = []
+    source, parts = reader.manifest, []
+    entries = {key: entry for key, entry in source.tensors.items() if key.startswith("model/")}
+    if dtype is not None:
+        floats = {key: entry for key, entry in entries.items() if DTYPES[entry.dtype].is_floating_point}
+        entries |= {key: replace(entry, dtype=dtype_name(dtype)) for key, entry in floats.items()}
     with new_folder(target) as folder:
-        shards = split_into_shards(entries, lambda name: entries[name].num_bytes, max_shard_bytes)
-        for number, names in enumerate(shards, 1):
+        shards = split_into_shards(entries, lambda key: entries[key].num_bytes, max_shard_bytes)
+        for number, keys in enumerate(shards, 1):
             file = f"weights-{number:05d}.safetensors"
-            wanted = {name: entries[name] for name in names}
+            wanted = {key: entries[key] for key in keys}
             boxes = [
-                TensorBox.whole(f"model/{name}", torch.empty(each.shape, dtype=DTYPES[each.dtype], device="meta"))
-                for name, each in wanted.items()
+                TensorBox.whole(key, torch.empty(each.shape, dtype=DTYPES[each.dtype], device="meta"))
+                for key, each in wanted.items()
             ]
             part = write_boxes(folder / file, boxes, _read_cast(reader, wanted, on_tensor))
             parts.append(part | {"values": {}, "aliases": source.aliases})
@@ -73,10 +68,10 @@ def _read_cast(
     reader: CheckpointReader, wanted: dict[str, TensorEntry], on_tensor: Callable[[int], None]
 ) -> Iterator[Tensor]:
     """Whole parameters and buffers one after the other, each in its dtype; no more than one is held."""
-    for name, entry in wanted.items():
-        key, out = f"model/{name}", torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    for key, entry in wanted.items():
+        out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         reader.read_box(key, tuple((0, size) for size in entry.shape), out)
-        require_finite(out, name, partial(reader.tensor, key))
+        require_finite(out, key.removeprefix("model/"), partial(reader.tensor, key))
         yield out
         on_tensor(out.nbytes)
         del out
@@ -87,19 +82,14 @@ def require_finite(cast: Tensor, name: str, original: Tensor | Callable[[], Tens
 
     Args:
         original: what was cast; a function of it is asked only where something is not finite.
-
-    Raises:
-        CheckpointError: naming the tensor, its largest number, and a dtype that has room for it.
     """
     if not cast.dtype.is_floating_point or cast.isfinite().all():
         return
     before = original if isinstance(original, Tensor) else original()
-    lost = before.isfinite() & ~cast.isfinite()
-    if lost.any():
-        largest, dtype = before[lost].abs().max().item(), str(cast.dtype).removeprefix("torch.")
+    if (before.isfinite() & ~cast.isfinite()).any():
         raise CheckpointError(
-            f"{name}: has {largest:g}, and {dtype} ends at {torch.finfo(cast.dtype).max:g}: it would be infinity; take "
-            f"bf16 (--dtype bf16, dtype=torch.bfloat16), or the dtype in which it is stored"
+            f"{name}: has numbers above {torch.finfo(cast.dtype).max:g}, where {dtype_name(cast.dtype)} ends: they "
+            f"would be infinity; take bf16 (--dtype bf16, dtype=torch.bfloat16), or the dtype in which it is stored"
         )
 
 

@@ -7,6 +7,7 @@ rank 0 in a gloo group apart from those of training, in which the death of a ran
 from __future__ import annotations
 
 import logging
+import mmap
 import platform
 import shutil
 import threading
@@ -17,21 +18,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.durable import make_folder, write_flushed
 from colossus.checkpoint.errors import CheckpointError, in_words
 from colossus.checkpoint.manifest import MANIFEST, About, merge
-from colossus.checkpoint.snapshot import RankState, Staging
-from colossus.checkpoint.tensor_box import TensorBox
+from colossus.checkpoint.tensor_box import RankState, TensorBox
 from colossus.checkpoint.tensor_file import dtype_name, make_header, write_file
 from colossus.comm.objects import broadcast_object, gather_object
 from colossus.context.parallel_context import ParallelContext
 
 __all__ = ["About", "CheckpointWriter", "Save", "SavedCheckpoint"]
+
+T = TypeVar("T")
+#: what this rank adds to a checkpoint, what of it it writes, and where the numbers of these are
+_Snapshot = tuple[RankState, Sequence[TensorBox], Sequence[Tensor]]
 
 log = logging.getLogger("colossus.checkpoint")
 
@@ -66,8 +71,7 @@ class Save:
     def __init__(self, path: Path, step: int, on_progress: Callable[[], None]) -> None:
         self._path, self._step, self._on_progress = path, step, on_progress
         self._began = time.perf_counter()
-        self._stall_seconds = self._seconds = 0.0
-        self._num_bytes = 0
+        self._stall_seconds, self._seconds, self._num_bytes = 0.0, 0.0, 0
         self._error: Exception | None = None
         self._done = threading.Event()
         #: its part is written: from then on it waits for the others, and is not stuck
@@ -96,9 +100,52 @@ class Save:
             if self._has_written:
                 self._on_progress()
 
-    def error_not_raised(self) -> Exception | None:
-        """What went wrong, unless `wait` has raised it."""
-        return None if self._is_told else self._error
+
+class Staging:
+    """Memory of the host that tensors are copied to, kept from one checkpoint to the next: pinned where they come from
+    an accelerator, so that copies need not wait for each other; else in large pages, which are there at once."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.numel() if self._memory is not None else 0
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous copies on the host, valid until the next call. Waits for devices once."""
+        sizes = [-(-tensor.numel() * tensor.element_size() // 64) * 64 for tensor in tensors]
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        self._reserve(sum(sizes), is_pinned=bool(devices))
+        copies, start = [], 0
+        assert self._memory is not None
+        for tensor, size in zip(tensors, sizes, strict=True):
+            used = tensor.numel() * tensor.element_size()
+            copies.append(self._memory[start : start + used].view(tensor.dtype).view(tensor.shape))
+            start += size
+        by_kind: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+        for copy, tensor in zip(copies, tensors, strict=True):
+            if tensor.numel():
+                targets, sources = by_kind.setdefault((tensor.dtype, tensor.device), ([], []))
+                targets.append(copy)
+                sources.append(tensor)
+        for (_, device), (targets, sources) in by_kind.items():
+            torch._foreach_copy_(targets, sources, non_blocking=device.type != "cpu")
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        return copies
+
+    def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
+        if self.num_bytes >= num_bytes:
+            return
+        self._memory = None
+        if is_pinned:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return
+        memory = mmap.mmap(-1, max(num_bytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class CheckpointWriter:
@@ -121,15 +168,13 @@ class CheckpointWriter:
         on_block: Callable[[], None] = lambda: None,
     ) -> None:
         self.root, self._context, self._on_block = folder.absolute(root), context, on_block
-        self._keep_last, self._keep_every = keep_last, keep_every
+        self._keep = keep_last, keep_every
         self._group = context.background_group("checkpoint", _TIMEOUT)
         #: in the names of what this run has not completed
         self._token = broadcast_object(uuid.uuid4().hex[:8], self._group, 0)
         self._number = 0
         self._staging = Staging()
         self._last: Save | None = None
-        #: whether a save has been completed here: the folder must then be there
-        self._has_saved = False
 
     def save(self, collect: Callable[[], RankState], about: About, *, background: bool = True) -> Save:
         """Start to save what all ranks hold; every rank calls. Waits for the end of the save before.
@@ -148,7 +193,7 @@ class CheckpointWriter:
             state = collect()
             written = state.written()
             tensors = [box.local for box in written]
-            snapshot = _Snapshot(state, written, self._staging.copy(tensors) if background else tensors)
+            snapshot = state, written, self._staging.copy(tensors) if background else tensors
         except Exception as error:
             snapshot = error
         save._stall_seconds = time.perf_counter() - save._began
@@ -166,10 +211,8 @@ class CheckpointWriter:
             self._last = None
 
     def _log_failure(self, save: Save) -> None:
-        if (error := save.error_not_raised()) is not None and self._context.is_logging_rank:
-            log.error("%s", error)
-
-    # -- what a thread does -------------------------------------------------------------------------------
+        if save._error is not None and not save._is_told and self._context.is_logging_rank:
+            log.error("%s", save._error)
 
     def _run(self, save: Save, target: Path, about: About, snapshot: _Snapshot | Exception) -> None:
         try:
@@ -184,7 +227,7 @@ class CheckpointWriter:
 
     def _write(self, save: Save, target: Path, about: About, snapshot: _Snapshot | Exception) -> int:
         """Write this rank's part, and on rank 0 complete the checkpoint. Returns the bytes of all ranks."""
-        mine = self._outcome(lambda: {"part": self._write_part(target, snapshot)})
+        mine = self._outcome(lambda: self._write_part(target, snapshot))
         save._has_written = True
         try:
             of_ranks = gather_object(mine, self._group)
@@ -195,58 +238,41 @@ class CheckpointWriter:
                 shutil.rmtree(target, ignore_errors=True)
             raise CheckpointError("a rank has ended, or cannot be reached any more") from error
         assert ended is not None
-        if "problem" in ended:
-            raise CheckpointError(ended["problem"])
-        self._has_saved = True
-        return int(ended["num_bytes"])
+        if isinstance(ended, str):
+            raise CheckpointError(ended)
+        return ended
 
-    def _outcome(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _outcome(self, work: Callable[[], T]) -> T | str:
         """What work gives, or what went wrong and where, in words."""
         try:
             return work()
         except Exception as error:
-            return {"problem": f"rank {self._context.rank} on {platform.node()}: {in_words(error)}"}
+            return f"rank {self._context.rank} on {platform.node()}: {in_words(error)}"
 
     def _write_part(self, target: Path, snapshot: _Snapshot | Exception) -> dict[str, Any]:
         """Write this rank's file, if it writes anything; what the manifest says of it."""
         if isinstance(snapshot, Exception):
             raise snapshot
-        state, written = snapshot.state, snapshot.written
+        state, written, tensors = snapshot
         part: dict[str, Any] = {"values": state.values, "aliases": state.aliases, "file": None, "tensors": []}
-        self._make_folder(target)
-        if written:
-            path = target / f"rank-{self._context.rank:05d}.safetensors"
-            part |= write_boxes(path, written, snapshot.tensors, self._on_block)
-        return part
-
-    def _make_folder(self, target: Path) -> None:
-        """The temporary folder of a save; what a killed run, or a save that failed, has left is removed: its room is
-        needed.
-
-        Raises:
-            CheckpointError: when the folder of checkpoints is gone. A mount point whose file system has vanished is an
-                empty folder of the local disk: writing there would help nobody.
-        """
-        if not self._has_saved:
-            make_folder(self.root)
-        elif not self.root.exists():
-            raise CheckpointError(
-                f"{self.root} has vanished since the last checkpoint: when it is there again, the next one is saved"
-            )
+        make_folder(self.root)
         target.mkdir(exist_ok=True)
         if self._context.rank == 0:
-            folder.remove_left_over(self.root, target)
+            folder.remove_left_over(self.root, target)  # its room is needed
+        if written:
+            path = target / f"rank-{self._context.rank:05d}.safetensors"
+            part |= write_boxes(path, written, tensors, self._on_block)
+        return part
 
-    def _complete(self, target: Path, about: About, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """On rank 0: how the save ends. A checkpoint that is not complete is removed."""
-        problems = [each["problem"] for each in of_ranks if "problem" in each]
+    def _complete(self, target: Path, about: About, of_ranks: Sequence[dict[str, Any] | str]) -> int | str:
+        """On rank 0: the bytes of the checkpoint, or what went wrong; one that is not complete is removed."""
+        problems = [each for each in of_ranks if isinstance(each, str)]
         if problems:
-            more = f"; and {len(problems) - 1} more ranks failed" if len(problems) > 1 else ""
-            ended = {"problem": problems[0] + more}
+            ended: int | str = problems[0] + (f"; and {len(problems) - 1} more ranks failed" if problems[1:] else "")
         else:
-            parts = [each["part"] for each in of_ranks]
-            ended = self._outcome(lambda: {"num_bytes": self._put_in_place(target, about, parts)})
-        if "problem" in ended:
+            parts = [each for each in of_ranks if not isinstance(each, str)]
+            ended = self._outcome(lambda: self._put_in_place(target, about, parts))
+        if isinstance(ended, str):
             shutil.rmtree(target, ignore_errors=True)
         return ended
 
@@ -255,33 +281,20 @@ class CheckpointWriter:
         manifest = merge(parts, about)
         for name, data in about.files.items():
             write_flushed(target / name, data)
-        for name, file in manifest.files.items():
-            try:
-                size = (target / name).stat().st_size
-            except FileNotFoundError:
+        for name in manifest.files:
+            if not (target / name).exists():
                 raise CheckpointError(
                     f"{target / name} was written, but rank 0 on {platform.node()} does not see it: checkpoint.dir "
                     f"must be a folder that all nodes share"
-                ) from None
-            if size != file.num_bytes:
-                raise CheckpointError(f"{target / name} has {size} bytes after {file.num_bytes} were written")
+                )
         write_flushed(target / MANIFEST, manifest.to_bytes())
         folder.require_files(target)
         folder.put_in_place(target, self.root, about.step)
         try:
-            folder.prune(self.root, self._keep_last, self._keep_every)
+            folder.prune(self.root, *self._keep)
         except (OSError, CheckpointError) as error:  # the new one is complete
             log.warning("%s: old checkpoints cannot be removed: %s", self.root, in_words(error))
         return manifest.num_bytes
-
-
-@dataclass(frozen=True)
-class _Snapshot:
-    """What this rank adds to a checkpoint, what of it it writes, and where the numbers of these are."""
-
-    state: RankState
-    written: Sequence[TensorBox]
-    tensors: Sequence[Tensor]
 
 
 def write_boxes(

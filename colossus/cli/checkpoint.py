@@ -70,9 +70,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_data(found, manifest, everything=arguments.all), indent=2))
     else:
-        is_chosen = found != Path(arguments.dir)
-        steps = sorted(named(found.parent).values()) if is_chosen else []
-        print(describe(found, manifest, everything=arguments.all, steps=steps))
+        print(describe(found, manifest, everything=arguments.all))
     return 0
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,27 +22,15 @@ from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import logical_parameters, made_by_layer
-from colossus.nest import tensors
-from colossus.state.replicas import exported
+
+if TYPE_CHECKING:
+    from colossus.engine.engine import Engine
 
 #: the dicts of a module whose values are its hooks, or say more of them by the same keys
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
-#: dicts of a module of which it has the values as attributes
-_OF_TORCH = ("_parameters", "_buffers", "_modules")
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 
 
-class HasModel(Protocol):
-    """An engine: the shards of a model, and the ranks that have the others."""
-
-    model: nn.Module
-    context: ParallelContext
-
-
-def plain(engine: HasModel, *, everywhere: bool = True) -> nn.Module | None:
+def plain(engine: Engine, *, everywhere: bool = True) -> nn.Module | None:
     """The model of an engine as a plain ``torch.nn`` module with its weights, which runs in one process.
 
         model = colossus.plain(engine)          # on all ranks
@@ -69,27 +56,19 @@ def plain(engine: HasModel, *, everywhere: bool = True) -> nn.Module | None:
         The module, on the device of the context.
 
     Raises:
-        ValueError: on all ranks, for a module that cannot be copied, or a class derived from a fused `Linear`.
+        ValueError: on all ranks, for a layer of one's own with parameters, or a class derived from a fused `Linear`.
+        TypeError: on all ranks, for a module that ``copy.deepcopy`` cannot copy.
     """
-    with exported(engine):
-        return _plain(engine.model, engine.context, everywhere=everywhere)
+    model, context = engine.model, engine.context
+    with engine.strategy.export():
+        stages = _exchange_between_stages(model, context)
+        copied = _Copy(model, context, stages).make()
+        state = full_state_dict(model, context).items() if everywhere else stream_state_dict(model, context)
+        _fill(copied, state, stages)  # on other ranks the stream is empty
+    return copied if everywhere or context.is_logging_rank else None
 
 
-def _plain(model: nn.Module, context: ParallelContext, *, everywhere: bool) -> nn.Module | None:
-    stages = _exchange_between_stages(model, context)
-    copied = _Copy(model, context, stages).make()
-    if everywhere:
-        _fill(copied, full_state_dict(model, context).items(), stages)
-        return copied
-    if not context.is_logging_rank:
-        for _ in stream_state_dict(model, context):
-            pass
-        return None
-    _fill(copied, stream_state_dict(model, context), stages)
-    return copied
-
-
-class _AllStages:
+class _AllStages(NamedTuple):
     """What stages of a pipeline tell each other of the whole model.
 
     Attributes:
@@ -98,14 +77,14 @@ class _AllStages:
             tensor that it holds.
     """
 
-    def __init__(self, trains: Mapping[str, bool], attributes: Mapping[tuple[str, str], Tensor]) -> None:
-        self.trains, self.attributes = dict(trains), dict(attributes)
+    trains: dict[str, bool]
+    attributes: dict[tuple[str, str], Tensor]
 
 
 def _exchange_between_stages(model: nn.Module, context: ParallelContext) -> _AllStages:
     trains = {each.name: each.parameter.requires_grad for each in logical_parameters(model, keep_ties=True)}
     kept = model.state_dict(keep_vars=True)
-    attributes = {}
+    attributes: dict[tuple[str, str], Tensor] = {}
     for name, module in model.named_modules():
         buffers = {leaf: held for leaf, held in module._buffers.items() if _join(name, leaf) not in kept}
         held = {leaf: value for leaf, value in vars(module).items() if isinstance(value, Tensor)}
@@ -115,14 +94,11 @@ def _exchange_between_stages(model: nn.Module, context: ParallelContext) -> _All
     stages = _AllStages(trains, attributes)
     pipeline = context.group("pipeline")
     if pipeline.size > 1:
-        for of_trains, of_attributes in reversed(all_gather_object((trains, _on_host(attributes)), pipeline)):
+        on_host = {key: value.cpu() for key, value in attributes.items()}
+        for of_trains, of_attributes in reversed(all_gather_object((trains, on_host), pipeline)):
             stages.trains.update(of_trains)
             stages.attributes.update({key: value.to(context.device) for key, value in of_attributes.items()})
     return stages
-
-
-def _on_host(tensors: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
-    return {key: value.cpu() for key, value in tensors.items()}
 
 
 class FusedLinear(nn.ModuleDict):
@@ -189,7 +165,7 @@ class _Copy:
         if not _is_as_written(module, Linear, ReplicatedKV):
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) is a fused Linear with a forward or parts of its "
-                f"own, whose weight is several parameters in a state dict: hold the Linear in a module of yours"
+                f"own: hold the Linear in a module of yours"
             )
         with torch.device("meta"):
             linears = {
@@ -221,17 +197,9 @@ class _Copy:
         if isinstance(module, Layer) and own:
             raise ValueError(
                 f"{self._names.get(id(module)) or 'the model'} ({type(module).__name__}) makes {', '.join(own)} "
-                f"itself, and has no row in convert/layer_table.py: derive it from a layer that has one, or hold its "
-                f"parameters in a plain module of torch"
+                f"itself, and has no row in convert/layer_table.py: hold its parameters in a plain module of torch"
             )
-        try:
-            return copy.deepcopy(module, self._memo)
-        except (TypeError, pickle.PicklingError) as error:
-            name = self._names.get(id(module)) or "the model"
-            raise ValueError(
-                f"{name} ({type(module).__name__}) cannot be copied ({error}): give the class a __deepcopy__ or a "
-                f"__getstate__ that leaves out what is no part of the model"
-            ) from error
+        return copy.deepcopy(module, self._memo)
 
 
 def _is_as_written(module: nn.Module, *kinds: type[Layer]) -> bool:
@@ -282,34 +250,16 @@ def _fill(copied: nn.Module, state: Iterable[tuple[str, Tensor]], stages: _AllSt
     for name, whole in state:
         path, _, leaf = name.rpartition(".")
         module = copied.get_submodule(path)
-        if name not in stages.trains:
-            value = held.setdefault(id(whole), (whole, whole))[1]
-            module._buffers.pop(leaf, None)
-            module._buffers[leaf] = value
-            continue
         if id(whole) not in held:
-            held[id(whole)] = whole, nn.Parameter(whole, stages.trains[name])
-        module._parameters.pop(leaf, None)  # so that all come in the order of the whole model
-        setattr(module, leaf, held[id(whole)][1])
+            held[id(whole)] = whole, nn.Parameter(whole, stages.trains[name]) if name in stages.trains else whole
+        places: dict[str, Any] = module._parameters if name in stages.trains else module._buffers
+        places.pop(leaf, None)  # so that all come in the order of the whole model
+        places[leaf] = held[id(whole)][1]
     for (path, leaf), value in stages.attributes.items():
         module = copied.get_submodule(path)
         if not isinstance(getattr(module, leaf, None), Tensor) or getattr(module, leaf).is_meta:
             places = module._buffers if leaf in module._non_persistent_buffers_set else vars(module)
             places[leaf] = value
-    _require_whole(copied)
-
-
-def _require_whole(copied: nn.Module) -> None:
-    """That nothing is left that another stage of a pipeline has."""
-    for name, module in copied.named_modules():
-        own = {leaf: value for leaf, value in vars(module).items() if leaf not in _OF_TORCH}
-        for leaf, value in (own | module._parameters | module._buffers).items():
-            if any(tensor.is_meta for _, tensor in tensors(value)):
-                raise ValueError(
-                    f"{_join(name, leaf)}: {type(module).__name__} holds tensors there that are on another stage of "
-                    f"the pipeline, and that are no buffer: register them (self.register_buffer(name, tensor, "
-                    f"persistent=False)), and they are in the plain module, too"
-                )
 
 
 def _join(*parts: str) -> str:

@@ -9,11 +9,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from colossus.checkpoint.assets import read_assets
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.state_dict import WholeTensor
 from colossus.checkpoint.tensor_file import DTYPES
+from colossus.checkpoint.weight_sources import read_assets
 from colossus.checkpoint.weights_only import MAX_SHARD_BYTES
 from colossus.hf.hf_writer import plan_folder, write_folder
 from colossus.registry import MODEL_OPTIONS

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from colossus.checkpoint.assets import LABELS
+from colossus.checkpoint.weight_sources import LABELS
 from colossus.hf.family import HEAD, TABLE, Family, Key, Row, module, row
 from colossus.registry import HF_FAMILIES
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from colossus.checkpoint.assets import TOKEN_IDS
 from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.weight_sources import TOKEN_IDS
 from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 
 Shape = tuple[int, ...]

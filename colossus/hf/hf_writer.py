@@ -12,17 +12,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from colossus.checkpoint.assets import (
-    GENERATION,
-    TOKEN_IDS,
-    Assets,
-    write_assets,
-)
 from colossus.checkpoint.durable import new_folder, require_new, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.state_dict import WholeTensor, stream_state_dict, whole_tensors
 from colossus.checkpoint.tensor_file import make_header, write_file
+from colossus.checkpoint.weight_sources import (
+    GENERATION,
+    TOKEN_IDS,
+    Assets,
+    write_assets,
+)
 from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, split_into_shards
 from colossus.context.parallel_context import ParallelContext
 from colossus.hf.family import Family, Row, family_of
@@ -107,7 +107,7 @@ def save(
         assets = getattr(getattr(engine, "checkpoints", None), "assets", Assets())
         plan = plan_folder(kind or type(engine.model).__name__, options, known, dtype, max_shard_bytes, assets)
         on_all_ranks(world, lambda: require_new(target) if is_writer else None, tells_ranks=False)
-        parts = stream_state_dict(engine.model, context, aliases=False, order=plan.part_names)
+        parts = stream_state_dict(engine.model, context, order=plan.part_names)
 
         def write() -> None:
             try:

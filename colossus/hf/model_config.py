@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from colossus.checkpoint.assets import LABELS, TOKEN_IDS
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.manifest import TOKENIZER_FILE
+from colossus.checkpoint.weight_sources import LABELS, TOKEN_IDS
 from colossus.config.errors import explain
 from colossus.hf.family import Family
 from colossus.registry import HF_FAMILIES, MODEL_OPTIONS

@@ -195,7 +195,7 @@ def _load(source: Source, module: nn.Module, context: ParallelContext) -> None:
     with on_all_ranks(world, lambda: open_weights(source.folder)) as reader:
         reader.verify(world)
         boxes = parameter_boxes(module, context, (), replicas_differ=False)
-        match = require_same_model(reader, known_weights(module, boxes, context))
+        match = require_same_model(reader, known_weights(module, context))
         on_all_ranks(world, lambda: load_matched(reader, match, module, boxes, None))
 
 

@@ -98,8 +98,7 @@ class Display(Hook):
                 lines.append(f"no step is left of train.steps = {self.total}: the run in {self.folder} is complete")
         if checkpoints.weights_match is not None:
             match = checkpoints.weights_match
-            more = [f"{name} {saved} of {here} rows" for name, (saved, here) in match.grown.items()]
-            more += [f"{name} the first {here} of {saved} rows" for name, (saved, here) in match.shortened.items()]
+            more = [f"the first {min(rows)} rows of {name}" for name, rows in match.resized.items()]
             found = f"{len(match.sources)} parameters and buffers from {checkpoints.weights_from}"
             lines.append(", ".join([found, *more]))
         return lines

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.matching import ModelTensor, Shape, WeightMatch, match_exactly
+from colossus.checkpoint.matching import ModelTensor, WeightMatch, match_exactly
 from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.state_dict import whole_tensors
 from colossus.checkpoint.tensor_box import Entry, TensorBox, choose_writers, entries_of
-from colossus.checkpoint.tensor_file import host_bytes
-from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.layout import Box
 from colossus.layout.parameter import LogicalParameter
@@ -26,7 +24,6 @@ class ParameterBox:
 
     Attributes:
         name: full logical name, the first of a tied one.
-        aliases: its other names on this rank.
         logical: where it lives.
         box: (start, stop) of every dim of the full shape; may be empty.
         writes: whether this rank writes it, and what else has its shape (its momentum).
@@ -34,7 +31,6 @@ class ParameterBox:
     """
 
     name: str
-    aliases: tuple[str, ...]
     logical: LogicalParameter
     box: Box
     writes: bool
@@ -67,7 +63,7 @@ class ParameterBox:
 def parameter_boxes(
     model: nn.Module, context: ParallelContext, counted_elsewhere: Iterable[nn.Parameter], *, replicas_differ: bool
 ) -> list[ParameterBox]:
-    """The boxes of all parameters as the rank stores them, in the order of the model. No communication.
+    """The boxes of all parameters as the rank stores them, in the order of the model.
 
     Args:
         counted_elsewhere: tied parameters, as stored, that an earlier pipeline stage holds and writes.
@@ -76,24 +72,20 @@ def parameter_boxes(
     sizes, at = context.grid.sizes, context.coordinates
     apart = ("pipeline", *(context.grid.axes("data") if replicas_differ else ()))
     elsewhere = {id(param) for param in counted_elsewhere}
-    named = [
-        (name, tuple(entry.names)[1:], entry.held)
-        for name, entry in entries_of(model).items()
-        if isinstance(entry.held, LogicalParameter)
-    ]
+    entries = {name: entry.held for name, entry in entries_of(model).items()}
+    named = {name: held for name, held in entries.items() if isinstance(held, LogicalParameter)}
     # the largest first, so that the small ones even out what ranks have
-    by_size = sorted(named, key=lambda each: -math.prod(each[2].shape))
-    held = [(logical.layout, logical.shape, logical.parameter.element_size()) for _, _, logical in by_size]
-    writers = choose_writers(held, sizes, at, apart)
-    writes = {name: is_writer for (name, _, _), is_writer in zip(by_size, writers, strict=True)}
+    by_size = sorted(named, key=lambda name: -math.prod(named[name].shape))
+    sized = [(named[name].layout, named[name].shape, named[name].parameter.element_size()) for name in by_size]
+    writes = dict(zip(by_size, choose_writers(sized, sizes, at, apart), strict=True))
     is_first = all(index == 0 for axis, index in at.items() if axis not in apart)
     boxes = []
-    for name, aliases, logical in named:
+    for name, logical in named.items():
         is_here = id(logical.parameter) not in elsewhere
         whole = logical.layout.box(logical.shape, sizes, at)
         for number, (part, box) in enumerate(_ranges(logical, whole)):
             writes_scalars = is_first and is_here and number == 0
-            boxes.append(ParameterBox(name, aliases, part, box, writes[name] and is_here, writes_scalars))
+            boxes.append(ParameterBox(name, part, box, writes[name] and is_here, writes_scalars))
     return boxes
 
 
@@ -116,24 +108,14 @@ def buffers_of(model: nn.Module) -> dict[str, Entry]:
     return {name: entry for name, entry in entries_of(model).items() if isinstance(entry.held, Tensor)}
 
 
-def buffer_checksums(buffers: Mapping[str, Entry]) -> dict[str, int]:
-    """Of what this rank holds, by first name."""
-    return {name: zlib.crc32(host_bytes(entry.held)) for name, entry in buffers.items()}  # type: ignore[arg-type]
-
-
 def buffer_boxes(
     buffers: Mapping[str, Entry],
     rank: int,
     checksums: Sequence[Mapping[str, int]],
     means: Mapping[int, Tensor],
 ) -> Iterator[TensorBox]:
-    """The buffers as the first rank has them, or their mean over replicas; beside them those of ranks that have others
-    (BatchNorm's statistics of a rank's own samples).
-
-    Args:
-        checksums: of all ranks.
-        means: over replicas, by id of the buffer.
-    """
+    """The buffers as the first rank has them, or their mean over replicas (by id); beside them those of ranks that have
+    others (BatchNorm's statistics of a rank's own samples), as the checksums of all ranks tell."""
     for name, entry in buffers.items():
         buffer, mean = entry.held, means.get(id(entry.held))
         assert isinstance(buffer, Tensor)
@@ -151,24 +133,14 @@ def _own_key(rank: int, name: str) -> str:
 # -- reading ----------------------------------------------------------------------------------------------
 
 
-def known_weights(model: nn.Module, boxes: Sequence[ParameterBox], context: ParallelContext) -> dict[str, ModelTensor]:
+def known_weights(model: nn.Module, context: ParallelContext) -> dict[str, ModelTensor]:
     """The parameters and buffers of the whole model, by first name. Collective."""
-    mine = {box.name: ModelTensor(tuple(box.logical.shape), (box.name, *box.aliases)) for box in boxes}
-    mine |= {name: ModelTensor(entry.shape, tuple(entry.names)) for name, entry in buffers_of(model).items()}
-    known: dict[str, ModelTensor] = {}
-    for of_rank in all_gather_object(mine, context.group(context.grid.names)):
-        for name, entry in of_rank.items():
-            names = dict.fromkeys((*known.get(name, entry).names, *entry.names))
-            known[name] = ModelTensor(entry.shape, tuple(names))
-    return known
+    found = whole_tensors(model, context)
+    return {name: ModelTensor(tensor.shape, tuple(tensor.names)) for name, tensor in found.items()}
 
 
 def require_same_model(reader: CheckpointReader, known: Mapping[str, ModelTensor]) -> WeightMatch:
-    """That the checkpoint has the parameters and buffers of the model, and no others.
-
-    Raises:
-        CheckpointError: with the names.
-    """
+    """That the checkpoint has the parameters and buffers of the model and no others, else a `CheckpointError`."""
     match = match_exactly(known, reader.manifest.shapes("model"))
     if not match.is_complete:
         raise CheckpointError(f"{reader.folder} is of another model: {match}")
@@ -194,8 +166,12 @@ def load_matched(
 
     def read(box: TensorBox, own_key: str) -> None:
         key = own_key if own_key in tensors else box.key
-        box = _saved_rows(box, tensors[key].shape)
-        reader.read_box(key, box.box, box.local)
+        if tensors[key].shape == box.shape:
+            reader.read_box(key, box.box, box.local)
+        else:  # the rows that were saved, maybe none
+            (start, stop), *others = box.box
+            stop = max(start, min(stop, tensors[key].shape[0]))
+            reader.read_box(key, ((start, stop), *others), box.local[: stop - start])
 
     for box in boxes:
         if box.name in match.sources:
@@ -206,12 +182,3 @@ def load_matched(
             assert isinstance(entry.held, Tensor)
             source = match.sources[name]
             read(TensorBox.whole(f"model/{source}", entry.held), "" if rank is None else _own_key(rank, source))
-
-
-def _saved_rows(box: TensorBox, saved: Shape) -> TensorBox:
-    """The part of a rank's box that lies in the rows which were saved, maybe nothing."""
-    if saved == box.shape:
-        return box
-    (start, stop), *others = box.box
-    stop = max(start, min(stop, saved[0]))
-    return TensorBox(box.key, saved, ((start, stop), *others), box.local[: stop - start])

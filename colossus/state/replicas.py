@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -113,8 +112,7 @@ def exported(holder: object) -> AbstractContextManager[Any]:
 # -- loading ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ReplicaSource:
+class ReplicaSource(NamedTuple):
     """Where in a checkpoint a rank finds what it goes on with: what is before the keys.
 
     Attributes:
@@ -142,16 +140,14 @@ def replica_source(values: Mapping[str, Any], run: Run) -> ReplicaSource:
     saved, kind, now = values.get(RECORD), type(run.strategy).__qualname__, run.context.size("data")
     if saved is None:
         return ReplicaSource(strategy=None if _keeps_own(run.strategy) else "")
-    then, own = saved["num_replicas"], replica_prefix(run.context.index("data"))
-    if (saved["kind"], then) == (kind, now):
-        of_strategy = own if has_own_state(run) else ""
-        return ReplicaSource(own, own, of_strategy) if saved["own_parameters"] else ReplicaSource(strategy=of_strategy)
+    own, is_own = replica_prefix(run.context.index("data")), saved["own_parameters"]
+    if (saved["kind"], saved["num_replicas"]) == (kind, now):
+        return ReplicaSource(own * is_own, own * is_own, own * has_own_state(run))
     if run.context.is_logging_rank:
         log.warning(
             "the checkpoint is of %d replicas under %s, this run has %d under %s: %swhat the strategy has kept is not "
             "taken",
-            then, saved["kind"], now, kind,
-            "all go on from the average of their parameters, with the optimizer of the first; "
-            if saved["own_parameters"] else "",
+            saved["num_replicas"], saved["kind"], now, kind,
+            "all go on from the average of their parameters, with the optimizer of the first; " * is_own,
         )  # fmt: skip
-    return ReplicaSource("", replica_prefix(0) if saved["own_parameters"] else "", None)
+    return ReplicaSource("", replica_prefix(0) * is_own, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -48,9 +49,6 @@ def run_values(run: Run) -> dict[str, Any]:
 def written_for(run: Run, *along: str) -> Iterator[str]:
     """What is before the paths of values of which each replica may have its own, where this rank writes them: "" for
     all, or the first; and where replicas have parameters of their own, the prefix of each.
-
-    Args:
-        along: public names of axes along which values differ, too.
     """
     if _is_first_but_along(run, *along):
         yield ""
@@ -65,11 +63,7 @@ def _is_first_but_along(run: Run, *public: str) -> bool:
 
 
 def decoded_values(reader: CheckpointReader, rank: int) -> dict[str, Any]:
-    """The values of a checkpoint, without those of other ranks.
-
-    Raises:
-        DamagedCheckpoint: one cannot be understood.
-    """
+    """The values of a checkpoint, without those of other ranks."""
     values, own = {}, f"ranks/{rank}/"
     for path, value in reader.manifest.values.items():
         if not path.startswith("ranks/") or path.startswith(own):
@@ -90,16 +84,7 @@ def restore_run(
     *,
     same_plan: bool,
 ) -> None:
-    """Take it back, under any plan. What is worth a warning is logged by one rank.
-
-    A run without a loss scale (its precision is not fp16 now) leaves that of the checkpoint, one whose checkpoint has
-    none begins with its own.
-
-    Args:
-        step: of the checkpoint.
-        values: decoded.
-        same_plan: this rank has the same place as when they were saved.
-    """
+    """Take it back, under any plan; ``same_plan``: this rank has the same place as when the values were saved."""
     context = run.context
     train = values.get(f"{source.own}train", values.get("train", {"completed_steps": step}))
     run.completed_steps = train["completed_steps"]
@@ -134,12 +119,8 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _restore_place_in_data(run: Run, values: Mapping[str, Any]) -> None:
-    """By the state of the same data rank where there are as many; else by that of the first.
-
-    The batches of a global order (a dataset, a stream or a loader that gives whole batches) are the same for any number
-    of data ranks. A loader of one's own that gives each data rank its own batches is not: what each reads next is where
-    the first one was.
-    """
+    """By the state of the same data rank where there are as many; else by that of the first, which only a loader of
+    one's own that gives each data rank its own batches can tell."""
     assert run.loaders is not None
     size, loader = run.context.size("data"), run.loaders.train
     saved = sum(path.startswith("loader/") for path in values)
@@ -151,7 +132,6 @@ def _restore_place_in_data(run: Run, values: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _logged_by_one(context: ParallelContext) -> Iterator[None]:
-    """Inside, what loaders log is logged by one rank: all say the same."""
     of_loaders = logging.getLogger("colossus.data")
     was_disabled, of_loaders.disabled = of_loaders.disabled, of_loaders.disabled or not context.is_logging_rank
     try:
@@ -170,68 +150,38 @@ class SavedHook(Stateful, Protocol):
 
 
 def hook_values(hooks: Sequence[SavedHook], owner: Any) -> dict[str, Any]:
-    """What each hook of this rank gives, if it gives anything, by path; that of the first rank is saved.
-
-    Args:
-        owner: what hooks are called with: the engine.
-    """
-    values = {}
-    for name, hook in _by_name(hooks):
-        with _naming(name, "on_save"):
-            hook.on_save(owner)
-    for name, hook in _by_name(hooks):
-        with _naming(name, "state_dict"):
-            state = hook.state_dict()
-        if state:
-            values[f"hooks/{name}"] = state
-    return values
+    """What each hook of this rank gives, if it gives anything, by path; that of the first rank is saved."""
+    for hook in hooks:
+        hook.on_save(owner)
+    states = {f"hooks/{name}": hook.state_dict() for name, hook in _by_name(hooks)}
+    return {path: state for path, state in states.items() if state}
 
 
 def _restore_hooks(hooks: Sequence[SavedHook], values: Mapping[str, Any], context: ParallelContext) -> None:
     saved = {path.removeprefix("hooks/"): value for path, value in values.items() if path.startswith("hooks/")}
     for name, hook in _by_name(hooks):
         if name in saved:
-            with _naming(name, "load_state_dict"):
-                hook.load_state_dict(saved.pop(name))
+            hook.load_state_dict(saved.pop(name))
     if saved and context.is_logging_rank:
-        log.warning(
-            "the checkpoint has state of hooks that this run does not have: %s. It is dropped; to take it, set "
-            "run.checkpoints.hooks before the load",
-            ", ".join(saved),
-        )
+        log.warning("state of hooks that this run does not have is dropped: %s", ", ".join(saved))
 
 
-@contextlib.contextmanager
-def _naming(name: str, method: str) -> Iterator[None]:
-    """What a hook raises says which hook it was."""
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(f"the hook {name}: {method}: {in_words(error)}") from error
-
-
-def _by_name(hooks: Sequence[SavedHook]) -> list[tuple[str, SavedHook]]:
+def _by_name(hooks: Sequence[SavedHook]) -> Iterator[tuple[str, SavedHook]]:
     """By the name of the class; of several of one name by their number, too."""
-    named: dict[str, SavedHook] = {}
+    count: Counter[str] = Counter()
     for hook in hooks:
-        name = kind = type(hook).__qualname__
-        number = 1
-        while name in named:
-            number += 1
-            name = f"{kind}~{number}"
-        named[name] = hook
-    return [*named.items()]
+        kind = type(hook).__qualname__
+        count[kind] += 1
+        yield (kind if count[kind] == 1 else f"{kind}~{count[kind]}"), hook
 
 
 # -- random generators ------------------------------------------------------------------------------------
 #
-# The global ones, which code of the user's outside of forwards draws from, and those that were named
-# (`RngStreams.named`). All else is drawn by keys, and needs the step alone. Under the plan of the checkpoint each rank
-# goes on with its own; under another they are seeded from (seed, data rank, step), so that no number comes again.
+# The global ones, and those that were named (`RngStreams.named`). All else is drawn by keys, and needs the step alone.
+# Under another plan they are seeded from (seed, data rank, step), so that no number comes again.
 
 
 def _rng_state(context: ParallelContext) -> dict[str, Any]:
-    """Of this rank: of torch on the host and the rank's device, of Python and of numpy, and what is named."""
     devices = _devices(context)
     of_torch, (version, numbers, gauss), of_numpy = GlobalRng(tuple(devices.values())).get_state()
     position = context.rng.state_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,15 +10,15 @@ import torch
 from torch import Tensor
 
 from colossus.arithmetic import factors
-from colossus.checkpoint.assets import Assets, read_assets
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.checkpoint.matching import Rename, WeightMatch, match_weights
 from colossus.checkpoint.rank_errors import gather_on_all_ranks, on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.snapshot import RankState
-from colossus.checkpoint.tensor_box import TensorBox
+from colossus.checkpoint.tensor_box import RankState, TensorBox, entries_of
+from colossus.checkpoint.tensor_file import host_bytes
 from colossus.checkpoint.values import encode
+from colossus.checkpoint.weight_sources import Assets, read_assets
 from colossus.checkpoint.writer import About
 from colossus.config import as_dict
 from colossus.config.sizes import describe_zero
@@ -26,20 +27,20 @@ from colossus.state.optimizer import (
     group_options,
     optimizer_values,
     options_to_go_on,
+    read_state,
     require_same_optimizer,
     restore_optimizer,
     saved_optimizer,
+    state_boxes,
 )
 from colossus.state.parameters import (
     ParameterBox,
     buffer_boxes,
-    buffer_checksums,
     buffers_of,
     known_weights,
     load_matched,
     require_same_model,
 )
-from colossus.state.per_parameter import read_state, require_state_fits, state_boxes
 from colossus.state.replicas import (
     ReplicaSource,
     boxes_of,
@@ -130,7 +131,9 @@ class State:
                 of_hooks = hook_values(self.hooks, self._owner)
                 if rank == 0:
                     values.update({path: encode(value, path, tensors) for path, value in of_hooks.items()})
-                return buffer_checksums(buffers) if self._world.size > 1 else dict.fromkeys(buffers, 0)
+                held: dict[str, Any] = {name: entry.held for name, entry in buffers.items()}
+                is_alone = self._world.size == 1  # nobody to compare with, and no device to wait for
+                return {name: 0 if is_alone else zlib.crc32(host_bytes(held[name])) for name in held}
 
         checksums = gather_on_all_ranks(self._world, prepare)
         state = RankState(values=values)
@@ -139,9 +142,7 @@ class State:
             state.tensors += buffer_boxes(buffers, rank, checksums, buffer_means(run))
             state.tensors += model_boxes(run, boxes)
             self._add_per_parameter(state, boxes)
-            for box in boxes:
-                state.aliases.update(dict.fromkeys(box.aliases, box.name))
-            for name, entry in buffers.items():
+            for name, entry in entries_of(run.model).items():
                 state.aliases.update({alias: name for alias in entry.names if alias != name})
             # of the optimizer of each pipeline stage: its class, and the options of its groups
             stage = f"optimizer_groups/{run.context.index('pipeline')}"
@@ -180,7 +181,7 @@ class State:
         reader.verify(world, on_progress)
         with as_shards(), torch.no_grad():
             boxes = boxes_of(run)
-            match = require_same_model(reader, known_weights(run.model, boxes, run.context))
+            match = require_same_model(reader, known_weights(run.model, run.context))
 
             def check() -> tuple[dict[str, Any], ReplicaSource]:
                 """What can be found wrong is found before anything is changed."""
@@ -188,9 +189,6 @@ class State:
                 source = replica_source(values, run)
                 section = f"{source.optimizer}optimizer"
                 require_same_optimizer(reader, saved_optimizer(values), run.optimizer, section)
-                require_state_fits(section, reader, boxes)
-                if source.strategy is not None:
-                    require_state_fits(f"{source.strategy}strategy", reader, boxes)
                 return values, source
 
             values, source = on_all_ranks(world, check)
@@ -211,10 +209,10 @@ class State:
         # each rank has the same place as then: sizes, and the order of axes
         same_plan = list(reader.manifest.plan.get("axes", {}).items()) == list(context.grid.sizes.items())
         own_rank = context.rank if same_plan and not source.is_average else None
-        load_matched(reader, match, run.model, boxes, own_rank, source.own)
         trained = {id(param) for group in run.optimizer.param_groups for param in group["params"]}
         of_trained = [box for box in boxes if id(box.parameter) in trained]
         state = read_state(f"{source.optimizer}optimizer", reader, values, of_trained, run.optimizer.state)
+        load_matched(reader, match, run.model, boxes, own_rank, source.own)
         saved = saved_optimizer(values, source.own)
         options = options_to_go_on(self._made, saved, is_logged=context.is_logging_rank)
         restore_optimizer(run.optimizer, state, options)
@@ -244,7 +242,7 @@ class State:
         run.strategy.sync_point()
         with as_shards(), torch.no_grad():
             boxes = boxes_of(run)
-            known = known_weights(run.model, boxes, run.context)
+            known = known_weights(run.model, run.context)
             try:
                 match = match_weights(
                     known, reader.manifest.shapes("model"), reader.manifest.aliases, only=only, rename=rename,

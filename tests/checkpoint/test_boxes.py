@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +17,7 @@ from torch import Tensor
 from colossus.checkpoint import tensor_file
 from colossus.checkpoint.manifest import MANIFEST
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.snapshot import RankState
-from colossus.checkpoint.tensor_box import TensorBox, choose_writers
+from colossus.checkpoint.tensor_box import RankState, TensorBox, choose_writers
 from colossus.checkpoint.writer import About, merge, write_boxes
 from colossus.context.grid import RankGrid
 from colossus.layout.layout import Layout
@@ -142,18 +140,3 @@ def test_every_element_is_written_once_and_read_anywhere(
                 out = torch.empty(wanted.shape, dtype=wider)
                 reader.read_box(each.key, each.box, out)
                 assert torch.equal(out, wanted.to(wider))
-
-
-@pytest.mark.parametrize("sizes", [dict(data=4), dict(data=2, tensor=4), dict(pipeline=2, data=8)])
-def test_replicas_share_the_work(sizes: Mapping[str, int]) -> None:
-    """Bytes of the rank that writes most over the mean, of 160 matrices of unequal sizes."""
-    grid = RankGrid({"pipeline": 1, "data": 1, "tensor": 1, **sizes})
-    shapes = [(16 * (1 + number % 5), 64) for number in range(160)]
-    layout = Layout((("tensor",), ()))
-    given_to = []
-    for rank in range(grid.world_size):
-        at = grid.coordinates(rank)
-        writers = choose_writers([(layout, shape, 4) for shape in shapes], grid.sizes, at)
-        boxes = zip([layout.box(shape, grid.sizes, at) for shape in shapes], writers, strict=True)
-        given_to.append(sum(math.prod(stop - start for start, stop in box) for box, takes in boxes if takes))
-    assert max(given_to) <= 1.1 * sum(given_to) / len(given_to)

@@ -55,17 +55,10 @@ def test_damage_is_named_and_passed_over(root: Path, damage: Damage, caplog: pyt
 def test_another_version_is_no_reason_to_go_back(root: Path) -> None:
     """A run that forgot what a newer colossus had done would overwrite it."""
     rewritten(lambda body: {**body, "version": 2})(root / "step-00000002")
-    words = r"02/manifest.json: has format version 2, written by colossus .*; this colossus \(.*\) reads version 1"
+    words = r"02/manifest.json: has format version 2; this colossus \(.*\) reads version 1"
     with pytest.raises(CheckpointError, match=words) as raised:
         folder.find_latest(root)
     assert not isinstance(raised.value, DamagedCheckpoint)
-
-
-def test_when_nothing_is_whole(root: Path) -> None:
-    for step in (1, 2):
-        os.truncate(root / f"step-0000000{step}" / MANIFEST, 100)
-    with pytest.raises(DamagedCheckpoint, match=r"step-00000002/manifest\.json: is truncated"):
-        folder.find_latest(root)
 
 
 def test_latest_names_what_is_not_there(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -85,8 +78,8 @@ def test_the_newest_is_what_latest_names(root: Path) -> None:
     for path, seconds in ((root / "step-00000001", 2e9), (root / "step-00000002", 1e9)):
         os.utime(path / MANIFEST, (seconds, seconds))
     assert latest_step(root, 2) == 2
-    assert folder.prune(root, 1, 0) == [root / "step-00000001"]
-    assert latest_step(root, 2) == 2
+    folder.prune(root, 1, 0)
+    assert sorted(os.listdir(root)) == ["latest", "step-00000002"]
 
 
 def test_what_is_damaged_does_not_count_as_kept(root: Path) -> None:
@@ -99,10 +92,11 @@ def test_what_is_damaged_does_not_count_as_kept(root: Path) -> None:
     save(writer, 3)
     (root / "step-00000009").mkdir()
     cut("step-00000002")
-    assert folder.prune(root, 2, 0) == []
+    folder.prune(root, 2, 0)
+    assert (root / "step-00000001").exists()
     save(writer, 4)
-    assert {path.name for path in folder.prune(root, 2, 0)} == {"step-00000001", "step-00000002"}
-    assert (root / "step-00000009").exists(), "no checkpoint of ours"
+    folder.prune(root, 2, 0)
+    assert sorted(os.listdir(root)) == ["latest", "step-00000003", "step-00000004", "step-00000009"]
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(root: Path) -> None:
@@ -132,7 +126,7 @@ def _is_found(checkpoint: Path) -> bool:
     return False
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(number=st.integers(0, 2), place=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
 def test_any_byte_that_changes_is_found(spoilt: Path, number: int, place: float, mask: int) -> None:
     path = spoilt / sorted(os.listdir(spoilt))[number]

@@ -42,19 +42,9 @@ def _value(path: str, value: Any) -> Callable[[Path], None]:
 #: values that a person has written; each would be decoded
 VALUES = [
     Damage("objects", _value("train", {"$array": ["model/first.bias", "|O", [3]]}), r"train cannot .*dtype '\|O'"),
-    Damage("fields", _value("train", {"$array": ["model/first.bias", "f8,O", [3]]}), r"train cannot .*dtype 'f8,O'"),
     Damage("no such tensor", _value("train", {"$tensor": "../../etc/passwd"}), r"train cannot .*no tensor '../../etc"),
-    Damage("no pairs", _value("train", {"$items": [1, 2]}), r"train cannot be understood: TypeError"),
     Damage("no shape", _value("train", {"$array": ["model/first.bias", "<f8", [7, 7]]}), r"train cannot be underst"),
 ]
-
-
-def _other_models(root: Path) -> list[tuple[str, Any, str]]:
-    shape = r"step-00000002 is of another model: .*of another shape.*first.weight"
-    return [
-        ("another width", dict(type=Net, width=4), shape),
-        ("another name", dict(type=Net, name="third"), r"is of another model: .*second.weight"),
-    ]
 
 
 def _loads(rank: int, root: Path) -> list[tuple[str, str, bool]]:
@@ -101,8 +91,7 @@ def _loads(rank: int, root: Path) -> list[tuple[str, str, bool]]:
     attempt("not seen", root / "step-00000002")
     checkpoints.open_weights = open_weights  # type: ignore[attr-defined]
     engine.checkpoints.finish()
-    for name, model, _ in _other_models(root):
-        attempt(name, root / "step-00000002", make_engine(None, model=model))
+    attempt("another model", root / "step-00000002", make_engine(None, model=dict(type=Net, width=4, name="third")))
     return told
 
 
@@ -110,7 +99,7 @@ def test_a_load_that_fails_changes_nothing(in_memory: Path) -> None:
     root = in_memory / "checkpoints"
     here, there = run_ranks(2, _loads, root, with_context=False)
     patterns = {damage.name: damage.said for damage in [*_damages(), *VALUES]}
-    patterns |= {name: said for name, _, said in _other_models(root)}
+    patterns["another model"] = r"step-00000002 is of another model: .*second.weight.*of another shape.*first.weight"
     patterns["unreadable"] = r"rank-00001.safetensors.*Input/output error"
     patterns["not seen"] = r"there is no manifest.json in it.*\(rank 1 on "
     assert {name for name, _, _ in here} == patterns.keys()
@@ -132,7 +121,7 @@ def _resumes(rank: int, root: Path, pristine: Path) -> list[Any]:
         states[step] = everything(engine)[1:3]
     if rank == 0:
         shutil.copytree(root, pristine)
-    for damage in ("data flipped", "manifest cut", "data missing", "data a pickle"):
+    for damage in ("data flipped", "manifest cut"):
         dist.barrier()
         if rank == 0:
             shutil.rmtree(root)
@@ -158,8 +147,6 @@ def test_resume_takes_the_newest_that_is_whole(in_memory: Path) -> None:
     assert [answer[:4] for answer in here] == [
         ("data flipped", "step-00000001", 1, True),
         ("manifest cut", "step-00000002", 2, True),
-        ("data missing", "step-00000002", 2, True),
-        ("data a pickle", "step-00000002", 2, True),
     ]
     patterns = {damage.name: damage.said for damage in DAMAGES}
     for name, found, _, _, lines in here:
@@ -210,7 +197,7 @@ def test_other_formats_are_refused_in_words(in_memory: Path) -> None:
     torch.save({"w": torch.zeros(2)}, file)
     folder.mkdir()
     (folder / ".metadata").write_bytes(PICKLE)
-    engine, refused = make_engine(None, data=1), r"is neither a checkpoint of colossus .* opens no pickle.*load_full_st"
+    engine, refused = make_engine(None, data=1), r"is neither a checkpoint of colossus .*load_full_st"
     for path, said in ((file, refused), (folder, refused), (in_memory / "absent", "there is no such folder")):
         with pytest.raises(CheckpointError, match=f"^{path}.*{said}"):
             engine.checkpoints.load(path)

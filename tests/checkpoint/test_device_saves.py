@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers.fake_cuda import Waits, batch_on_device, files_of, run_fake_ranks
 from helpers.training import batch_of, config_of
 from torch import Tensor
@@ -51,9 +52,13 @@ def saved_and_loaded(
 def test_a_save_waits_for_one_copy_and_a_load_brings_all_back(tmp_path: Path) -> None:
     """Beside the copy it reads the few numbers of the run that are on the device."""
     ((waits, steps, kinds),) = run_fake_ranks(1, saved_and_loaded, tmp_path / "fp32", {}, "fp32")
-    assert waits == {"checkpoint/snapshot.py": 1, "engine/nonfinite.py": 1}
+    assert waits == {"checkpoint/writer.py": 1, "engine/nonfinite.py": 1}
     assert steps == [0, 0]
     assert kinds == {"cuda"}
+
+
+@pytest.mark.long
+def test_what_is_offloaded_stays_on_the_host(tmp_path: Path) -> None:
     ((waits, steps, kinds),) = run_fake_ranks(1, saved_and_loaded, tmp_path / "fp16", OFFLOADED, "fp16")
     assert waits == {"engine/nonfinite.py": 4}  # rows and state are on the host
     assert steps == [3, 3]

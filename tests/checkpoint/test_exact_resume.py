@@ -62,25 +62,6 @@ class Stream(IterableDataset[Any]):
         return (Vectors()[index] for index in range(28))
 
 
-class OwnPlace(Stream):
-    """Knows its place."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.next < 28:
-            self.next += 1
-            yield Vectors()[self.next - 1]
-        self.next = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.next = state["next"]
-
-
 def shuffled() -> Any:
     """A loader of one's own, shuffled by the global generator: seven batches, of which the run takes some."""
     return DataLoader(Vectors(), batch_size=4, shuffle=True, drop_last=True)
@@ -198,40 +179,28 @@ FP16 = dict(precision="fp16", loss_scale=dict(init=2.0**24, growth_interval=1))
 CASES: dict[str, Case] = {
     "one process": Case(),
     "fp16": Case(train=FP16),
-    "bf16": Case(train=dict(precision="bf16")),
     "bf16 parameters": Case(train=dict(precision=dict(params="bf16"))),
-    "bf16 all": Case(train=dict(precision=dict(params="bf16", optimizer="bf16")), is_long=True),
     "accumulation": Case(more=dict(schedule=dict(microbatches=2))),
     "activation checkpoint": Case(train=dict(activation_checkpoint="full")),
     "workers": Case(more=dict(data=dict(type=Tokens, num_workers=2))),
-    "amsgrad": Case(more=dict(optimizer=dict(type="AdamW", lr=1e-2, amsgrad=True)), is_long=True),
     "own": Case(own=True, hooks=(Options,)),
     "own stream": Case(own=True, data=Stream),
-    "own stream, a worker": Case(own=True, data=lambda: dict(type=Stream, num_workers=1), is_long=True),
-    "own place": Case(own=True, data=OwnPlace),
     "own loader": Case(own=True, data=shuffled),
-    "own momentum": Case(own=True, more=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9)), is_long=True),
     "data": Case(2, dict(data=2), own=True),
-    "data, own loader": Case(2, dict(data=2), own=True, data=shuffled, is_long=True),
     "1d": Case(2, dict(tensor=2)),
-    "1d sharded": Case(2, dict(tensor=dict(size=2, sequence_sharded=True)), is_long=True),
     "1f1b": Case(2, dict(pipeline=2), dict(schedule=PIPELINE)),
     "zb-v": Case(2, dict(pipeline=2), dict(schedule=ZB_V)),
     "ring": Case(2, dict(sequence=2), dict(model=GPT | dict(attention_dropout=0.0))),
     "ulysses": Case(
         2, dict(sequence=dict(size=2, mode="ulysses")), dict(model=GPT | dict(attention_dropout=0.0)), is_long=True
     ),
-    "zero 1": Case(2, dict(data=2, zero=1), is_long=True),
     "zero 2": Case(2, dict(data=2, zero=2), own=True),
     "zero 3": Case(2, dict(data=2, zero=3)),
-    "zero 3 bf16": Case(2, dict(data=2, zero=3), train=dict(precision="bf16"), is_long=True),
     "zero 2 fp16": Case(2, dict(data=2, zero=2), train=FP16),
-    "zero 2 bf16 parameters": Case(2, dict(data=2, zero=2), train=dict(precision=dict(params="bf16")), is_long=True),
     "local steps": Case(2, dict(data=2, strategy=dict(type=LocalSteps, every=2))),
     "2d": Case(4, dict(tensor=dict(mode="2d", size=4))),
     "3d": Case(4, dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),
     "data, pipeline, zero": Case(4, dict(data=2, pipeline=2, zero=3), dict(schedule=PIPELINE), FP16, is_long=True),
-    "2.5d": Case(8, dict(tensor=dict(mode="2.5d", size=8, depth=2)), is_long=True),
     "3d, 8 ranks": Case(8, dict(tensor=dict(mode="3d", size=8)), is_long=True),
 }
 

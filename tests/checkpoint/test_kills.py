@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
-from helpers.checkpointing import latest_step, save
-from helpers.launching import LAUNCH, children, finish, is_running, start, wait_for
 from helpers.ranks import grid
 from helpers.small_run import Counter, make_engine
 from torch import distributed as dist
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.writer import CheckpointWriter, SavedCheckpoint
+from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook, fit
@@ -82,41 +79,6 @@ def started(folder: Path, number: int, body: Callable[[ParallelContext, Callable
         run.end()
 
 
-def _saves_all_the_time(root: Path, first: int) -> Callable[[ParallelContext, Callable[[int], None]], None]:
-    """Every step is saved, some in the background, some twice; rank 0 notes the steps that are complete."""
-
-    def body(context: ParallelContext, note: Callable[[int], None]) -> None:
-        writer = CheckpointWriter(root, context, keep_last=2, keep_every=7)
-        note(first) if context.rank == 0 else None
-        for number in range(10**6):
-            step = first + 1 + number * 2 // 3  # 0 0 1 2 2 3 ..
-            save(writer, step, rank=context.rank, world=WORLD, background=number % 4 < 2)
-            if context.rank == 0:
-                note(step)
-
-    return body
-
-
-@pytest.mark.long
-def test_ranks_are_killed_at_random_moments(in_memory: Path) -> None:
-    """At 32 moments: one rank first, the other a little later, or all at once; the run goes on from what is there."""
-    drawn = random.Random(14)
-    root, step, reached = in_memory / "checkpoints", 0, []
-    for number in range(32):
-        with started(in_memory, number, _saves_all_the_time(root, step)) as run:
-            run.wait_for_notes(drawn.randint(1, 8))
-            time.sleep(drawn.uniform(0.0, 0.05))
-            first = number % (WORLD + 1)
-            run.kill(*([first] if first < WORLD else range(WORLD)))
-            time.sleep(drawn.choice([0.0, 0.003, 0.03]))
-        completed = max(run.noted())
-        step = latest_step(root, WORLD)
-        assert step >= completed, f"kill {number}"
-        reached.append(step)
-    assert reached == sorted(reached)
-    assert reached[-1] > 64, "too few saves for 32 kills to meet them"
-
-
 # -- a whole engine ---------------------------------------------------------------------------------------
 
 
@@ -160,36 +122,3 @@ def test_runs_are_killed_and_resumed(in_memory: Path) -> None:
         step = reader.manifest.step
         assert step >= max(run.noted()), f"kill {number}"
     assert step >= 12
-
-
-@pytest.mark.long
-def test_a_launch_is_killed_and_resumed(tmp_path: Path) -> None:
-    """The launcher, rank 0 and rank 1 in turn, while a checkpoint follows every step."""
-    drawn, steps = random.Random(16), []
-    for number in range(6):
-        options = ["--run-dir", "run", *(["--resume"] if number else [])]
-        config = ["checkpoint.every=1", "checkpoint.keep_last=2", "train.steps=100000", "train.eval_every=0"]
-        launcher = start([*LAUNCH, *options, *config], tmp_path, STEP_SECONDS="0.005")
-        root = tmp_path / "run" / "checkpoints"
-        wait_for(lambda: _latest(root) >= max(steps, default=0) + 3 or launcher.poll() is not None, launcher.pid)
-        assert launcher.poll() is None, finish(launcher)
-        time.sleep(drawn.uniform(0.0, 0.1))
-        ranks = children(launcher.pid)
-        before = _latest(root)
-        os.kill([launcher.pid, *ranks][number % 3], signal.SIGKILL)
-        launcher.wait()
-        wait_for(lambda: not any(map(is_running, ranks)), *ranks)
-        found = folder.find_latest(root)
-        assert found is not None
-        with CheckpointReader(found) as reader:
-            reader.verify()
-        steps.append(reader.manifest.step)
-        assert steps[-1] >= before, f"kill {number}"
-    assert steps == sorted(set(steps))
-
-
-def _latest(root: Path) -> int:
-    try:
-        return int((root / "latest").read_text().strip().removeprefix("step-"))
-    except OSError:
-        return 0

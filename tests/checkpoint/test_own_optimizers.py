@@ -30,49 +30,6 @@ def engine_of(root: Path, optimizer: Any, *, data: int = 1, every: int = 0) -> A
     )
 
 
-class Counts(torch.optim.SGD):
-    """Makes an entry of its groups in its first step, and changes an option in place."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr, momentum=0.9)
-        self.param_groups[0]["history"] = [0]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        group = self.param_groups[0]
-        group["k"] = group.get("k", 0) + 1
-        group["history"][0] += 1
-        super().step()
-
-
-def seen(engine: Any) -> Any:
-    group = engine.optimizer.param_groups[0]
-    return group["k"], list(group["history"]), "initial_lr" in group
-
-
-def counts(rank: int, root: Path) -> tuple[Any, Any, Any]:
-    engine = engine_of(root, Counts, data=2)
-    torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.9)  # leaves an initial_lr in the groups
-    for _ in range(3):
-        engine.train_step(next(engine.loader))
-    before = seen(engine)
-    engine.checkpoints.save().wait()
-    engine.close()
-    engine = engine_of(root, Counts, data=2)
-    engine.checkpoints.load(root)
-    after = seen(engine)
-    engine.train_step(next(engine.loader))
-    further = seen(engine)
-    engine.close()
-    return before, after, further
-
-
-def test_what_a_step_makes_late_goes_on(tmp_path: Path) -> None:
-    for before, after, further in run_ranks(2, counts, tmp_path, with_context=False):
-        assert before == after == (3, [3], True)
-        assert further == (4, [4], True)
-
-
 class Wraps(torch.optim.Optimizer):
     """As implementations of SAM do it: the groups are shared, the state is the inner one's."""
 
@@ -101,7 +58,7 @@ class KeepsAMean(torch.optim.SGD):
 
 
 REFUSED = {
-    Wraps: "Wraps has another optimizer in .base, which keeps state of its own",
+    Wraps: "Wraps has another optimizer in .base: let both keep one state",
     KeepsAMean: "KeepsAMean keeps 'mean' in its state, which is the state of no parameter",
 }
 

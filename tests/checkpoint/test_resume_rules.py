@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from colossus.checkpoint.folder import name_of
-from colossus.engine.fit import Hook, fit
 
 # -- the data and random generators ---------------------------------------------------------------------------
 
@@ -88,82 +87,3 @@ def test_generators_under_another_plan(tmp_path: Path) -> None:
     first, again, second, _ = seen = [seen for seen, _, _ in other]
     assert (first, second) == (again, seen[3])
     assert len({*numbers, first, second}) == 4
-
-
-class OwnOfEachRank(Hook):
-    """Would keep what belongs to its rank alone."""
-
-    def __init__(self, own: int = -1) -> None:
-        self.own = own
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"own": self.own, "shards": torch.full((2,), self.own)}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.own = state["own"]
-        assert state["shards"].tolist() == [self.own] * 2
-
-
-def hook_goes_on(rank: int, config: dict[str, Any]) -> int:
-    engine = engine_of(config)
-    engine.checkpoints.hooks = [OwnOfEachRank(7 + rank)]
-    path = engine.checkpoints.save().wait().path
-    hook = OwnOfEachRank()
-    engine.checkpoints.hooks = [hook]
-    engine.checkpoints.load(path)
-    engine.close()
-    return hook.own
-
-
-def test_what_hooks_keep_is_that_of_rank_0(tmp_path: Path) -> None:
-    assert run_ranks(2, hook_goes_on, settings(tmp_path, dict(tensor=2)), with_context=False) == [7, 7]
-
-
-# -- the rest -------------------------------------------------------------------------------------------------
-
-
-def stops_later(rank: int, folder: Path, steps: int, resume: bool) -> tuple[int, str, int]:
-    config = settings(folder, train=dict(steps=steps, schedule_steps=4), lr_schedule=dict(type="cosine"))
-    config["checkpoint"] |= dict(every=2, resume="auto" if resume else None)
-    engine = engine_of(config)
-    summary = fit(engine)
-    lr = engine.lr_at(1)
-    engine.close()
-    return summary.steps, summary.reason, lr
-
-
-def test_more_steps_than_were_planned(tmp_path: Path) -> None:
-    """A run that has ended goes on where train.steps is larger now; where it is not, it ends at once."""
-    first = run_ranks(1, stops_later, tmp_path, 3, False, with_context=False)
-    assert first[0][:2] == (3, "finished")
-    ((steps, reason, _),) = run_ranks(1, stops_later, tmp_path, 3, True, with_context=False)
-    assert (steps, reason) == (3, "finished")
-    ((steps, reason, _),) = run_ranks(1, stops_later, tmp_path, 5, True, with_context=False)
-    assert (steps, reason) == (5, "finished")
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == [name_of(3), name_of(4), name_of(5)]
-
-
-def goes_back(rank: int, config: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Saves, trains on, loads what it has saved, and trains on again."""
-    engine = engine_of(config)
-    engine.train_step(next(engine.loader))
-    save = engine.checkpoints.save()
-    losses = [engine.train_step(next(engine.loader)).loss for _ in range(2)]
-    at = memory(engine)
-    engine.checkpoints.load(save.wait().path)
-    assert memory(engine) == at
-    again = [engine.train_step(next(engine.loader)).loss for _ in range(2)]
-    engine.close()
-    return losses, again
-
-
-def memory(engine: Any) -> set[int]:
-    """Where momenta are."""
-    kept = engine.optimizer.state.values()
-    return {value.data_ptr() for of_param in kept for name, value in of_param.items() if name != "step"}
-
-
-def test_a_run_goes_back_to_what_it_has_saved_in_the_same_memory(tmp_path: Path) -> None:
-    for world, parallel in ((1, {}), (2, dict(data=2, zero=2))):
-        for losses, again in run_ranks(world, goes_back, settings(tmp_path, parallel), with_context=False):
-            assert losses == again

@@ -28,9 +28,6 @@ MOMENTUM: Options = dict(type="SGD", lr=0.05, momentum=0.9)
 #: by number of ranks: plan, strategy
 STRATEGIES: dict[int, dict[str, tuple[Options, Options]]] = {
     2: {
-        "local_sgd": (dict(data=2), dict(type="local_sgd", period=4)),
-        "slowmo": (dict(data=2), dict(type="slowmo", period=5)),
-        "diloco": (dict(data=2), dict(type="diloco", period=2)),
         "bf16": (dict(data=2), dict(type="all_reduce", compress="bf16")),
         "powersgd": (dict(data=2), dict(type="all_reduce", **POWER)),
     },
@@ -49,7 +46,7 @@ def server(servers: int = 2, mode: str = "sync", **options: Any) -> Options:
 
 DOWNPOUR: Options = dict(mode="async", algorithm="downpour", push_every=2)
 EASGD: Options = dict(algorithm="easgd", push_every=2)
-#: by number of ranks (those that take long under a negative one): the plan, and who saves and who goes on
+#: by number of ranks: the plan, and who saves and who goes on
 SERVERS: dict[int, dict[str, tuple[Options, Options, Options, Options]]] = {
     1: {
         "async": (dict(data=1), ADAMW, server(mode="async"), server(3, mode="async")),
@@ -58,12 +55,6 @@ SERVERS: dict[int, dict[str, tuple[Options, Options, Options, Options]]] = {
     2: {
         "sync to all_reduce": (dict(data=2), ADAMW, server(2), ALL_REDUCE),
         "elastic": (dict(data=2), ADAMW, server(**EASGD), server(3, **EASGD)),
-    },
-    -2: {
-        "sync": (dict(data=2), ADAMW, server(2), server(3)),
-        "all_reduce to sync": (dict(data=2), MOMENTUM, ALL_REDUCE, server(2)),
-        "1d": (dict(tensor=2), ADAMW, server(2), ALL_REDUCE),
-        "1d, async": (dict(tensor=2), MOMENTUM, server(2, mode="async"), ALL_REDUCE),
     },
 }
 
@@ -126,9 +117,9 @@ def _goes_on_elsewhere(rank: int, cases: int, folder: Path) -> dict[str, tuple[A
     return found
 
 
-@pytest.mark.parametrize("cases", [1, 2, *long(-2)])
+@pytest.mark.parametrize("cases", [1, 2])
 def test_a_run_goes_on_with_other_servers_and_with_all_reduce(cases: int, tmp_path: Path) -> None:
-    for found in run_ranks(abs(cases), _goes_on_elsewhere, cases, tmp_path, with_context=False):
+    for found in run_ranks(cases, _goes_on_elsewhere, cases, tmp_path, with_context=False):
         for name, ((losses, weights), (again, weights_again)) in found.items():
             torch.testing.assert_close(losses, again, rtol=1e-11, atol=1e-12, msg=name)
             torch.testing.assert_close(weights, weights_again, rtol=0, atol=1e-12, msg=name)

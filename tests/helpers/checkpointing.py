@@ -10,8 +10,7 @@ from helpers.ranks import grid
 from colossus.checkpoint import folder
 from colossus.checkpoint.manifest import About
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.snapshot import RankState
-from colossus.checkpoint.tensor_box import TensorBox
+from colossus.checkpoint.tensor_box import RankState, TensorBox
 from colossus.checkpoint.writer import CheckpointWriter
 from colossus.context.parallel_context import ParallelContext
 

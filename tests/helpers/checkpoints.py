@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,65 +22,42 @@ from colossus.checkpoint.values import decode
 BatchOf = Callable[[int, Mapping[str, Any]], Any]
 
 
-@dataclass(frozen=True)
-class Link:
-    """A plan of a chain: load what the one before has saved, save it again, train a step, save.
-
-    Attributes:
-        config: its ``checkpoint.dir`` is where it saves.
-        source: folder of the checkpoint that it loads, None at the beginning.
-        options: of `colossus.initialize`.
-    """
-
-    config: dict[str, Any]
-    source: Path | None
-    options: dict[str, Any]
-
-
-def visit(rank: int, links: Sequence[Link], batch_of: BatchOf, steps: int) -> list[list[tuple[float, float]]]:
-    """Body of a rank: (loss, gradient norm) of the steps of each link."""
+def visit(
+    rank: int, links: Sequence[tuple[dict[str, Any], Path | None]], batch_of: BatchOf, options: dict[str, Any]
+) -> list[tuple[float, float]]:
+    """Body of a rank: under each config load what the one before has saved, save it again, train a step, save."""
     told = []
-    for link in links:
-        engine = colossus.initialize(link.config, **link.options)
+    for config, source in links:
+        engine = colossus.initialize(config, **options)
         index, count = engine.context.index("data"), engine.context.size("data")
-        if link.source is not None:
-            engine.checkpoints.load(link.source)
+        if source is not None:
+            engine.checkpoints.load(source)
             engine.checkpoints.save(background=False).wait()
-        numbers = []
-        for _ in range(steps):
-            batch = batch_of(engine.completed_steps, link.config)
-            part = link.config["train"]["global_batch_size"] // count
-            result = engine.train_step({key: value[index * part : (index + 1) * part] for key, value in batch.items()})
-            numbers.append((result.loss, result.grad_norm))
+        batch = batch_of(engine.completed_steps, config)
+        part = config["train"]["global_batch_size"] // count
+        result = engine.train_step({key: value[index * part : (index + 1) * part] for key, value in batch.items()})
         engine.checkpoints.save(background=True).wait()
-        told.append(numbers)
+        told.append((result.loss, result.grad_norm))
         engine.close()
     return told
 
 
 def run_chain(
-    root: Path,
-    chain: Sequence[tuple[int, dict[str, Any]]],
-    batch_of: BatchOf,
-    steps: int = 1,
-    source: Path | None = None,
-    **options: Any,
-) -> list[list[tuple[float, float]]]:
-    """Losses and norms of a chain of (ranks, config); link ``n`` saves into ``root/n``, twice: as it was loaded, and
-    after its steps. Neighbours with as many ranks share these."""
-    links, told = [], []
-    for number, (world, config) in enumerate(chain):
-        folder = root / str(number)
-        config = {**config, "checkpoint": dict(dir=str(folder), keep_last=0)}
-        links.append((world, Link(config, source, options)))
-        source = folder / name_of(steps * (number + 1))
-    while links:
-        world = links[0][0]
-        same = next((n for n, (other, _) in enumerate(links) if other != world), len(links))
-        ranks = run_ranks(world, visit, [link for _, link in links[:same]], batch_of, steps, with_context=False)
+    root: Path, chain: Sequence[tuple[int, dict[str, Any]]], batch_of: BatchOf, **options: Any
+) -> list[tuple[float, float]]:
+    """Loss and norm of each of a chain of (ranks, config); number ``n`` saves into ``root/n``, twice: as it was loaded,
+    and after its step. Neighbours with as many ranks share these."""
+    folders = [root / str(number) for number in range(len(chain))]
+    sources = [None, *(folder / name_of(number + 1) for number, folder in enumerate(folders))]
+    links = [
+        (world, ({**config, "checkpoint": dict(dir=str(folder), keep_last=0)}, source))
+        for (world, config), folder, source in zip(chain, folders, sources, strict=False)
+    ]
+    told = []
+    for world, same in itertools.groupby(links, lambda link: link[0]):
+        ranks = run_ranks(world, visit, [link for _, link in same], batch_of, options, with_context=False)
         assert all(each == ranks[0] for each in ranks), "ranks report different numbers"
         told += ranks[0]
-        links = links[same:]
     return told
 
 

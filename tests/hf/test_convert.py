@@ -109,7 +109,7 @@ def test_numbers_that_a_dtype_has_no_room_for(tmp_path: Path, capsys: Captured) 
         assert convert(source, tmp_path / to, "--to", to, "--dtype", "fp16") == 2
         told = capsys.readouterr().err
         assert "key.bias" in told
-        assert "has 100000, and float16 ends at 65504: it would be infinity; take bf16" in told
+        assert "has numbers above 65504, where float16 ends: they would be infinity; take bf16" in told
         assert not (tmp_path / to).exists()
         assert convert(source, tmp_path / to, "--to", to, "--dtype", "bf16") == 0
 

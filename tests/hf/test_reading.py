@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import resource
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from torch import Tensor
 
 import colossus
 from colossus.checkpoint import CheckpointError, read_state_dict
+from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import load_config
 from colossus.engine.initialize import make_engine
 from colossus.hf.hf_folder import read_folder
 from colossus.hf.hf_reader import HFReader
 from colossus.hf.model_config import options_of
+from colossus.monitor.display import Display
 
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "vit": VIT}
 
@@ -156,3 +159,27 @@ def test_the_weights_of_a_folder_go_into_a_model_that_differs(tmp_path: Path) ->
     assert "2 missing there: head.bias, head.weight" in strict
     assert loaded == "2 missing there: head.bias, head.weight"
     assert "a model folder of Hugging Face is for checkpoint.weights" in resumed
+
+
+def test_a_shorter_model_takes_the_first_positions(tmp_path: Path) -> None:
+    """Of learned ones, under any plan, whether or not all has to fit; other tables must."""
+    folder = make_folder(tmp_path / "gpt2", GPT2)
+    saved = read_state_dict(folder)
+
+    def load(rank: int) -> str:
+        train = dict(train=dict(steps=1, global_batch_size=2), device="cpu", parallel=dict(tensor=2))
+        engine = colossus.initialize(dict(model=dict(type="hf", path=str(folder), seq_len=4), **train))
+        for name, value in full_state_dict(engine.model, engine.context).items():
+            assert torch.equal(value, saved[name][:4] if name == "positions.weight" else saved[name]), name
+        match = engine.checkpoints.weights_match
+        assert match is not None
+        assert match.is_complete
+        assert match.resized == {"positions.weight": (6, 4)}
+        heading = Display(tmp_path, io.StringIO()).heading(engine)[-1]
+        engine.close()
+        with pytest.raises(CheckpointError, match=r"embedding.weight \(11, 8\) there, \(10, 8\) here"):
+            colossus.initialize(dict(model=dict(type="hf", path=str(folder), vocab_size=10), **train))
+        return heading
+
+    for heading in run_ranks(2, load, with_context=False):
+        assert heading.endswith(f"from {folder}, the first 4 rows of positions.weight")
