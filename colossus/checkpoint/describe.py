@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as text and as plain data. From the manifest alone; no torch."""
+"""What is in a checkpoint, as text. From the manifest alone; no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from colossus.arithmetic import byte_count
 from colossus.checkpoint.manifest import Manifest, TensorEntry
@@ -31,32 +30,6 @@ def describe(folder: Path, manifest: Manifest, *, everything: bool = False, step
         if tensors:
             parts.append(_table(section, tensors, manifest.aliases if section == "model" else {}, alike=not everything))
     return printable("\n\n".join(parts))
-
-
-def as_data(folder: Path, manifest: Manifest, *, everything: bool = False) -> dict[str, Any]:
-    """The same as JSON-able data; ``everything`` adds the chunks of each tensor."""
-    tensors = {
-        key: {"dtype": entry.dtype, "shape": entry.shape, "num_bytes": entry.num_bytes}
-        | ({"chunks": [vars(chunk) for chunk in entry.chunks]} if everything else {})
-        for key, entry in sorted(manifest.tensors.items(), key=lambda item: natural_order(item[0]))
-    }
-    return {
-        "path": str(folder),
-        "step": manifest.step,
-        "saved_at": manifest.saved_at,
-        "versions": dict(manifest.versions),
-        "plan": dict(manifest.plan),
-        "config": dict(manifest.config),
-        "tokenizer": manifest.tokenizer,
-        "num_bytes": manifest.num_bytes,
-        "num_parameters": sum(map(prod, manifest.shapes("model").values())),
-        "files": {
-            name: {"num_bytes": file.num_bytes, "crc32": f"{file.crc32:08x}"} for name, file in manifest.files.items()
-        },
-        "tensors": tensors,
-        "aliases": dict(manifest.aliases),
-        "values": sorted(manifest.values),
-    }
 
 
 def printable(text: str) -> str:

@@ -18,8 +18,7 @@ from rich.console import Console
 
 from colossus.arithmetic import clock
 from colossus.compare.jobs import Job, check_jobs, make_jobs
-from colossus.compare.results_table import print_table
-from colossus.compare.summary import Comparison, Ended, compare
+from colossus.compare.summary import Comparison, Ended, compare, print_table
 from colossus.config import ConfigError, model_options
 from colossus.config.plans import describe_plan
 from colossus.launch import command, run_folder
@@ -136,14 +135,11 @@ def _ended(job: Job, code: int) -> Ended:
 
 
 def _reason(job: Job) -> str:
-    """The line of a failed launch's output that says what was wrong."""
+    """The line of a failed launch's output that says what was wrong: below the title of its report, or the last."""
     text = job.output.read_text(errors="replace") if job.output.exists() else ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for title, following in pairwise(lines):
-        if re.fullmatch(r"=+ run failed: .* =+", title):
-            return following
-    said = [line.removeprefix("colossus: ") for line in lines if line.startswith("colossus: ")]
-    return (said or lines or ["it said nothing"])[-1]
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it said nothing"]
+    below = [line for title, line in pairwise(lines) if re.fullmatch(r"=+ run failed: .* =+", title)]
+    return (below or lines)[-1].removeprefix("colossus: ")
 
 
 def _describe(jobs: Sequence[Job]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from colossus.config.components import is_text
-from colossus.config.errors import ConfigError, explain, paths_elsewhere, unknown_key
+from colossus.config.errors import ConfigError, explain, unknown_key
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import check_names, resolve_sizes
 from colossus.config.schema import Config
@@ -67,7 +67,7 @@ def validate(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config
     except ValidationError as error:
         given = {text.partition("=")[0] for text in overrides}
         lines = []
-        for path, message in explain(error, Config, elsewhere=paths_elsewhere(Config)).items():
+        for path, message in explain(error, Config).items():
             typed = any(path == key or path.startswith(f"{key}.") for key in given)
             lines.append(f"{path}: {message}{' (given on the command line)' if typed else ''}")
     raise ConfigError(lines)
@@ -104,39 +104,25 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> str:
-    if path.is_dir():
-        raise ConfigError(f"is a folder, not a config file ({path}){_nearby(path, '')}")
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         if "=" in path.name and not path.suffix == ".py":
             raise ConfigError("the config file comes first, overrides (section.key=value) after it") from None
-        raise ConfigError(f"no such file: {path}{_nearby(path.parent, path.name)}") from None
+        close = nearest(path.name, [file.name for file in path.parent.glob("*.py")])
+        raise ConfigError(f"no such file: {path}{f'; did you mean {close}?' if close else ''}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}") from None
-
-
-def _nearby(folder: Path, wanted: str, most: int = 5) -> str:
-    if not folder.is_dir():
-        return f"; there is no folder {folder}"
-    here = sorted(item.name for item in folder.glob("*.py"))
-    close = nearest(wanted, here)
-    if close:
-        return f"; did you mean {close}?"
-    return f"; Python files in {folder}: {', '.join(here[:most]) or 'none'}{', ..' * (len(here) > most)}"
 
 
 def _where(error: BaseException, path: Path) -> str:
     """The line of the config file in which ``error`` was raised, and where below that if it was deeper."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [number for number, frame in enumerate(frames) if frame.filename == str(path)]
-    at = f"line {frames[own[-1]].lineno}: " if own else ""
-    deeper = own and own[-1] < len(frames) - 1
-    below = f" (raised in {Path(frames[-1].filename).name}, line {frames[-1].lineno})" if deeper else ""
-    reason = str(error) or "no message"
-    if isinstance(error, SystemExit):
-        reason = "the file called exit()"
-    return f"{at}{type(error).__name__}: {reason}{below}"
+    own = [frame.lineno for frame in frames if frame.filename == str(path)]
+    is_deeper = bool(own) and frames[-1].filename != str(path)
+    below = f" (raised in {Path(frames[-1].filename).name}, line {frames[-1].lineno})" if is_deeper else ""
+    reason = "the file called exit()" if isinstance(error, SystemExit) else str(error) or "no message"
+    return f"{f'line {own[-1]}: ' if own else ''}{type(error).__name__}: {reason}{below}"
 
 
 def _sections(namespace: Mapping[str, Any], tree: ast.Module) -> dict[str, Any]:
@@ -147,7 +133,7 @@ def _sections(namespace: Mapping[str, Any], tree: ast.Module) -> dict[str, Any]:
         if name in known:
             values[name] = value
         elif name in assigned and not (name.startswith("_") or callable(value) or isinstance(value, ModuleType)):
-            message = unknown_key(name, name, known, paths_elsewhere(Config))
+            message = unknown_key(name, known, Config)
             problems.append(f"{name}: {message} (start the names of helpers with an underscore: _{name})")
     if problems:
         raise ConfigError(problems)

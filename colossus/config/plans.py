@@ -11,12 +11,10 @@ from colossus.config.errors import ConfigError, explain
 from colossus.config.schema import Config, Parallel
 from colossus.config.section import Named
 from colossus.config.sizes import (
-    batch_problems,
     describe_processes,
     describe_sizes,
     describe_zero,
-    mode_problems,
-    shard_problems,
+    plan_problems,
     suggestions,
     world_size,
 )
@@ -125,39 +123,30 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         raise ConfigError(f"nproc = {nproc}: the number of processes must be at least 1")
     parallel = config.parallel
     options, of_strategy = model_options(config), strategy_options(config)
-    _require_one_checkpointing(config, options)
     others = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
-    parallel, problems = _with_sequence_mode(parallel, options)
-    problems += mode_problems(parallel)
-    if parallel.data is None:
-        fits = nproc is None or nproc % others == 0
-        resolved = parallel.model_copy(update={"data": nproc // others if nproc and fits else 1})
-        if not fits:
-            problems.append(
-                f"parallel: {describe_sizes(parallel)} = {others} does not divide {describe_processes(nproc)}"
-            )
-    else:
-        resolved = parallel
-        total = parallel.data * others
-        fits = nproc is None or total == nproc
-        if not fits:
-            problems.append(f"parallel: {describe_sizes(parallel)} = {total}, but {describe_processes(nproc)}")
-    if fits:  # otherwise the number of replicas is still open
-        if resolved.zero.stage and of_strategy is not None:
-            resolved = resolved.model_copy(update={"zero": of_strategy.zero_of(resolved)})
-        problems += shard_problems(resolved)
-    if options is not None:
-        problems += options.check(resolved)
-    if fits:  # otherwise the number of replicas is still open
-        problems += batch_problems(config, resolved)
+    data = parallel.data or max(1, (nproc or 1) // others)
+    if nproc is not None and data * others != nproc:
+        is_open = parallel.data is None
+        sizes = f"{describe_sizes(parallel)} = {others if is_open else data * others}"
+        what = f"parallel: {sizes}{' does not divide' if is_open else ', but'} {describe_processes(nproc)}"
+        keep = f"\n  or keep the plan and start {describe_processes(data * others)} (--nproc {data * others})"
+        raise ConfigError(what + suggestions(config, options, nproc) + ("" if is_open else keep))
+    resolved, problems = _with_sequence_mode(parallel.model_copy(update={"data": data}), options)
+    if resolved.zero.stage and of_strategy is not None:
+        resolved = resolved.model_copy(update={"zero": of_strategy.zero_of(resolved)})
+    problems += plan_problems(config, resolved, options)
     if problems:
-        processes = nproc or world_size(resolved)
-        problems = [*problems[:-1], problems[-1] + suggestions(config, options, processes, fits)]
-    if fits and of_strategy is not None:
-        problems += of_strategy.check(config.model_copy(update={"parallel": resolved}))
+        problems[-1] += suggestions(config, options, world_size(resolved))
+    of_model, wanted = getattr(options, "activation_checkpoint", "none"), config.train.activation_checkpoint.type
+    if "none" not in (of_model, wanted):
+        keys = f"model.activation_checkpoint = {of_model!r} and train.activation_checkpoint = {wanted!r}"
+        problems.append(f"{keys}: keep one of the two")
+    config = config.model_copy(update={"parallel": resolved})
+    if of_strategy is not None:
+        problems += of_strategy.check(config)
     if problems:
         raise ConfigError(problems)
-    return config.model_copy(update={"parallel": resolved})
+    return config
 
 
 def describe_plan(config: Config) -> str:
@@ -189,14 +178,3 @@ def _with_sequence_mode(parallel: Parallel, options: Any) -> tuple[Parallel, lis
     except ValueError as error:
         return parallel, [str(error)]
     return parallel, []
-
-
-def _require_one_checkpointing(config: Config, options: Any) -> None:
-    """Activation checkpointing is told to the model or to the training, not to both."""
-    of_model, wanted = getattr(options, "activation_checkpoint", "none"), config.train.activation_checkpoint.type
-    if "none" not in (of_model, wanted):
-        raise ConfigError(
-            f"model.activation_checkpoint = {of_model!r} and train.activation_checkpoint = {wanted!r}: keep one of "
-            f"the two",
-            config.source,
-        )

@@ -39,68 +39,54 @@ def describe_processes(count: int | None) -> str:
     return f"{count} process{'' if count == 1 else 'es'}"
 
 
-def mode_problems(parallel: Parallel) -> list[str]:
-    tensor = parallel.tensor
+def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]:
+    """What of a plan whose data size is known does not fit: the tensor mode, ZeRO's groups, the model, the batch.
+
+    Args:
+        parallel: in the place of the config's.
+        options: of the model, None where these are not known.
+    """
+    tensor, zero, train, microbatches = parallel.tensor, parallel.zero, config.train, config.schedule.microbatches
+    data, problems, ways = parallel.data or 1, [], 1
     mode = TENSOR_MODES.get(tensor.mode)
     try:
-        mode.axis_sizes(tensor.size, tensor.depth, tensor.shape)
+        ways = mode.batch_ways(mode.axis_sizes(tensor.size, tensor.depth, tensor.shape))
     except ValueError as error:
-        return [f"parallel.tensor: {error}"]
+        problems.append(f"parallel.tensor: {error}")
     if tensor.depth not in (None, 1) and "depth" not in mode.axes:
-        return [f"parallel.tensor.depth = {tensor.depth} means nothing in mode {tensor.mode}; it is for mode 2.5d"]
+        problems.append(
+            f"parallel.tensor.depth = {tensor.depth} means nothing in mode {tensor.mode}; it is for mode 2.5d"
+        )
     if tensor.sequence_sharded and not mode.splits_tokens:
-        return [
+        problems.append(
             f"parallel.tensor.sequence_sharded means nothing in mode {tensor.mode}, whose activations between blocks "
             f"are split already; it is for mode 1d"
-        ]
-    return []
-
-
-def shard_problems(parallel: Parallel) -> list[str]:
-    shard, data = parallel.zero.shard, parallel.data or 1
-    if shard is None or data % shard == 0:
-        return []
-    return [
-        f"parallel.zero.shard = {shard} does not divide data {data}: groups of {shard} data ranks hold one copy each"
-    ]
-
-
-def batch_problems(config: Config, parallel: Parallel) -> list[str]:
-    batch, microbatches, tensor = config.train.global_batch_size, config.schedule.microbatches, parallel.tensor
-    assert parallel.data is not None
-    mode = TENSOR_MODES.get(tensor.mode)
-    ways = 1 if mode_problems(parallel) else mode.batch_ways(mode.axis_sizes(tensor.size, tensor.depth, tensor.shape))
-    divisor = parallel.data * microbatches * ways
-    problems = []
-    if batch % divisor:
-        by = f"data {parallel.data} x microbatches {microbatches}"
-        if ways > 1:
-            by += f" x {ways} (shards into which tensor mode {tensor.mode} splits a batch)"
-        problems.append(not_a_multiple("train.global_batch_size", batch, f"{by} = {divisor}", divisor))
-    eval_batch = config.train.eval_batch_size
-    if eval_batch is not None and eval_batch % parallel.data:
-        problems.append(not_a_multiple("train.eval_batch_size", eval_batch, f"data {parallel.data}", parallel.data))
+        )
+    if zero.shard is not None and data % zero.shard:
+        what = f"parallel.zero.shard = {zero.shard} does not divide data {data}"
+        problems.append(f"{what}: groups of {zero.shard} data ranks hold one copy each")
+    if options is not None:
+        problems += options.check(parallel)
+    divisor = data * microbatches * ways
+    if train.global_batch_size % divisor:
+        by = f"data {data} x microbatches {microbatches}"
+        by += f" x {ways} (shards into which tensor mode {tensor.mode} splits a batch)" if ways > 1 else ""
+        batch = not_a_multiple("train.global_batch_size", train.global_batch_size, f"{by} = {divisor}", divisor)
+        problems.append(batch)
+    if train.eval_batch_size is not None and train.eval_batch_size % data:
+        problems.append(not_a_multiple("train.eval_batch_size", train.eval_batch_size, f"data {data}", data))
     return problems
 
 
 # -- plans that fit -------------------------------------------------------------------------------------------
 
 
-def suggestions(config: Config, options: Any, nproc: int, fits: bool) -> str:
-    """Lines to put below a problem: the nearest plans for this number of processes.
-
-    Args:
-        fits: whether the plan of the config is for as many processes.
-    """
+def suggestions(config: Config, options: Any, nproc: int) -> str:
+    """Lines to put below a problem: the nearest plans for this number of processes."""
     plans = nearest_plans(config, options, nproc)
-    if plans:
-        out = f"\n  nearest plans that fit {describe_processes(nproc)}:" + "".join(f"\n    {plan}" for plan in plans)
-    else:
-        out = f"\n  no plan of these axes fits {describe_processes(nproc)}, this model and this batch"
-    if not fits and config.parallel.data is not None:
-        wanted = world_size(config.parallel)
-        out += f"\n  or keep the plan and start {describe_processes(wanted)} (--nproc {wanted})"
-    return out
+    if not plans:
+        return f"\n  no plan of these axes fits {describe_processes(nproc)}, this model and this batch"
+    return f"\n  nearest plans that fit {describe_processes(nproc)}:" + "".join(f"\n    {plan}" for plan in plans)
 
 
 def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> list[str]:
@@ -119,8 +105,8 @@ def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> li
 
     found: list[str] = []
     for sizes in sorted(_factorisations(nproc, now), key=distance):
-        if sizes == now or len(found) == most:
-            continue
+        if len(found) == most:
+            break
         data, pipeline, sequence, tensor = sizes
         candidate = parallel.model_copy(
             update={
@@ -130,9 +116,7 @@ def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> li
                 "tensor": parallel.tensor.model_copy(update={"size": tensor}),
             }
         )
-        if mode_problems(candidate) or shard_problems(candidate) or batch_problems(config, candidate):
-            continue
-        if options is not None and options.check(candidate):
+        if plan_problems(config, candidate, options):
             continue
         changed = [f"{key}={new}" for key, new, old in zip(keys, sizes, now, strict=True) if old and new != old]
         if changed:

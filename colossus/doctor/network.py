@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import socket
 import statistics
 import sys
@@ -73,20 +74,20 @@ def advise_port(port: int, taken: bool) -> list[str]:
     ]
 
 
-def limits() -> dict[str, int | None]:
-    """Open files (soft limit; None without a limit) and bytes of /dev/shm (None where there is none)."""
+def open_files() -> int | None:
+    """How many a process may have; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shared = None
-    if os.path.isdir("/dev/shm"):
-        status = os.statvfs("/dev/shm")
-        shared = status.f_frsize * status.f_blocks
-    return {"open_files": None if soft == resource.RLIM_INFINITY else soft, "shared_memory_bytes": shared}
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
-def advise_limits(found: dict[str, int | None]) -> list[str]:
+def shared_memory_bytes() -> int | None:
+    """Of /dev/shm; None where there is none."""
+    return shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None
+
+
+def advise_limits(files: int | None, shared: int | None) -> list[str]:
     """What to do about limits that are low."""
     advice = []
-    files, shared = found["open_files"], found["shared_memory_bytes"]
     if files is not None and files < 1024:
         advice.append(f"only {files} open files are allowed; many ranks need more: ulimit -n 65536")
     if shared is not None and shared < 256e6:

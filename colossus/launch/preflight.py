@@ -225,7 +225,7 @@ def check_devices(
     note = explain_visible(os.environ, found)
     what = f"device: {describe_processes(local_ranks)} on {where}, but {counted(found)} here{note and f' ({note})'}"
     what += f": --nproc {found} is the most, and a plan of as many processes"
-    plans = suggestions(config, model_options(config), found * nnodes, fits=True)
+    plans = suggestions(config, model_options(config), found * nnodes)
     ways = [f"more machines (--nnodes {-(-local_ranks * nnodes // found)})"] if not local_ranks * nnodes % found else []
     ways += ["ranks that share a device (comm.backend='gloo'), to try things out", "or device='cpu'"]
     raise ConfigError(f"{what}{plans}\n  or keep the plan with {', '.join(ways)}", config.source)

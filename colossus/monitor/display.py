@@ -19,7 +19,6 @@ from colossus.config.sizes import describe_zero
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import EvalResult, StepResult
-from colossus.machine import gigabytes
 from colossus.monitor.late_results import LateResults
 from colossus.monitor.metrics import StepTimer, peak_memory
 from colossus.monitor.mfu import Utilisation
@@ -178,7 +177,7 @@ class Display(Hook):
             f"grad_norm {self.result.grad_norm:.3g}",
             f"lr {self.result.lr:.3g}",
             f"{_thousands(speed)} {self.counted}/s{self.speed_of}",
-            f"memory {gigabytes(self.memory)}",
+            f"memory {byte_count(self.memory)}",
             f"MFU {'N/A' if mfu is None else f'{mfu:.1%}'}",
             *([f"skipped {self.result.num_skipped}"] if self.result.num_skipped else []),
         ]

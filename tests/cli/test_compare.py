@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from colossus.compare.results_table import print_table
 from helpers.launching import TINY, environment, finish, start
 from rich.console import Console
 
 from colossus.cli.main import main
 from colossus.compare import jobs
 from colossus.compare.jobs import Job, check_jobs, make_jobs
-from colossus.compare.results_table import print_table
 from colossus.compare.run_compare import run_all
 from colossus.compare.summary import Comparison, Curve, Ended, Mean, compare
 from colossus.config import ConfigError, load_config

@@ -1,0 +1,49 @@
+"""The environment that NCCL, CUDA, gloo and torch read, and what in it will make trouble. No torch."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+
+_SHOWN = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "CUDA_", "NVIDIA_TF32_", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC")
+_OFF = ("", "0", "false", "no", "off", "n")
+
+#: what a variable does that is set, and what to do
+_TROUBLE = {
+    "NCCL_P2P_DISABLE": "devices of this machine talk through the host's memory: to find errors only",
+    "NCCL_SHM_DISABLE": "devices that do not reach each other directly talk through the network",
+    "NCCL_IB_DISABLE": "machines talk through TCP, also where there is InfiniBand",
+    "NCCL_ALGO": "NCCL cannot choose for the size of each message: to find errors only",
+    "NCCL_PROTO": "NCCL cannot choose for the size of each message; forced LL128 can corrupt data",
+    "TORCH_NCCL_BLOCKING_WAIT": "the host waits for every collective, and nothing overlaps: unset it",
+    "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel, and nothing overlaps: to find errors only",
+}
+
+
+def settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this environment that concern NCCL and CUDA."""
+    return {name: value for name, value in sorted(environ.items()) if name.startswith(_SHOWN)}
+
+
+def advise_environment(environ: Mapping[str, str]) -> list[str]:
+    """What in these variables will make trouble, and what to do."""
+    on = [(name, environ.get(name, "")) for name in _TROUBLE]
+    advice = [f"{name}={value}: {_TROUBLE[name]}" for name, value in on if value.strip().lower() not in _OFF]
+    if environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") in ("0", "2"):
+        advice.append(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING: a collective whose peer is gone is waited for without end: unset it"
+        )
+    if environ.get("TORCH_FR_BUFFER_SIZE") == "0":
+        advice.append("TORCH_FR_BUFFER_SIZE=0: after a time-out nobody can say who is missing: unset it")
+    return [*advice, *_interfaces(environ)]
+
+
+def _interfaces(environ: Mapping[str, str]) -> Iterator[str]:
+    """That the interfaces named exist: to NCCL ``eth`` is a beginning, ``=eth0`` a name, ``^docker`` leaves out."""
+    here = [interface for _, interface in socket.if_nameindex()]
+    for reader in ("NCCL", "GLOO"):
+        name, value = f"{reader}_SOCKET_IFNAME", environ.get(f"{reader}_SOCKET_IFNAME", "")
+        is_exact = value.startswith("=") or reader == "GLOO"
+        wanted = [each for each in value.lstrip("=").split(",") if each and not value.startswith("^")]
+        if wanted and not any(each == one if is_exact else each.startswith(one) for each in here for one in wanted):
+            yield f"{name}={value} names no interface of this machine ({', '.join(here)}): {reader} would not start"
