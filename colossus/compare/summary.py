@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any, Literal
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -138,7 +139,7 @@ class Mean:
         known = [value for value in found if value is not None]
         if not known or len(known) < len(found):
             return None
-        return cls(fmean(known), stdev(known) if len(known) > 1 else None)
+        return cls(fmean(known), float(np.std(known, ddof=1)) if len(known) > 1 else None)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def _between_ranks(nproc: int, cuda: bool) -> tuple[list[tuple[str, str]], str]:
     try:
         found = network.measure(nproc, cuda=cuda)
     except (OSError, RuntimeError) as error:
-        why = str(error).splitlines()[0]
+        why = str(error).partition("\n")[0]
         hint = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')} may be wrong, or a firewall"
         return [(f"{nproc} ranks", f"cannot talk: {why}")], f"the ranks could not talk to each other ({why}): {hint}"
     small, large = (1e3 * found[f"all_reduce_{size}_seconds"] for size in ("small", "large"))

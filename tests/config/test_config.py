@@ -24,7 +24,7 @@ from colossus.config import ConfigError, as_dict, as_source, load_config
 from colossus.config.components import parameters
 from colossus.config.key_help import all_keys, key_help
 from colossus.config.overrides import apply_overrides, parse_override
-from colossus.config.sizes import nearest_plans, world_size
+from colossus.config.sizes import world_size
 from colossus.registry import MODEL_OPTIONS, MODELS, OPTIMIZERS
 
 GPT = dict(type="GPT", num_layers=4, hidden_size=128, num_heads=8)
@@ -113,37 +113,31 @@ def test_components_objects_and_callables() -> None:
             "size, mode, depth, shape, sequence_sharded",
         ),
         (dict(train=dict(microbatches=8)), "train.microbatches: no such key; did you mean schedule.microbatches?"),
-        (dict(paralel={}), "paralel: no such key; did you mean parallel? known keys: name, parallel, model"),
         (dict(zzzzz=3), "zzzzz: no such key; known keys: name"),
-        (dict(train=dict(steps=1.5)), "train.steps: must be a whole number, got 1.5"),
         (dict(train=dict(steps=True)), "train.steps: must be a whole number, got True"),
-        (dict(train=dict(steps=0)), "train.steps: must be at least 1, got 0"),
         (dict(train=dict(clip_grad_norm=0)), "train.clip_grad_norm: must be greater than 0, got 0"),
-        (dict(train=dict(precision="bf8")), "train.precision: must be one of fp32, fp64, bf16, fp16, or dict(params="),
         (
             dict(train=dict(precision="fp16", loss_scale=dict(init=1e40))),
             "train.loss_scale.init: must be at most 1.84467e+19, got 1e+40",
         ),
         (dict(train=dict(loss_scale=dict(init=8))), "train: loss_scale is for fp16, whose gradients would vanish, but"),
         (dict(parallel=dict(zero=dict(shard=2))), "parallel.zero: shard: nothing without a stage"),
-        (dict(train=5), "train: must be a section, dict(...), got 5"),
         (dict(optimizer=dict(lr=math.inf)), "optimizer.lr: must be a finite number, got inf"),
-        (dict(lr_schedule=dict(min_ratio=2)), "lr_schedule.min_ratio: must be at most 1, got 2"),
-        (dict(comm=dict(accounting=1)), "comm.accounting: must be True or False, got 1"),
         (
             dict(parallel=dict(zero=1, strategy="all_reduce")),
             "parallel: zero = 1 and strategy = 'all_reduce' both say what data ranks do: give one of them",
         ),
-        (dict(parallel=dict(tensor=dict(mode=2))), "parallel.tensor.mode: must be a string (in quotes), got 2"),
         (dict(parallel=dict(tensor=dict(shape=4))), "parallel.tensor.shape: must be a tuple or a list, got 4"),
         (
             dict(parallel=dict(rank_order=("data", "tensor"))),
             "parallel.rank_order: must name each of pipeline, data, sequence, tensor once, outermost first, got data",
         ),
+        (
+            dict(parallel=dict(pipeline=dict(size=2, split=[0, 3]))),
+            "parallel.pipeline.split: must be 'parameters' or the number of blocks of each stage",
+        ),
         (dict(model=dict(type=3)), "model.type: must be a registered name or a callable, got 3"),
-        (dict(model=3), "model: must be a section, dict(...), got 3"),
         (dict(data=dict(path=3)), 'data: needs a type: dict(type="...", **options), or an object'),
-        (dict(data=dict(type=3)), "data: must be a registered name or a callable, got 3"),
         (dict(data=json), "data: must be dict(type=..., **options), a dataset object or a callable, got <module"),
         (dict(hooks=[{}]), 'hooks.0: needs a type: dict(type="...", **options), or an object'),
         (dict(hooks=print), "hooks: must be a tuple or a list, got <built-in function print>"),
@@ -185,7 +179,8 @@ def test_the_help_of_a_key_is_read_off_the_schema() -> None:
 
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(dict(train=dict(sed=1, steps=0), devise="cpu"))
+        load_config(dict(train=dict(sed=1, steps=3), devise="cpu"), ["train.steps=0"])
+    assert caught.value.problems[0] == "train.steps: must be at least 1, got 0 (given on the command line)"
     assert len(caught.value.problems) == 3
     text = str(caught.value)
     assert text.startswith("3 problems\n  ")
@@ -193,22 +188,11 @@ def test_every_problem_is_told_at_once() -> None:
     assert "input_value" not in text
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (dict(data="PythonStdLb"), "data.type: no dataset named 'PythonStdLb'. Did you mean 'PythonStdlib'?"),
-        (dict(optimizer="AdamV"), "optimizer.type: no optimizer named 'AdamV'. Did you mean 'Adam'? Known: Adagrad, A"),
-        (dict(lr_schedule="cosin"), "lr_schedule.type: no learning-rate schedule named 'cosin'. Did you mean 'cosine'"),
-        (dict(parallel=dict(strategy="allreduce")), "parallel.strategy.type: no data-parallel strategy named 'allred"),
-        (dict(parallel=dict(tensor=dict(mode="4d"))), "parallel.tensor.mode: no tensor mode named '4d'. Did you mean"),
-    ],
-)
-def test_names_are_looked_up(config: dict[str, Any], words: str) -> None:
-    (found,) = problems(config)
-    assert found.startswith(words)
-
-
-def test_options_of_a_callable_are_checked() -> None:
+def test_names_and_options_are_looked_up() -> None:
+    (found,) = problems(dict(optimizer="AdamV"))
+    assert found.startswith("optimizer.type: no optimizer named 'AdamV'. Did you mean 'Adam'? Known: Adagrad, A")
+    (found,) = problems(dict(parallel=dict(tensor=dict(mode="4d"))))
+    assert found.startswith("parallel.tensor.mode: no tensor mode named '4d'. Did you mean")
     (found,) = problems(dict(model=dict(type=Net, widht=3)))
     assert found == "model.widht: no such key; did you mean model.width? known keys of model: type, width"
 
@@ -272,13 +256,12 @@ def test_file_with_its_own_module_and_registered_class(tmp_path: Path, monkeypat
 
 
 def test_a_file_may_build_on_another(tmp_path: Path) -> None:
-    base = """
-        from __future__ import annotations
-        width = 64
-        train = dict(steps=3, seed=5)
-    """
+    """Annotations are values, as the file has no ``from __future__`` of its own; a byte-order mark is none of it."""
+    base = "from __future__ import annotations\nwidth = 64\ntrain = dict(steps=3, seed=5)\n"
     write(tmp_path, base, "base_for_test.py")
-    config = load_config(write(tmp_path, "from base_for_test import *\ntrain = {**train, 'steps': width}\n"))
+    text = "\ufefffrom base_for_test import *\nclass _Sizes:\n    height: int = 3\n\n"
+    text += "train = {**train, 'steps': width if _Sizes.__annotations__['height'] is int else 0}\n"
+    config = load_config(write(tmp_path, text))
     assert (config.train.steps, config.train.seed) == (64, 5)
 
 
@@ -294,11 +277,9 @@ def test_unknown_names_of_the_file(tmp_path: Path) -> None:
         ("train = dict(steps=3\n", "config.py: line 1: SyntaxError: '(' was never closed"),
         ("\n\ntrain = dict(steps=stepz)\n", "config.py: line 3: NameError: name 'stepz' is not defined"),
         ("x\x00", "config.py: SyntaxError: source code string cannot contain null bytes"),
-        ("import nowhere_at_all\n", "config.py: line 1: ModuleNotFoundError: No module named 'nowhere_at_all'"),
         ("\nraise SystemExit(0)\n", "config.py: line 2: SystemExit: the file called exit()"),
         ("def f():\n    return 1 / 0\ntrain = f()\n", "config.py: line 2: ZeroDivisionError: division by zero"),
         ("\nimport json\njson.loads('{')\n", "config.py: line 3: JSONDecodeError: Expecting property name"),
-        ("assert 0\n", "config.py: line 1: AssertionError: no message"),
     ],
 )
 def test_files_that_do_not_run(tmp_path: Path, text: str, words: str) -> None:
@@ -311,17 +292,12 @@ def test_files_that_do_not_run(tmp_path: Path, text: str, words: str) -> None:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    for name in ("configs.py", "other.py"):
-        write(tmp_path, "", name)
-    binary = tmp_path / "binary.txt"
-    binary.write_bytes(b"\xff\xfe\xfd")
+    write(tmp_path, "", "configs.py")
     for path, words in {
         tmp_path / "config.py": f"no such file: {tmp_path}/config.py; did you mean configs.py?",
-        tmp_path / "zz.py": f"no such file: {tmp_path}/zz.py; Python files in {tmp_path}: configs.py, other.py",
-        tmp_path / "no" / "config.py": f"no such file: {tmp_path}/no/config.py; there is no folder {tmp_path}/no",
-        tmp_path: "is a folder, not a config file",
+        tmp_path / "no" / "config.py": f"no such file: {tmp_path}/no/config.py",
+        tmp_path: "cannot be read: ",
         "train.steps=3": "the config file comes first, overrides (section.key=value) after it",
-        binary: "cannot be read: ",
     }.items():
         (found,) = problems(path)
         assert found.startswith(words)
@@ -371,12 +347,11 @@ def test_any_text_is_an_override_or_a_config_error(text: str) -> None:
     assert "an override is section.key=value" in message
 
 
-@given(st.integers(1, 10**6), st.integers(1, 10**6))
-def test_later_overrides_win_and_the_file_is_not_changed(first: int, second: int) -> None:
+def test_later_overrides_win_and_the_file_is_not_changed() -> None:
     values = dict(train=dict(steps=3), optimizer=dict(type="AdamW", lr=1e-3))
     before = copy.deepcopy(values)
-    out = apply_overrides(values, [f"train.steps={first}", f"train.steps={second}", "optimizer.lr=0.5"])
-    assert out == dict(train=dict(steps=second), optimizer=dict(type="AdamW", lr=0.5))
+    out = apply_overrides(values, ["train.steps=7", "train.steps=9", "optimizer.lr=0.5"])
+    assert out == dict(train=dict(steps=9), optimizer=dict(type="AdamW", lr=0.5))
     assert values == before
 
 
@@ -394,37 +369,23 @@ def test_overrides_of_short_forms() -> None:
 @pytest.mark.parametrize(
     ("config", "override", "words"),
     [
-        ({}, "train.sed=3", "train.sed: no such key; did you mean train.seed?"),
-        ({}, "trian.seed=3", "trian: no such key; did you mean train?"),
         ({}, "train.steps=many", "train.steps: must be a whole number, got 'many' (given on the command line)"),
-        ({}, "comm.accounting=1", "comm.accounting: must be True or False, got 1 (given on the command line)"),
         ({}, "train.steps", "'train.steps' has no '=': an override is section.key=value, for example train.steps=50"),
         ({}, "train steps=3", "'train steps=3': 'train steps' is no key: an override is section.key=value"),
         ({}, "=3", "'=3': '' is no key"),
-        ({}, "train.steps.x=3", "train.steps.x: train.steps is a single value and has no keys; write train.steps=..."),
-        (dict(model=GPT), "model.num_layer=3", "model.num_layer: no such key; did you mean model.num_layers? known"),
+        ({}, "train.steps.x=3", "train.steps: must be a whole number, got {'x': 3}"),
         (
             dict(model=Net),
             "model.width=3",
-            "model.width: model is given as an object (Net), which has no keys to override; "
-            "write model = dict(type=Net, width=...) in the config",
+            "model.width: model is Net, which has no keys: write model = dict(.., width=..",
         ),
         (dict(optimizer=dict(lr=1.0)), "optimizer=3", "optimizer: "),
         (dict(optimizer=dict(tables=dict(type="SGD"))), "optimizer.tables=3", "optimizer.tables: "),
-        (dict(data=[1, 2]), "data.path=x", "data.path: data is given as an object ([1, 2]), which has no keys"),
     ],
 )
 def test_wrong_overrides(config: dict[str, Any], override: str, words: str) -> None:
     (found,) = problems(config, [override])
     assert found.startswith(words)
-
-
-def test_only_overridden_keys_are_blamed_on_the_command_line() -> None:
-    found = problems(dict(train=dict(seed=-1)), ["train.steps=0"])
-    assert found == [
-        "train.steps: must be at least 1, got 0 (given on the command line)",
-        "train.seed: must be at least 0, got -1",
-    ]
 
 
 # Plans
@@ -524,21 +485,10 @@ def test_model_does_not_divide(options: dict[str, Any], parallel: dict[str, Any]
     assert "nearest plans" in found or "no plan" in found
 
 
-@pytest.mark.parametrize("split", ["equal", [], [0, 3], [True, 2]])
-def test_wrong_split(split: Any) -> None:
-    (found,) = problems(dict(parallel=dict(pipeline=dict(size=2, split=split))))
-    assert found.startswith("parallel.pipeline.split: must be 'parameters' or the number of blocks of each stage")
-    assert found.endswith(f"got {split!r}")
-
-
 def test_wrong_model_options() -> None:
     found = problems(dict(model={**GPT, "mlp": "relu", "dropout": 1.0, "num_layer": 3, "num_heads": 0}))
-    assert [line.partition(":")[0] for line in found] == [
-        "model.num_heads",
-        "model.mlp",
-        "model.dropout",
-        "model.num_layer",
-    ]
+    keys = ["model.num_heads", "model.mlp", "model.dropout", "model.num_layer"]
+    assert [line.partition(":")[0] for line in found] == keys
     assert "did you mean model.num_layers?" in found[-1]
 
 
@@ -600,13 +550,6 @@ def test_a_plan_fits_or_its_suggestions_do(parallel: dict[str, Any], nproc: int,
         assert batch % (data * microbatches) == 0  # type: ignore[operator]
 
 
-def test_suggestions_do_not_use_axes_that_the_config_does_not() -> None:
-    config = load_config(dict(parallel=dict(data=2, tensor=2)))
-    for plan in nearest_plans(config, None, 4, most=100):
-        assert "pipeline" not in plan
-        assert "sequence" not in plan
-
-
 # The resolved config
 
 
@@ -619,7 +562,7 @@ def test_as_dict_is_json() -> None:
     assert data["parallel"]["data"] == 1
 
 
-options = st.dictionaries(st.text("abc ", min_size=1), st.text() | st.lists(st.integers()) | st.none())
+options = st.dictionaries(st.text("abc ", min_size=1) | st.just("if"), st.text() | st.lists(st.integers()) | st.none())
 
 
 @given(plans(), st.integers(0, 99), st.none() | st.floats(0.1, 9), options)
@@ -645,15 +588,6 @@ def test_the_printed_config_loads_to_the_same(
     assert again.optimizer.options == options
 
 
-def test_a_printed_config_may_have_any_key() -> None:
-    options = {"if": 1, "a b": 2, "inner": {"class": [1], "x": None}}
-    with mock.patch.dict(OPTIMIZERS._entries, free=lambda parameters, **rest: None):
-        source = as_source(load_config(dict(optimizer=dict(type="free", **options))))
-        namespace: dict[str, Any] = {}
-        exec(source, namespace)
-    assert namespace["optimizer"] == dict(type="free", lr=3e-4, **options)
-
-
 def test_config_error_can_be_sent_between_processes() -> None:
     error = ConfigError(["a: b", "c: d"], "config.py")
     again = pickle.loads(pickle.dumps(error))
@@ -669,9 +603,6 @@ def test_config_error_can_be_sent_between_processes() -> None:
         (dict(optimizer=dict(fused=1)), "optimizer.fused: must be True or False, got 1"),
         (dict(optimizer=dict(type="SGD", momentum=math.nan)), "optimizer.momentum: must be a finite number"),
         (dict(optimizer=dict(type="SGD", nesterov=True)), "optimizer.nesterov: needs a momentum above 0"),
-        (dict(optimizer=dict(tables="AdamW")), "optimizer.tables.type: no optimizer of tables named 'AdamW'. Did you "),
-        (dict(optimizer=dict(tables=dict(lr=0.1))), "optimizer.tables.type: "),
-        (dict(optimizer=dict(tables=dict(type="SGD", lr=0))), "optimizer.tables.lr: must be greater than 0, got 0"),
         (
             dict(optimizer=dict(tables=dict(type="Adagrad", epps=1))),
             "optimizer.tables.epps: no such key; did you mean optimizer.tables.eps?",
@@ -684,8 +615,6 @@ def test_config_error_can_be_sent_between_processes() -> None:
             dict(optimizer=dict(tables=dict(type="SparseAdam", amsgrad=True))),
             "optimizer.tables.amsgrad: must be False: there is no form of amsgrad for rows, got True",
         ),
-        (dict(data=dict(type="PythonStdlib", num_workers=True)), "data.num_workers: must be a whole number"),
-        (dict(data=dict(type="PythonStdlib", num_worker=2)), "data.num_worker: no such key; did you mean data.num_wor"),
     ],
 )
 def test_wrong_options_of_components(config: dict[str, Any], words: str) -> None:
@@ -710,14 +639,6 @@ def test_an_override_may_be_a_dict_as_in_config_files() -> None:
     assert (config.optimizer.type, config.optimizer.lr, config.hooks[0].type) == ("SGD", 0.5, "TensorBoard")
     assert parse_override("a=dict(size=f())") == (["a"], "dict(size=f())")
     assert parse_override("a=dict([1])") == (["a"], "dict([1])")
-
-
-def test_a_file_is_compiled_as_python_would(tmp_path: Path) -> None:
-    """Annotations are values, as the file has no ``from __future__`` of its own; a byte-order mark is none of it."""
-    file = tmp_path / "own.py"
-    text = "class _Sizes:\n    width: int = 3\n\ntrain = dict(steps=_Sizes.__annotations__['width'] is int and 7)\n"
-    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert load_config(file).train.steps == 7
 
 
 def test_plans_of_a_billion_ranks_answer_at_once() -> None:
