@@ -58,18 +58,9 @@ def test_hash_keys_differ_when_parts_differ(a: list[object], b: list[object]) ->
 def test_hash_is_pinned() -> None:
     """Another hash would make old runs resume with other numbers."""
     assert hash_key(0, "init", "weight") == 5377686943302770139
-    assert hash_key(1) != hash_key("1")
-    assert hash_key("a", "b") != hash_key("b", "a")
 
 
 # -- calls ----------------------------------------------------------------------------------------------------
-
-
-def test_calls_are_counted_by_name_and_position() -> None:
-    rng = RngStreams()
-    assert [rng.next_call("a"), rng.next_call("b"), rng.next_call("a")] == [0, 0, 1]
-    rng.move_to(0, 1)
-    assert rng.next_call("a") == 0
 
 
 def test_replay_repeats_and_puts_back() -> None:
@@ -100,20 +91,16 @@ class Noise(torch.nn.Module):
         return x * torch.rand(3, generator=self.rng.at_position("dropout", CPU, self.seen[-1]))
 
 
-def test_a_single_use_under_torchs_own_checkpoint_is_repeated() -> None:
+def test_several_uses_under_torchs_own_checkpoint_are_an_error() -> None:
     noise = Noise(RngStreams())
     x = torch.ones(3, requires_grad=True)
     y = torch_checkpoint(noise, x, use_reentrant=False)
     y.sum().backward()
-    assert noise.seen == [0, 0]
+    assert noise.seen == [0, 0]  # a single use is repeated
     assert torch.equal(x.grad, y.detach())
-
-
-def test_several_uses_under_torchs_own_checkpoint_are_an_error() -> None:
     noise = Noise(RngStreams())
     with noise.rng.replay(noise.rng.snapshot()):
         pass  # a replay that is over does not count as one
-    x = torch.ones(3, requires_grad=True)
     y = torch_checkpoint(lambda x: noise(noise(x)).square(), x, use_reentrant=False)
     with pytest.raises(ValueError, match=r"noise draws random numbers 2 times .* use colossus\.layers\.recompute"):
         y.sum().backward()
@@ -150,16 +137,6 @@ def test_save_and_restore_resume_exactly() -> None:
     assert rest(fresh) == expected
 
 
-def test_global_generators_are_left_alone() -> None:
-    torch.manual_seed(0)
-    expected = torch.rand(2)
-    torch.manual_seed(0)
-    rng = RngStreams()
-    draw(rng)
-    torch.rand(3, generator=rng.named("a"))
-    assert torch.equal(torch.rand(2), expected)
-
-
 def _drawn() -> tuple[float, float, float]:
     return torch.rand(()).item(), random.random(), float(np.random.rand())
 
@@ -167,12 +144,10 @@ def _drawn() -> tuple[float, float, float]:
 def test_global_generators_are_seeded_and_put_back() -> None:
     with GLOBAL_RNG.preserved(5):
         expected = _drawn()
-        with GLOBAL_RNG.preserved():
-            inner = _drawn()
-        assert _drawn() == inner
     state = GLOBAL_RNG.get_state()
     following = _drawn()
     GLOBAL_RNG.set_state(state)
+    draw(RngStreams())  # which draws from none of them
 
     @GLOBAL_RNG.preserved(5)
     def fails() -> None:
@@ -182,10 +157,6 @@ def test_global_generators_are_seeded_and_put_back() -> None:
     with pytest.raises(KeyError):
         fails()
     assert _drawn() == following
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)
-    assert _drawn() == expected
 
 
 def test_only_torchs_generator_where_asked() -> None:

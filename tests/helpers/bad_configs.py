@@ -193,7 +193,7 @@ TABLE: dict[str, Bad] = {
         text="lr_schedule = lambda progress, ratio: 1 / progress",
     ),
     "schedule that returns nothing": bad(
-        "returns the learning rate as a part of optimizer.lr, a number of at least 0; at progress 0 it returns None",
+        "returns the learning rate as a part of optimizer.lr, 0 or more; at progress 0 it returns None",
         text="lr_schedule = lambda progress, ratio: None",
     ),
     "schedule below 0": bad(
