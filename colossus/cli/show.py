@@ -7,11 +7,11 @@ import importlib
 import itertools
 import shutil
 
-from colossus.arithmetic import aligned, counted, factors
+from colossus.arithmetic import aligned, counted
 from colossus.cli.parser import OVERRIDES, Parser, load
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.plans import name_of, strategy_options
-from colossus.config.sizes import describe_processes, describe_sizes, describe_zero, world_size
+from colossus.config.plans import describe_plan, name_of, strategy_options
+from colossus.config.sizes import describe_processes, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.launch.preflight import check_model
 from colossus.launch.servers import describe_servers, num_servers
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 def render(config: Config, every_rank: bool = False) -> str:
     """The plan of a resolved config: arithmetic, batch, parameters, groups by axis, and a table of the ranks."""
     grid = build_grid(config.parallel)
-    return "\n\n".join([_head(config, grid), _groups(grid), _rank_table(grid, every_rank)])
+    return "\n\n".join([_head(config), _groups(grid), _rank_table(grid, every_rank)])
 
 
 def render_timeline(config: Config, width: int, picture: str | None = None) -> str:
@@ -121,23 +121,14 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
     return "\n\n".join([*sections, f"drawn in {picture}"] if picture else sections)
 
 
-def _head(config: Config, grid: RankGrid) -> str:
+def _head(config: Config) -> str:
     parallel = config.parallel
     assert parallel.data is not None
-    tensor = parallel.tensor
-    kind = ""
-    if tensor.size > 1:
-        axes = factors({axis: grid.sizes[axis] for axis in grid.public["tensor"]})
-        kind = f" (tensor mode {tensor.mode}{'' if grid.public['tensor'] == ('tensor',) else ': ' + axes})"
-    if parallel.sequence.size > 1:
-        kind += f" (sequence mode {parallel.sequence.mode})"
-    if parallel.zero.stage:
-        kind += f" ({describe_zero(parallel)})"
     batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
     samples = getattr(model_options(config), "samples", "sequences")
     each = batch // (parallel.data * microbatches)
     lines = [
-        f"plan        {describe_sizes(parallel)} = {describe_processes(world_size(parallel))}{kind}",
+        f"plan        {describe_plan(config)}: {describe_processes(world_size(parallel))}",
         f"rank order  {', '.join(parallel.rank_order)} (outermost first)",
         f"batch       {batch} {samples} = data {parallel.data} x microbatches {microbatches} x {each}",
         f"model       {_model(config)}",

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,12 +66,12 @@ def make_jobs(
     plans: Sequence[str] = (),
     num_seeds: int = 1,
     nproc: int | None = None,
-    root_of: Callable[[str], Path],
+    root: Path | None = None,
 ) -> list[Job]:
     """The runs in order: of each strategy all plans, of each of these all seeds.
 
     Args:
-        root_of: the config's name -> the folder of the run folders.
+        root: the folder of the run folders; by default one that the config's name and the time name.
 
     Raises:
         ConfigError: with all that is wrong with any of them; what is wrong with all is said once.
@@ -97,11 +97,17 @@ def make_jobs(
             given += strategy_overrides(strategy) if strategy is not None else []
             config = load_config(file, given, nproc)
             check_given(config)
-            _check_start(config)
+            if config.checkpoint.resume not in (None, AUTO):
+                raise ConfigError(
+                    f"checkpoint.resume = {config.checkpoint.resume!r}: the runs of a comparison begin at the first "
+                    f"step; checkpoint.weights=.. gives them weights",
+                    config.source,
+                )
+            root = root or run_folder.default_folder(f"compare-{config.name}")
             first = config.train.seed
             for seed in range(first, first + num_seeds) if num_seeds > 1 else [None]:
                 own = (*given, *([f"train.seed={seed}"] if seed is not None else []), *_OWN_OVERRIDES)
-                folder = root_of(str(config.name)) / _folder_name(label, seed)
+                folder = root / _folder_name(label, seed)
                 jobs.append(Job(label, seed, file, own, nproc, load_config(file, own, nproc), folder))
         except ConfigError as error:
             problems[label] = error
@@ -144,15 +150,6 @@ def _raise_any(problems: Mapping[str, ConfigError], num_labels: int) -> None:
         raise errors[0]
     lines = [f"{label}: {problem}" for label, error in problems.items() for problem in error.problems]
     raise ConfigError(lines, errors[0].source)
-
-
-def _check_start(config: Config) -> None:
-    if config.checkpoint.resume not in (None, AUTO):
-        raise ConfigError(
-            f"checkpoint.resume = {config.checkpoint.resume!r}: the runs of a comparison begin at the first step; "
-            f"checkpoint.weights=.. gives them weights",
-            config.source,
-        )
 
 
 def _check_folder(job: Job) -> None:

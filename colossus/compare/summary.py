@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
@@ -151,16 +151,15 @@ class Row:
         means: ``loss`` (training) and ``validation_loss`` after equal steps, ``loss_at_time`` after equal time, and of
             a step: ``step_seconds``, ``tokens_per_second``, ``bytes_sent`` and ``wait_seconds`` of the logging rank,
             ``consensus_distance``. None of what was not measured.
+        loss_ratio: of the validation loss to the first row's; of the training loss where nothing was evaluated.
+        tokens_ratio: of the speed to the first row's.
     """
 
     label: str
     problems: Sequence[str]
     means: Mapping[str, Mean | None]
-
-    def ratio(self, first: Row, name: str) -> float | None:
-        """Of a mean to the first row's."""
-        own, other = self.means.get(name), first.means.get(name)
-        return own.mean / other.mean if own is not None and other is not None and other.mean else None
+    loss_ratio: float | None = None
+    tokens_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -176,30 +175,10 @@ class Comparison:
     equal_steps: int
     equal_seconds: float
 
-    @property
-    def has_validation(self) -> bool:
-        return any(row.means.get("validation_loss") for row in self.rows)
-
-    def ratios(self, row: Row) -> tuple[float | None, float | None]:
-        """A row's validation loss (training loss where nothing was evaluated) and speed to those of the first row."""
-        loss = "validation_loss" if self.has_validation else "loss"
-        return row.ratio(self.rows[0], loss), row.ratio(self.rows[0], "tokens_per_second")
-
     def as_dict(self) -> dict[str, Any]:
         """JSON-able; numbers that are none are None."""
-        rows = []
-        for row in self.rows:
-            means = {
-                name: value and {key: _finite(number) for key, number in vars(value).items()}
-                for name, value in row.means.items()
-            }
-            ratios = dict(zip(("loss_ratio", "tokens_ratio"), map(_finite, self.ratios(row)), strict=True))
-            rows.append({"label": row.label, "problems": list(row.problems), **means, **ratios})
-        return {"equal_steps": self.equal_steps, "equal_seconds": self.equal_seconds, "rows": rows}
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        return plain
 
 
 def compare(jobs: Sequence[Job], ended: Mapping[str, Ended]) -> Comparison:
@@ -231,12 +210,18 @@ def compare(jobs: Sequence[Job], ended: Mapping[str, Ended]) -> Comparison:
         "wait_seconds": Curve.wait_seconds,
         "consensus_distance": Curve.consensus_distance,
     }
-    rows = [
-        Row(label, problems[label], {name: None if problems[label] else Mean.of(map(measure, mine))
-                                     for name, measure in measures.items()})
-        for label, mine in curves.items()
-    ]  # fmt: skip
+    rows = []
+    for label, mine in curves.items():
+        means = {name: Mean.of(map(measure, mine)) for name, measure in measures.items()} if not problems[label] else {}
+        first = rows[0].means if rows else means
+        loss = "validation_loss" if first.get("validation_loss") else "loss"
+        ratios = [_ratio(means.get(name), first.get(name)) for name in (loss, "tokens_per_second")]
+        rows.append(Row(label, problems[label], means, *ratios))
     return Comparison(rows, steps, seconds)
+
+
+def _ratio(value: Mean | None, first: Mean | None) -> float | None:
+    return value.mean / first.mean if value is not None and first is not None and first.mean else None
 
 
 # -- as it is printed -------------------------------------------------------------------------------------
@@ -248,27 +233,35 @@ def print_table(comparison: Comparison, console: Console, counted: str = "tokens
     Args:
         counted: what the loss counts.
     """
-    rows, seconds = comparison.rows, comparison.equal_seconds
+    seconds = comparison.equal_seconds
     after = f"{seconds:.3g} s" if seconds < 100 else clock(seconds)
-    columns = ["", "loss", *(["validation"] if comparison.has_validation else []), f"loss after {after}"]
-    columns += [f"{counted}/s", "step", "sent/step", "waited/step", "distance"]
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    columns = (
+        "loss",
+        "validation",
+        f"loss after {after}",
+        f"{counted}/s",
+        "step",
+        "sent/step",
+        "waited/step",
+        "distance",
+    )
+    table = Table("", *columns, box=None, pad_edge=False, header_style="bold")
     for column in table.columns:
         column.no_wrap = True
-        column.justify = "right" if column is not table.columns[0] else "left"
-    for row in rows:
-        table.add_row(row.label, *([] if row.problems else _cells(row, comparison)))
+        column.justify = "right" if column.header else "left"
+    for row in comparison.rows:
+        table.add_row(row.label, *([] if row.problems else _cells(row)))
     console.width = max(console.width, console.measure(table, options=console.options.update(max_width=10_000)).maximum)
     if comparison.equal_steps:
         console.print(table)
-    lines = [f"{row.label}: {line}" for row in rows for line in row.problems]
+    lines = [f"{row.label}: {line}" for row in comparison.rows for line in row.problems]
     if comparison.equal_steps:
         lines += [
             "",
             f"loss: training, the mean of the last 20th of {comparison.equal_steps} steps, and of those done after "
             f"{after} of steps, which the fastest run took for all of its own; validation: after the same steps",
             f"over seeds: means, in brackets standard deviations; percent and x: loss (validation where there is one) "
-            f"and speed, to those of {rows[0].label}",
+            f"and speed, to those of {comparison.rows[0].label}",
         ]
     else:
         lines.append("no run has come to its end, so there are no numbers")
@@ -276,30 +269,22 @@ def print_table(comparison: Comparison, console: Console, counted: str = "tokens
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _cells(row: Row, comparison: Comparison) -> list[str]:
-    loss, faster = comparison.ratios(row)
-    percent = "-" if loss is None else f"{100 * (loss - 1):+.1f} %"
-    losses = [_loss(row, "loss"), *([_loss(row, "validation_loss")] if comparison.has_validation else [])]
-    losses[-1] += f" {percent}"
-    return [
-        *losses,
-        _loss(row, "loss_at_time"),
-        _shown(row, "tokens_per_second", lambda speed: f"{speed:,.0f}" + (f" x{faster:.2f}" if faster else "")),
-        _shown(row, "step_seconds", _seconds),
-        _shown(row, "bytes_sent", byte_count),
-        _shown(row, "wait_seconds", _seconds),
-        _shown(row, "consensus_distance", lambda distance: f"{distance:.2g}"),
-    ]
+def _cells(row: Row) -> Iterator[str]:
+    def shown(name: str, show: Callable[[float], str]) -> str:
+        value = row.means[name]
+        spread = f" ({show(value.deviation)})" if value and value.deviation and "loss" in name else ""
+        return "-" if value is None else f"{show(value.mean)}{spread}"
 
-
-def _shown(row: Row, name: str, show: Callable[[float], str]) -> str:
-    value = row.means[name]
-    return "-" if value is None or (math.isnan(value.mean) and "loss" not in name) else show(value.mean)
-
-
-def _loss(row: Row, name: str) -> str:
-    value = row.means[name]
-    return _shown(row, name, "{:.4f}".format) + (f" ({value.deviation:.4f})" if value and value.deviation else "")
+    for name in ("loss", "validation_loss", "loss_at_time"):
+        is_compared = row.loss_ratio and name == ("validation_loss" if row.means["validation_loss"] else "loss")
+        percent = f" {100 * (row.loss_ratio - 1):+.1f} %" if row.loss_ratio and is_compared else ""
+        yield shown(name, "{:.4f}".format) + percent
+    faster = f" x{row.tokens_ratio:.2f}" if row.tokens_ratio else ""
+    yield shown("tokens_per_second", "{:,.0f}".format) + faster
+    yield shown("step_seconds", _seconds)
+    yield shown("bytes_sent", byte_count)
+    yield shown("wait_seconds", _seconds)
+    yield shown("consensus_distance", "{:.2g}".format)
 
 
 def _seconds(value: float) -> str:

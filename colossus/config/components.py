@@ -118,9 +118,7 @@ class _Optimizer(_Ranges):
 class _TableOptimizer(_Optimizer):
     """Of tables with sparse gradients."""
 
-    weight_decay: Annotated[
-        float, _only(0, "must be 0: rows that a step has not looked up do not change, so they would not decay")
-    ] = 0.0
+    weight_decay: Annotated[float, _only(0, "must be 0: rows that a step has not looked up would not decay")] = 0.0
     amsgrad: Annotated[bool, _only(False, "must be False: there is no form of amsgrad for rows")] = False
 
 

@@ -41,6 +41,7 @@ def check_names(config: Config) -> None:
     Raises:
         ConfigError: with the nearest registered name, or the nearest option.
     """
+    own_options = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS}  # whose classes check them
     named: list[tuple[str, Any, Registry]] = [
         ("model", config.model, MODELS),
         ("data", config.data, DATASETS),
@@ -57,23 +58,14 @@ def check_names(config: Config) -> None:
             continue
         if isinstance(value.type, str) and value.type not in registry:
             problems.append(f"{key}.type: {registry.missing(value.type)}")
-        elif not _has_own_options(registry, value.type):
+        elif value.type not in own_options.get(registry.kind, ()):
             problems += option_problems(key, value, registry)
-    modes = (
-        ("tensor", config.parallel.tensor.mode, TENSOR_MODES),
-        ("sequence", config.parallel.sequence.mode, SEQUENCE_MODES),
-    )
-    for axis, mode, registry in modes:
+    for axis, registry in (("tensor", TENSOR_MODES), ("sequence", SEQUENCE_MODES)):
+        mode = getattr(config.parallel, axis).mode
         if mode is not None and mode not in registry:
             problems.append(f"parallel.{axis}.mode: {registry.missing(mode)}")
     if problems:
         raise ConfigError(problems)
-
-
-def _has_own_options(registry: Registry, kind: Any) -> bool:
-    """Whether the options of a component are checked by a class of their own."""
-    own = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS}.get(registry.kind)
-    return own is not None and isinstance(kind, str) and kind in own.names()
 
 
 def strategy_options(config: Config) -> Any:
@@ -153,6 +145,8 @@ def describe_plan(config: Config) -> str:
     """``data 2 x pipeline 2 x tensor 4 (2d), ZeRO 1, 1f1b, 2 microbatches``."""
     tensor, microbatches = config.parallel.tensor, config.schedule.microbatches
     mode = f" ({tensor.mode}{', sequence sharded' if tensor.sequence_sharded else ''})" if tensor.size > 1 else ""
+    sequence = config.parallel.sequence
+    mode += f", sequence mode {sequence.mode}" if sequence.size > 1 else ""
     schedule = f", {name_of(config.schedule.type)}" if config.parallel.pipeline.size > 1 else ""
     split = f", {microbatches} microbatches" if microbatches > 1 else ""
     zero = describe_zero(config.parallel)
@@ -167,14 +161,11 @@ def name_of(kind: Any) -> str:
 def _with_sequence_mode(parallel: Parallel, options: Any) -> tuple[Parallel, list[str]]:
     """The plan with a mode of sequence parallelism, which the model chooses where the config does not."""
     sequence = parallel.sequence
-    if sequence.mode is not None and sequence.mode not in SEQUENCE_MODES:
-        return parallel, []  # check_names refuses it
     if sequence.mode is None and sequence.size > 1:
         choose = getattr(options, "sequence_mode", None)
-        mode = choose(parallel) if choose is not None else "ring"
-        parallel = parallel.model_copy(update={"sequence": sequence.model_copy(update={"mode": mode})})
+        sequence = sequence.model_copy(update={"mode": "ring" if choose is None else choose(parallel)})
     try:
-        SEQUENCE_MODES.get(parallel.sequence.mode or "ring").axis_sizes(sequence.size, sequence.ulysses)
+        SEQUENCE_MODES.get(sequence.mode or "ring").axis_sizes(sequence.size, sequence.ulysses)
     except ValueError as error:
         return parallel, [str(error)]
-    return parallel, []
+    return parallel.model_copy(update={"sequence": sequence}), []

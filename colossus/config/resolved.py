@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import keyword
+import pprint
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ from pydantic import BaseModel
 from colossus.config.plans import model_options
 from colossus.config.schema import Config
 from colossus.config.section import Named
-
-WIDTH = 110
 
 
 def as_dict(config: Config) -> dict[str, Any]:
@@ -32,19 +30,8 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 def as_source(config: Config) -> str:
     """The config as a Python config file. Without callables and objects it can be loaded again."""
-    lines = [f"{key} = {_literal(value, len(key) + 3, '')}" for key, value in as_dict(config).items()]
-    return "\n".join(lines) + "\n"
-
-
-def _literal(value: Any, column: int, indent: str) -> str:
-    if not isinstance(value, dict) or not all(key.isidentifier() and not keyword.iskeyword(key) for key in value):
-        return repr(value)
-    flat = "dict(" + ", ".join(f"{key}={_literal(item, 0, '')}" for key, item in value.items()) + ")"
-    if column + len(indent) + len(flat) <= WIDTH and "\n" not in flat:
-        return flat
-    deeper = indent + "    "
-    lines = [f"{deeper}{key}={_literal(item, len(key) + 1, deeper)},\n" for key, item in value.items()]
-    return "dict(\n" + "".join(lines) + indent + ")"
+    sections = as_dict(config).items()
+    return "".join(f"{key} = {pprint.pformat(value, width=110, sort_dicts=False)}\n" for key, value in sections)
 
 
 def _plain(value: Any) -> Any:

@@ -214,26 +214,16 @@ class Comm(Section):
     bucket_mb: Positive = 25.0
 
 
-def _data(value: Any) -> Any:
-    if isinstance(value, (ModuleType, int, float)):
-        raise ValueError(f"must be dict(type=..., **options), a dataset object or a callable, got {value!r}")
-    return _named(value) if isinstance(value, dict | str) else value
-
-
-def _hook(value: Any) -> Any:
+def _component(value: Any) -> Any:
+    """What is named becomes a `Named`; an object or a callable stays what it is."""
+    if isinstance(value, ModuleType | int | float):
+        raise ValueError(f"must be dict(type=..., **options), an object or a callable, got {value!r}")
+    if isinstance(value, dict) and "type" not in value:
+        raise ValueError('needs a type: dict(type="...", **options), or an object')
     if isinstance(value, dict | str):
-        return _named(value)
-    if isinstance(value, Named) or callable(value):
-        return value
-    raise ValueError(f"must be dict(type=..., **options) or a callable, got {value!r}")
-
-
-def _named(value: dict[str, Any] | str) -> Named:
-    if isinstance(value, dict):
-        if "type" not in value:
-            raise ValueError('needs a type: dict(type="...", **options), or an object')
-        require_type(value["type"])
-    return Named.model_validate(value)
+        require_type(value["type"] if isinstance(value, dict) else value)
+        return Named.model_validate(value)
+    return value
 
 
 class Config(Section):
@@ -250,7 +240,7 @@ class Config(Section):
     #: dict(type="GPT" | "Llama" | "ViT" | "hf", **options), or any callable that returns an nn.Module
     model: Named | None = None
     #: dict(type="PythonStdlib" | "TextFolder" | "TokenFile" | .., **options), a dataset, a loader or a callable
-    data: Annotated[Any, AfterValidator(_data)] = None
+    data: Annotated[Any, AfterValidator(_component)] = None
     #: a name, or dict(type=.., lr=.., **options)
     optimizer: Optimizer = Optimizer()
     #: a name, or dict(type=.., warmup_steps=.., **options)
@@ -264,7 +254,7 @@ class Config(Section):
     #: when checkpoints are saved, which stay, where a run goes on
     checkpoint: Checkpoint = Checkpoint()
     #: called around steps, evaluations and checkpoints: dict(type=, **options), names or callables
-    hooks: Annotated[tuple[Annotated[Any, AfterValidator(_hook)], ...], FROM_LIST] = ()
+    hooks: Annotated[tuple[Annotated[Any, AfterValidator(_component)], ...], FROM_LIST] = ()
     #: "auto" is cuda where there is one
     device: Literal["auto", "cpu", "cuda"] = "auto"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sys
 
 import torch
@@ -40,6 +41,7 @@ def examine(nproc: int) -> tuple[list[tuple[str, str]], list[str], bool]:
     given = os.environ.get("MASTER_PORT", "")
     port = int(given if given.isdecimal() else DEFAULT_PORT)
     taken = network.port_is_taken(port)
+    shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None
     cuda = gpus >= max(1, nproc)
     rows = [
         ("colossus", colossus.__version__),
@@ -61,8 +63,8 @@ def examine(nproc: int) -> tuple[list[tuple[str, str]], list[str], bool]:
         *advise_devices(devices),
         *environment.advise_environment(os.environ),
         *network.advise_name(name, address),
-        *network.advise_port(port, taken),
-        *network.advise_limits(files, network.shared_memory_bytes()),
+        *(network.advise_port(port) if taken else ()),
+        *network.advise_limits(files, shared),
         *([trouble] if trouble else []),
     ]
     return rows + between, advice, not trouble

@@ -148,7 +148,7 @@ def test_models_and_data_are_checked_before_a_run_starts(
             raise ConfigError("model: no such file")
 
     monkeypatch.setattr(jobs, "check_model", check_model)
-    made = make_jobs(file, [], plans=["data=2", "data=4"], num_seeds=2, root_of=lambda name: tmp_path)
+    made = make_jobs(file, [], plans=["data=2", "data=4"], num_seeds=2, root=tmp_path)
     with pytest.raises(ConfigError) as error:
         check_jobs(made)
     assert error.value.problems == ["data=4: model: no such file"]
@@ -161,7 +161,7 @@ def jobs_of(
     file: str, root: Path, strategies: Sequence[str] = ("all_reduce", "sgp overlap=1"), **more: Any
 ) -> list[Job]:
     given = ["parallel.tensor=1", f"train.steps={STEPS}"]
-    return make_jobs(file, given, strategies=strategies, root_of=lambda name: root, **more)
+    return make_jobs(file, given, strategies=strategies, root=root, **more)
 
 
 def test_every_strategy_under_every_plan_with_every_seed(file: str, tmp_path: Path) -> None:
@@ -263,8 +263,8 @@ def test_the_numbers_of_the_table(file: str, tmp_path: Path) -> None:
         dict(loss=loss, validation_loss=2.625, loss_at_time=loss, step_seconds=0.1, tokens_per_second=4000.0)
         | dict(bytes_sent=2000.0, wait_seconds=0.0005, consensus_distance=1 / 40)
     )
-    assert found.ratios(fast) == pytest.approx((1.05, 2.0))
-    assert (failed.problems, numbers(failed), found.ratios(failed)) == (["failed: no disk"], {}, (None, None))
+    assert (fast.loss_ratio, fast.tokens_ratio) == (pytest.approx(1.05), pytest.approx(2.0))
+    assert (failed.problems, numbers(failed), failed.loss_ratio) == (["failed: no disk"], {}, None)
 
 
 def printed(found: Comparison) -> list[str]:
@@ -285,7 +285,7 @@ def test_the_table_is_printed_whole(file: str, tmp_path: Path) -> None:
     as_json = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert as_json["equal_steps"] == 40
     assert [row["label"] for row in as_json["rows"]] == ["all_reduce", "sgp", "sgp overlap=2"]
-    assert as_json["rows"][1]["validation_loss"]["mean"] == pytest.approx(2.625)
+    assert as_json["rows"][1]["means"]["validation_loss"]["mean"] == pytest.approx(2.625)
     assert as_json["rows"][2]["problems"] == ["failed: no disk"]
 
 
@@ -317,7 +317,7 @@ def test_seeds_are_averaged(file: str, tmp_path: Path) -> None:
     write_rows(jobs[1], [{**row_of(step), "loss": math.nan} for step in range(1, STEPS + 1)])
     found = compare(jobs, ended)
     assert "nan" in printed(found)[1]
-    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["rows"][0]["loss"]["mean"] is None
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["rows"][0]["means"]["loss"]["mean"] is None
 
 
 def test_rows_of_a_run_that_went_on_count_once(tmp_path: Path) -> None:
@@ -350,11 +350,11 @@ def test_two_strategies_are_run_and_compared(tmp_path: Path) -> None:
     baseline, gossip = result["rows"]
     assert baseline["loss_ratio"] == 1.0
     assert gossip["label"] == "sgp overlap=1"
-    assert gossip["validation_loss"]["mean"] > 0
+    assert gossip["means"]["validation_loss"]["mean"] > 0
     for row in (baseline, gossip):
-        assert row["bytes_sent"]["mean"] > 0
+        assert row["means"]["bytes_sent"]["mean"] > 0
         cells = next(line for line in out.splitlines() if line.startswith(row["label"]) and "run" not in line)
-        assert f"{row['validation_loss']['mean']:.4f}" in cells
+        assert f"{row['means']['validation_loss']['mean']:.4f}" in cells
     held = json.loads((tmp_path / "out" / "sgp-overlap=1" / "config.json").read_text())
     assert held["parallel"]["strategy"] == {"type": "sgp", "overlap": 1}
     # again: nothing is left to run; with another config the folder is another comparison's

@@ -138,7 +138,7 @@ def test_components_objects_and_callables() -> None:
         ),
         (dict(model=dict(type=3)), "model.type: must be a registered name or a callable, got 3"),
         (dict(data=dict(path=3)), 'data: needs a type: dict(type="...", **options), or an object'),
-        (dict(data=json), "data: must be dict(type=..., **options), a dataset object or a callable, got <module"),
+        (dict(data=json), "data: must be dict(type=..., **options), an object or a callable, got <module"),
         (dict(hooks=[{}]), 'hooks.0: needs a type: dict(type="...", **options), or an object'),
         (dict(hooks=print), "hooks: must be a tuple or a list, got <built-in function print>"),
     ],
@@ -609,7 +609,7 @@ def test_config_error_can_be_sent_between_processes() -> None:
         ),
         (
             dict(optimizer=dict(tables=dict(type="SGD", weight_decay=0.1))),
-            "optimizer.tables.weight_decay: must be 0: rows that a step has not looked up do not change",
+            "optimizer.tables.weight_decay: must be 0: rows that a step has not looked up would not decay, got 0.1",
         ),
         (
             dict(optimizer=dict(tables=dict(type="SparseAdam", amsgrad=True))),

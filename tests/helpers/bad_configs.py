@@ -275,7 +275,9 @@ TABLE: dict[str, Bad] = {
     "long name": bad("name: must have at most 200 letters, got 'xxx", overrides="name=" + 300 * "x"),
     "name": bad("name: must be a plain file name, got 'a/b'", overrides="name=a/b"),
     "hook": bad("hooks.0.type: no hook named 'Tensorbord'. Did you mean 'TensorBoard'?", text="hooks = ['Tensorbord']"),
-    "hook that is a number": bad("hooks.0: must be dict(type=..., **options) or a callable, got 3", text="hooks = [3]"),
+    "hook that is a number": bad(
+        "hooks.0: must be dict(type=..., **options), an object or a callable, got 3", text="hooks = [3]"
+    ),
     "unknown section": bad("trian: no such key; did you mean train?", overrides="trian.steps=3"),
     "unknown key": bad(
         "train.global_batch: no such key; did you mean train.global_batch_size?", overrides="train.global_batch=3"
