@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from colossus.cli import main as cli
-from colossus.config.key_help import all_keys
+from colossus.config.printed import all_keys
 from colossus.config.schema import Config
 from colossus.registry import GRAPHS, MODEL_OPTIONS, STRATEGY_OPTIONS
 

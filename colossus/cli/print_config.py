@@ -7,7 +7,7 @@ import json
 
 from colossus.cli.parser import OVERRIDES, Parser, load
 from colossus.config import as_dict, as_source
-from colossus.config.key_help import key_help
+from colossus.config.printed import key_help
 
 
 def make_parser() -> Parser:

@@ -10,8 +10,7 @@ import shutil
 from colossus.arithmetic import aligned, counted
 from colossus.cli.parser import OVERRIDES, Parser, load
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.plans import describe_plan, name_of, strategy_options
-from colossus.config.sizes import describe_processes, world_size
+from colossus.config.plans import describe_plan, describe_processes, name_of, strategy_options, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.launch.preflight import check_model
 from colossus.launch.servers import describe_servers, num_servers

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from colossus.config import Config, ConfigError, as_dict, load_config
 from colossus.config.overrides import plan_overrides, strategy_overrides
-from colossus.config.sizes import world_size
+from colossus.config.plans import world_size
 from colossus.launch import run_folder
 from colossus.launch.data_check import check_data, check_given
 from colossus.launch.preflight import check_devices, check_model

@@ -210,7 +210,7 @@ def compare(jobs: Sequence[Job], ended: Mapping[str, Ended]) -> Comparison:
         "wait_seconds": Curve.wait_seconds,
         "consensus_distance": Curve.consensus_distance,
     }
-    rows = []
+    rows: list[Row] = []
     for label, mine in curves.items():
         means = {name: Mean.of(map(measure, mine)) for name, measure in measures.items()} if not problems[label] else {}
         first = rows[0].means if rows else means

@@ -42,8 +42,7 @@ def load_config(
     source = None if isinstance(config, Mapping) else Path(config).name
     try:
         values = config if isinstance(config, Mapping) else read_file(Path(config))
-        overrides = list(overrides)
-        loaded = validate(apply_overrides(values, overrides), overrides)
+        loaded = validate(apply_overrides(values, overrides))
         if loaded.name is None:
             loaded = loaded.model_copy(update={"name": Path(source).stem if source else "run"})
         loaded = resolve_model(loaded)
@@ -56,21 +55,16 @@ def load_config(
     return loaded
 
 
-def validate(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
+def validate(values: Mapping[str, Any]) -> Config:
     """The schema's view of ``values``.
 
     Raises:
-        ConfigError: one problem per wrong key; those that come from an override say so.
+        ConfigError: one problem per wrong key.
     """
     try:
         return Config.model_validate(dict(values))
     except ValidationError as error:
-        given = {text.partition("=")[0] for text in overrides}
-        lines = []
-        for path, message in explain(error, Config).items():
-            typed = any(path == key or path.startswith(f"{key}.") for key in given)
-            lines.append(f"{path}: {message}{' (given on the command line)' if typed else ''}")
-    raise ConfigError(lines)
+        raise ConfigError(f"{path}: {message}" for path, message in explain(error, Config).items()) from None
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -150,26 +144,20 @@ def resolve_model(config: Config) -> Config:
     Raises:
         ConfigError: when the source has no such model.
     """
-    model, weights = config.model, config.checkpoint.weights
-    if model is None or not isinstance(model.type, str) or model.type not in MODEL_SOURCES:
-        _require_path(weights)
-        return config
-    try:
-        spec, path, tokenizer = MODEL_SOURCES.get(model.type)(model.options)
-    except ValueError as error:
-        raise ConfigError(f"model: {error}") from None
-    checkpoint = config.checkpoint
-    if path is not None and (weights is None or not weights.path):
-        weights = Weights(path=path) if weights is None else weights.model_copy(update={"path": path})
-        checkpoint = checkpoint.model_copy(update={"weights": weights})
-    _require_path(weights)
-    config = config.model_copy(update={"model": Named(**spec), "checkpoint": checkpoint})
-    return config if tokenizer is None else with_tokenizer(config, tokenizer)
-
-
-def _require_path(weights: Weights | None) -> None:
+    model, weights, tokenizer = config.model, config.checkpoint.weights, None
+    if model is not None and isinstance(model.type, str) and model.type in MODEL_SOURCES:
+        try:
+            spec, path, tokenizer = MODEL_SOURCES.get(model.type)(model.options)
+        except ValueError as error:
+            raise ConfigError(f"model: {error}") from None
+        model = Named(**spec)
+        if path is not None and (weights is None or not weights.path):
+            weights = Weights(path=path) if weights is None else weights.model_copy(update={"path": path})
     if weights is not None and not weights.path:
         raise ConfigError('checkpoint.weights.path: is missing; of model = dict(type="hf", path=...) alone it is known')
+    checkpoint = config.checkpoint.model_copy(update={"weights": weights})
+    config = config.model_copy(update={"model": model, "checkpoint": checkpoint})
+    return config if tokenizer is None else with_tokenizer(config, tokenizer)
 
 
 def with_tokenizer(config: Config, path: str) -> Config:

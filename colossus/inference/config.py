@@ -14,8 +14,7 @@ from colossus.checkpoint.weight_sources import find_weights, manifest_of
 from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.loading import read_file, validate
 from colossus.config.overrides import apply_overrides
-from colossus.config.plans import check_names
-from colossus.config.sizes import describe_sizes, world_size
+from colossus.config.plans import check_names, describe_sizes, world_size
 from colossus.config.training import LOW, PrecisionSection
 from colossus.registry import DATASETS, MODELS
 
@@ -115,7 +114,7 @@ def generation_config(source: Source, overrides: Sequence[str] = (), config_file
         raise ConfigError(problems)
     values = recorded(source, config_file, ("model",))
     values["train"] = {"precision": recorded_precision(source)}
-    stated = validate(apply_overrides(values, overrides), overrides)
+    stated = validate(apply_overrides(values, overrides))
     check_names(stated)
     _require_generation(stated)
     # samples are repeated until they divide: any number that does

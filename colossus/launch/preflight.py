@@ -11,7 +11,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.matching import ModelTensor, match_weights
 from colossus.checkpoint.weight_sources import manifest_of
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.sizes import describe_processes, suggestions
+from colossus.config.plans import describe_processes, suggestions
 from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
 from colossus.hf.family import family_of
 from colossus.registry import MODELS, STRATEGIES

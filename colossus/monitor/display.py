@@ -15,7 +15,7 @@ from rich.text import Text
 from colossus.arithmetic import byte_count, clock, factors
 from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.config import model_options
-from colossus.config.sizes import describe_zero
+from colossus.config.plans import describe_zero
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import EvalResult, StepResult

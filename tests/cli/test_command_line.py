@@ -139,7 +139,7 @@ def test_config_error_is_a_short_block(config: str, capsys: pytest.CaptureFixtur
     assert seen.out == ""
     lines = seen.err.splitlines()
     assert lines[0] == "colossus: small.py: 2 problems"
-    assert lines[1] == "  train.steps: must be at least 1, got 0 (given on the command line)"
+    assert lines[1] == "  train.steps: must be at least 1, got 0"
     assert lines[2].startswith("  train.sed: no such key; did you mean train.seed?")
     assert len(lines) == 3
 

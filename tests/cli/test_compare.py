@@ -81,17 +81,17 @@ def test_a_plan_is_whole(file: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "text", "words"),
     [
-        (strategy_overrides, "", "'' does not begin with the name of a strategy"),
-        (strategy_overrides, "overlap=1", "does not begin with the name"),
-        (strategy_overrides, "sgp overlap", "'overlap' is no key=value"),
-        (plan_overrides, "", "'' is no key=value"),
-        (plan_overrides, "data=4 train.steps=3", "train.steps is no key of a plan"),
-        (plan_overrides, "data=4 strategy=sgp", "strategy is no key of a plan"),
+        (strategy_overrides, "", "parallel.strategy.type: must be a registered name or a callable, got ''"),
+        (strategy_overrides, "overlap=1", "no data-parallel strategy named 'overlap=1'"),
+        (strategy_overrides, "sgp overlap", "'parallel.strategy.overlap' has no '='"),
+        (plan_overrides, "data 4", "'parallel.data' has no '='"),
+        (plan_overrides, "dat=4", "parallel.dat: no such key; did you mean parallel.data?"),
+        (plan_overrides, "data=4 train.steps=3", "parallel.train: no such key; did you mean train?"),
     ],
 )
-def test_text_that_is_neither(overrides: Callable[[str], list[str]], text: str, words: str) -> None:
+def test_text_that_is_neither(file: str, overrides: Callable[[str], list[str]], text: str, words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        overrides(text)
+        load_config(file, ["parallel.tensor=1", *overrides(text)])
     assert words in str(error.value)
 
 

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from colossus.config import ConfigError, as_dict, as_source, load_config
 from colossus.config.components import parameters
-from colossus.config.key_help import all_keys, key_help
 from colossus.config.overrides import apply_overrides, parse_override
-from colossus.config.sizes import world_size
+from colossus.config.plans import world_size
+from colossus.config.printed import all_keys, key_help
 from colossus.registry import MODEL_OPTIONS, MODELS, OPTIMIZERS
 
 GPT = dict(type="GPT", num_layers=4, hidden_size=128, num_heads=8)
@@ -73,7 +73,7 @@ def test_short_forms() -> None:
         assert load_config(dict(parallel=dict(pipeline=dict(size=2, split=split)))).parallel.pipeline.split == read
     tensor = load_config(dict(parallel=dict(tensor=dict(mode="2d", shape=[2, 3])))).parallel.tensor
     assert (tensor.mode, tensor.size, tensor.shape) == ("2d", 6, (2, 3))
-    for schedule, length in (({}, 7), (dict(schedule_steps=None), 7), (dict(schedule_steps=9), 9)):
+    for schedule, length in (({}, 7), (dict(schedule_steps=9), 9)):
         assert load_config(dict(train=dict(steps=7, **schedule))).train.schedule_steps == length
 
 
@@ -180,7 +180,7 @@ def test_the_help_of_a_key_is_read_off_the_schema() -> None:
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(dict(train=dict(sed=1, steps=3), devise="cpu"), ["train.steps=0"])
-    assert caught.value.problems[0] == "train.steps: must be at least 1, got 0 (given on the command line)"
+    assert caught.value.problems[0] == "train.steps: must be at least 1, got 0"
     assert len(caught.value.problems) == 3
     text = str(caught.value)
     assert text.startswith("3 problems\n  ")
@@ -369,7 +369,7 @@ def test_overrides_of_short_forms() -> None:
 @pytest.mark.parametrize(
     ("config", "override", "words"),
     [
-        ({}, "train.steps=many", "train.steps: must be a whole number, got 'many' (given on the command line)"),
+        ({}, "train.steps=many", "train.steps: must be a whole number, got 'many'"),
         ({}, "train.steps", "'train.steps' has no '=': an override is section.key=value, for example train.steps=50"),
         ({}, "train steps=3", "'train steps=3': 'train steps' is no key: an override is section.key=value"),
         ({}, "=3", "'=3': '' is no key"),
