@@ -1,13 +1,7 @@
 """Name -> class tables. Whatever a config file can name is looked up here.
 
-A registry knows three kinds of entries:
-
-* classes registered with the decorator (a user's own, or a plug-in's);
-* built-in classes declared as ``"package.module:attribute"``, imported on first use, so that listing the
-  names costs no import of torch;
-* every module of ``package``, imported on first use: one file there is one entry.
-
-This module imports nothing of colossus, so that anyone may import it.
+Entries are classes registered with the decorator, built-in ones declared as ``"package.module:attribute"`` and imported
+on first use, so that listing names costs no import of torch, and what the modules of ``package`` register.
 """
 
 from __future__ import annotations

@@ -21,14 +21,10 @@ parallel, "data=2 tensor=4 tensor.mode=2d"; an axis that it does not name has si
 with it: "pipeline=2 schedule.microbatches=4". Values have no spaces. Both options: every strategy under every plan.
 Overrides come before these options, and count for all runs.
 
-All runs are checked before the first begins. Each is a launch of its own, with a run folder below DIR, in which its
-checkpoints are, too, and what it prints in a file beside that. Ctrl-C stops the run under way and prints the table of
-those that are done; the same command with --out DIR skips these and goes on.
-
-The table (in DIR/compare.json, too) has the training loss after equal steps, the validation loss after these, the
-training loss after equal time: the seconds of steps that the fastest run took for all of its own; tokens per second of
-all replicas; what a step takes, and what its first rank sends and waits for peers; how far the replicas are apart
-at the end. Percent and x are to the first run.
+All runs are checked before the first begins. Each is a launch of its own, with a run folder below DIR, and what it
+prints in a file beside that. Ctrl-C prints the table of those that are done; the same command with --out DIR goes on.
+The table (in DIR/compare.json, too) has losses after equal steps and after equal time, tokens per second of all
+replicas, what a step takes, what its first rank sends and waits for peers, and how far replicas are apart at the end.
 
 exit codes: 0 done, 1 a run has failed, 2 wrong config or usage, 130 stopped by Ctrl-C, 129 by a hang-up, 143 by SIGTERM
 """

@@ -27,7 +27,6 @@ EXIT_CODES = (
     "            batch system); under torchrun the exit code is torchrun's own, 1 whatever the rank's was\n"
 )
 
-
 #: what a command line calls a checkpoint, for ``--help``
 WHAT = "a checkpoint, a folder of checkpoints, a run folder, or the name of a run (the newest of runs/NAME-*)"
 

@@ -49,16 +49,8 @@ def make_parser() -> Parser:
         metavar="OUT",
         help=f"draw the pipeline schedule over time; with OUT ({', '.join(FORMATS)}) into this file, too",
     )
-    parser.add_argument(
-        "--graph",
-        action="store_true",
-        help="print the graph of a gossip strategy: peers by step, contraction, steps to consensus",
-    )
-    parser.add_argument(
-        "--strategy",
-        action="store_true",
-        help="print what the data-parallel strategy does with each parameter, and the bytes that it sends",
-    )
+    parser.add_argument("--graph", action="store_true", help="peers of a gossip strategy by step, steps to consensus")
+    parser.add_argument("--strategy", action="store_true", help="what the data-parallel strategy sends, by parameter")
     return parser
 
 
@@ -109,15 +101,10 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
             save(simulation, picture, title)
         except (ValueError, OSError) as error:
             raise ConfigError(f"--timeline: {error}") from error
-    head = [
-        f"schedule    {title}",
-        "time        in forwards of a rank; a backward takes 2, each half of it 1, a transfer 0",
-    ]
-    alike = world_size(config.parallel) // stages
-    if alike > 1 and stages > 1:
-        head.append(f"rank        of the pipeline axis; each stands for {alike} processes")
-    sections = ["\n".join(head), draw(simulation, width), summary(simulation)]
-    return "\n\n".join([*sections, f"drawn in {picture}"] if picture else sections)
+    head = f"schedule    {title}\n"
+    head += "time        in forwards of a rank; a backward takes 2, each half of it 1, a transfer 0"
+    sections = [head, draw(simulation, width), summary(simulation), *([f"drawn in {picture}"] if picture else [])]
+    return "\n\n".join(sections)
 
 
 def _head(config: Config) -> str:

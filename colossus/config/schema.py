@@ -181,11 +181,6 @@ class Parallel(Section):
     def _one_strategy(self) -> Parallel:
         if not self.zero.stage or "strategy" not in self.model_fields_set or self.strategy.type == "hierarchical":
             return self
-        if self.strategy.type == "hybrid":
-            raise ValueError(
-                f"zero = {self.zero.stage} and strategy = 'hybrid': a row of a table has one owner: tables and their "
-                f"optimizer state are cut over data already: leave zero out, or use embeddings without sparse=True"
-            )
         raise ValueError(
             f"zero = {self.zero.stage} and strategy = {self.strategy.type!r} both say what data ranks do: give one "
             f"of them, or strategy = 'hierarchical', under which ZeRO shards inside of each host"

@@ -11,9 +11,7 @@ _OFF = ("", "0", "false", "no", "off", "n")
 #: what a variable does that is set, and what to do
 _TROUBLE = {
     "NCCL_P2P_DISABLE": "devices of this machine talk through the host's memory: to find errors only",
-    "NCCL_SHM_DISABLE": "devices that do not reach each other directly talk through the network",
     "NCCL_IB_DISABLE": "machines talk through TCP, also where there is InfiniBand",
-    "NCCL_ALGO": "NCCL cannot choose for the size of each message: to find errors only",
     "NCCL_PROTO": "NCCL cannot choose for the size of each message; forced LL128 can corrupt data",
     "TORCH_NCCL_BLOCKING_WAIT": "the host waits for every collective, and nothing overlaps: unset it",
     "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel, and nothing overlaps: to find errors only",
@@ -33,8 +31,6 @@ def advise_environment(environ: Mapping[str, str]) -> list[str]:
         advice.append(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING: a collective whose peer is gone is waited for without end: unset it"
         )
-    if environ.get("TORCH_FR_BUFFER_SIZE") == "0":
-        advice.append("TORCH_FR_BUFFER_SIZE=0: after a time-out nobody can say who is missing: unset it")
     return [*advice, *_interfaces(environ)]
 
 

@@ -59,7 +59,7 @@ def examine(nproc: int) -> tuple[list[tuple[str, str]], list[str], bool]:
     ]
     between, trouble = _between_ranks(nproc, cuda)
     advice = [
-        *_advise_cores(nproc, cores, gpus, threads),
+        *_advise_cores(nproc, cores, gpus),
         *advise_devices(devices),
         *environment.advise_environment(os.environ),
         *network.advise_name(name, address),
@@ -91,15 +91,10 @@ def _between_ranks(nproc: int, cuda: bool) -> tuple[list[tuple[str, str]], str]:
     ], ""
 
 
-def _advise_cores(nproc: int, cores: int, gpus: int, threads: str) -> list[str]:
+def _advise_cores(nproc: int, cores: int, gpus: int) -> list[str]:
     advice = []
     if not gpus and nproc > cores:
         advice.append(f"{nproc} ranks share {cores} core(s): right for trying things out, slower than {cores} rank(s)")
     if 0 < gpus < nproc:
         advice.append(f"{nproc} ranks, but {gpus} GPU(s): measured on CPUs with gloo; use --nproc {gpus} for the GPUs")
-    if not gpus and threads.isdecimal() and int(threads) * nproc > max(cores, nproc):
-        advice.append(
-            f"OMP_NUM_THREADS={threads} x {nproc} ranks is more than {cores} core(s): they will wait for each other; "
-            f"unset it, and launch shares out the cores"
-        )
     return advice

@@ -195,7 +195,6 @@ def test_devices_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("NCCL_P2P_DISABLE=0", None),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING=0", "is waited for without end"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING=3", None),
-        ("TORCH_FR_BUFFER_SIZE=0", "nobody can say who is missing"),
     ],
 )
 def test_advice_on_the_environment(monkeypatch: pytest.MonkeyPatch, setting: str, words: str | None) -> None:
