@@ -177,16 +177,11 @@ def test_a_run_by_its_name(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     (runs / "gpt-20260103-000000").mkdir()
     assert checkpoint("verify", "gpt") == 0
     assert capsys.readouterr().out.startswith(f"{step(Path('runs') / 'gpt-20260102-000000')} is whole: ")
-    shutil.rmtree(runs / "gpt-20260102-000000")
-    assert checkpoint("inspect", "gpt") == 0
-    assert "gpt-20260101-000000" in capsys.readouterr().out
-    shutil.rmtree(runs / "gpt-20260101-000000")
-    assert checkpoint("inspect", "gpt") == 2
-    assert "gpt: no such path, and no run in runs/gpt-* has a checkpoint" in capsys.readouterr().err
     assert checkpoint("verify", "--all", "gtp") == 2
     assert "gtp: no such path, and there is no run in runs/gtp-*" in capsys.readouterr().err
-    shutil.copytree(runs / "other", "gpt")
+    (runs / "other").rename("gpt")
     assert checkpoint("verify", "gpt") == 0
+    assert capsys.readouterr().out.startswith(str(step(Path("gpt"))))
 
 
 # diff
