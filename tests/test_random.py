@@ -70,7 +70,7 @@ def test_replay_repeats_and_puts_back() -> None:
     at = rng.snapshot()
     first = [(rng.next_call("a"), draw(rng)), (rng.next_call("a"), draw(rng))]
     rng.move_to(9, 0)
-    rng.next_call("b")
+    assert (rng.next_call("a"), rng.next_call("b")) == (0, 0)  # counted by name and position
     later = rng.snapshot()
     with rng.replay(at):
         assert [(rng.next_call("a"), draw(rng)), (rng.next_call("a"), draw(rng))] == first

@@ -79,9 +79,7 @@ def test_short_forms() -> None:
 
 def test_components_objects_and_callables() -> None:
     samples, hooks, optimizer = [1, 2, 3], [print, dict(type=Net, width=1)], dict(weight_decay=0.1)
-    config = load_config(
-        dict(model=dict(type=Net, width=5), data=samples, hooks=hooks, optimizer=dict(weight_decay=0.1))
-    )
+    config = load_config(dict(model=dict(type=Net, width=5), data=samples, hooks=hooks, optimizer=optimizer))
     assert config.model is not None
     assert config.model.spec() == dict(type=Net, width=5)
     assert config.data is samples
