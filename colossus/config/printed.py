@@ -4,7 +4,7 @@ schema."""
 from __future__ import annotations
 
 import inspect
-import pprint
+import keyword
 import re
 import types
 import typing
@@ -40,8 +40,18 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 def as_source(config: Config) -> str:
     """The config as a Python config file. Without callables and objects it can be loaded again."""
-    sections = as_dict(config).items()
-    return "".join(f"{key} = {pprint.pformat(value, width=110, sort_dicts=False)}\n" for key, value in sections)
+    return "".join(f"{key} = {_literal(value, len(key) + 3, '')}\n" for key, value in as_dict(config).items())
+
+
+def _literal(value: Any, column: int, indent: str) -> str:
+    if not isinstance(value, dict) or not all(key.isidentifier() and not keyword.iskeyword(key) for key in value):
+        return repr(value)
+    flat = "dict(" + ", ".join(f"{key}={_literal(item, 0, '')}" for key, item in value.items()) + ")"
+    if column + len(indent) + len(flat) <= 110 and "\n" not in flat:
+        return flat
+    deeper = indent + "    "
+    lines = [f"{deeper}{key}={_literal(item, len(key) + 1, deeper)},\n" for key, item in value.items()]
+    return "dict(\n" + "".join(lines) + indent + ")"
 
 
 def _plain(value: Any) -> Any:
