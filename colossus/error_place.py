@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -50,7 +50,7 @@ def located_error(text: str, kind: type[_Error] = ValueError) -> _Error:  # type
 
     ``(in blocks.3.mlp (MyMLP), at model.py:41: h = self.up(x)[:, 0])``
     """
-    place = _place(_stack())
+    place = _place(traceback.walk_stack(sys._getframe(1)))
     return kind(f"{text}\n({place})" if place else text)
 
 
@@ -58,45 +58,30 @@ def add_place(error: BaseException) -> None:
     """Note on an error that passes the engine where in the model it was met; a `located_error` says so already."""
     trace = error.__traceback__
     place = _place(reversed(list(traceback.walk_tb(trace)))) if isinstance(error, Exception) else ""
-    notes = getattr(error, "__notes__", ())
-    if place and place not in str(error) and not any(place in note for note in notes):
+    if place and place not in "\n".join([str(error), *getattr(error, "__notes__", ())]):
         error.add_note(f"({place})")
-
-
-def _stack() -> Iterator[tuple[FrameType, int]]:
-    """The frames of the caller of `located_error`, innermost first, with their lines."""
-    return traceback.walk_stack(sys._getframe(2))
 
 
 def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Where in a model frames, innermost first, are; empty for none, and rather than to fail over another failure."""
-    try:
-        return _found(frames)
-    except Exception:
-        return ""
-
-
-def _found(frames: Iterable[tuple[FrameType, int]]) -> str:
-    module_type = getattr(sys.modules.get("torch.nn"), "Module", ())
     modules: list[Any] = []
     line = ""
-    for frame, number in frames:
-        file = frame.f_code.co_filename
-        if file in _DOORS:
-            break
-        if not line and _is_users(file):
-            line = f"at {_shown(file)}:{number}"
-            source = linecache.getline(file, number).strip()
-            line += f": {source[:_MAX_SOURCE]}{' ...' * (len(source) > _MAX_SOURCE)}" if source else ""
-        owner = frame.f_locals.get("self") if "self" in _names(frame) else None
-        if isinstance(owner, module_type) and not any(owner is module for module in modules):
-            modules.append(owner)
-    name = _name(modules) if modules else ""
+    try:
+        module_type = getattr(sys.modules.get("torch.nn"), "Module", ())
+        for frame, number in frames:
+            file = frame.f_code.co_filename
+            if file in _DOORS:
+                break
+            if not line and _is_users(file):
+                source = linecache.getline(file, number).strip()[:_MAX_SOURCE]
+                line = f"at {file.removeprefix(os.getcwd() + os.sep)}:{number}{source and f': {source}'}"
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, module_type) and not any(owner is module for module in modules):
+                modules.append(owner)
+        name = _name(modules) if modules else ""
+    except Exception:
+        return ""
     return ", ".join(filter(None, (f"in {name}" if name else "", line)))
-
-
-def _names(frame: FrameType) -> tuple[str, ...]:
-    return (*frame.f_code.co_varnames, *frame.f_code.co_freevars, *frame.f_code.co_cellvars)
 
 
 def _name(modules: list[Any]) -> str:
@@ -110,17 +95,9 @@ def _name(modules: list[Any]) -> str:
 
 
 def _is_users(file: str) -> bool:
-    if file.startswith((_PACKAGE, _torch(), "<frozen", "<eval_with_key>")):
+    """Whether a file is neither ours, nor torch's, nor Python's own."""
+    torch_file = getattr(sys.modules.get("torch"), "__file__", None)
+    torch_folder = os.path.dirname(torch_file) + os.sep if torch_file else "<frozen"
+    if file.startswith((_PACKAGE, torch_folder, "<frozen", "<eval_with_key>")):
         return False
     return not file.startswith(_STDLIB) or file.startswith(_INSTALLED)
-
-
-def _torch() -> str:
-    file = getattr(sys.modules.get("torch"), "__file__", None)
-    return os.path.dirname(file) + os.sep if file else "<frozen"
-
-
-def _shown(file: str) -> str:
-    """A path as a user reads it: from where they are, if it is below."""
-    here = os.getcwd() + os.sep
-    return file.removeprefix(here)

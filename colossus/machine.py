@@ -116,8 +116,3 @@ def memory_bytes() -> tuple[int, int | None]:
     with contextlib.suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total, available
-
-
-def gigabytes(size: float) -> str:
-    """``1.2 GB``, or ``310 MB`` below one."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

@@ -1,8 +1,6 @@
 """Keys of random numbers, and the global generators of this process. Importing it loads no torch.
 
-Two key schemes stand here. `hash_key` makes one key of anything that can be printed. `seed_words` makes many at once of
-integers alone: the order of samples needs one per sample and per epoch, where hashing text one by one would be slow.
-Uniting them would change the order in which existing runs read their data.
+`hash_key` makes one key of anything that can be printed; `seed_words` many at once, of integers alone: for samples.
 """
 
 from __future__ import annotations

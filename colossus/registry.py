@@ -1,13 +1,7 @@
 """Name -> class tables. Whatever a config file can name is looked up here.
 
-A registry knows three kinds of entries:
-
-* classes registered with the decorator (a user's own, or a plug-in's);
-* built-in classes declared as ``"package.module:attribute"``, imported on first use, so that listing the
-  names costs no import of torch;
-* every module of ``package``, imported on first use: one file there is one entry.
-
-This module imports nothing of colossus, so that anyone may import it.
+Entries are classes registered with the decorator, built-in ones declared as ``"package.module:attribute"`` and imported
+on first use, so that listing names costs no import of torch, and what the modules of ``package`` register.
 """
 
 from __future__ import annotations
@@ -36,7 +30,6 @@ class Registry:
         self._builtin = dict(builtin or {})
         self._package = package
         self._entries: dict[str, Any] = {}
-        self._scanned = package is None
 
     def register(self, name: str | None = None) -> Callable[[T], T]:
         """Decorator: ``@MODELS.register()`` uses the class name, ``@MODELS.register("gpt")`` the one given.
@@ -49,16 +42,11 @@ class Registry:
             key = name if name is not None else getattr(entry, "__name__", None)
             if not isinstance(key, str):
                 raise ValueError(f"a {self.kind} needs a name: use register('name')")
-            held = self._entries.get(key)
-            if held is not None and _home(held) != _home(entry):
+            held = _home(self._entries[key]) if key in self._entries else self._builtin.get(key)
+            if held not in (None, _home(entry)):
                 raise ValueError(
-                    f"{self.kind} {key!r} is registered twice: by {_home(held)} and by {_home(entry)}. "
-                    f"Give one of them another name: register('other_name')."
-                )
-            path = self._builtin.get(key)
-            if path is not None and path != _home(entry):
-                raise ValueError(
-                    f"{self.kind} {key!r} is a built-in ({path}); register {_home(entry)} under another name."
+                    f"{self.kind} {key!r} is {held} already: register {_home(entry)} under another name, "
+                    f"register('other_name')"
                 )
             self._entries[key] = entry
             return entry
@@ -80,14 +68,12 @@ class Registry:
         Raises:
             ValueError: when no such name exists; names the nearest one and lists all.
         """
-        self._scan()
-        if name in self._entries:
-            return self._entries[name]
-        if name in self._builtin:
+        if name not in self:
+            raise ValueError(self.missing(name))
+        if name not in self._entries:
             module, _, attribute = self._builtin[name].partition(":")
             self._entries[name] = getattr(importlib.import_module(module), attribute)
-            return self._entries[name]
-        raise ValueError(self.missing(name))
+        return self._entries[name]
 
     def missing(self, name: str) -> str:
         """The message for a name that is not registered."""
@@ -111,12 +97,11 @@ class Registry:
         return factory(**arguments, **extra)
 
     def _scan(self) -> None:
-        if self._scanned or self._package is None:
+        if self._package is None:
             return
-        self._scanned = True
-        package = importlib.import_module(self._package)
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{self._package}.{module.name}")
+        name, self._package = self._package, None
+        for module in pkgutil.iter_modules(importlib.import_module(name).__path__):
+            importlib.import_module(f"{name}.{module.name}")
 
 
 def _home(entry: Any) -> str:

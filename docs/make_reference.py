@@ -16,8 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from colossus.cli import main as cli
-from colossus.cli.checkpoint_parsers import COMMANDS as CHECKPOINT_COMMANDS
-from colossus.config.key_help import all_keys
+from colossus.config.printed import all_keys
 from colossus.config.schema import Config
 from colossus.registry import GRAPHS, MODEL_OPTIONS, STRATEGY_OPTIONS
 
@@ -182,7 +181,7 @@ def _commands() -> str:
     for command in cli.COMMANDS:
         if command != "checkpoint":
             sections += _command([command])
-    for command in CHECKPOINT_COMMANDS:
+    for command in ("inspect", "verify", "diff", "convert"):
         sections += _command(["checkpoint", command])
     return "\n\n".join(sections) + "\n"
 

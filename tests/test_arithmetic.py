@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossus.arithmetic import either, factors, nearest_multiples, nearest_powers, not_a_multiple, round_up
+from colossus.arithmetic import either, nearest_multiples, nearest_powers, not_a_multiple, round_up
 
 
 @given(st.integers(0, 10_000), st.integers(1, 300))
@@ -32,4 +32,3 @@ def test_wording(value: int, near: str) -> None:
     assert either(nearest_multiples(value, 4)) == near
     words = not_a_multiple("seq_len", value, "size = 4", 4)
     assert words == f"seq_len = {value} is not a multiple of size = 4; nearest: {near}"
-    assert factors({"data": value, "tensor": 4}) == f"data {value} x tensor 4"

@@ -14,9 +14,6 @@ def test_the_loopback_is_an_interface_with_an_address() -> None:
     assert machine.interface_address(name) == "127.0.0.1"
     assert machine.interface_of("127.0.0.1") == name
     assert machine.address_towards("127.0.0.1") == "127.0.0.1"
-
-
-def test_what_there_is_not_has_no_address() -> None:
     assert machine.interface_address("no-such-interface-with-a-long-name") is None
     assert machine.interface_of("192.0.2.1") is None
     assert machine.address_towards("no such host.invalid") is None

@@ -52,18 +52,9 @@ def test_every_part_of_the_key_matters() -> None:
 def test_hash_is_pinned() -> None:
     """Another hash would make old runs resume with other numbers."""
     assert hash_key(0, "init", "weight") == 5377686943302770139
-    assert hash_key(1) != hash_key("1")
-    assert hash_key("a", "b") != hash_key("b", "a")
 
 
 # -- calls ----------------------------------------------------------------------------------------------------
-
-
-def test_calls_are_counted_by_name_and_position() -> None:
-    rng = RngStreams()
-    assert [rng.next_call("a"), rng.next_call("b"), rng.next_call("a")] == [0, 0, 1]
-    rng.move_to(0, 1)
-    assert rng.next_call("a") == 0
 
 
 def test_replay_repeats_and_puts_back() -> None:
@@ -73,7 +64,7 @@ def test_replay_repeats_and_puts_back() -> None:
     at = rng.snapshot()
     first = [(rng.next_call("a"), draw(rng)), (rng.next_call("a"), draw(rng))]
     rng.move_to(9, 0)
-    rng.next_call("b")
+    assert (rng.next_call("a"), rng.next_call("b")) == (0, 0)  # counted by name and position
     later = rng.snapshot()
     with rng.replay(at):
         assert [(rng.next_call("a"), draw(rng)), (rng.next_call("a"), draw(rng))] == first
@@ -96,9 +87,14 @@ class Noise(torch.nn.Module):
 
 def test_several_uses_under_torchs_own_checkpoint_are_an_error() -> None:
     noise = Noise(RngStreams())
+    x = torch.ones(3, requires_grad=True)
+    y = torch_checkpoint(noise, x, use_reentrant=False)
+    y.sum().backward()
+    assert noise.seen == [0, 0]  # a single use is repeated
+    assert torch.equal(x.grad, y.detach())
+    noise = Noise(RngStreams())
     with noise.rng.replay(noise.rng.snapshot()):
         pass  # a replay that is over does not count as one
-    x = torch.ones(3, requires_grad=True)
     y = torch_checkpoint(lambda x: noise(noise(x)).square(), x, use_reentrant=False)
     with pytest.raises(ValueError, match=r"noise draws random numbers 2 times .* use colossus\.layers\.recompute"):
         y.sum().backward()
@@ -130,9 +126,6 @@ def test_save_and_restore_resume_exactly() -> None:
     torch.rand(5, generator=used.named("new"))
     used.load_state_dict(state)
     assert rest(used) == expected
-    fresh = RngStreams()
-    fresh.load_state_dict(state)  # and the state is not used up
-    assert rest(fresh) == expected
 
 
 def _drawn() -> tuple[float, float, float]:
@@ -142,12 +135,10 @@ def _drawn() -> tuple[float, float, float]:
 def test_global_generators_are_seeded_and_put_back() -> None:
     with GLOBAL_RNG.preserved(5):
         expected = _drawn()
-        with GLOBAL_RNG.preserved():
-            inner = _drawn()
-        assert _drawn() == inner
     state = GLOBAL_RNG.get_state()
     following = _drawn()
     GLOBAL_RNG.set_state(state)
+    draw(RngStreams())  # which draws from none of them
 
     @GLOBAL_RNG.preserved(5)
     def fails() -> None:
@@ -157,19 +148,12 @@ def test_global_generators_are_seeded_and_put_back() -> None:
     with pytest.raises(KeyError):
         fails()
     assert _drawn() == following
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)
-    assert _drawn() == expected
 
 
 def test_only_torchs_generator_where_asked() -> None:
     with GLOBAL_RNG.preserved(3):
         first = _drawn()
-    with GLOBAL_RNG.preserved(3):
-        with GlobalRng(torch_only=True).preserved(4):
-            other = _drawn()
-        assert other[0] != first[0]
-        assert other[1:] == first[1:]
-        assert torch.rand(()).item() == first[0]
-        assert random.random() != first[1]
+    with GLOBAL_RNG.preserved(3), GlobalRng(torch_only=True).preserved(4):
+        other = _drawn()
+    assert other[0] != first[0]
+    assert other[1:] == first[1:]

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as text and as plain data. From the manifest alone; no torch."""
+"""What is in a checkpoint, as text. From the manifest alone; no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from colossus.arithmetic import byte_count
 from colossus.checkpoint.manifest import Manifest, TensorEntry
@@ -29,25 +28,6 @@ def describe(folder: Path, manifest: Manifest, *, everything: bool = False) -> s
         if everything or section == "model":
             parts.append(_table(section, tensors, manifest.aliases if section == "model" else {}, alike=not everything))
     return printable("\n\n".join(parts))
-
-
-def as_data(folder: Path, manifest: Manifest, *, everything: bool = False) -> dict[str, Any]:
-    """The same as JSON-able data; ``everything`` adds the chunks of each tensor."""
-    tensors = {
-        key: {"dtype": entry.dtype, "shape": entry.shape, "num_bytes": entry.num_bytes}
-        | ({"chunks": [vars(chunk) for chunk in entry.chunks]} if everything else {})
-        for key, entry in sorted(manifest.tensors.items(), key=lambda item: natural_order(item[0]))
-    }
-    return vars(manifest) | {
-        "path": str(folder),
-        "num_bytes": manifest.num_bytes,
-        "num_parameters": sum(map(prod, manifest.shapes("model").values())),
-        "files": {
-            name: {"num_bytes": file.num_bytes, "crc32": f"{file.crc32:08x}"} for name, file in manifest.files.items()
-        },
-        "tensors": tensors,
-        "values": sorted(manifest.values),
-    }
 
 
 def printable(text: str) -> str:

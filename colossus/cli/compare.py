@@ -13,26 +13,18 @@ examples:
   colossus compare configs/gpt_stdlib.py parallel.tensor=1 parallel.data=4 \\
       --strategies all_reduce sgp "sgp overlap=1" d-psgd ad-psgd local_sgd diloco
   colossus compare configs/gpt_stdlib.py --plans data=4 "data=2 tensor=2" "data=1 tensor=4 tensor.mode=2d"
-  colossus compare config.py --strategies all_reduce "sgp peers=2" --plans data=4 "data=4 tensor=2"
   colossus compare config.py --strategies all_reduce sgp --seeds 3 --out runs/seeds   # means and deviations
-  colossus compare config.py --strategies all_reduce sgp --seeds 3 --out runs/seeds   # again: what is left of them
 
-A strategy is its name, and its options as they are written on the command line: "sgp overlap=1 graph=ring",
-"local_sgd period=8". It replaces the strategy of the file. Keys of optimizer, lr_schedule and train may be given
-with it: "sgp optimizer.lr=4e-3". A plan is the keys of parallel, "data=2 tensor=4
-tensor.mode=2d"; an axis that it does not name has size 1. Keys of the schedule may be given with it: "pipeline=2
-schedule.microbatches=4". Both options: every strategy under every plan. Overrides come before these options, and count
-for all runs.
+A strategy is its name and its options, as on the command line: "sgp overlap=1 graph=ring". It replaces the strategy of
+the file. Keys of optimizer, lr_schedule and train may be given with it: "sgp optimizer.lr=4e-3". A plan is keys of
+parallel, "data=2 tensor=4 tensor.mode=2d"; an axis that it does not name has size 1. Keys of the schedule may be given
+with it: "pipeline=2 schedule.microbatches=4". Values have no spaces. Both options: every strategy under every plan.
+Overrides come before these options, and count for all runs.
 
-All runs are checked before the first begins. Each is a launch of its own, with a run folder below DIR, in which its
-checkpoints are, too (checkpoint.dir is left out), and what it prints in a file beside that. Ctrl-C stops the run under
-way and prints the table of those that are done; the same command with --out DIR skips these and goes on. A run that
-fails is told of in the table, and the others go on.
-
-The table (in DIR/compare.json, too) has the training loss after equal steps, the validation loss after these, the
-training loss after equal time: the seconds of steps that the fastest run took for all of its own; tokens per second of
-all replicas; what a step takes, and what its first rank sends and waits for peers; how far the replicas are apart
-at the end. Percent and x are to the first run.
+All runs are checked before the first begins. Each is a launch of its own, with a run folder below DIR, and what it
+prints in a file beside that. Ctrl-C prints the table of those that are done; the same command with --out DIR goes on.
+The table (in DIR/compare.json, too) has losses after equal steps and after equal time, tokens per second of all
+replicas, what a step takes, what its first rank sends and waits for peers, and how far replicas are apart at the end.
 
 exit codes: 0 done, 1 a run has failed, 2 wrong config or usage, 130 stopped by Ctrl-C, 129 by a hang-up, 143 by SIGTERM
 """
@@ -41,7 +33,7 @@ exit codes: 0 done, 1 a run has failed, 2 wrong config or usage, 130 stopped by 
 
 def make_parser() -> Parser:
     parser = Parser(
-        "compare",
+        "colossus compare",
         "Run the same job under several data-parallel strategies, or several plans, one after the other, and print\n"
         "one table: loss after equal steps and after equal time, speed, bytes, waiting, distance of the replicas.",
         _EPILOG,

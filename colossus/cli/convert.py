@@ -4,28 +4,72 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
 from colossus.arithmetic import byte_count
 from colossus.checkpoint.describe import printable
 from colossus.checkpoint.durable import require_new
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.manifest import ITEM_BYTES, Manifest
 from colossus.checkpoint.weight_sources import find_weights, open_weights
-from colossus.cli.checkpoint_parsers import DTYPES
-from colossus.cli.parser import path_of
-from colossus.cli.progress import Progress
+from colossus.cli.parser import WHAT, path_of
 from colossus.registry import WEIGHT_WRITERS
 
+#: of ``--dtype``, to torch's names
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
-def run(arguments: argparse.Namespace) -> int:
-    """Write the weights of one folder as another.
 
-    Raises:
-        CheckpointError: when they cannot be read, or written so.
-    """
+def add_parser(commands: Any) -> None:
+    """Add the command to those of ``colossus checkpoint``."""
+    parser = commands.add_parser(
+        "convert",
+        help="weights as a folder of Hugging Face, or those of such a folder as a checkpoint",
+        description="Write the weights of SRC in another form, one tensor at a time, without processes and whatever\n"
+        "the plan that saved them. DST is a new folder; it is there when it is complete. Optimizer state is not\n"
+        "converted.\n\n"
+        "  --to hf        a model folder of Hugging Face (config.json, model.safetensors): for models that are a\n"
+        "                 GPT-2, Llama or ViT; others are refused, with the options that differ\n"
+        "  --to colossus  a checkpoint with weights only: checkpoint.weights=DST begins a run with them",
+        epilog="exit codes: 0 written, 1 SRC is damaged, 2 wrong usage, or it cannot be written, 130 Ctrl-C\n\n"
+        "examples:\n"
+        "  colossus checkpoint convert runs/first models/first --to hf --dtype bf16 --max-shard-size 2GB\n"
+        "  colossus checkpoint convert models/llama-3.2-1b checkpoints/llama --to colossus\n"
+        "  colossus launch config.py checkpoint.weights=checkpoints/llama\n",
+    )
+    parser.add_argument("src", metavar="SRC", help=f"{WHAT}, or a model folder of Hugging Face")
+    parser.add_argument("dst", metavar="DST", help="the folder to write, which must not be there")
+    parser.add_argument("--to", required=True, choices=WEIGHT_WRITERS.names(), help="the form that is written")
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), help="of the weights that are written (default: as they are stored)"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=_num_bytes,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="of one file: 500MB, 5GB, .. (default: 5GB); a single tensor may be larger",
+    )
+    parser.set_defaults(run=_convert)
+
+
+def _num_bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?B)", text.upper())
+    size = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"must be a size of 1 byte or more, such as 500MB or 5GB, got {text!r}")
+    return int(size)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
     target, began = Path(arguments.dst).expanduser(), time.perf_counter()
     require_new(target)
     damaged: dict[Path, CheckpointError] = {}
@@ -34,33 +78,25 @@ def run(arguments: argparse.Namespace) -> int:
         print(printable(f"damaged: {error}; {source} is taken"), file=sys.stderr)
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)  # copies, which more threads do not speed up
+    dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype is not None else None
     with open_weights(source) as reader:
-        checked = Progress(reader.manifest.num_bytes)
-        reader.verify(on_block=checked.block)
-        checked.end()
-        dtype = DTYPES.get(arguments.dtype)
-        total = _num_bytes(reader.manifest, dtype)
-        written = Progress(total)
-        try:
+        reader.verify()
+        total = sum(reader.entry(f"model/{name}").num_bytes for name in reader.manifest.names("model"))
+        with progress(total) as advance:
             WEIGHT_WRITERS.get(arguments.to)(
-                reader,
-                target,
-                dtype=None if dtype is None else getattr(torch, dtype),
-                max_shard_bytes=arguments.max_shard_size,
-                on_tensor=written.file_done,
+                reader, target, dtype=dtype, max_shard_bytes=arguments.max_shard_size, on_tensor=advance
             )
-        finally:
-            written.end()
-    seconds = time.perf_counter() - began
-    print(printable(f"{target}: {byte_count(total)} of weights from {source}, in {seconds:.1f} s"))
+    size = byte_count(sum(file.stat().st_size for file in target.iterdir()))
+    print(printable(f"{target}: weights from {source}, {size} in {time.perf_counter() - began:.1f} s"))
     return 0
 
 
-def _num_bytes(manifest: Manifest, dtype: str | None) -> int:
-    """Of the weights, as they are to be written."""
-    total = 0
-    for name in manifest.names("model"):
-        entry = manifest.tensors[f"model/{name}"]
-        is_cast = dtype is not None and "float" in entry.dtype
-        total += entry.num_bytes // ITEM_BYTES[entry.dtype] * ITEM_BYTES[dtype if is_cast and dtype else entry.dtype]
-    return total
+@contextmanager
+def progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """How far a command is that reads or writes much, on standard error where somebody watches; what is yielded is
+    called with the bytes of each piece that is done."""
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console, is_watched = Console(stderr=True), sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, disable=not is_watched) as bar:
+        task = bar.add_task("", total=num_bytes)
+        yield lambda size: bar.advance(task, size)

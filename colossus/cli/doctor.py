@@ -9,13 +9,12 @@ from colossus.cli.parser import EXIT_CODES, Parser, call
 
 def make_parser() -> Parser:
     parser = Parser(
-        "doctor",
+        "colossus doctor",
         "Print versions, devices (memory, driver, which of them reach each other), backend, cores, the variables of\n"
         "NCCL and CUDA that are set, latency and bandwidth between ranks, and what of all this will make trouble.",
         EXIT_CODES,
     )
     parser.add_nproc("ranks to measure between (default: 2)", default=2)
-    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

@@ -9,26 +9,17 @@ from colossus.cli.parser import WHAT, Parser, call, path_of
 _EPILOG = """\
 examples:
   colossus evaluate gpt_stdlib                          # the newest checkpoint of the newest run of that name
-  colossus evaluate runs/try/checkpoints/step-00000300 train.eval_batches=10
-  colossus evaluate runs/try --nproc 1                  # in one process, whatever the plan of the run was
-  colossus evaluate runs/try parallel.tensor=2 --json
-  colossus evaluate runs/try --split train
+  colossus evaluate runs/try/checkpoints/step-00000300 train.eval_batches=10 --nproc 1
+  colossus evaluate runs/try parallel.tensor=2 --split train --json
   colossus evaluate runs/try data.type=TextFolder data.path=books                     # what it holds out of books
-  colossus evaluate runs/try data.type=TextFolder data.path=books data.validation_fraction=0 --split train  # all of it
-  colossus evaluate path/to/gpt2 data.type=TextFolder data.path=books train.global_batch_size=8     # of Hugging Face
   colossus evaluate path/to/llama data.type=TextFolder data.path=books train.global_batch_size=8 model.seq_len=1024
   colossus evaluate runs/mine --config mine.py          # where the model or the data is a class of yours
 
-The plan is that of the run, on this machine; overrides, which win over what the checkpoint records, change it. Weights
-alone are loaded. All of the data is evaluated, where a run evaluates train.eval_batches batches of it: over as many,
-under the same plan, the loss is to the last bit the one that the run has reported after that step.
-
-A sample has model.seq_len tokens: those of the run, or all positions of a model of Hugging Face (131,072 of Llama 3.1);
-of rotary ones they may be fewer, model.seq_len=1024.
-
-Perplexity is exp(loss), of a language model whose loss is plain (no label smoothing, no z-loss). A class or an object
-that the checkpoint names is never imported: --config FILE has it. Text becomes tokens by the tokenizer that the
-checkpoint holds; data.tokenizer=PATH, or bytes, names another.
+The plan is that of the run, on this machine; overrides, which win over what the checkpoint records, change it. All of
+the data is evaluated, where a run evaluates train.eval_batches batches of it: over as many, under the same plan, the
+loss is to the last bit the one that the run has reported after that step. Perplexity is exp(loss), of a language model
+whose loss is plain. A class or an object that the checkpoint names is never imported: --config FILE has it. Text
+becomes tokens by the tokenizer that the checkpoint holds; data.tokenizer=PATH, or bytes, names another.
 
 exit codes: 0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage, no data, or a plan that does not fit,
             130 stopped by Ctrl-C
@@ -37,7 +28,7 @@ exit codes: 0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage,
 
 def make_parser() -> Parser:
     parser = Parser(
-        "evaluate",
+        "colossus evaluate",
         "Print the loss of a checkpoint's model on the validation data of its run, or on other data: with perplexity,\n"
         "and what the model measures itself (accuracy). Everything is checked before a process starts.",
         _EPILOG,

@@ -7,12 +7,6 @@ import argparse
 from colossus.cli.parser import WHAT, Parser, call, path_of, positive_integer
 
 _EPILOG = """\
-the plan is one process, whatever the checkpoint was trained under; overrides take more:
-  parallel.tensor=2   parallel.tensor=dict(size=4,mode="2d")   parallel.pipeline=2   parallel.data=2
-  train.precision=bf16 (by default that of the training run)   device=cpu
-the text is the same under every plan, up to rounding: the random numbers follow from --seed, the number of the prompt
-and the place of the token alone.
-
 examples:
   colossus generate gpt_stdlib --prompt "def main("    # the newest checkpoint of the newest run of that name
   colossus generate runs/try/checkpoints/step-00000300 --prompt "import " --greedy --max-tokens 64
@@ -21,17 +15,11 @@ examples:
   colossus generate runs/try --tokens 1,2,3            # without a tokenizer: numbers in, numbers out
   colossus generate path/to/llama --prompt "Once"      # a folder of Hugging Face
 
---prompt - and no prompt at all read standard input, without the newline at its end. A text ends behind --max-tokens,
-at a token that ends texts (eos_token_id of the generation_config.json or config.json beside the tokenizer), and where a
-model with learned positions has no more of them; one with rotary positions goes on, with a warning. An empty prompt
-begins with the bos_token_id of these files; bytes have none, so it is refused.
-
-A model that was a class of your own is taken from --config FILE, never imported because a checkpoint names it. Where it
-mixes tokens by nothing but colossus.layers.Attention, and counts no positions by itself, its class says so by
-key_value_cache = True; else whole sequences are computed for each token.
-
-Several prompts walk together, a longer one token by token from where the shortest ends. The speeds are of the first
-step (prefill), and of the tokens made after it (decode).
+The plan is one process, whatever the checkpoint was trained under; overrides take more (parallel.tensor=2, device=cpu).
+The text is the same under every plan, up to rounding. No prompt at all reads standard input. A text ends behind
+--max-tokens, at a token that ends texts (eos_token_id), and where a model with learned positions has no more of them.
+An empty prompt begins with the bos_token_id of the tokenizer; bytes have none, so it is refused. A model that was a
+class of your own is taken from --config FILE, never imported because a checkpoint names it.
 
 exit codes: 0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage, 130 stopped by Ctrl-C; what was
             generated is printed
@@ -40,7 +28,7 @@ exit codes: 0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage,
 
 def make_parser() -> Parser:
     parser = Parser(
-        "generate",
+        "colossus generate",
         "Continue text with the model of a checkpoint, of a run, of a folder of checkpoints (the newest), or of\n"
         "Hugging Face. Text goes to standard output as it comes, facts (speed, plan) to standard error.",
         _EPILOG,

@@ -9,7 +9,7 @@ from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, positive_in
 
 def make_parser() -> Parser:
     parser = Parser(
-        "launch",
+        "colossus launch",
         "Train. The config is checked first, then the processes start. Runs the same under torchrun and srun.",
         OVERRIDES + "\nexamples:\n  colossus launch configs/gpt_stdlib.py --nproc 4\n"
         "  colossus launch config.py train.steps=50 --run-dir runs/try\n"

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from colossus import __version__
-from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.describe import printable
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.cli.parser import EXIT_CODES
 from colossus.config import ConfigError
 from colossus.registry import nearest
@@ -34,15 +35,15 @@ Train large models on many processes, declared in a Python config file.
 commands:
   launch FILE   train
   config FILE   print the resolved config
-  show FILE     print which rank is where, what runs when (--timeline), who mixes with whom (--graph),
-                what becomes of each parameter (--strategy)
+  show FILE     print which rank is where, what runs when (--timeline), who mixes with whom (--graph), what is sent
+                for each parameter (--strategy)
   doctor        test this machine: devices, backend, cores, speed between ranks, ports
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
   compare FILE  the same job under several data-parallel strategies or plans, in one table
   evaluate DIR  the loss of a checkpoint's model on its run's validation data, or on other data
   generate DIR  continue text with the model of a checkpoint
-  checkpoint inspect|verify|diff DIR
-                what is in a checkpoint, whether it is whole, what differs between two
+  checkpoint inspect|verify|diff|convert DIR
+                what is in a checkpoint, whether it is whole, what differs between two; weights in other forms
 
 options:
   --version     print the version
@@ -76,33 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean colossus {close}?" if close else ";"
         print(f"colossus: no command {command!r}{hint} commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    if command == "config" and "--help" in words[:-1]:  # --help KEY
+        words[words.index("--help")] = "--key"
     module = importlib.import_module(f"colossus.cli.{COMMANDS[command]}")
-    if command == "checkpoint":
-        return _stoppable(lambda: module.run(words))
+    parser = module.make_parser()
+    parse = parser.parse_args if command == "checkpoint" else parser.parse_intermixed_args
     try:
-        arguments = module.make_parser().parse_intermixed_args(_joined(command, words))
+        arguments = parse(words)
     except SystemExit as stop:
         return int(stop.code or 0)
     return _stoppable(lambda: module.run(arguments))
-
-
-def _joined(command: str, words: Sequence[str]) -> list[str]:
-    """The words with an option that may have a value joined to the one that follows, or to nothing.
-
-    Otherwise the parser takes a config file or an override that follows for the value.
-    """
-    if command not in ("show", "config"):
-        return list(words)
-    option, name = ("--timeline", "--timeline") if command == "show" else ("--help", "--key")
-    out: list[str] = []
-    for word, following in zip(words, [*words[1:], "-"], strict=False):
-        if out and out[-1] == f"{name}={word}":
-            continue
-        is_value = not (following.startswith("-") or "=" in following or following.endswith(".py"))
-        if word == option and (is_value or command == "show"):
-            word = f"{name}={following if is_value else ''}"
-        out.append(word)
-    return out
 
 
 def _stoppable(run: Callable[[], int]) -> int:
@@ -110,8 +94,8 @@ def _stoppable(run: Callable[[], int]) -> int:
     try:
         return run()
     except (ConfigError, CheckpointError) as error:
-        print(f"colossus: {error}", file=sys.stderr)
-        return 2
+        print(f"colossus: {printable(str(error))}", file=sys.stderr)
+        return 1 if isinstance(error, DamagedCheckpoint) else 2
     except KeyboardInterrupt:  # a launch that has begun and its ranks listen for signals themselves
         print("colossus: stopped by Ctrl-C", file=sys.stderr)
         return 130

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import find_latest, root_of
@@ -25,7 +27,6 @@ EXIT_CODES = (
     "            batch system); under torchrun the exit code is torchrun's own, 1 whatever the rank's was\n"
 )
 
-
 #: what a command line calls a checkpoint, for ``--help``
 WHAT = "a checkpoint, a folder of checkpoints, a run folder, or the name of a run (the newest of runs/NAME-*)"
 
@@ -33,14 +34,9 @@ WHAT = "a checkpoint, a folder of checkpoints, a run folder, or the name of a ru
 class Parser(argparse.ArgumentParser):
     """An argument parser of one command; its errors say what to type instead."""
 
-    def __init__(self, command: str, description: str, epilog: str) -> None:
-        super().__init__(
-            prog=f"colossus {command}",
-            description=description,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    def __init__(self, prog: str, description: str, epilog: str, **options: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, None, description, epilog, formatter_class=formatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         hint = ""
@@ -68,15 +64,26 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--nproc", type=positive_integer, metavar="N", default=default, help=help_text)
 
 
-def positive_integer(text: str) -> int:
-    """An argument that is a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return value
+def number_argument(wanted: str, is_right: Callable[[float], bool], kind: type[float] = float) -> Callable[[str], Any]:
+    """The type of an argument that is a finite number of some range.
+
+    Args:
+        wanted: for its error: ``a number above zero``.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(-1)
+        if not (math.isfinite(value) and is_right(value)):
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
+        return value
+
+    return read
+
+
+positive_integer = number_argument("a whole number of at least 1", lambda value: value >= 1, int)
 
 
 def load(arguments: argparse.Namespace) -> Config:

@@ -7,12 +7,12 @@ import json
 
 from colossus.cli.parser import OVERRIDES, Parser, load
 from colossus.config import as_dict, as_source
-from colossus.config.key_help import key_help
+from colossus.config.printed import key_help
 
 
 def make_parser() -> Parser:
     parser = Parser(
-        "config",
+        "colossus config",
         "Print the resolved config: every key, with defaults and overrides. The output is a config file again,\n"
         "unless the model or data is an object. Nothing is started.",
         OVERRIDES + "\nexamples:\n  colossus config configs/gpt_stdlib.py parallel.tensor=2 --nproc 8\n"

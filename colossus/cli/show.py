@@ -6,13 +6,11 @@ import argparse
 import importlib
 import itertools
 import shutil
-from collections.abc import Sequence
 
-from colossus.arithmetic import aligned, counted, factors
+from colossus.arithmetic import aligned, counted
 from colossus.cli.parser import OVERRIDES, Parser, load
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.plans import name_of, strategy_options
-from colossus.config.sizes import describe_processes, describe_sizes, describe_zero, world_size
+from colossus.config.plans import describe_plan, describe_processes, name_of, strategy_options, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.launch.preflight import check_model
 from colossus.launch.servers import describe_servers, num_servers
@@ -22,18 +20,18 @@ from colossus.schedule.build import make_schedule
 from colossus.schedule.draw import draw, save, summary
 from colossus.schedule.simulate import Times, simulate
 
-MANY = 64
-ENDS = (16, 4)  # ranks printed from the start and from the end of a long table
+#: groups of an axis and ranks of the table that are printed
+_MOST_GROUPS, _MOST_RANKS = 4, 64
 
 
 def make_parser() -> Parser:
     parser = Parser(
-        "show",
+        "colossus show",
         "Print who is where: for every rank its coordinate on every axis, and the groups along each axis.\n"
-        "Works for any plan, of any size, in any tensor mode; nothing is started. With --timeline, what each rank of\n"
-        "the pipeline does when, its bubble and the activations it holds, for any schedule. With --graph, which\n"
-        "replica sends to which in each step, with what weight, and how fast that brings replicas together. With\n"
-        "--strategy, which way the gradient of each table (sparse=True) takes, and what all of them would send.",
+        "Works for any plan, of any size; nothing is started. With --timeline, what each rank of the pipeline does\n"
+        "when, its bubble and the activations it holds. With --graph, which replica sends to which in each step, and\n"
+        "how fast that brings replicas together. With --strategy, what is sent for each table (sparse=True) and for\n"
+        "the other parameters.",
         OVERRIDES + "\nexamples:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
         "parallel.tensor.depth=2 --nproc 4096\n"
         "  colossus show config.py --timeline parallel.pipeline=4 schedule.type=zb-h1 schedule.microbatches=8\n"
@@ -43,7 +41,7 @@ def make_parser() -> Parser:
     )
     parser.add_file()
     parser.add_nproc("processes of the run (default: WORLD_SIZE under torchrun, else the product of the sizes)")
-    parser.add_argument("--all", action="store_true", help="print every rank of a plan of more than 64")
+    parser.add_argument("--all", action="store_true", help=f"print every rank of a plan of more than {_MOST_RANKS}")
     parser.add_argument(
         "--timeline",
         nargs="?",
@@ -51,27 +49,22 @@ def make_parser() -> Parser:
         metavar="OUT",
         help=f"draw the pipeline schedule over time; with OUT ({', '.join(FORMATS)}) into this file, too",
     )
-    parser.add_argument(
-        "--graph",
-        action="store_true",
-        help="print the graph of a gossip strategy: peers by step, contraction, steps to consensus",
-    )
-    parser.add_argument(
-        "--strategy",
-        action="store_true",
-        help="print what the data-parallel strategy does with each parameter, and the bytes that it sends",
-    )
+    parser.add_argument("--graph", action="store_true", help="peers of a gossip strategy by step, steps to consensus")
+    parser.add_argument("--strategy", action="store_true", help="what the data-parallel strategy sends, by parameter")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if "=" in (arguments.timeline or ""):  # an override that follows --timeline, which may have a value
+        arguments.overrides.append(arguments.timeline)
+        arguments.timeline = ""
     config = load(arguments)
     if arguments.graph:
         graphs = importlib.import_module("colossus.cli.show_graph")  # numpy takes its time
         print(graphs.render_graph(config))
     elif arguments.strategy:
         parameters = importlib.import_module("colossus.cli.show_strategy")  # torch takes its time
-        print(parameters.render_strategy(config, shutil.get_terminal_size((100, 24)).columns))
+        print(parameters.render_strategy(config))
     elif arguments.timeline is None:
         print(render(config, every_rank=arguments.all))
     else:
@@ -82,8 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def render(config: Config, every_rank: bool = False) -> str:
     """The plan of a resolved config: arithmetic, batch, parameters, groups by axis, and a table of the ranks."""
     grid = build_grid(config.parallel)
-    sections = [_head(config, grid), _groups(grid), _rank_table(grid, every_rank)]
-    return "\n\n".join(sections)
+    return "\n\n".join([_head(config), _groups(grid), _rank_table(grid, every_rank)])
 
 
 def render_timeline(config: Config, width: int, picture: str | None = None) -> str:
@@ -109,34 +101,20 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
             save(simulation, picture, title)
         except (ValueError, OSError) as error:
             raise ConfigError(f"--timeline: {error}") from error
-    head = [
-        f"schedule    {title}",
-        "time        in forwards of a rank; a backward takes 2, each half of it 1, a transfer 0",
-    ]
-    alike = world_size(config.parallel) // stages
-    if alike > 1 and stages > 1:
-        head.append(f"rank        of the pipeline axis; each stands for {alike} processes")
-    sections = ["\n".join(head), draw(simulation, width), summary(simulation)]
-    return "\n\n".join([*sections, f"drawn in {picture}"] if picture else sections)
+    head = f"schedule    {title}\n"
+    head += "time        in forwards of a rank; a backward takes 2, each half of it 1, a transfer 0"
+    sections = [head, draw(simulation, width), summary(simulation), *([f"drawn in {picture}"] if picture else [])]
+    return "\n\n".join(sections)
 
 
-def _head(config: Config, grid: RankGrid) -> str:
+def _head(config: Config) -> str:
     parallel = config.parallel
     assert parallel.data is not None
-    tensor = parallel.tensor
-    kind = ""
-    if tensor.size > 1:
-        axes = factors({axis: grid.sizes[axis] for axis in grid.public["tensor"]})
-        kind = f" (tensor mode {tensor.mode}{'' if grid.public['tensor'] == ('tensor',) else ': ' + axes})"
-    if parallel.sequence.size > 1:
-        kind += f" (sequence mode {parallel.sequence.mode})"
-    if parallel.zero.stage:
-        kind += f" ({describe_zero(parallel)})"
     batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
     samples = getattr(model_options(config), "samples", "sequences")
     each = batch // (parallel.data * microbatches)
     lines = [
-        f"plan        {describe_sizes(parallel)} = {describe_processes(world_size(parallel))}{kind}",
+        f"plan        {describe_plan(config)}: {describe_processes(world_size(parallel))}",
         f"rank order  {', '.join(parallel.rank_order)} (outermost first)",
         f"batch       {batch} {samples} = data {parallel.data} x microbatches {microbatches} x {each}",
         f"model       {_model(config)}",
@@ -175,43 +153,27 @@ def _groups(grid: RankGrid) -> str:
     width = max(map(len, names))
     lines = ["groups"]
     for name in names:
-        count = grid.world_size // grid.size(name)
-        first = [_ranks(grid, rank, name) for rank in _first_leaders(grid, name, min(4, count))]
-        more = f"  ... {count} groups" if count > len(first) else ""
-        lines.append(f"  {name:<{width}}  " + "  ".join(f"[{ranks}]" for ranks in first) + more)
+        axes, count = grid.axes(name), grid.world_size // grid.size(name)
+        ranges = [range(1 if axis in axes else min(size, _MOST_GROUPS)) for axis, size in grid.sizes.items()]
+        points = itertools.islice(itertools.product(*ranges), _MOST_GROUPS)
+        leaders = [grid.rank(dict(zip(grid.names, point, strict=True))) for point in points]
+        more = f"  ... {count} groups" if count > len(leaders) else ""
+        lines.append(f"  {name:<{width}}  " + "  ".join(f"[{_ranks(grid, rank, name)}]" for rank in leaders) + more)
     return "\n".join(lines)
 
 
-def _first_leaders(grid: RankGrid, name: str, most: int) -> list[int]:
-    """The lowest ranks of the first groups along ``name``."""
-    axes = grid.axes(name)
-    ranges = [range(1 if axis in axes else min(size, most)) for axis, size in grid.sizes.items()]
-    points = itertools.islice(itertools.product(*ranges), most)
-    return [grid.rank(dict(zip(grid.names, point, strict=True))) for point in points]
-
-
 def _ranks(grid: RankGrid, leader: int, name: str) -> str:
-    """The group whose lowest rank is ``leader``; only a small one is listed."""
+    """The group whose lowest rank is ``leader``; of a large one the first two and the last."""
     if grid.size(name) <= 4:
         return " ".join(map(str, grid.group(leader, name)))
     axes = [axis for axis in grid.axes(name) if grid.sizes[axis] > 1]
     strides = {axis: grid.rank({**dict.fromkeys(grid.names, 0), axis: 1}) for axis in axes}
-    even = all(strides[outer] == strides[inner] * grid.sizes[inner] for outer, inner in itertools.pairwise(axes))
-    step = strides[axes[-1]]
     last = leader + sum(strides[axis] * (grid.sizes[axis] - 1) for axis in axes)
-    return f"{leader}-{last}" if even and step == 1 else f"{leader} {leader + step} .. {last}"
+    return f"{leader} {leader + strides[axes[-1]]} .. {last}"
 
 
 def _rank_table(grid: RankGrid, every_rank: bool) -> str:
-    ranks: Sequence[int | None] = range(grid.world_size)
-    note = ""
-    if grid.world_size > MANY and not every_rank:
-        first, last = ENDS
-        ranks = [*ranks[:first], None, *ranks[-last:]]
-        note = f"\n({grid.world_size - first - last} ranks left out; --all prints them)"
-    header = ["rank", *grid.names]
-    rows = [
-        ["..."] * len(header) if rank is None else [str(rank), *map(str, grid.coordinates(rank).values())]
-        for rank in ranks
-    ]
-    return aligned([header, *rows]) + note
+    shown = grid.world_size if every_rank else min(grid.world_size, _MOST_RANKS)
+    rows = [[str(rank), *map(str, grid.coordinates(rank).values())] for rank in range(shown)]
+    left = grid.world_size - shown
+    return aligned([["rank", *grid.names], *rows]) + (f"\n({left} more ranks; --all prints them)" if left else "")

@@ -29,58 +29,33 @@ def render_graph(config: Config) -> str:
     strategy, replicas = name_of(config.parallel.strategy.type), config.parallel.data
     assert replicas is not None
     if not hasattr(options, "graph"):
-        raise ConfigError(
-            f"--graph: strategy {strategy!r} has no graph; those that mix with some peers have: "
-            f"parallel.strategy.type=sgp",
-            config.source,
-        )
+        raise ConfigError(f"--graph: strategy {strategy!r} has no graph; parallel.strategy=sgp has one", config.source)
     if replicas == 1:
         raise ConfigError("--graph: data 1 is one replica, which sends to nobody; parallel.data=4 shows four")
     graph = make_graph(options.graph, replicas, options.sends_to)
-    name = name_of_graph(options.graph) or "matrices"
     overlap = options.travels
-    head = [
-        f"graph       {name} over data {replicas}",
-        f"strategy    {strategy}" + (f", what is sent travels {counted(overlap, 'step')}" if overlap else ""),
-    ]
-    return "\n\n".join(["\n".join(head), _steps_of(graph), _speed(graph, overlap)])
+    late = f", what is sent travels {counted(overlap, 'step')}" if overlap else ""
+    head = (
+        f"graph       {name_of_graph(options.graph) or 'matrices'} over data {replicas}\nstrategy    {strategy}{late}"
+    )
+    return "\n\n".join([head, _steps_of(graph), _speed(graph, overlap)])
 
 
 def _steps_of(graph: Graph) -> str:
-    peers = f"peers {graph.peers}, " if graph.family.takes_peers else ""
     repeats = f"repeats after {counted(graph.period, 'step')}" if graph.period > 1 else "the same in every step"
-    title = f"sends to    {peers}{repeats}; {_weights(graph)}"
-    uniform = _one_weight(graph)
-    shown = range(min(graph.period, _STEPS))
-    rows = [["replica", *(f"step {step}" for step in shown)]]
-    for index in range(min(graph.replicas, _ROWS)):
-        rows.append([str(index), *(_targets(graph, step, index, uniform) for step in shown)])
-    left = [
-        f"{number} more {noun}"
-        for number, noun in ((graph.replicas - _ROWS, "replicas"), (graph.period - _STEPS, "steps"))
-        if number > 0
-    ]
-    lines = [title, textwrap.indent(aligned(rows), "  "), *([f"  ({' and '.join(left)} left out)"] if left else [])]
-    return "\n".join(lines)
+    steps, replicas = min(graph.period, _STEPS), min(graph.replicas, _ROWS)
+    rows = [["replica", *(f"step {step}" for step in range(steps))]]
+    rows += [[str(index), *(_targets(graph, step, index) for step in range(steps))] for index in range(replicas)]
+    is_whole = (steps, replicas) == (graph.period, graph.replicas)
+    left = "" if is_whole else f"\n  (the first {counted(replicas, 'replica')} and {counted(steps, 'step')})"
+    return f"sends to    peer:weight, {repeats}; the rest is kept\n{textwrap.indent(aligned(rows), '  ')}{left}"
 
 
-def _targets(graph: Graph, step: int, index: int, uniform: bool) -> str:
+def _targets(graph: Graph, step: int, index: int) -> str:
     targets = graph.steps[step].targets(index)
     if len(targets) > 8:
         return f"{len(targets)} others"
-    return " ".join(str(to) if uniform else f"{to}:{_number(weight)}" for to, weight in targets) or "-"
-
-
-def _weights(graph: Graph) -> str:
-    if _one_weight(graph):
-        return f"everything kept or sent has weight {_number(graph.matrices[0].max())}"
-    return "to:weight, the rest is kept"
-
-
-def _one_weight(graph: Graph) -> bool:
-    positive = [matrix[matrix > 0] for matrix in graph.matrices]
-    first = positive[0][0]
-    return all(abs(weights - first).max() < 1e-12 for weights in positive)
+    return " ".join(f"{to}:{_number(weight)}" for to, weight in targets) or "-"
 
 
 def _number(weight: float) -> str:
@@ -89,21 +64,19 @@ def _number(weight: float) -> str:
 
 
 def _speed(graph: Graph, overlap: int) -> str:
-    lines = []
     if graph.replicas > _ANALYSED:
-        lines.append(f"contraction is not computed for more than {_ANALYSED} replicas")
-    else:
-        found = contraction(graph)
-        of, steps = "product" if found.is_doubly_stochastic else "de-biased product", counted(found.period, "step")
-        lines += [
-            f"contraction {found.norm:.4g} in {steps} (2-norm of the {of} minus the mean)",
-            f"eigenvalue  {found.eigenvalue:.4g} (second-largest modulus: the contraction in the long run)",
-        ]
-        if not found.is_doubly_stochastic:
-            lines.append("weights     become unequal: columns sum to 1, rows do not")
-        lines.append(f"consensus   {_consensus(consensus(graph))}, mixing alone")
-        if overlap:
-            lines.append(f"            {_consensus(consensus(graph, overlap))} with overlap {overlap}")
+        return f"contraction is not computed for more than {_ANALYSED} replicas"
+    found = contraction(graph)
+    of, steps = "product" if found.is_doubly_stochastic else "de-biased product", counted(found.period, "step")
+    lines = [
+        f"contraction {found.norm:.4g} in {steps} (2-norm of the {of} minus the mean)",
+        f"eigenvalue  {found.eigenvalue:.4g} (second-largest modulus: the contraction in the long run)",
+    ]
+    if not found.is_doubly_stochastic:
+        lines.append("weights     become unequal: columns sum to 1, rows do not")
+    lines.append(f"consensus   {_consensus(consensus(graph))}, mixing alone")
+    if overlap:
+        lines.append(f"            {_consensus(consensus(graph, overlap))} with overlap {overlap}")
     return "\n".join(lines)
 
 

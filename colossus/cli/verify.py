@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import OVERRIDES, Parser, call, positive_integer
+from colossus.cli.parser import OVERRIDES, Parser, call, number_argument, positive_integer
 
 
 def make_parser() -> Parser:
     parser = Parser(
-        "verify",
+        "colossus verify",
         "Train the model of a config file for a few steps twice, with the same seed and samples, in float64: in one\n"
         "process without parallelism, and under the plan of the file. Say that they agree, with the largest\n"
         "difference seen, or name the first thing that differs: an initial value, a sample, the output of a module,\n"
@@ -30,7 +30,7 @@ def make_parser() -> Parser:
     parser.add_argument("--steps", type=positive_integer, default=3, metavar="K", help="steps of each run (default: 3)")
     parser.add_argument(
         "--tolerance",
-        type=_positive_number,
+        type=number_argument("a number above zero", lambda value: value > 0),
         default=1e-9,
         metavar="T",
         help="relative difference allowed (default: 1e-9)",
@@ -40,14 +40,3 @@ def make_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     return call("colossus.verify.run_verify", "run", arguments, "file", "overrides")
-
-
-def _positive_number(text: str) -> float:
-    """An argument that is a finite number above zero."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above zero, got {text!r}")
-    return value

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from colossus.config import Config, ConfigError, as_dict, load_config
 from colossus.config.overrides import plan_overrides, strategy_overrides
-from colossus.config.sizes import world_size
+from colossus.config.plans import world_size
 from colossus.launch import run_folder
 from colossus.launch.data_check import check_data, check_given
 from colossus.launch.preflight import check_devices, check_model
@@ -67,12 +66,12 @@ def make_jobs(
     plans: Sequence[str] = (),
     num_seeds: int = 1,
     nproc: int | None = None,
-    root_of: Callable[[str], Path],
+    root: Path | None = None,
 ) -> list[Job]:
     """The runs in order: of each strategy all plans, of each of these all seeds.
 
     Args:
-        root_of: the config's name -> the folder of the run folders.
+        root: the folder of the run folders; by default one that the config's name and the time name.
 
     Raises:
         ConfigError: with all that is wrong with any of them; what is wrong with all is said once.
@@ -89,23 +88,30 @@ def make_jobs(
                 f"'{strategies[-1]} option=..'"
             )
     jobs: list[Job] = []
-    problems = _Problems()
-    for strategy in _each(strategies):
-        for plan in _each(plans):
-            label = ", ".join(filter(None, [strategy, plan]))
-            with problems.of(label):
-                given = list(overrides)
-                given += plan_overrides(plan) if plan is not None else []
-                given += strategy_overrides(strategy) if strategy is not None else []
-                config = load_config(file, given, nproc)
-                check_given(config)
-                _check_start(config)
-                first = config.train.seed
-                for seed in range(first, first + num_seeds) if num_seeds > 1 else [None]:
-                    own = (*given, *([f"train.seed={seed}"] if seed is not None else []), *_OWN_OVERRIDES)
-                    folder = root_of(str(config.name)) / _folder_name(label, seed)
-                    jobs.append(Job(label, seed, file, own, nproc, load_config(file, own, nproc), folder))
-    problems.raise_any()
+    problems: dict[str, ConfigError] = {}
+    for strategy, plan in itertools.product(_each(strategies), _each(plans)):
+        label = ", ".join(filter(None, [strategy, plan]))
+        try:
+            given = list(overrides)
+            given += plan_overrides(plan) if plan is not None else []
+            given += strategy_overrides(strategy) if strategy is not None else []
+            config = load_config(file, given, nproc)
+            check_given(config)
+            if config.checkpoint.resume not in (None, AUTO):
+                raise ConfigError(
+                    f"checkpoint.resume = {config.checkpoint.resume!r}: the runs of a comparison begin at the first "
+                    f"step; checkpoint.weights=.. gives them weights",
+                    config.source,
+                )
+            root = root or run_folder.default_folder(f"compare-{config.name}")
+            first = config.train.seed
+            for seed in range(first, first + num_seeds) if num_seeds > 1 else [None]:
+                own = (*given, *([f"train.seed={seed}"] if seed is not None else []), *_OWN_OVERRIDES)
+                folder = root / _folder_name(label, seed)
+                jobs.append(Job(label, seed, file, own, nproc, load_config(file, own, nproc), folder))
+        except ConfigError as error:
+            problems[label] = error
+    _raise_any(problems, len(_each(strategies)) * len(_each(plans)))
     return jobs
 
 
@@ -119,54 +125,31 @@ def check_jobs(jobs: Sequence[Job]) -> None:
     Raises:
         ConfigError: as `make_jobs`.
     """
-    problems = _Problems()
+    problems: dict[str, ConfigError] = {}
     checked: set[str] = set()
     for job in jobs:
         plan = repr((job.config.parallel.model_copy(update={"strategy": None}), job.config.schedule))
-        with problems.of(job.label):
+        try:
             _check_folder(job)
             if plan not in checked:
                 checked.add(plan)
                 check_devices(job.config, world_size(job.config.parallel))
                 check_model(job.config)
                 check_data(job.config)
-    problems.raise_any()
-
-
-class _Problems:
-    """What is wrong with several jobs: each problem once, with whose it is, unless all have it."""
-
-    def __init__(self) -> None:
-        self._asked, self._whose = set[str](), dict[str, list[str]]()
-        self._source: str | None = None
-
-    @contextmanager
-    def of(self, label: str) -> Iterator[None]:
-        """What is raised inside is wrong with this one."""
-        self._asked.add(label)
-        try:
-            yield
         except ConfigError as error:
-            self._source = self._source or error.source
-            for problem in error.problems:
-                self._whose.setdefault(problem, []).append(label)
-
-    def raise_any(self) -> None:
-        lines = []
-        for problem, whose in self._whose.items():
-            names = " and ".join(dict.fromkeys(whose))
-            lines.append(problem if set(whose) == self._asked else f"{names}: {problem}")
-        if lines:
-            raise ConfigError(lines, self._source)
+            problems[job.label] = error
+    _raise_any(problems, len({job.label for job in jobs}))
 
 
-def _check_start(config: Config) -> None:
-    if config.checkpoint.resume not in (None, AUTO):
-        raise ConfigError(
-            f"checkpoint.resume = {config.checkpoint.resume!r}: the runs of a comparison begin at the first step; "
-            f"checkpoint.weights=.. gives them weights",
-            config.source,
-        )
+def _raise_any(problems: Mapping[str, ConfigError], num_labels: int) -> None:
+    """What is wrong with each label; what is wrong with all is said once."""
+    if not problems:
+        return
+    errors = list(problems.values())
+    if len(errors) == num_labels and all(error.problems == errors[0].problems for error in errors):
+        raise errors[0]
+    lines = [f"{label}: {problem}" for label, error in problems.items() for problem in error.problems]
+    raise ConfigError(lines, errors[0].source)
 
 
 def _check_folder(job: Job) -> None:
@@ -178,19 +161,12 @@ def _check_folder(job: Job) -> None:
         return
     except (OSError, ValueError) as error:
         raise ConfigError(f"--out: {job.folder / run_folder.CONFIG} cannot be read: {error}") from None
-    different = list(_differences(held, json.loads(json.dumps(as_dict(job.config), default=str))))
-    if different:
+    wanted = json.loads(json.dumps(as_dict(job.config), default=str))
+    if held != wanted:
+        different = [key for key in wanted if not isinstance(held, dict) or held.get(key) != wanted[key]]
         raise ConfigError(
-            f"--out: the run in {job.folder} has another config: {'; '.join(different[:3])}; give another folder"
+            f"--out: the run in {job.folder} has another config ({', '.join(different)}): give another folder"
         )
-
-
-def _differences(held: Any, wanted: Any, path: str = "") -> Iterable[str]:
-    if isinstance(held, dict) and isinstance(wanted, dict):
-        for key in dict.fromkeys([*held, *wanted]):
-            yield from _differences(held.get(key), wanted.get(key), f"{path}.{key}" if path else str(key))
-    elif held != wanted:
-        yield f"{path} = {held!r} there, {wanted!r} here"
 
 
 def _folder_name(label: str, seed: int | None) -> str:

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -18,14 +17,12 @@ from rich.console import Console
 
 from colossus.arithmetic import clock
 from colossus.compare.jobs import Job, check_jobs, make_jobs
-from colossus.compare.results_table import print_table
-from colossus.compare.summary import Comparison, Ended, compare
+from colossus.compare.summary import Comparison, Ended, compare, print_table
 from colossus.config import ConfigError, model_options
 from colossus.config.plans import describe_plan
 from colossus.launch import command, run_folder
 from colossus.launch.inside import STANDARD_ERROR, STANDARD_OUTPUT, environment_kept, output_to
 
-DONE, FAILED, USAGE = 0, 1, 2
 RESULT = "compare.json"
 
 
@@ -52,47 +49,32 @@ def run(
         dry_run: check everything, say what would run, start nothing.
 
     Returns:
-        0 all runs are done, 1 one has failed, 2 config or usage, 130, 143 or 129 after a stop signal.
+        0 all runs are done, 1 one has failed, 130, 143 or 129 after a stop signal.
+
+    Raises:
+        ConfigError: for what is wrong with any of the runs, before the first begins.
     """
-    try:
-        if command.worker_variables(os.environ) is not None:
-            raise ConfigError("compare starts its own processes: run it by itself, without torchrun or srun")
-        jobs = make_jobs(
-            file,
-            overrides,
-            strategies=strategies,
-            plans=plans,
-            num_seeds=num_seeds,
-            nproc=nproc,
-            root_of=lambda name: Path(out) if out is not None else run_folder.default_folder(f"compare-{name}"),
-        )
-        check_jobs(jobs)
-        if dry_run:
-            print(_describe(jobs))
-            return DONE
-        root = jobs[0].folder.parent
-        lock = run_folder.take(root, "--out")
-    except ConfigError as error:
-        print(f"colossus: {error}", file=sys.stderr)
-        return USAGE
-    with lock:
-        return _run(jobs, root)
-
-
-def _run(jobs: Sequence[Job], root: Path) -> int:
-    ended = dict[str, Ended]()
-    for job, how in run_all(jobs):
-        ended[job.name] = how
-        _write(root, jobs, ended, compare(jobs, ended))
-    comparison = compare(jobs, ended)
+    if command.worker_variables(os.environ) is not None:
+        raise ConfigError("compare starts its own processes: run it by itself, without torchrun or srun")
+    root = None if out is None else Path(out)
+    jobs = make_jobs(file, overrides, strategies=strategies, plans=plans, num_seeds=num_seeds, nproc=nproc, root=root)
+    check_jobs(jobs)
+    if dry_run:
+        print(_describe(jobs))
+        return 0
+    root, ended = jobs[0].folder.parent, dict[str, Ended]()
+    with run_folder.take(root, "--out"):
+        for job, how in run_all(jobs):
+            ended[job.name] = how
+            comparison = compare(jobs, ended)
+            _write(root, jobs, ended, comparison)
     print()
     print_table(comparison, Console(), getattr(model_options(jobs[0].config), "counted", "tokens"))
     print(f"\nruns and {RESULT} are in {root}")
-    stopped = next((how.code for how in ended.values() if how.state == "stopped"), DONE)
-    if stopped:
+    if how.state == "stopped":
         print(f"stopped: `--out {shlex.quote(str(root))}` goes on with the runs that are left", flush=True)
-        return stopped
-    return FAILED if any(how.state == "failed" for how in ended.values()) else DONE
+        return how.code
+    return int(any(how.state == "failed" for how in ended.values()))
 
 
 def run_all(jobs: Sequence[Job], launch: Callable[[Job], int] | None = None) -> Iterator[tuple[Job, Ended]]:
@@ -136,14 +118,11 @@ def _ended(job: Job, code: int) -> Ended:
 
 
 def _reason(job: Job) -> str:
-    """The line of a failed launch's output that says what was wrong."""
+    """The line of a failed launch's output that says what was wrong: below the title of its report, or the last."""
     text = job.output.read_text(errors="replace") if job.output.exists() else ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for title, following in pairwise(lines):
-        if re.fullmatch(r"=+ run failed: .* =+", title):
-            return following
-    said = [line.removeprefix("colossus: ") for line in lines if line.startswith("colossus: ")]
-    return (said or lines or ["it said nothing"])[-1]
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it said nothing"]
+    below = [line for title, line in pairwise(lines) if re.fullmatch(r"=+ run failed: .* =+", title)]
+    return (below or lines)[-1].removeprefix("colossus: ")
 
 
 def _describe(jobs: Sequence[Job]) -> str:

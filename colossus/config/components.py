@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, SupportsFloat
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
@@ -36,16 +36,12 @@ def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
     """One line for each option of ``named`` that its component does not take, or not with this value."""
     if registry is LR_SCHEDULES and callable(named.type):
         return _schedule_problems(key, named)
-    known = parameters(named.type, registry)
-    problems = []
+    known, problems = parameters(named.type, registry), []
     if known is not None:
-        known = [*known, *ReadingOptions.model_fields, "validation"] if registry is DATASETS else known
-        fields = [name for name in type(named).model_fields if name not in known]
-        problems = [
-            f"{key}.{option}: {unknown_key(f'{key}.{option}', option, [*fields, *known])}"
-            for option in named.options
-            if option not in known
-        ]
+        reading = (*ReadingOptions.model_fields, "validation") if registry is DATASETS else ()
+        known = [*type(named).model_fields, *known, *reading]
+        wrong = [option for option in named.options if option not in known]
+        problems = [f"{key}.{option}: {unknown_key(f'{key}.{option}', list(dict.fromkeys(known)))}" for option in wrong]
     return problems + _range_problems(key, named, registry)
 
 
@@ -54,15 +50,10 @@ def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
 
 def parameters(kind: str | Callable[..., Any], registry: Registry) -> list[str] | None:
     """Names of the arguments a component can take, or None when it takes any or they are not known."""
-    if not isinstance(kind, str):
-        return _inspected(kind)
-    if kind in registry._entries:
-        return _inspected(registry._entries[kind])
-    module, _, name = registry._builtin.get(kind, "").partition(":")
-    return _parsed(module, name) if name else None
-
-
-def _inspected(component: Callable[..., Any]) -> list[str] | None:
+    component = registry._entries.get(kind) if isinstance(kind, str) else kind
+    if component is None:
+        module, _, name = registry._builtin.get(str(kind), "").partition(":")
+        return _parsed(module, name) if name else None
     try:
         found = inspect.signature(component).parameters.values()
     except (TypeError, ValueError):
@@ -115,16 +106,12 @@ class _Ranges(Section):
 
 class _Optimizer(_Ranges):
     params: OfTheModel = None
-    named_parameters: OfTheModel = None
     weight_decay: NotNegative = 0.0
     eps: NotNegative = 0.0
     momentum: NotNegative = 0.0
     dampening: float = 0.0
-    lr_decay: NotNegative = 0.0
-    initial_accumulator_value: NotNegative = 0.0
     betas: Annotated[tuple[Beta, Beta], FROM_LIST] = (0.9, 0.999)
     amsgrad: bool = False
-    maximize: bool = False
     nesterov: bool = False
     fused: bool = False
 
@@ -132,9 +119,7 @@ class _Optimizer(_Ranges):
 class _TableOptimizer(_Optimizer):
     """Of tables with sparse gradients."""
 
-    weight_decay: Annotated[
-        float, _only(0, "must be 0: rows that a step has not looked up do not change, so they would not decay")
-    ] = 0.0
+    weight_decay: Annotated[float, _only(0, "must be 0: rows that a step has not looked up would not decay")] = 0.0
     amsgrad: Annotated[bool, _only(False, "must be False: there is no form of amsgrad for rows")] = False
 
 
@@ -155,19 +140,16 @@ def _range_problems(key: str, named: Named, registry: Registry) -> list[str]:
 def _schedule_problems(key: str, named: Named) -> list[str]:
     """A schedule of the user's own takes the progress (0 to 1) and ``min_ratio``, and gives the part of the peak."""
     for progress in (0.0, 0.5, 1.0):
+        did = ""
         try:
             part = named.type(progress, getattr(named, "min_ratio", 0.0), **named.options)
+            if not isinstance(part, SupportsFloat) or not float(part) >= 0:
+                did = f"returns {brief(part)}"
         except Exception as error:
             did = f"raises {type(error).__name__}: {error}"
-        else:
-            try:
-                if float(part) >= 0:
-                    continue
-            except (TypeError, ValueError):
-                pass
-            did = f"returns {brief(part)}"
-        return [
-            f"{key}.type: is called as f(progress, min_ratio, **options), with progress from 0 to 1, and returns the "
-            f"learning rate as a part of optimizer.lr, a number of at least 0; at progress {progress:g} it {did}"
-        ]
+        if did:
+            return [
+                f"{key}.type: is called as f(progress, min_ratio, **options), with progress from 0 to 1, and returns "
+                f"the learning rate as a part of optimizer.lr, 0 or more; at progress {progress:g} it {did}"
+            ]
     return []

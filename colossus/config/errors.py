@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -56,15 +56,12 @@ class ConfigError(ValueError):
         return f"{where}{len(self.problems)} problems\n{listed}"
 
 
-def explain(
-    error: ValidationError, root: type[BaseModel], prefix: str = "", elsewhere: Mapping[str, str] | None = None
-) -> dict[str, str]:
+def explain(error: ValidationError, root: type[BaseModel], prefix: str = "") -> dict[str, str]:
     """Full key path -> what is wrong with it, for every problem in ``error``.
 
     Args:
         root: the section class that was validated.
         prefix: the key path of that section, empty for the whole file.
-        elsewhere: key -> full path of keys that other sections have, to point from a key in the wrong section.
     """
     problems: dict[str, str] = {}
     for item in error.errors(include_url=False):
@@ -72,9 +69,10 @@ def explain(
             continue  # a follow-up of another key's problem, which is reported on its own
         path = ".".join(filter(None, [prefix, *map(str, item["loc"])]))
         if item["type"] == "extra_forbidden":
-            section = _section(root, item["loc"][:-1])
-            known = [*section.model_fields]
-            problems[path] = unknown_key(path, str(item["loc"][-1]), known, elsewhere)
+            section = root
+            for key in item["loc"][:-1]:
+                section = subsection(section.model_fields[str(key)].annotation) or section
+            problems[path] = unknown_key(path, [*section.model_fields], None if prefix else root)
         elif item["type"] == "missing":
             wanted = 'needs a type: dict(type="...", **options)' if item["loc"][-1] == "type" else "is missing"
             problems[path] = wanted
@@ -87,14 +85,28 @@ def explain(
     return problems
 
 
-def unknown_key(path: str, key: str, known: list[str], elsewhere: Mapping[str, str] | None = None) -> str:
-    """What to say of a key that the section does not have: the nearest one, and all of them."""
-    section = path.rpartition(".")[0]
-    stem = f"{section}." if section else ""
+def unknown_key(path: str, known: list[str], root: type[BaseModel] | None = None) -> str:
+    """What to say of a key that the section does not have: the nearest one, and all of them.
+
+    Args:
+        root: of all sections, one of which may have a key of that name.
+    """
+    section, _, key = path.rpartition(".")
     close = nearest(key, known)
-    suggestion = (elsewhere or {}).get(key) or (stem + close if close else None)
+    suggestion = (_path_of(key, root) if root is not None else None) or (close and f"{section}.{close}".lstrip("."))
     hint = f"; did you mean {suggestion}?" if suggestion else ";"
     return f"no such key{hint} known keys{' of ' + section if section else ''}: {', '.join(known)}"
+
+
+def _path_of(key: str, section: type[BaseModel], prefix: str = "") -> str | None:
+    """The full path of a key in the first section that has it; sections share ``type`` and ``size``, say."""
+    for name, field in section.model_fields.items():
+        inner = subsection(field.annotation)
+        if name == key and key not in ("type", "size", "mode", "every"):
+            return prefix + name
+        if inner is not None and (found := _path_of(key, inner, f"{prefix}{name}.")):
+            return found
+    return None
 
 
 def brief(value: Any) -> str:
@@ -109,27 +121,3 @@ def subsection(annotation: Any) -> type[BaseModel] | None:
         return annotation
     found = (subsection(inner) for inner in typing.get_args(annotation))
     return next((section for section in found if section is not None), None)
-
-
-def paths_elsewhere(root: type[BaseModel]) -> dict[str, str]:
-    """Key -> its full path, for the keys that exactly one section has."""
-    paths: dict[str, list[str]] = {}
-
-    def walk(section: type[BaseModel], prefix: str) -> None:
-        for key, field in section.model_fields.items():
-            paths.setdefault(key, []).append(prefix + key)
-            inner = subsection(field.annotation)
-            if inner is not None:
-                walk(inner, f"{prefix}{key}.")
-
-    walk(root, "")
-    return {key: where[0] for key, where in paths.items() if len(where) == 1}
-
-
-def _section(root: type[BaseModel], path: Iterable[int | str]) -> type[BaseModel]:
-    section = root
-    for key in path:
-        inner = subsection(section.model_fields[str(key)].annotation)
-        assert inner is not None, f"{key} of {section.__name__} is no section"
-        section = inner
-    return section

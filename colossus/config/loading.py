@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from colossus.config.components import is_text
-from colossus.config.errors import ConfigError, explain, paths_elsewhere, unknown_key
+from colossus.config.errors import ConfigError, explain, unknown_key
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import check_names, resolve_sizes
 from colossus.config.schema import Config
@@ -42,8 +42,7 @@ def load_config(
     source = None if isinstance(config, Mapping) else Path(config).name
     try:
         values = config if isinstance(config, Mapping) else read_file(Path(config))
-        overrides = list(overrides)
-        loaded = validate(apply_overrides(values, overrides), overrides)
+        loaded = validate(apply_overrides(values, overrides))
         if loaded.name is None:
             loaded = loaded.model_copy(update={"name": Path(source).stem if source else "run"})
         loaded = resolve_model(loaded)
@@ -56,21 +55,16 @@ def load_config(
     return loaded
 
 
-def validate(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
+def validate(values: Mapping[str, Any]) -> Config:
     """The schema's view of ``values``.
 
     Raises:
-        ConfigError: one problem per wrong key; those that come from an override say so.
+        ConfigError: one problem per wrong key.
     """
     try:
         return Config.model_validate(dict(values))
     except ValidationError as error:
-        given = {text.partition("=")[0] for text in overrides}
-        lines = []
-        for path, message in explain(error, Config, elsewhere=paths_elsewhere(Config)).items():
-            typed = any(path == key or path.startswith(f"{key}.") for key in given)
-            lines.append(f"{path}: {message}{' (given on the command line)' if typed else ''}")
-    raise ConfigError(lines)
+        raise ConfigError(f"{path}: {message}" for path, message in explain(error, Config).items()) from None
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -104,39 +98,25 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> str:
-    if path.is_dir():
-        raise ConfigError(f"is a folder, not a config file ({path}){_nearby(path, '')}")
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         if "=" in path.name and not path.suffix == ".py":
             raise ConfigError("the config file comes first, overrides (section.key=value) after it") from None
-        raise ConfigError(f"no such file: {path}{_nearby(path.parent, path.name)}") from None
+        close = nearest(path.name, [file.name for file in path.parent.glob("*.py")])
+        raise ConfigError(f"no such file: {path}{f'; did you mean {close}?' if close else ''}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}") from None
-
-
-def _nearby(folder: Path, wanted: str, most: int = 5) -> str:
-    if not folder.is_dir():
-        return f"; there is no folder {folder}"
-    here = sorted(item.name for item in folder.glob("*.py"))
-    close = nearest(wanted, here)
-    if close:
-        return f"; did you mean {close}?"
-    return f"; Python files in {folder}: {', '.join(here[:most]) or 'none'}{', ..' * (len(here) > most)}"
 
 
 def _where(error: BaseException, path: Path) -> str:
     """The line of the config file in which ``error`` was raised, and where below that if it was deeper."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [number for number, frame in enumerate(frames) if frame.filename == str(path)]
-    at = f"line {frames[own[-1]].lineno}: " if own else ""
-    deeper = own and own[-1] < len(frames) - 1
-    below = f" (raised in {Path(frames[-1].filename).name}, line {frames[-1].lineno})" if deeper else ""
-    reason = str(error) or "no message"
-    if isinstance(error, SystemExit):
-        reason = "the file called exit()"
-    return f"{at}{type(error).__name__}: {reason}{below}"
+    own = [frame.lineno for frame in frames if frame.filename == str(path)]
+    is_deeper = bool(own) and frames[-1].filename != str(path)
+    below = f" (raised in {Path(frames[-1].filename).name}, line {frames[-1].lineno})" if is_deeper else ""
+    reason = "the file called exit()" if isinstance(error, SystemExit) else str(error) or "no message"
+    return f"{f'line {own[-1]}: ' if own else ''}{type(error).__name__}: {reason}{below}"
 
 
 def _sections(namespace: Mapping[str, Any], tree: ast.Module) -> dict[str, Any]:
@@ -147,7 +127,7 @@ def _sections(namespace: Mapping[str, Any], tree: ast.Module) -> dict[str, Any]:
         if name in known:
             values[name] = value
         elif name in assigned and not (name.startswith("_") or callable(value) or isinstance(value, ModuleType)):
-            message = unknown_key(name, name, known, paths_elsewhere(Config))
+            message = unknown_key(name, known, Config)
             problems.append(f"{name}: {message} (start the names of helpers with an underscore: _{name})")
     if problems:
         raise ConfigError(problems)
@@ -164,26 +144,20 @@ def resolve_model(config: Config) -> Config:
     Raises:
         ConfigError: when the source has no such model.
     """
-    model, weights = config.model, config.checkpoint.weights
-    if model is None or not isinstance(model.type, str) or model.type not in MODEL_SOURCES:
-        _require_path(weights)
-        return config
-    try:
-        spec, path, tokenizer = MODEL_SOURCES.get(model.type)(model.options)
-    except ValueError as error:
-        raise ConfigError(f"model: {error}") from None
-    checkpoint = config.checkpoint
-    if path is not None and (weights is None or not weights.path):
-        weights = Weights(path=path) if weights is None else weights.model_copy(update={"path": path})
-        checkpoint = checkpoint.model_copy(update={"weights": weights})
-    _require_path(weights)
-    config = config.model_copy(update={"model": Named(**spec), "checkpoint": checkpoint})
-    return config if tokenizer is None else with_tokenizer(config, tokenizer)
-
-
-def _require_path(weights: Weights | None) -> None:
+    model, weights, tokenizer = config.model, config.checkpoint.weights, None
+    if model is not None and isinstance(model.type, str) and model.type in MODEL_SOURCES:
+        try:
+            spec, path, tokenizer = MODEL_SOURCES.get(model.type)(model.options)
+        except ValueError as error:
+            raise ConfigError(f"model: {error}") from None
+        model = Named(**spec)
+        if path is not None and (weights is None or not weights.path):
+            weights = Weights(path=path) if weights is None else weights.model_copy(update={"path": path})
     if weights is not None and not weights.path:
         raise ConfigError('checkpoint.weights.path: is missing; of model = dict(type="hf", path=...) alone it is known')
+    checkpoint = config.checkpoint.model_copy(update={"weights": weights})
+    config = config.model_copy(update={"model": model, "checkpoint": checkpoint})
+    return config if tokenizer is None else with_tokenizer(config, tokenizer)
 
 
 def with_tokenizer(config: Config, path: str) -> Config:

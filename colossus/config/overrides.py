@@ -9,19 +9,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from colossus.config.errors import ConfigError, brief, subsection
-from colossus.config.schema import AXES, Config, Parallel
+from colossus.config.schema import AXES, Config
 from colossus.config.section import Named, ShortSection, is_number
 
 SYNTAX = "an override is section.key=value, for example train.steps=50 or parallel.tensor.mode=2d"
-STRATEGY_SYNTAX = "a strategy is its name and its options, for example sgp, or 'sgp overlap=1 graph=ring'"
 #: sections whose keys may be given with a strategy, which may want a learning rate of its own
 _WITH_STRATEGY = ("optimizer.", "lr_schedule.", "train.")
-PLAN_SYNTAX = "a plan is keys of parallel, for example 'data=4', or 'data=2 tensor=4 tensor.mode=2d'"
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
@@ -44,21 +40,14 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def strategy_overrides(text: str) -> list[str]:
-    """``"sgp overlap=1"`` -> ``["parallel.strategy=sgp", "parallel.strategy.overlap=1"]``.
+    """``"sgp overlap=1"`` -> ``["parallel.strategy=sgp", "parallel.strategy.overlap=1"]``; no spaces in a value.
 
     Whatever strategy the file has is replaced, its options too. Keys of ``optimizer``, ``lr_schedule`` and ``train``
     may be given, too: ``"sgp optimizer.lr=4e-3"``.
-
-    Raises:
-        ConfigError: when it does not begin with a name, or what follows is no override.
     """
-    name, *options = _words(text) or [""]
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{text!r} does not begin with the name of a strategy: {STRATEGY_SYNTAX}")
-    for option in options:
-        _key_of(option, text, STRATEGY_SYNTAX)
+    name, *options = text.split() or [""]
     own = [option if option.startswith(_WITH_STRATEGY) else f"parallel.strategy.{option}" for option in options]
-    return [f"parallel.strategy={name}", *own]
+    return [f"parallel.strategy={name!r}", *own]
 
 
 def plan_overrides(text: str) -> list[str]:
@@ -66,41 +55,11 @@ def plan_overrides(text: str) -> list[str]:
 
     An axis that is not named has size 1; all else stays as the file has it. Keys of ``schedule`` may be given, too:
     ``"pipeline=2 schedule.microbatches=4"``.
-
-    Raises:
-        ConfigError: for what is no key of a plan.
     """
-    words = _words(text)
-    known = [key for key in (*Parallel.model_fields, "schedule") if key != "strategy"]
-    for word in words or [""]:
-        key = _key_of(word, text, PLAN_SYNTAX)
-        if key.partition(".")[0] not in known:
-            raise ConfigError(f"{text!r}: {key} is no key of a plan: {PLAN_SYNTAX}; known: {', '.join(known)}")
+    words = text.split()
     named = {re.split(r"\W", word)[0] for word in words}
     whole = [f"parallel.{axis}{'' if axis == 'data' else '.size'}=1" for axis in AXES if axis not in named]
     return whole + [word if word.startswith("schedule") else f"parallel.{word}" for word in words]
-
-
-def _key_of(word: str, text: str, syntax: str) -> str:
-    key, equals, _ = word.partition("=")
-    if not equals or not _KEY.fullmatch(key):
-        raise ConfigError(f"{text!r}: {word!r} is no key=value: {syntax}")
-    return key
-
-
-def _words(text: str) -> list[str]:
-    """Split at the spaces that are neither in brackets nor in quotes."""
-    words: list[str] = []
-    for piece in text.split():
-        if words and _is_open(words[-1]):
-            words[-1] += f" {piece}"
-        else:
-            words.append(piece)
-    return words
-
-
-def _is_open(word: str) -> bool:
-    return any(word.count(a) > word.count(b) for a, b in ("()", "[]", "{}")) or any(word.count(q) % 2 for q in "'\"")
 
 
 def _literal(node: ast.expr) -> Any:
@@ -133,29 +92,20 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
 
 
 def _set(out: dict[str, Any], path: list[str], value: Any) -> None:
-    here = out
     section: type[BaseModel] | None = Config
-    for depth, key in enumerate(path[:-1]):
-        where = ".".join(path[: depth + 1])
-        field, inner = _field(section, key)
-        if inner is None and field is not None and where != "data":
-            raise ConfigError(f"{'.'.join(path)}: {where} is a single value and has no keys; write {where}=...")
-        here[key] = here = _as_section(here.get(key), inner or Named, where, path[-1])
-        section = inner
-    key = path[-1]
-    _, inner = _field(section, key)
-    is_short = inner is not None and issubclass(inner, ShortSection) and is_number(value)
-    keys = inner.keys_of(value) if is_short and isinstance(here.get(key), dict) else None  # type: ignore[union-attr]
-    if keys is not None:
-        here[key].update(keys)  # of a size: the mode that the file gives stays
-    else:
-        here[key] = value
+    for depth, key in enumerate(path[:-1], start=1):
+        section = _section_of(section, key)
+        out[key] = out = _as_section(out.get(key), section or Named, ".".join(path[:depth]), path[-1])
+    key, section = path[-1], _section_of(section, path[-1])
+    is_short = section is not None and issubclass(section, ShortSection) and is_number(value)
+    keys = section.keys_of(value) if is_short and isinstance(out.get(key), dict) else None  # type: ignore[union-attr]
+    out[key] = value if keys is None else out[key] | keys  # of a size: the mode that the file gives stays
 
 
-def _field(section: type[BaseModel] | None, key: str) -> tuple[FieldInfo | None, type[BaseModel] | None]:
-    """The field of that key, and its section class when it is a section; None where the schema knows neither."""
+def _section_of(section: type[BaseModel] | None, key: str) -> type[BaseModel] | None:
+    """The class of the section of that key; None of a single value, and of options that the schema does not know."""
     field = section.model_fields.get(key) if section is not None else None
-    return field, subsection(field.annotation) if field is not None else None
+    return subsection(field.annotation) if field is not None else None
 
 
 def _as_section(held: Any, section: type[BaseModel], where: str, key: str) -> dict[str, Any]:
@@ -165,14 +115,12 @@ def _as_section(held: Any, section: type[BaseModel], where: str, key: str) -> di
         return held
     if isinstance(held, BaseModel):
         return dict(held)
-    if issubclass(section, ShortSection) and isinstance(held, int | str):
-        keys = section.keys_of(held)
-        if keys is not None:
-            return dict(keys)
+    keys = section.keys_of(held) if issubclass(section, ShortSection) and isinstance(held, int | str) else None
+    if keys is not None:
+        return dict(keys)
     name = getattr(held, "__qualname__", None) or brief(held)
     raise ConfigError(
-        f"{where}.{key}: {where} is given as an object ({name}), which has no keys to override; "
-        f"write {where} = dict(type={getattr(held, '__name__', '...')}, {key}=...) in the config"
+        f"{where}.{key}: {where} is {name}, which has no keys: write {where} = dict(.., {key}=..) in the config"
     )
 
 

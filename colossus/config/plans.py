@@ -1,25 +1,19 @@
-"""Whether a plan fits: its sizes against processes, model and batch, its names against the registries. No torch."""
+"""Whether a plan fits: its names against the registries, its sizes against processes, model and batch, and the nearest
+plans that do. No torch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import ValidationError
 
+from colossus.arithmetic import factors, not_a_multiple
 from colossus.config.components import option_problems
 from colossus.config.errors import ConfigError, explain
 from colossus.config.schema import Config, Parallel
 from colossus.config.section import Named
-from colossus.config.sizes import (
-    batch_problems,
-    describe_processes,
-    describe_sizes,
-    describe_zero,
-    mode_problems,
-    shard_problems,
-    suggestions,
-    world_size,
-)
 from colossus.registry import (
     DATASETS,
     HOOKS,
@@ -43,6 +37,7 @@ def check_names(config: Config) -> None:
     Raises:
         ConfigError: with the nearest registered name, or the nearest option.
     """
+    own_options = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS}  # whose classes check them
     named: list[tuple[str, Any, Registry]] = [
         ("model", config.model, MODELS),
         ("data", config.data, DATASETS),
@@ -59,23 +54,14 @@ def check_names(config: Config) -> None:
             continue
         if isinstance(value.type, str) and value.type not in registry:
             problems.append(f"{key}.type: {registry.missing(value.type)}")
-        elif not _has_own_options(registry, value.type):
+        elif value.type not in own_options.get(registry.kind, ()):
             problems += option_problems(key, value, registry)
-    modes = (
-        ("tensor", config.parallel.tensor.mode, TENSOR_MODES),
-        ("sequence", config.parallel.sequence.mode, SEQUENCE_MODES),
-    )
-    for axis, mode, registry in modes:
+    for axis, registry in (("tensor", TENSOR_MODES), ("sequence", SEQUENCE_MODES)):
+        mode = getattr(config.parallel, axis).mode
         if mode is not None and mode not in registry:
             problems.append(f"parallel.{axis}.mode: {registry.missing(mode)}")
     if problems:
         raise ConfigError(problems)
-
-
-def _has_own_options(registry: Registry, kind: Any) -> bool:
-    """Whether the options of a component are checked by a class of their own."""
-    own = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS}.get(registry.kind)
-    return own is not None and isinstance(kind, str) and kind in own.names()
 
 
 def strategy_options(config: Config) -> Any:
@@ -125,45 +111,38 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         raise ConfigError(f"nproc = {nproc}: the number of processes must be at least 1")
     parallel = config.parallel
     options, of_strategy = model_options(config), strategy_options(config)
-    _require_one_checkpointing(config, options)
     others = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
-    parallel, problems = _with_sequence_mode(parallel, options)
-    problems += mode_problems(parallel)
-    if parallel.data is None:
-        fits = nproc is None or nproc % others == 0
-        resolved = parallel.model_copy(update={"data": nproc // others if nproc and fits else 1})
-        if not fits:
-            problems.append(
-                f"parallel: {describe_sizes(parallel)} = {others} does not divide {describe_processes(nproc)}"
-            )
-    else:
-        resolved = parallel
-        total = parallel.data * others
-        fits = nproc is None or total == nproc
-        if not fits:
-            problems.append(f"parallel: {describe_sizes(parallel)} = {total}, but {describe_processes(nproc)}")
-    if fits:  # otherwise the number of replicas is still open
-        if resolved.zero.stage and of_strategy is not None:
-            resolved = resolved.model_copy(update={"zero": of_strategy.zero_of(resolved)})
-        problems += shard_problems(resolved)
-    if options is not None:
-        problems += options.check(resolved)
-    if fits:  # otherwise the number of replicas is still open
-        problems += batch_problems(config, resolved)
+    data = parallel.data or max(1, (nproc or 1) // others)
+    if nproc is not None and data * others != nproc:
+        is_open = parallel.data is None
+        sizes = f"{describe_sizes(parallel)} = {others if is_open else data * others}"
+        what = f"parallel: {sizes}{' does not divide' if is_open else ', but'} {describe_processes(nproc)}"
+        keep = f"\n  or keep the plan and start {describe_processes(data * others)} (--nproc {data * others})"
+        raise ConfigError(what + suggestions(config, options, nproc) + ("" if is_open else keep))
+    resolved, problems = _with_sequence_mode(parallel.model_copy(update={"data": data}), options)
+    if resolved.zero.stage and of_strategy is not None:
+        resolved = resolved.model_copy(update={"zero": of_strategy.zero_of(resolved)})
+    problems += plan_problems(config, resolved, options)
     if problems:
-        processes = nproc or world_size(resolved)
-        problems = [*problems[:-1], problems[-1] + suggestions(config, options, processes, fits)]
-    if fits and of_strategy is not None:
-        problems += of_strategy.check(config.model_copy(update={"parallel": resolved}))
+        problems[-1] += suggestions(config, options, world_size(resolved))
+    of_model, wanted = getattr(options, "activation_checkpoint", "none"), config.train.activation_checkpoint.type
+    if "none" not in (of_model, wanted):
+        keys = f"model.activation_checkpoint = {of_model!r} and train.activation_checkpoint = {wanted!r}"
+        problems.append(f"{keys}: keep one of the two")
+    config = config.model_copy(update={"parallel": resolved})
+    if of_strategy is not None:
+        problems += of_strategy.check(config)
     if problems:
         raise ConfigError(problems)
-    return config.model_copy(update={"parallel": resolved})
+    return config
 
 
 def describe_plan(config: Config) -> str:
     """``data 2 x pipeline 2 x tensor 4 (2d), ZeRO 1, 1f1b, 2 microbatches``."""
     tensor, microbatches = config.parallel.tensor, config.schedule.microbatches
     mode = f" ({tensor.mode}{', sequence sharded' if tensor.sequence_sharded else ''})" if tensor.size > 1 else ""
+    sequence = config.parallel.sequence
+    mode += f", sequence mode {sequence.mode}" if sequence.size > 1 else ""
     schedule = f", {name_of(config.schedule.type)}" if config.parallel.pipeline.size > 1 else ""
     split = f", {microbatches} microbatches" if microbatches > 1 else ""
     zero = describe_zero(config.parallel)
@@ -178,25 +157,135 @@ def name_of(kind: Any) -> str:
 def _with_sequence_mode(parallel: Parallel, options: Any) -> tuple[Parallel, list[str]]:
     """The plan with a mode of sequence parallelism, which the model chooses where the config does not."""
     sequence = parallel.sequence
-    if sequence.mode is not None and sequence.mode not in SEQUENCE_MODES:
-        return parallel, []  # check_names refuses it
     if sequence.mode is None and sequence.size > 1:
         choose = getattr(options, "sequence_mode", None)
-        mode = choose(parallel) if choose is not None else "ring"
-        parallel = parallel.model_copy(update={"sequence": sequence.model_copy(update={"mode": mode})})
+        sequence = sequence.model_copy(update={"mode": "ring" if choose is None else choose(parallel)})
     try:
-        SEQUENCE_MODES.get(parallel.sequence.mode or "ring").axis_sizes(sequence.size, sequence.ulysses)
+        SEQUENCE_MODES.get(sequence.mode or "ring").axis_sizes(sequence.size, sequence.ulysses)
     except ValueError as error:
         return parallel, [str(error)]
-    return parallel, []
+    return parallel.model_copy(update={"sequence": sequence}), []
 
 
-def _require_one_checkpointing(config: Config, options: Any) -> None:
-    """Activation checkpointing is told to the model or to the training, not to both."""
-    of_model, wanted = getattr(options, "activation_checkpoint", "none"), config.train.activation_checkpoint.type
-    if "none" not in (of_model, wanted):
-        raise ConfigError(
-            f"model.activation_checkpoint = {of_model!r} and train.activation_checkpoint = {wanted!r}: keep one of "
-            f"the two",
-            config.source,
+# -- sizes, and plans that fit ----------------------------------------------------------------------------------
+
+Sizes = tuple[int, int, int, int]
+
+
+def world_size(parallel: Parallel) -> int:
+    """Number of processes of a plan whose data size is known."""
+    assert parallel.data is not None
+    return parallel.data * parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
+
+
+def describe_sizes(parallel: Parallel) -> str:
+    """``data 2 x pipeline 2 x tensor 4``: data when it is given, the others when they are not 1."""
+    sizes = {"pipeline": parallel.pipeline.size, "sequence": parallel.sequence.size, "tensor": parallel.tensor.size}
+    data = {} if parallel.data is None else {"data": parallel.data}
+    return factors({**data, **{name: size for name, size in sizes.items() if size > 1}}) or "1"
+
+
+def describe_zero(parallel: Parallel) -> str:
+    """``ZeRO 3 in groups of 4, offloaded``; nothing without it."""
+    zero = parallel.zero
+    if not zero.stage:
+        return ""
+    groups = f" in groups of {zero.shard}" if zero.shard is not None and zero.shard != parallel.data else ""
+    return f"ZeRO {zero.stage}{groups}{', offloaded' if zero.offload else ''}"
+
+
+def describe_processes(count: int | None) -> str:
+    return f"{count} process{'' if count == 1 else 'es'}"
+
+
+def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]:
+    """What of a plan whose data size is known does not fit: the tensor mode, ZeRO's groups, the model, the batch.
+
+    Args:
+        parallel: in the place of the config's.
+        options: of the model, None where these are not known.
+    """
+    tensor, zero, train, microbatches = parallel.tensor, parallel.zero, config.train, config.schedule.microbatches
+    data, problems, ways = parallel.data or 1, [], 1
+    mode = TENSOR_MODES.get(tensor.mode)
+    try:
+        ways = mode.batch_ways(mode.axis_sizes(tensor.size, tensor.depth, tensor.shape))
+    except ValueError as error:
+        problems.append(f"parallel.tensor: {error}")
+    if tensor.depth not in (None, 1) and "depth" not in mode.axes:
+        problems.append(
+            f"parallel.tensor.depth = {tensor.depth} means nothing in mode {tensor.mode}; it is for mode 2.5d"
         )
+    if tensor.sequence_sharded and not mode.splits_tokens:
+        problems.append(
+            f"parallel.tensor.sequence_sharded means nothing in mode {tensor.mode}, whose activations between blocks "
+            f"are split already; it is for mode 1d"
+        )
+    if zero.shard is not None and data % zero.shard:
+        what = f"parallel.zero.shard = {zero.shard} does not divide data {data}"
+        problems.append(f"{what}: groups of {zero.shard} data ranks hold one copy each")
+    if options is not None:
+        problems += options.check(parallel)
+    divisor = data * microbatches * ways
+    if train.global_batch_size % divisor:
+        by = f"data {data} x microbatches {microbatches}"
+        by += f" x {ways} (shards into which tensor mode {tensor.mode} splits a batch)" if ways > 1 else ""
+        batch = not_a_multiple("train.global_batch_size", train.global_batch_size, f"{by} = {divisor}", divisor)
+        problems.append(batch)
+    if train.eval_batch_size is not None and train.eval_batch_size % data:
+        problems.append(not_a_multiple("train.eval_batch_size", train.eval_batch_size, f"data {data}", data))
+    return problems
+
+
+def suggestions(config: Config, options: Any, nproc: int) -> str:
+    """Lines to put below a problem: the nearest plans for this number of processes."""
+    plans = nearest_plans(config, options, nproc)
+    if not plans:
+        return f"\n  no plan of these axes fits {describe_processes(nproc)}, this model and this batch"
+    return f"\n  nearest plans that fit {describe_processes(nproc)}:" + "".join(f"\n    {plan}" for plan in plans)
+
+
+def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> list[str]:
+    """Plans for ``nproc`` processes that fit model and batch, nearest first, as the overrides to type.
+
+    Only axes that the config uses already are varied: data and tensor always, pipeline and sequence when not 1.
+    """
+    parallel = config.parallel
+    now: Sizes = (parallel.data or 0, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
+    keys = ("parallel.data", "parallel.pipeline.size", "parallel.sequence.size", "parallel.tensor.size")
+
+    def distance(sizes: Sizes) -> tuple[float, int]:
+        # A derived data size (0) is free: it is not the user's choice.
+        ratios = [abs(math.log2(new / old)) for new, old in zip(sizes, now, strict=True) if old]
+        return round(sum(ratios), 9), sum(ratio > 0 for ratio in ratios)
+
+    found: list[str] = []
+    for sizes in sorted(_factorisations(nproc, now), key=distance):
+        if len(found) == most:
+            break
+        data, pipeline, sequence, tensor = sizes
+        candidate = parallel.model_copy(
+            update={
+                "data": data,
+                "pipeline": parallel.pipeline.model_copy(update={"size": pipeline}),
+                "sequence": parallel.sequence.model_copy(update={"size": sequence}),
+                "tensor": parallel.tensor.model_copy(update={"size": tensor}),
+            }
+        )
+        if plan_problems(config, candidate, options):
+            continue
+        changed = [f"{key}={new}" for key, new, old in zip(keys, sizes, now, strict=True) if old and new != old]
+        if changed:
+            found.append(" ".join(changed))
+    return found
+
+
+def _factorisations(nproc: int, now: Sizes) -> Iterator[Sizes]:
+    small = [n for n in range(1, math.isqrt(nproc) + 1) if nproc % n == 0]
+    divisors = sorted({*small, *(nproc // n for n in small)})
+    for tensor in divisors:
+        for sequence in divisors if now[2] > 1 else [1]:
+            for pipeline in divisors if now[1] > 1 else [1]:
+                data, rest = divmod(nproc, tensor * sequence * pipeline)
+                if not rest:
+                    yield data, pipeline, sequence, tensor

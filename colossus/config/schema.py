@@ -206,11 +206,6 @@ class Parallel(Section):
     def _one_strategy(self) -> Parallel:
         if not self.zero.stage or "strategy" not in self.model_fields_set or self.strategy.type == "hierarchical":
             return self
-        if self.strategy.type == "hybrid":
-            raise ValueError(
-                f"zero = {self.zero.stage} and strategy = 'hybrid': a row of a table has one owner: tables and their "
-                f"optimizer state are cut over data already: leave zero out, or use embeddings without sparse=True"
-            )
         raise ValueError(
             f"zero = {self.zero.stage} and strategy = {self.strategy.type!r} both say what data ranks do: give one "
             f"of them, or strategy = 'hierarchical', under which ZeRO shards inside of each host"
@@ -239,26 +234,16 @@ class Comm(Section):
     bucket_mb: Positive = 25.0
 
 
-def _data(value: Any) -> Any:
-    if isinstance(value, (ModuleType, int, float)):
-        raise ValueError(f"must be dict(type=..., **options), a dataset object or a callable, got {value!r}")
-    return _named(value) if isinstance(value, dict | str) else value
-
-
-def _hook(value: Any) -> Any:
+def _component(value: Any) -> Any:
+    """What is named becomes a `Named`; an object or a callable stays what it is."""
+    if isinstance(value, ModuleType | int | float):
+        raise ValueError(f"must be dict(type=..., **options), an object or a callable, got {value!r}")
+    if isinstance(value, dict) and "type" not in value:
+        raise ValueError('needs a type: dict(type="...", **options), or an object')
     if isinstance(value, dict | str):
-        return _named(value)
-    if isinstance(value, Named) or callable(value):
-        return value
-    raise ValueError(f"must be dict(type=..., **options) or a callable, got {value!r}")
-
-
-def _named(value: dict[str, Any] | str) -> Named:
-    if isinstance(value, dict):
-        if "type" not in value:
-            raise ValueError('needs a type: dict(type="...", **options), or an object')
-        require_type(value["type"])
-    return Named.model_validate(value)
+        require_type(value["type"] if isinstance(value, dict) else value)
+        return Named.model_validate(value)
+    return value
 
 
 class Config(Section):
@@ -275,7 +260,7 @@ class Config(Section):
     #: dict(type="GPT" | "Llama" | "ViT" | "hf", **options), or any callable that returns an nn.Module
     model: Named | None = None
     #: dict(type="PythonStdlib" | "TextFolder" | "TokenFile" | .., **options), a dataset, a loader or a callable
-    data: Annotated[Any, AfterValidator(_data)] = None
+    data: Annotated[Any, AfterValidator(_component)] = None
     #: a name, or dict(type=.., lr=.., **options)
     optimizer: Optimizer = Optimizer()
     #: a name, or dict(type=.., warmup_steps=.., **options)
@@ -289,7 +274,7 @@ class Config(Section):
     #: when checkpoints are saved, which stay, where a run goes on
     checkpoint: Checkpoint = Checkpoint()
     #: called around steps, evaluations and checkpoints: dict(type=, **options), names or callables
-    hooks: Annotated[tuple[Annotated[Any, AfterValidator(_hook)], ...], FROM_LIST] = ()
+    hooks: Annotated[tuple[Annotated[Any, AfterValidator(_component)], ...], FROM_LIST] = ()
     #: "auto" is cuda where there is one
     device: Literal["auto", "cpu", "cuda"] = "auto"
 

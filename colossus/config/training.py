@@ -145,14 +145,6 @@ class Train(Section):
     #: sequences per validation batch, over all data ranks; None: ``global_batch_size``
     eval_batch_size: Count | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _none_is_default(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        default = ("schedule_steps", "activation_checkpoint")
-        return {key: item for key, item in value.items() if item is not None or key not in default}
-
     @model_validator(mode="after")
     def _loss_is_scaled(self) -> Train:
         if self.loss_scale is not None and self.precision.compute != "fp16":
@@ -162,16 +154,11 @@ class Train(Section):
 
 
 def _rename(value: Any) -> Any:
-    if value is None or callable(value):
+    is_names = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if value is None or callable(value) or (is_names and all(isinstance(new, str | None) for new in value.values())):
         return value
-    if isinstance(value, dict) and all(
-        isinstance(key, str) and (new is None or isinstance(new, str)) for key, new in value.items()
-    ):
-        return value
-    raise ValueError(
-        f"must be a dict of names or prefixes, {{'encoder': 'trunk', 'head.*': None}}, or a function of a name, got "
-        f"{value!r}"
-    )
+    names = "a dict of names or prefixes, {'encoder': 'trunk', 'head.*': None}, or a function of a name"
+    raise ValueError(f"must be {names}, got {value!r}")
 
 
 class Weights(ShortSection):

@@ -5,25 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from colossus.arithmetic import byte_count
 from colossus.context.visible_devices import VARIABLE, explain_visible
-from colossus.machine import gigabytes
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _NODES = Path("/dev")
 
 
 def examine_devices() -> dict[str, Any]:
-    """What is known of devices, driver and NCCL, JSON-able.
+    """What is known of devices, driver and NCCL.
 
     Returns:
-        ``devices`` (a dict each), ``driver``, ``cuda`` and ``nccl`` (versions, None where unknown), and ``peers``: by
-        device which others it reaches directly.
+        ``devices`` (a dict each), ``driver``, ``cuda`` and ``nccl`` (versions, None where unknown), and ``apart``: the
+        pairs of devices that do not reach each other directly.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     reached = torch.cuda.can_device_access_peer
@@ -32,9 +32,7 @@ def examine_devices() -> dict[str, Any]:
         "driver": _driver(),
         "cuda": torch.version.cuda,
         "nccl": _nccl(),
-        "peers": [
-            [other for other in range(count) if other != index and reached(index, other)] for index in range(count)
-        ],
+        "apart": [pair for pair in combinations(range(count), 2) if not reached(*pair)],
     }
 
 
@@ -42,16 +40,11 @@ def device_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """For people: a line for each device, then what joins them."""
     rows = []
     for number, device in enumerate(found["devices"]):
-        free = "cannot be used" if device["error"] else f"{gigabytes(device['free_bytes'])} free"
-        memory = f"{gigabytes(device['memory_bytes'])} ({free})"
+        free = "cannot be used" if device["error"] else f"{byte_count(device['free_bytes'])} free"
+        memory = f"{byte_count(device['memory_bytes'])} ({free})"
         rows.append((f"device {number}", f"{device['name']}, {memory}, compute capability {device['capability']}"))
     if rows:
-        names = (("driver", "driver"), ("CUDA", "cuda"), ("NCCL", "nccl"))
-        rows.append(("", ", ".join(f"{what} {found[key]}" for what, key in names if found[key])))
-    count = len(found["devices"])
-    if count > 1:
-        pairs, apart = count * (count - 1) // 2, len(_unreached(found["peers"]))
-        rows.append(("peer access", f"between {pairs - apart} of {pairs} pairs"))
+        rows.append(("", f"driver {found['driver']}, CUDA {found['cuda']}, NCCL {found['nccl']}"))
     return rows
 
 
@@ -72,28 +65,25 @@ def advise_devices(found: dict[str, Any]) -> list[str]:
             continue
         used = device["memory_bytes"] - device["free_bytes"]
         if used > 0.1 * device["memory_bytes"]:
-            advice.append(f"{gigabytes(used)} of device {number} are used by other processes: `nvidia-smi` names them")
-    apart = _unreached(found["peers"])
-    if apart:
+            advice.append(f"{byte_count(used)} of device {number} are used by other processes: `nvidia-smi` names them")
+    if found["apart"]:
+        one, other = found["apart"][0]
         advice.append(
-            f"devices {apart[0][0]} and {apart[0][1]} do not reach each other directly (of {len(apart)} pair(s)): what "
-            f"they send goes through the host's memory. Virtual machines and IOMMU (ACS) cause it, too"
+            f"devices {one} and {other} do not reach each other directly (of {len(found['apart'])} pair(s)): what they "
+            f"send goes through the host's memory. Virtual machines and IOMMU (ACS) cause it, too"
         )
     return advice
 
 
 def _advise_none() -> list[str]:
-    nodes = sorted(path.name for path in _NODES.glob("nvidia[0-9]*"))
-    if os.environ.get(VARIABLE) is not None:
-        return [explain_visible(os.environ, 0)] if nodes or torch.version.cuda else []
-    if not nodes:
+    count = len(list(_NODES.glob("nvidia[0-9]*")))
+    if not count:
         return []
-    here = f"this machine has {len(nodes)} NVIDIA device(s), but torch"
-    if torch.version.cuda is None:
-        return [f"{here} {torch.__version__} is built without CUDA"]
+    if os.environ.get(VARIABLE) is not None:
+        return [explain_visible(os.environ, 0)]
     return [
-        f"{here} cannot use them: is the driver ({_driver()}) one for CUDA {torch.version.cuda}? `nvidia-smi` shows "
-        f"which it supports"
+        f"this machine has {count} NVIDIA device(s), but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot "
+        f"use them: is it built with CUDA, and does the driver ({_driver()}) support that version? `nvidia-smi` tells"
     ]
 
 
@@ -106,17 +96,11 @@ def _device(index: int) -> dict[str, Any]:
         free, total, error = None, properties.total_memory, str(failure).partition("\n")[0]
     return {
         "name": properties.name,
-        "uuid": str(getattr(properties, "uuid", "")) or None,
         "memory_bytes": total,
         "free_bytes": free,
         "error": error,
         "capability": f"{properties.major}.{properties.minor}",
     }
-
-
-def _unreached(peers: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    count = len(peers)
-    return [(one, other) for one in range(count) for other in range(one + 1, count) if other not in peers[one]]
 
 
 def _driver() -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import resource
 import socket
 import statistics
@@ -39,11 +38,8 @@ def advise_name(name: str, address: str | None) -> list[str]:
             f"runs over several machines add it to /etc/hosts with the address of the network card"
         ]
     resolved = f"the host name {name!r} resolves to {address}"
-    if not _can_bind(address):
-        return [
-            f"{resolved}, which is not an address of this machine: correct /etc/hosts, or set GLOO_SOCKET_IFNAME (and "
-            f"NCCL_SOCKET_IFNAME) to the network card's name"
-        ]
+    if error_of_bind(address, 0):
+        return [f"{resolved}, which is not an address of this machine: correct /etc/hosts, or set GLOO_SOCKET_IFNAME"]
     if is_loopback(address):
         return [
             f"{resolved}, the loopback: fine on one machine, and with several under `colossus launch`; torchrun and "
@@ -52,59 +48,44 @@ def advise_name(name: str, address: str | None) -> list[str]:
     return []
 
 
-def port_is_taken(port: int) -> bool:
-    """Whether somebody listens on (or holds) this TCP port here."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+def error_of_bind(address: str, port: int) -> int:
+    """Why no TCP socket can be bound here, as `errno`; 0 where one can."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a new run
         try:
-            probe.bind(("", port))
+            probe.bind((address, port))
         except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
+            return error.errno or errno.EIO
+    return 0
 
 
-def advise_port(port: int, taken: bool) -> list[str]:
-    """What to do when the port of torchrun's rendezvous is taken."""
-    if not taken:
-        return []
+def port_is_taken(port: int) -> bool:
+    """Whether somebody listens on (or holds) this TCP port here."""
+    return error_of_bind("", port) == errno.EADDRINUSE
+
+
+def advise_port(port: int) -> list[str]:
+    """What to do about a port of torchrun's rendezvous that is taken."""
     return [
         f"port {port} is taken by another process: ranks that torchrun or srun starts would connect to a stranger and "
         f"hang; set MASTER_PORT to a free one. `colossus launch` on one machine picks a free port itself"
     ]
 
 
-def limits() -> dict[str, int | None]:
-    """Open files (soft limit; None without a limit) and bytes of /dev/shm (None where there is none)."""
+def open_files() -> int | None:
+    """How many a process may have; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shared = None
-    if os.path.isdir("/dev/shm"):
-        status = os.statvfs("/dev/shm")
-        shared = status.f_frsize * status.f_blocks
-    return {"open_files": None if soft == resource.RLIM_INFINITY else soft, "shared_memory_bytes": shared}
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
-def advise_limits(found: dict[str, int | None]) -> list[str]:
-    """What to do about limits that are low."""
+def advise_limits(files: int | None, shared: int | None) -> list[str]:
+    """What to do about few open files, and little shared memory (bytes of /dev/shm)."""
     advice = []
-    files, shared = found["open_files"], found["shared_memory_bytes"]
     if files is not None and files < 1024:
         advice.append(f"only {files} open files are allowed; many ranks need more: ulimit -n 65536")
     if shared is not None and shared < 256e6:
-        advice.append(
-            f"/dev/shm holds only {shared / 1e6:.0f} MB; data loaders with worker processes may die with SIGBUS: "
-            f"docker run --shm-size=2g"
-        )
+        advice.append(f"/dev/shm holds only {shared / 1e6:.0f} MB; data workers may die: docker run --shm-size=2g")
     return advice
-
-
-def _can_bind(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
 
 
 # -- speed ----------------------------------------------------------------------------------------------------

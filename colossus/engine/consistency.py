@@ -19,7 +19,7 @@ import colossus
 from colossus.arithmetic import named_ranks
 from colossus.comm.objects import all_gather_object
 from colossus.config import Config, ConfigError
-from colossus.config.resolved import as_dict
+from colossus.config.printed import as_dict
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.host_transfer import LateValue

@@ -15,9 +15,8 @@ from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.components import is_text
 from colossus.config.loading import read_file, validate, with_tokenizer
 from colossus.config.overrides import apply_overrides
-from colossus.config.plans import check_names
+from colossus.config.plans import check_names, describe_sizes, world_size
 from colossus.config.section import Named
-from colossus.config.sizes import describe_sizes, world_size
 from colossus.config.training import LOW, PrecisionSection
 from colossus.registry import DATASETS, MODELS, SCHEDULES
 
@@ -118,7 +117,7 @@ def generation_config(source: Source, overrides: Sequence[str] = (), config_file
             )
     values = _recorded(source, config_file, ("model",))
     values["train"] = {"precision": _recorded_precision(source)}
-    stated = validate(apply_overrides(values, overrides), overrides)
+    stated = validate(apply_overrides(values, overrides))
     check_names(stated)
     _require_generation(stated)
     # samples are repeated until they divide: any number that does

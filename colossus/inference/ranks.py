@@ -22,7 +22,7 @@ import torch
 from colossus import machine
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.config import Config
-from colossus.config.sizes import world_size
+from colossus.config.plans import world_size
 from colossus.context.local_ranks import LocalRanks
 from colossus.context.world import choose_backend
 from colossus.engine.initialize import make_engine

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from colossus.checkpoint.describe import printable
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.sizes import world_size
+from colossus.config.plans import world_size
 from colossus.inference.config import (
     Sampling,
     Source,

@@ -15,7 +15,7 @@ from colossus import machine
 from colossus.arithmetic import factors
 from colossus.checkpoint.weight_sources import describe_weights
 from colossus.config import Config, ConfigError, load_config, model_options
-from colossus.config.sizes import describe_zero
+from colossus.config.plans import describe_zero
 from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder, slurm
 from colossus.launch.data_check import check_data, check_given

@@ -11,7 +11,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.matching import ModelTensor, match_weights
 from colossus.checkpoint.weight_sources import manifest_of
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.sizes import describe_processes, suggestions
+from colossus.config.plans import describe_processes, suggestions
 from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
 from colossus.hf.family import family_of
 from colossus.registry import MODELS, STRATEGIES
@@ -225,7 +225,7 @@ def check_devices(
     note = explain_visible(os.environ, found)
     what = f"device: {describe_processes(local_ranks)} on {where}, but {counted(found)} here{note and f' ({note})'}"
     what += f": --nproc {found} is the most, and a plan of as many processes"
-    plans = suggestions(config, model_options(config), found * nnodes, fits=True)
+    plans = suggestions(config, model_options(config), found * nnodes)
     ways = [f"more machines (--nnodes {-(-local_ranks * nnodes // found)})"] if not local_ranks * nnodes % found else []
     ways += ["ranks that share a device (comm.backend='gloo'), to try things out", "or device='cpu'"]
     raise ConfigError(f"{what}{plans}\n  or keep the plan with {', '.join(ways)}", config.source)

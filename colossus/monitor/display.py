@@ -15,11 +15,10 @@ from rich.text import Text
 from colossus.arithmetic import byte_count, clock, factors
 from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.config import model_options
-from colossus.config.sizes import describe_zero
+from colossus.config.plans import describe_zero
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import EvalResult, StepResult
-from colossus.machine import gigabytes
 from colossus.monitor.metrics import LateResults, StepTimer, peak_memory
 from colossus.monitor.mfu import Utilisation
 from colossus.server.process import has_servers, read_environment
@@ -189,7 +188,7 @@ class Display(Hook):
             f"grad_norm {self.result.grad_norm:.3g}",
             f"lr {self.result.lr:.3g}",
             f"{_thousands(speed)} {self.counted}/s{' a replica' if self.per_replica else ''}",
-            f"memory {gigabytes(self.memory)}",
+            f"memory {byte_count(self.memory)}",
             f"MFU {'N/A' if mfu is None else f'{mfu:.1%}'}",
             *([f"skipped {self.result.num_skipped}"] if self.result.num_skipped else []),
         ]

@@ -21,7 +21,7 @@ from colossus.checkpoint.values import encode
 from colossus.checkpoint.weight_sources import Assets, read_assets
 from colossus.checkpoint.writer import About
 from colossus.config import as_dict
-from colossus.config.sizes import describe_zero
+from colossus.config.plans import describe_zero
 from colossus.layout.split_parameter import as_shards
 from colossus.state.optimizer import (
     group_options,

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.config import Config, ConfigError, load_config
-from colossus.config.plans import describe_plan
-from colossus.config.sizes import world_size
+from colossus.config.plans import describe_plan, world_size
 from colossus.config.training import PRECISIONS, PrecisionSection
 from colossus.context.grid import build_grid
 from colossus.launch import command

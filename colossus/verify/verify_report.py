@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.config import Config
-from colossus.config.plans import describe_plan, name_of
-from colossus.config.sizes import world_size
+from colossus.config.plans import describe_plan, name_of, world_size
 from colossus.context.grid import RankGrid
 
 MOST_NAMES = 4

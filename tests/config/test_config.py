@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from colossus.config import ConfigError, as_dict, as_source, load_config
 from colossus.config.components import parameters
-from colossus.config.key_help import all_keys, key_help
 from colossus.config.overrides import apply_overrides, parse_override
-from colossus.config.sizes import nearest_plans, world_size
+from colossus.config.plans import world_size
+from colossus.config.printed import all_keys, key_help
 from colossus.registry import MODEL_OPTIONS, MODELS, OPTIMIZERS
 
 GPT = dict(type="GPT", num_layers=4, hidden_size=128, num_heads=8)
@@ -73,27 +73,19 @@ def test_short_forms() -> None:
         assert load_config(dict(parallel=dict(pipeline=dict(size=2, split=split)))).parallel.pipeline.split == read
     tensor = load_config(dict(parallel=dict(tensor=dict(mode="2d", shape=[2, 3])))).parallel.tensor
     assert (tensor.mode, tensor.size, tensor.shape) == ("2d", 6, (2, 3))
-    for schedule, length in (({}, 7), (dict(schedule_steps=None), 7), (dict(schedule_steps=9), 9)):
+    for schedule, length in (({}, 7), (dict(schedule_steps=9), 9)):
         assert load_config(dict(train=dict(steps=7, **schedule))).train.schedule_steps == length
 
 
 def test_components_objects_and_callables() -> None:
-    samples = [1, 2, 3]
-    config = load_config(
-        dict(
-            model=dict(type=Net, width=5),
-            data=samples,
-            hooks=[print, dict(type=Net, width=1)],
-            optimizer=dict(type="AdamW", lr=1, weight_decay=0.1),
-        )
-    )
+    samples, hooks, optimizer = [1, 2, 3], [print, dict(type=Net, width=1)], dict(weight_decay=0.1)
+    config = load_config(dict(model=dict(type=Net, width=5), data=samples, hooks=hooks, optimizer=optimizer))
     assert config.model is not None
     assert config.model.spec() == dict(type=Net, width=5)
     assert config.data is samples
     assert config.hooks[0] is print
     assert config.hooks[1].spec() == dict(type=Net, width=1)
-    assert config.optimizer.options == dict(weight_decay=0.1)
-    assert config.optimizer.spec() == dict(type="AdamW", lr=1.0, weight_decay=0.1)
+    assert config.optimizer.spec() == dict(type="AdamW", lr=3e-4, weight_decay=0.1)
 
 
 # Wrong keys and values
@@ -113,60 +105,41 @@ def test_components_objects_and_callables() -> None:
             "size, mode, depth, shape, sequence_sharded",
         ),
         (dict(train=dict(microbatches=8)), "train.microbatches: no such key; did you mean schedule.microbatches?"),
-        (dict(paralel={}), "paralel: no such key; did you mean parallel? known keys: name, parallel, model"),
         (dict(zzzzz=3), "zzzzz: no such key; known keys: name"),
-        (dict(train=dict(steps=1.5)), "train.steps: must be a whole number, got 1.5"),
         (dict(train=dict(steps=True)), "train.steps: must be a whole number, got True"),
-        (dict(train=dict(steps=0)), "train.steps: must be at least 1, got 0"),
         (dict(train=dict(clip_grad_norm=0)), "train.clip_grad_norm: must be greater than 0, got 0"),
-        (dict(train=dict(precision="bf8")), "train.precision: must be one of fp32, fp64, bf16, fp16, or dict(params="),
         (
-            dict(train=dict(precision="fp16", loss_scale=dict(init=1e40))),
-            "train.loss_scale.init: must be at most 1.84467e+19, got 1e+40",
+            dict(train=dict(precision=dict(compute="fp64"))),
+            "train.precision: params = 'fp32', compute = 'fp64', reduce = 'fp32', optimizer = 'fp32': fp64 is for all",
+        ),
+        (
+            dict(train=dict(precision=dict(params="bf16", optimizer="fp16"))),
+            "train.precision: params = 'bf16', compute = 'bf16', reduce = 'fp32', optimizer = 'fp16': the optimizer is",
+        ),
+        (
+            dict(train=dict(precision=dict(compute="bf16", reduce="fp16"))),
+            "train.precision: params = 'fp32', compute = 'bf16', reduce = 'fp16', optimizer = 'fp32': sums of",
         ),
         (dict(train=dict(loss_scale=dict(init=8))), "train: loss_scale is for fp16, whose gradients would vanish, but"),
         (dict(parallel=dict(zero=dict(shard=2))), "parallel.zero: shard: nothing without a stage"),
-        (dict(train=5), "train: must be a section, dict(...), got 5"),
         (dict(optimizer=dict(lr=math.inf)), "optimizer.lr: must be a finite number, got inf"),
-        (dict(lr_schedule=dict(min_ratio=2)), "lr_schedule.min_ratio: must be at most 1, got 2"),
-        (dict(comm=dict(accounting=1)), "comm.accounting: must be True or False, got 1"),
         (
             dict(parallel=dict(zero=1, strategy="all_reduce")),
             "parallel: zero = 1 and strategy = 'all_reduce' both say what data ranks do: give one of them",
         ),
-        (dict(parallel=dict(tensor=dict(mode=2))), "parallel.tensor.mode: must be a string (in quotes), got 2"),
-        (dict(parallel=dict(tensor=dict(shape=4))), "parallel.tensor.shape: must be a tuple or a list, got 4"),
         (
-            dict(parallel=dict(rank_order=("data", "tensor"))),
-            "parallel.rank_order: must name each of pipeline, data, sequence, tensor once, outermost first, got data",
+            dict(parallel=dict(pipeline=dict(size=2, split=[0, 3]))),
+            "parallel.pipeline.split: must be 'parameters' or the number of blocks of each stage",
         ),
         (dict(model=dict(type=3)), "model.type: must be a registered name or a callable, got 3"),
-        (dict(model=3), "model: must be a section, dict(...), got 3"),
         (dict(data=dict(path=3)), 'data: needs a type: dict(type="...", **options), or an object'),
-        (dict(data=dict(type=3)), "data: must be a registered name or a callable, got 3"),
-        (dict(data=json), "data: must be dict(type=..., **options), a dataset object or a callable, got <module"),
-        (dict(hooks=[{}]), 'hooks.0: needs a type: dict(type="...", **options), or an object'),
+        (dict(data=json), "data: must be dict(type=..., **options), an object or a callable, got <module"),
         (dict(hooks=print), "hooks: must be a tuple or a list, got <built-in function print>"),
     ],
 )
 def test_wrong_keys_and_values(config: dict[str, Any], words: str) -> None:
     (found,) = problems(config)
     assert found.startswith(words)
-
-
-@pytest.mark.parametrize(
-    ("precision", "why"),
-    [
-        (dict(compute="fp64"), "compute = 'fp64', reduce = 'fp32', optimizer = 'fp32': fp64 is for all four or none"),
-        (dict(params="bf16", optimizer="fp16"), ": the optimizer is of the dtype of params, or of fp32 where that is"),
-        (dict(params="fp16", optimizer="fp16"), ": the numbers of an optimizer vanish in fp16; take fp32, or bf16"),
-        (dict(compute="bf16", reduce="fp16"), ": sums of gradients fit into fp16 only where the loss is scaled"),
-    ],
-)
-def test_dtypes_that_do_not_fit(precision: dict[str, str], why: str) -> None:
-    (found,) = problems(dict(train=dict(precision=precision)))
-    assert found.startswith("train.precision: params = ")
-    assert why in found
 
 
 def test_the_help_of_a_key_is_read_off_the_schema() -> None:
@@ -185,30 +158,16 @@ def test_the_help_of_a_key_is_read_off_the_schema() -> None:
 
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(dict(train=dict(sed=1, steps=0), devise="cpu"))
-    assert len(caught.value.problems) == 3
-    text = str(caught.value)
-    assert text.startswith("3 problems\n  ")
-    assert "pydantic" not in text
-    assert "input_value" not in text
+        load_config(dict(train=dict(sed=1, steps=3), devise="cpu"), ["train.steps=0"])
+    assert caught.value.problems[0] == "train.steps: must be at least 1, got 0"
+    assert str(caught.value).startswith("3 problems\n  train.steps")
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (dict(data="PythonStdLb"), "data.type: no dataset named 'PythonStdLb'. Did you mean 'PythonStdlib'?"),
-        (dict(optimizer="AdamV"), "optimizer.type: no optimizer named 'AdamV'. Did you mean 'Adam'? Known: Adagrad, A"),
-        (dict(lr_schedule="cosin"), "lr_schedule.type: no learning-rate schedule named 'cosin'. Did you mean 'cosine'"),
-        (dict(parallel=dict(strategy="allreduce")), "parallel.strategy.type: no data-parallel strategy named 'allred"),
-        (dict(parallel=dict(tensor=dict(mode="4d"))), "parallel.tensor.mode: no tensor mode named '4d'. Did you mean"),
-    ],
-)
-def test_names_are_looked_up(config: dict[str, Any], words: str) -> None:
-    (found,) = problems(config)
-    assert found.startswith(words)
-
-
-def test_options_of_a_callable_are_checked() -> None:
+def test_names_and_options_are_looked_up() -> None:
+    (found,) = problems(dict(optimizer="AdamV"))
+    assert found.startswith("optimizer.type: no optimizer named 'AdamV'. Did you mean 'Adam'? Known: Adagrad, A")
+    (found,) = problems(dict(parallel=dict(tensor=dict(mode="4d"))))
+    assert found.startswith("parallel.tensor.mode: no tensor mode named '4d'. Did you mean")
     (found,) = problems(dict(model=dict(type=Net, widht=3)))
     assert found == "model.widht: no such key; did you mean model.width? known keys of model: type, width"
 
@@ -218,68 +177,51 @@ def test_options_of_a_builtin_are_read_from_its_source(tmp_path: Path, monkeypat
         raise RuntimeError("this module must not be imported")
         def open_options(a, **rest): ...
         def make(parameters, *, lr=1.0, momentum=0.0): ...
-        class Plain: ...
         class Made:
             def __init__(self, path, size=3): ...
     """
     write(tmp_path, code, "parts_for_test.py")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("open_options", "make", "Plain", "Made", "absent"):
+    for name in ("open_options", "make", "Made", "absent"):
         monkeypatch.setitem(OPTIMIZERS._builtin, name, f"parts_for_test:{name}")
-    monkeypatch.setitem(OPTIMIZERS._builtin, "nowhere", "no.such.module:x")
-    assert parameters("make", OPTIMIZERS) == ["parameters", "lr", "momentum"]
-    assert parameters("Made", OPTIMIZERS) == ["path", "size"]
-    for name in ("open_options", "Plain", "absent", "nowhere"):
-        assert parameters(name, OPTIMIZERS) is None
-    (found,) = problems(dict(optimizer=dict(type="make", momentun=0.9)))
-    assert found.startswith("optimizer.momentun: no such key; did you mean optimizer.momentum?")
+    for name, known in {"make": ["parameters", "lr", "momentum"], "Made": ["path", "size"]}.items():
+        assert parameters(name, OPTIMIZERS) == known
+    assert parameters("open_options", OPTIMIZERS) is parameters("absent", OPTIMIZERS) is None
 
 
 # The file
 
 
-def test_file_with_its_own_module_and_registered_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_a_class_of_its_own_and_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Annotations are values, as the file has no ``from __future__`` of its own; a byte-order mark is none of it."""
     monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
-    write(tmp_path, "WIDTH = 7\n", "widths_for_test.py")
+    base = "from __future__ import annotations\nwidth = 7\ntrain = dict(steps=3, seed=5)\n"
+    write(tmp_path, base, "base_for_test.py")
     text = """
-        from __future__ import annotations
-        import math
-        from typing import TYPE_CHECKING
-        import widths_for_test
-        from widths_for_test import WIDTH
+        from base_for_test import *
         from colossus.registry import MODELS
 
         _rows = 2
 
         @MODELS.register("mine")
         class Mine:
+            height: int = 1
             def __init__(self, width=1): ...
 
         def helper():
-            return WIDTH
+            return width
 
         model = dict(type="mine", width=helper())
-        train = dict(steps=_rows)
+        train = {**train, "steps": _rows if Mine.__annotations__["height"] is int else 0}
     """
     path = write(tmp_path, text, "my-run.py")
+    path.write_text("\ufeff" + path.read_text())
     config = load_config(path)
     assert config.model is not None
     assert (config.name, config.source) == ("my-run", "my-run.py")
-    assert config.model.options == dict(width=7)
-    assert config.train.steps == 2
+    assert (config.model.options, config.train.steps, config.train.seed) == (dict(width=7), 2, 5)
     assert pickle.loads(pickle.dumps(MODELS.get("mine"))) is MODELS.get("mine")
     load_config(path)  # a second run registers the same class again
-
-
-def test_a_file_may_build_on_another(tmp_path: Path) -> None:
-    base = """
-        from __future__ import annotations
-        width = 64
-        train = dict(steps=3, seed=5)
-    """
-    write(tmp_path, base, "base_for_test.py")
-    config = load_config(write(tmp_path, "from base_for_test import *\ntrain = {**train, 'steps': width}\n"))
-    assert (config.train.steps, config.train.seed) == (64, 5)
 
 
 def test_unknown_names_of_the_file(tmp_path: Path) -> None:
@@ -294,11 +236,7 @@ def test_unknown_names_of_the_file(tmp_path: Path) -> None:
         ("train = dict(steps=3\n", "config.py: line 1: SyntaxError: '(' was never closed"),
         ("\n\ntrain = dict(steps=stepz)\n", "config.py: line 3: NameError: name 'stepz' is not defined"),
         ("x\x00", "config.py: SyntaxError: source code string cannot contain null bytes"),
-        ("import nowhere_at_all\n", "config.py: line 1: ModuleNotFoundError: No module named 'nowhere_at_all'"),
-        ("\nraise SystemExit(0)\n", "config.py: line 2: SystemExit: the file called exit()"),
-        ("def f():\n    return 1 / 0\ntrain = f()\n", "config.py: line 2: ZeroDivisionError: division by zero"),
         ("\nimport json\njson.loads('{')\n", "config.py: line 3: JSONDecodeError: Expecting property name"),
-        ("assert 0\n", "config.py: line 1: AssertionError: no message"),
     ],
 )
 def test_files_that_do_not_run(tmp_path: Path, text: str, words: str) -> None:
@@ -311,17 +249,12 @@ def test_files_that_do_not_run(tmp_path: Path, text: str, words: str) -> None:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    for name in ("configs.py", "other.py"):
-        write(tmp_path, "", name)
-    binary = tmp_path / "binary.txt"
-    binary.write_bytes(b"\xff\xfe\xfd")
+    write(tmp_path, "", "configs.py")
     for path, words in {
         tmp_path / "config.py": f"no such file: {tmp_path}/config.py; did you mean configs.py?",
-        tmp_path / "zz.py": f"no such file: {tmp_path}/zz.py; Python files in {tmp_path}: configs.py, other.py",
-        tmp_path / "no" / "config.py": f"no such file: {tmp_path}/no/config.py; there is no folder {tmp_path}/no",
-        tmp_path: "is a folder, not a config file",
+        tmp_path / "no" / "config.py": f"no such file: {tmp_path}/no/config.py",
+        tmp_path: "cannot be read: ",
         "train.steps=3": "the config file comes first, overrides (section.key=value) after it",
-        binary: "cannot be read: ",
     }.items():
         (found,) = problems(path)
         assert found.startswith(words)
@@ -333,14 +266,11 @@ def test_missing_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "path", "value"),
     [
-        ("train.steps=50", ["train", "steps"], 50),
         ("optimizer.lr=1e-3", ["optimizer", "lr"], 1e-3),
         ("parallel.tensor.mode=2.5d", ["parallel", "tensor", "mode"], "2.5d"),
         ("checkpoint.dir=a=b", ["checkpoint", "dir"], "a=b"),
-        ("train.clip_grad_norm=None", ["train", "clip_grad_norm"], None),
-        ("parallel.tensor.shape=(2, 3)", ["parallel", "tensor", "shape"], (2, 3)),
-        ("name='5'", ["name"], "5"),
         ("data.path=", ["data", "path"], ""),
+        ("a=dict(size=f())", ["a"], "dict(size=f())"),
     ],
 )
 def test_parse_override(override: str, path: list[str], value: Any) -> None:
@@ -371,12 +301,11 @@ def test_any_text_is_an_override_or_a_config_error(text: str) -> None:
     assert "an override is section.key=value" in message
 
 
-@given(st.integers(1, 10**6), st.integers(1, 10**6))
-def test_later_overrides_win_and_the_file_is_not_changed(first: int, second: int) -> None:
+def test_later_overrides_win_and_the_file_is_not_changed() -> None:
     values = dict(train=dict(steps=3), optimizer=dict(type="AdamW", lr=1e-3))
     before = copy.deepcopy(values)
-    out = apply_overrides(values, [f"train.steps={first}", f"train.steps={second}", "optimizer.lr=0.5"])
-    assert out == dict(train=dict(steps=second), optimizer=dict(type="AdamW", lr=0.5))
+    out = apply_overrides(values, ["train.steps=7", "train.steps=9", "optimizer.lr=0.5"])
+    assert out == dict(train=dict(steps=9), optimizer=dict(type="AdamW", lr=0.5))
     assert values == before
 
 
@@ -394,37 +323,19 @@ def test_overrides_of_short_forms() -> None:
 @pytest.mark.parametrize(
     ("config", "override", "words"),
     [
-        ({}, "train.sed=3", "train.sed: no such key; did you mean train.seed?"),
-        ({}, "trian.seed=3", "trian: no such key; did you mean train?"),
-        ({}, "train.steps=many", "train.steps: must be a whole number, got 'many' (given on the command line)"),
-        ({}, "comm.accounting=1", "comm.accounting: must be True or False, got 1 (given on the command line)"),
+        ({}, "train.steps=many", "train.steps: must be a whole number, got 'many'"),
         ({}, "train.steps", "'train.steps' has no '=': an override is section.key=value, for example train.steps=50"),
-        ({}, "train steps=3", "'train steps=3': 'train steps' is no key: an override is section.key=value"),
-        ({}, "=3", "'=3': '' is no key"),
-        ({}, "train.steps.x=3", "train.steps.x: train.steps is a single value and has no keys; write train.steps=..."),
-        (dict(model=GPT), "model.num_layer=3", "model.num_layer: no such key; did you mean model.num_layers? known"),
+        ({}, "train.steps.x=3", "train.steps: must be a whole number, got {'x': 3}"),
         (
             dict(model=Net),
             "model.width=3",
-            "model.width: model is given as an object (Net), which has no keys to override; "
-            "write model = dict(type=Net, width=...) in the config",
+            "model.width: model is Net, which has no keys: write model = dict(.., width=..",
         ),
-        (dict(optimizer=dict(lr=1.0)), "optimizer=3", "optimizer: "),
-        (dict(optimizer=dict(tables=dict(type="SGD"))), "optimizer.tables=3", "optimizer.tables: "),
-        (dict(data=[1, 2]), "data.path=x", "data.path: data is given as an object ([1, 2]), which has no keys"),
     ],
 )
 def test_wrong_overrides(config: dict[str, Any], override: str, words: str) -> None:
     (found,) = problems(config, [override])
     assert found.startswith(words)
-
-
-def test_only_overridden_keys_are_blamed_on_the_command_line() -> None:
-    found = problems(dict(train=dict(seed=-1)), ["train.steps=0"])
-    assert found == [
-        "train.steps: must be at least 1, got 0 (given on the command line)",
-        "train.seed: must be at least 0, got -1",
-    ]
 
 
 # Plans
@@ -453,22 +364,6 @@ def test_data_is_derived() -> None:
     assert found == "nproc = 0: the number of processes must be at least 1"
 
 
-@pytest.mark.parametrize(
-    ("tensor", "words"),
-    [
-        (dict(mode="2d", size=6), "parallel.tensor: 2d: parallel.tensor.size = 6 is not a square (q x q); use 4 or 9"),
-        (dict(mode="3d", size=9), "parallel.tensor: 3d: parallel.tensor.size = 9 is not a cube (q x q x q); use 8 or"),
-        (dict(mode="2.5d", size=6, depth=2), "parallel.tensor: 2.5d: parallel.tensor.size / depth = 6 / 2 = 3 is not"),
-        (dict(mode="2d", size=4, shape=(2, 3)), "parallel.tensor: parallel.tensor.shape = (2, 3): mode 2d has 2 axes"),
-        (dict(mode="2d", shape=(2, 3, 1)), "parallel.tensor: parallel.tensor.shape = (2, 3, 1): mode 2d has 2 axes"),
-        (dict(mode="2d", size=4, depth=2), "parallel.tensor.depth = 2 means nothing in mode 2d; it is for mode 2.5d"),
-    ],
-)
-def test_modes_that_do_not_factor(tensor: dict[str, Any], words: str) -> None:
-    (found,) = problems(dict(parallel=dict(tensor=tensor)))
-    assert found.startswith(words)
-
-
 def test_batch() -> None:
     config = dict(parallel=dict(data=4), schedule=dict(microbatches=2), train=dict(global_batch_size=30))
     (found,) = problems(config)
@@ -487,14 +382,22 @@ def test_batch() -> None:
 @pytest.mark.parametrize(
     ("options", "parallel", "words"),
     [
-        (dict(hidden_size=100), dict(), "model.hidden_size = 100 is not a multiple of model.num_heads = 8; near"),
-        (dict(ffn_hidden_size=510), dict(tensor=4), "model.ffn_hidden_size = 510 is not a multiple of parallel"),
         (
-            dict(num_heads=12, num_kv_heads=4, hidden_size=144),
-            dict(tensor=6),
-            "model.num_kv_heads = 4 does not divide parallel.tensor.size = 6: of key/value heads that are fewer "
-            "than the ranks each serves as many ranks",
+            {},
+            dict(tensor=dict(mode="3d", size=9)),
+            "parallel.tensor: 3d: parallel.tensor.size = 9 is not a cube",
         ),
+        (
+            {},
+            dict(tensor=dict(mode="2d", size=4, shape=(2, 3))),
+            "parallel.tensor: parallel.tensor.shape: 2 x 3 = 6,",
+        ),
+        (
+            {},
+            dict(tensor=dict(mode="2d", size=4, depth=2)),
+            "parallel.tensor.depth = 2 means nothing in mode 2d;",
+        ),
+        (dict(hidden_size=100), {}, "model.hidden_size = 100 is not a multiple of model.num_heads = 8; near"),
         (
             dict(hidden_size=102, num_heads=6),
             dict(tensor=dict(mode="2d", shape=(4, 2))),
@@ -505,40 +408,19 @@ def test_batch() -> None:
             dict(tensor=dict(mode="3d", shape=(3, 1, 4))),
             "train.global_batch_size = 32 is not a multiple of data 1 x microbatches 1 x 12",
         ),
-        (
-            dict(seq_len=30),
-            dict(tensor=dict(size=4, sequence_sharded=True)),
-            "model.seq_len = 30 is not a multiple of parallel.tensor.size = 4; nearest: 28 or 32",
-        ),
-        (
-            dict(),
-            dict(pipeline=8),
-            "model.num_layers = 4 gives 6 blocks (embedding, layers, head), fewer than the stages of "
-            "parallel.pipeline.size = 8; every stage needs a block",
-        ),
+        ({}, dict(pipeline=8), "model.num_layers = 4 gives 6 blocks (embedding, layers, head), fewer than the stages"),
     ],
 )
-def test_model_does_not_divide(options: dict[str, Any], parallel: dict[str, Any], words: str) -> None:
+def test_what_does_not_divide(options: dict[str, Any], parallel: dict[str, Any], words: str) -> None:
     (found,) = problems(dict(model={**GPT, **options}, parallel=parallel))
     assert found.startswith(words)
     assert "nearest plans" in found or "no plan" in found
 
 
-@pytest.mark.parametrize("split", ["equal", [], [0, 3], [True, 2]])
-def test_wrong_split(split: Any) -> None:
-    (found,) = problems(dict(parallel=dict(pipeline=dict(size=2, split=split))))
-    assert found.startswith("parallel.pipeline.split: must be 'parameters' or the number of blocks of each stage")
-    assert found.endswith(f"got {split!r}")
-
-
 def test_wrong_model_options() -> None:
     found = problems(dict(model={**GPT, "mlp": "relu", "dropout": 1.0, "num_layer": 3, "num_heads": 0}))
-    assert [line.partition(":")[0] for line in found] == [
-        "model.num_heads",
-        "model.mlp",
-        "model.dropout",
-        "model.num_layer",
-    ]
+    keys = ["model.num_heads", "model.mlp", "model.dropout", "model.num_layer"]
+    assert [line.partition(":")[0] for line in found] == keys
     assert "did you mean model.num_layers?" in found[-1]
 
 
@@ -600,13 +482,6 @@ def test_a_plan_fits_or_its_suggestions_do(parallel: dict[str, Any], nproc: int,
         assert batch % (data * microbatches) == 0  # type: ignore[operator]
 
 
-def test_suggestions_do_not_use_axes_that_the_config_does_not() -> None:
-    config = load_config(dict(parallel=dict(data=2, tensor=2)))
-    for plan in nearest_plans(config, None, 4, most=100):
-        assert "pipeline" not in plan
-        assert "sequence" not in plan
-
-
 # The resolved config
 
 
@@ -619,7 +494,7 @@ def test_as_dict_is_json() -> None:
     assert data["parallel"]["data"] == 1
 
 
-options = st.dictionaries(st.text("abc ", min_size=1), st.text() | st.lists(st.integers()) | st.none())
+options = st.dictionaries(st.text("abc ", min_size=1) | st.just("if"), st.text() | st.lists(st.integers()) | st.none())
 
 
 @given(plans(), st.integers(0, 99), st.none() | st.floats(0.1, 9), options)
@@ -645,15 +520,6 @@ def test_the_printed_config_loads_to_the_same(
     assert again.optimizer.options == options
 
 
-def test_a_printed_config_may_have_any_key() -> None:
-    options = {"if": 1, "a b": 2, "inner": {"class": [1], "x": None}}
-    with mock.patch.dict(OPTIMIZERS._entries, free=lambda parameters, **rest: None):
-        source = as_source(load_config(dict(optimizer=dict(type="free", **options))))
-        namespace: dict[str, Any] = {}
-        exec(source, namespace)
-    assert namespace["optimizer"] == dict(type="free", lr=3e-4, **options)
-
-
 def test_config_error_can_be_sent_between_processes() -> None:
     error = ConfigError(["a: b", "c: d"], "config.py")
     again = pickle.loads(pickle.dumps(error))
@@ -669,23 +535,11 @@ def test_config_error_can_be_sent_between_processes() -> None:
         (dict(optimizer=dict(fused=1)), "optimizer.fused: must be True or False, got 1"),
         (dict(optimizer=dict(type="SGD", momentum=math.nan)), "optimizer.momentum: must be a finite number"),
         (dict(optimizer=dict(type="SGD", nesterov=True)), "optimizer.nesterov: needs a momentum above 0"),
-        (dict(optimizer=dict(tables="AdamW")), "optimizer.tables.type: no optimizer of tables named 'AdamW'. Did you "),
-        (dict(optimizer=dict(tables=dict(lr=0.1))), "optimizer.tables.type: "),
-        (dict(optimizer=dict(tables=dict(type="SGD", lr=0))), "optimizer.tables.lr: must be greater than 0, got 0"),
-        (
-            dict(optimizer=dict(tables=dict(type="Adagrad", epps=1))),
-            "optimizer.tables.epps: no such key; did you mean optimizer.tables.eps?",
-        ),
-        (
-            dict(optimizer=dict(tables=dict(type="SGD", weight_decay=0.1))),
-            "optimizer.tables.weight_decay: must be 0: rows that a step has not looked up do not change",
-        ),
+        (dict(optimizer=dict(tables=dict(type="Adagrad", epps=1))), "optimizer.tables.epps: no such key; did you mean"),
         (
             dict(optimizer=dict(tables=dict(type="SparseAdam", amsgrad=True))),
             "optimizer.tables.amsgrad: must be False: there is no form of amsgrad for rows, got True",
         ),
-        (dict(data=dict(type="PythonStdlib", num_workers=True)), "data.num_workers: must be a whole number"),
-        (dict(data=dict(type="PythonStdlib", num_worker=2)), "data.num_worker: no such key; did you mean data.num_wor"),
     ],
 )
 def test_wrong_options_of_components(config: dict[str, Any], words: str) -> None:
@@ -701,23 +555,12 @@ def test_right_options_pass() -> None:
     assert tables.spec() == dict(type="RowWiseAdagrad", lr=None, eps=1e-3)
     load_config(dict(lr_schedule=dict(type=lambda progress, min_ratio, power: 1.0, power=2)))
     load_config(dict(data=dict(type="PythonStdlib", num_workers=2, collate_fn=list, validation=[1])))
-    load_config(dict(data=dict(type="PythonStdlib", num_workers=0), model=dict(GPT, vocab_size=256), name="x" * 200))
 
 
 def test_an_override_may_be_a_dict_as_in_config_files() -> None:
     assert load_config({}, ["parallel.tensor=dict(size=4, mode='2d')"]).parallel.tensor.mode == "2d"
     config = load_config({}, ["optimizer=dict(type='SGD', lr=0.5)", "hooks=[dict(type='TensorBoard')]"])
     assert (config.optimizer.type, config.optimizer.lr, config.hooks[0].type) == ("SGD", 0.5, "TensorBoard")
-    assert parse_override("a=dict(size=f())") == (["a"], "dict(size=f())")
-    assert parse_override("a=dict([1])") == (["a"], "dict([1])")
-
-
-def test_a_file_is_compiled_as_python_would(tmp_path: Path) -> None:
-    """Annotations are values, as the file has no ``from __future__`` of its own; a byte-order mark is none of it."""
-    file = tmp_path / "own.py"
-    text = "class _Sizes:\n    width: int = 3\n\ntrain = dict(steps=_Sizes.__annotations__['width'] is int and 7)\n"
-    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert load_config(file).train.steps == 7
 
 
 def test_plans_of_a_billion_ranks_answer_at_once() -> None:

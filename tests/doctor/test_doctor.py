@@ -1,54 +1,54 @@
-"""``colossus doctor``: what it measures and what it advises."""
+"""``colossus doctor``: what it measures, what it prints of devices and the environment, and what it advises."""
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from colossus.doctor import devices, environment, network
 from colossus.doctor import examine as doctor
-from colossus.doctor import network
+from colossus.doctor.devices import advise_devices, device_rows, examine_devices
+
+GB = 10**9
 
 
-def test_doctor_measures_and_prints_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_measures_between_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "LARGE_BYTES", 1024 * 1024)
-    assert doctor.run(nproc=2, json=True) == 0
-    found = json.loads(capsys.readouterr().out)
-    between = found["between_ranks"]
+    measured: list[dict[str, float]] = []
+    measure = network.measure
+    monkeypatch.setattr(
+        network, "measure", lambda *given, **more: measured.append(measure(*given, **more)) or measured[0]
+    )
+    assert doctor.run(nproc=2) == 0
+    (between,) = measured
     assert all(value > 0 for value in between.values())
     moved = between["all_reduce_bytes_per_second"] * between["all_reduce_large_seconds"]
     assert moved == pytest.approx(1024 * 1024)  # 2 (n-1)/n of the size, n = 2
-    assert found["cores"] >= 1
-    assert found["versions"]["torch"]
-    text = doctor.render(found)
-    assert "all-reduce 4 KB" in text
-    assert "send 64 MB" in text
+    out = capsys.readouterr().out
+    assert f"\ntorch       {torch.__version__}\n" in out
+    assert f"\n2 ranks     all-reduce 4 KB {1e3 * between['all_reduce_small_seconds']:.2f} ms\n" in out
+    assert "send 64 MB" in out
 
 
 def test_ranks_that_cannot_talk_are_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(nproc: int, *, cuda: bool) -> dict[str, float]:
-        raise RuntimeError("ranks [1] did not answer within 60 s")
-
-    monkeypatch.setattr(network, "measure", broken)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert doctor.run(nproc=2) == 1
-    out = capsys.readouterr().out
-    assert "2 ranks     cannot talk: ranks [1] did not answer" in out
-    assert "GLOO_SOCKET_IFNAME=eth7 may be wrong" in out
-
-
-def test_ranks_that_fail_are_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(nproc: int, cuda: bool, rank: int) -> None:
         raise SystemExit(5 if rank == 1 else 0)
 
     monkeypatch.setattr(network, "_rank", dies)
-    with pytest.raises(RuntimeError, match=r"with exit codes \{0: 0, 1: 5\}|with exit codes \{1: 5, 0: 0\}"):
-        network.measure(2)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert doctor.run(nproc=2) == 1
+    out = capsys.readouterr().out
+    assert "2 ranks     cannot talk: " in out
+    assert "with exit codes {" in out
+    assert "GLOO_SOCKET_IFNAME=lo may be wrong" in out
 
 
 def test_ranks_that_spin_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,34 +71,111 @@ def test_a_taken_port_is_seen() -> None:
         holder.listen()
         port = holder.getsockname()[1]
         assert network.port_is_taken(port)
-        (advice,) = network.advise_port(port, True)
-        assert f"port {port} is taken" in advice
     assert not network.port_is_taken(port)
-    assert network.advise_port(29500, False) == []
+
+
+def test_advice_on_the_host_name() -> None:
+    for address, words in ((None, "does not resolve"), ("198.51.100.7", "not an address of this machine")):
+        assert words in network.advise_name("box", address)[0]
+
+
+# devices, which are patched in
+
+
+@pytest.fixture
+def four_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[SimpleNamespace]:
+    """Four of one kind, which reach their neighbour only; the list may be changed."""
+    kinds = [
+        SimpleNamespace(name="NVIDIA H100", major=9, minor=0, total_memory=85 * GB, free=80 * GB) for number in range(4)
+    ]
+    driver = tmp_path / "version"
+    driver.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@x)  Sun Jul 27 2025\n"
+        "GCC version:  gcc version 12.3.0\n"
+    )
+    monkeypatch.setattr(devices, "_DRIVER", driver)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: kinds[index])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (kinds[index].free, 85 * GB))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one // 2 == other // 2)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return kinds
+
+
+def test_devices_are_shown_with_what_joins_them(
+    four_devices: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = examine_devices()
+    assert found["apart"] == [(0, 2), (0, 3), (1, 2), (1, 3)]
+    rows = device_rows(found)
+    assert rows[0] == ("device 0", "NVIDIA H100, 85.0 GB (80.0 GB free), compute capability 9.0")
+    assert rows[4:] == [("", "driver 580.65.06, CUDA 13.0, NCCL 2.27.5")]
+    (advice,) = advise_devices(found)
+    assert advice.startswith("devices 0 and 2 do not reach each other directly (of 4 pair(s))")
+    used: list[dict[str, Any]] = []
+
+    def measure(nproc: int, **options: Any) -> None:
+        used.append(options)
+        raise RuntimeError("nothing was measured")
+
+    monkeypatch.setattr(network, "measure", measure)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    shown, _, _ = doctor.examine(2)
+    assert {("device", "cuda (4 here)"), ("backend", "nccl"), ("environment", "NCCL_DEBUG=WARN")} < set(shown)
+    assert ("backend", "gloo") in doctor.examine(8)[0]
+    assert used == [{"cuda": True}, {"cuda": False}]
+
+
+def test_devices_that_make_trouble(four_devices: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    assert advise_devices(examine_devices()) == []
+    four_devices[1].free = 60 * GB
+    four_devices[2].name = "NVIDIA A40"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,9")
+
+    def memory(index: int) -> tuple[int, int]:
+        if index == 0:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might")
+        return four_devices[index].free, 85 * GB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    advice = advise_devices(examine_devices())
+    assert advice[0].startswith("CUDA_VISIBLE_DEVICES=0,1,2,3,9 names 5, of which CUDA shows 4")
+    assert advice[1:] == [
+        "devices differ (NVIDIA H100, NVIDIA A40): every step takes as long as the slowest takes",
+        "device 0 cannot be used: CUDA error: all CUDA-capable devices are busy or unavailable",
+        "25.0 GB of device 1 are used by other processes: `nvidia-smi` names them",
+    ]
+
+
+def test_devices_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "_NODES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert advise_devices(examine_devices()) == []  # a machine without any
+    (tmp_path / "nvidia0").touch()
+    (advice,) = advise_devices(examine_devices())
+    assert advice.startswith(f"this machine has 1 NVIDIA device(s), but torch {torch.__version__} (CUDA ")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert advise_devices(examine_devices())[0].startswith("CUDA_VISIBLE_DEVICES= hides all devices: unset it")
+
+
+# the environment
 
 
 @pytest.mark.parametrize(
-    ("address", "words"),
+    ("setting", "words"),
     [
-        (None, "does not resolve"),
-        ("198.51.100.7", "not an address of this machine"),
-        ("127.0.0.1", "the loopback: fine on one machine"),
+        ("NCCL_IB_DISABLE=1", "machines talk through TCP"),
+        ("NCCL_P2P_DISABLE=0", None),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING=0", "is waited for without end"),
     ],
 )
-def test_advice_on_the_host_name(address: str | None, words: str) -> None:
-    (advice,) = network.advise_name("box", address)
-    assert words in advice
-
-
-def test_the_own_name_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert network.resolve_own_name()[1] in ("127.0.0.1", "::1")
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-name.invalid")
-    assert network.resolve_own_name()[1] is None
-
-
-def test_advice_on_limits() -> None:
-    assert network.advise_limits({"open_files": None, "shared_memory_bytes": None}) == []
-    advice = network.advise_limits({"open_files": 256, "shared_memory_bytes": 64 << 20})
-    assert "ulimit -n" in advice[0]
-    assert "--shm-size" in advice[1]
+def test_advice_on_the_environment(setting: str, words: str | None) -> None:
+    name, _, value = setting.partition("=")
+    advice = environment.advise_environment({name: value, "PATH": "/bin"})
+    assert len(advice) == (words is not None)
+    assert words is None or words in advice[0]

@@ -193,7 +193,7 @@ TABLE: dict[str, Bad] = {
         text="lr_schedule = lambda progress, ratio: 1 / progress",
     ),
     "schedule that returns nothing": bad(
-        "returns the learning rate as a part of optimizer.lr, a number of at least 0; at progress 0 it returns None",
+        "returns the learning rate as a part of optimizer.lr, 0 or more; at progress 0 it returns None",
         text="lr_schedule = lambda progress, ratio: None",
     ),
     "schedule below 0": bad(
@@ -243,7 +243,7 @@ TABLE: dict[str, Bad] = {
         "strategy.type=all_reduce parallel.strategy.compress=bf16",
     ),
     "tables under ZeRO": words_bad("but Zero takes dense gradients only", "zero=3"),
-    "owners and ZeRO": words_bad("a row of a table has one owner", "strategy=hybrid parallel.zero=3"),
+    "owners and ZeRO": words_bad("zero = 3 and strategy = 'hybrid' both say", "strategy=hybrid parallel.zero=3"),
     "fewer rows than ranks": words_bad(
         "'embedding.weight' has 3 rows, fewer than the 4 ranks",
         "strategy.type=hybrid parallel.strategy.ways={'*':'owners'}",
@@ -271,7 +271,9 @@ TABLE: dict[str, Bad] = {
     "long name": bad("name: must have at most 200 letters, got 'xxx", overrides="name=" + 300 * "x"),
     "name": bad("name: must be a plain file name, got 'a/b'", overrides="name=a/b"),
     "hook": bad("hooks.0.type: no hook named 'Tensorbord'. Did you mean 'TensorBoard'?", text="hooks = ['Tensorbord']"),
-    "hook that is a number": bad("hooks.0: must be dict(type=..., **options) or a callable, got 3", text="hooks = [3]"),
+    "hook that is a number": bad(
+        "hooks.0: must be dict(type=..., **options), an object or a callable, got 3", text="hooks = [3]"
+    ),
     "unknown section": bad("trian: no such key; did you mean train?", overrides="trian.steps=3"),
     "unknown key": bad(
         "train.global_batch: no such key; did you mean train.global_batch_size?", overrides="train.global_batch=3"

@@ -10,7 +10,7 @@ from pathlib import Path
 from helpers.ranks import run_ranks
 
 from colossus.config import load_config
-from colossus.config.sizes import world_size
+from colossus.config.plans import world_size
 from colossus.engine.fit import fit
 from colossus.engine.initialize import initialize
 

@@ -90,8 +90,6 @@ def test_a_folder_is_looked_at_like_a_checkpoint(tmp_path: Path, capsys: Capture
     assert "by transformers 5.0.0" in out
     assert "a folder of Hugging Face (gpt2)" in out
     assert any(line.split()[:4] == ["embedding.weight", "1", "11", "x"] for line in out.splitlines())
-    assert main(["checkpoint", "inspect", "--all", "--json", str(source)]) == 0
-    assert json.loads(capsys.readouterr().out)["tensors"]["model/norm.bias"]["shape"] == [8]
     assert convert(source, tmp_path / "ours", "--to", "colossus") == 0
     assert main(["checkpoint", "diff", str(source), str(tmp_path / "ours")]) == 0
     assert convert(source, tmp_path / "narrow", "--to", "hf", "--dtype", "bf16") == 0

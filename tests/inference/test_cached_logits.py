@@ -11,7 +11,7 @@ from helpers.inference import LENGTH, MODELS, ids_of, plain, save
 from helpers.ranks import run_ranks
 from torch import Tensor
 
-from colossus.config.sizes import world_size
+from colossus.config.plans import world_size
 from colossus.inference import Sampling, generate, load_model
 from colossus.inference.config import Source, generation_config
 from colossus.inference.decoding import Decoding

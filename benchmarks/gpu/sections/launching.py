@@ -84,7 +84,7 @@ def _doctor(device: torch.device) -> Figures:
     first = found["devices"][0]
     assert 0 < first["free_bytes"] <= first["memory_bytes"], first
     assert all(found[key] for key in ("driver", "nccl", "cuda")), found
-    return {"driver": found["driver"], "NCCL": found["nccl"], "uuid": first["uuid"], "peers": str(found["peers"])}
+    return {"driver": found["driver"], "NCCL": found["nccl"], "apart": str(found["apart"])}
 
 
 def _join(device: torch.device) -> None:

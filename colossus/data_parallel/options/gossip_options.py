@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator
 
 from colossus.config import Config
-from colossus.config.sizes import describe_sizes
+from colossus.config.plans import describe_sizes
 from colossus.data_parallel.options.strategy_options import Count, CountOrZero, PerReplicaOptions
 from colossus.graphs.graph import make_graph
 from colossus.graphs.graph_checks import problems_of

@@ -1,37 +1,36 @@
-"""What is refused before a process starts of sums in two levels, compressed sums, and averages in rounds."""
+"""What is refused before a process starts of the options of strategies, and what they say of themselves."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 from colossus.config import ConfigError, load_config
 from colossus.config.plans import strategy_options
-
-BASE: dict[str, Any] = dict(
-    model=dict(type="GPT", num_layers=2, hidden_size=24, num_heads=4, vocab_size=53, seq_len=12),
-    train=dict(steps=50, global_batch_size=12),
-)
+from colossus.launch.preflight import check_model
 
 
 def config_of(strategy: dict[str, Any], data: int = 4, **more: Any) -> Any:
     parallel = {"data": data, "strategy": strategy, **more.pop("parallel", {})}
-    train = {**BASE["train"], **more.pop("train", {})}
-    return load_config({**BASE, "parallel": parallel, "train": train}, nproc=data)
+    train = {"steps": 50, "global_batch_size": 12, **more.pop("train", {})}
+    model = dict(type="GPT", num_layers=2, hidden_size=24, num_heads=4, vocab_size=53, seq_len=12)
+    return load_config(dict(model=model, parallel=parallel, train=train, **more), nproc=data)
+
+
+def server(**options: Any) -> dict[str, Any]:
+    return dict(type="server", **options)
 
 
 @pytest.mark.parametrize(
     ("strategy", "more", "told"),
     [
         (dict(type="local_sgd", period=0), {}, "parallel.strategy.period"),
-        (dict(type="local_sgd", perod=3), {}, "period"),
         (dict(type="slowmo", slow_momentum=1.0), {}, "parallel.strategy.slow_momentum"),
         (dict(type="diloco", outer_lr=0.0), {}, "parallel.strategy.outer_lr"),
         (dict(type="all_reduce", compress="bf61"), {}, "'bf16' or 'powersgd'"),
-        (dict(type="all_reduce", compress="powersgd", rank=0), {}, "parallel.strategy.rank"),
         (dict(type="all_reduce", compress="bf16", rank=2), {}, "it is for 'powersgd'"),
-        (dict(type="all_reduce", compress="powersgd", min_compression_rate=-1.0), {}, "min_compression_rate"),
         (
             dict(type="all_reduce", compress="bf16"),
             dict(train=dict(precision=dict(compute="bf16", reduce="bf16"))),
@@ -40,7 +39,6 @@ def config_of(strategy: dict[str, Any], data: int = 4, **more: Any) -> Any:
         (dict(type="hierarchical", per_host=3), {}, "does not divide data 4: each host has as many data ranks; use 1"),
         (dict(type="hierarchical", hosts=8), {}, "does not divide data 4"),
         (dict(type="hierarchical", hosts=2, per_host=1), {}, "hosts and per_host say the same"),
-        (dict(type="hierarchical", hosts=0), {}, "parallel.strategy.hosts"),
         (dict(type="hierarchical"), dict(parallel=dict(zero=2)), "give hosts= (as --nnodes) or per_host="),
         (dict(type="hierarchical", hosts=8), dict(parallel=dict(zero=2)), "does not divide data 4"),
         (
@@ -49,13 +47,58 @@ def config_of(strategy: dict[str, Any], data: int = 4, **more: Any) -> Any:
             "ZeRO's sums are not compressed",
         ),
         (dict(type="local_sgd"), dict(parallel=dict(zero=1)), "both say what data ranks do"),
-        (dict(type="all_reduce"), dict(parallel=dict(zero=1)), "both say what data ranks do"),
+        (server(servers=0), {}, "parallel.strategy.servers"),
+        (server(server=2), {}, "did you mean parallel.strategy.servers?"),
+        (server(max_staleness=2), {}, "in mode 'sync' nothing is stale"),
+        (
+            server(mode="async", algorithm="downpour", push_every=4, max_staleness=3),
+            {},
+            "max_staleness = 3 is below push_every = 4",
+        ),
+        (
+            server(mode="async", algorithm="downpour", pull_every=5, max_staleness=4),
+            {},
+            "max_staleness = 4 is below pull_every = 5",
+        ),
+        (server(algorithm="downpour"), {}, "Downpour's workers do not wait for each other; use mode='async'"),
+        (server(mode="async", push_every=3), {}, "algorithm 'sgd' pulls and pushes in each step"),
+        (server(mode="async", algorithm="easgd", pull_every=3), {}, "every push_every steps; leave it out"),
+        (server(mode="async", beta=0.5), {}, "it is for 'easgd'"),
+        (server(prefetch=True), {}, "nothing is pulled ahead"),
+        (server(), dict(optimizer=dict(type=torch.optim.Rprop)), "optimizer.type = 'Rprop': the servers apply SGD"),
+        (server(), dict(comm=dict(timeout_seconds=2.9)), "comm.timeout_seconds = 2.9: a server can be taken for dead"),
+        (server(), dict(optimizer=dict(type="AdamW", amsgrad=True)), "the servers' Adam keeps no maxima"),
+        (server(), dict(parallel=dict(zero=2)), "zero = 2 and strategy = 'server' both say what data ranks do"),
     ],
 )
 def test_what_does_not_fit_is_told(strategy: dict[str, Any], more: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_of(strategy, **more)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        (server(), {}),
+        (server(algorithm="easgd"), {}),
+        (server(mode="async", max_staleness=0), {}),
+        (server(mode="async", algorithm="downpour", push_every=4, max_staleness=4), {}),
+        (server(mode="async", algorithm="downpour"), dict(optimizer=dict(type=torch.optim.Rprop))),
+        (server(), dict(optimizer=dict(type=torch.optim.Adagrad))),
+    ],
+)
+def test_what_fits(strategy: dict[str, Any], more: dict[str, Any]) -> None:
+    options = strategy_options(config_of({**strategy, "servers": 2}, **more))
+    assert options is not None
+    assert "2 servers" in options.describe(4)
+
+
+def test_more_servers_than_rows_are_refused_before_ranks_start() -> None:
+    # the largest numbers of rows: 4 * 24 of an MLP's weight
+    check_model(config_of(server(servers=96)))
+    with pytest.raises(ConfigError, match=r"servers = 97, but .* of one is 96; use at most 96"):
+        check_model(config_of(server(servers=97)))
 
 
 @pytest.mark.parametrize("options", [dict(hosts=2), dict(per_host=2)])

@@ -1,13 +1,16 @@
-"""What each key of a config means, read off the schema: for ``colossus config FILE --help KEY`` and reference pages."""
+"""What ``colossus config`` prints: a config as plain data and as a config file, and what each key means, read off the
+schema."""
 
 from __future__ import annotations
 
 import inspect
+import keyword
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -15,8 +18,63 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from colossus.config.errors import ConfigError, subsection
+from colossus.config.plans import model_options
 from colossus.config.schema import Config
+from colossus.config.section import Named
 from colossus.registry import MODEL_OPTIONS, STRATEGY_OPTIONS, nearest
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """The config as JSON-able data, with the defaults of the model's options filled in.
+
+    Callables are written ``"module:qualname"``, other objects ``"<module:Class>"``.
+    """
+    out = _plain(config)
+    if config.parallel.zero.stage:  # which says what the strategy is
+        del out["parallel"]["strategy"]
+    options = model_options(config)
+    if isinstance(options, BaseModel):
+        out["model"] = {"type": out["model"]["type"], **_plain(options)}
+    return out
+
+
+def as_source(config: Config) -> str:
+    """The config as a Python config file. Without callables and objects it can be loaded again."""
+    return "".join(f"{key} = {_literal(value, len(key) + 3, '')}\n" for key, value in as_dict(config).items())
+
+
+def _literal(value: Any, column: int, indent: str) -> str:
+    if not isinstance(value, dict) or not all(key.isidentifier() and not keyword.iskeyword(key) for key in value):
+        return repr(value)
+    flat = "dict(" + ", ".join(f"{key}={_literal(item, 0, '')}" for key, item in value.items()) + ")"
+    if column + len(indent) + len(flat) <= 110 and "\n" not in flat:
+        return flat
+    deeper = indent + "    "
+    lines = [f"{deeper}{key}={_literal(item, len(key) + 1, deeper)},\n" for key, item in value.items()]
+    return "dict(\n" + "".join(lines) + indent + ")"
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Named):
+        return {key: _plain(item) for key, item in value.spec().items()}
+    if isinstance(value, BaseModel):
+        return {key: _plain(getattr(value, key)) for key in type(value).model_fields}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # an array of numpy
+        return _plain(value.tolist())
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    return f"<{type(value).__module__}:{type(value).__qualname__}>"
+
+
+# -- what keys mean -----------------------------------------------------------------------------------------
 
 _WORDS: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "True or False", type(None): "None"}
 _LIMITS = {Ge: ("at least", "ge"), Gt: ("above", "gt"), Le: ("at most", "le"), Lt: ("below", "lt")}
