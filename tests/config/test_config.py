@@ -390,7 +390,7 @@ def test_batch() -> None:
         (
             {},
             dict(tensor=dict(mode="2d", size=4, shape=(2, 3))),
-            "parallel.tensor: parallel.tensor.shape: 2 x 3 = 6,",
+            "parallel.tensor: parallel.tensor.shape = (2, 3): mode 2d has 2 axes",
         ),
         (
             {},
