@@ -9,7 +9,7 @@ import torch
 
 from colossus.config import ConfigError, load_config
 from colossus.config.plans import strategy_options
-from colossus.launch.preflight import check_model
+from colossus.launch.checks import check_model
 
 
 def config_of(more: dict[str, Any], data: int = 4, **strategy: Any) -> Any:

@@ -15,7 +15,7 @@ from helpers.tokenizer import TEXT, make_tokenizer
 from colossus.config import ConfigError, load_config
 from colossus.data import PythonStdlib, TextFolder, TokenFile, build_loaders
 from colossus.data.tokenizer import DatasetTokenizer, dataset_tokenizer
-from colossus.launch.data_check import check_data
+from colossus.launch.checks import check_data
 
 
 @pytest.fixture(autouse=True)

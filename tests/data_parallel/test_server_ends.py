@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import colossus
-from colossus.launch.failure import kind_of
+from colossus.launch.failures import kind_of
 from colossus.server.frames import ServerGone
 from colossus.server.rpc_client import wait_or_name_missing
 

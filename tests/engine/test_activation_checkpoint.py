@@ -24,8 +24,8 @@ from colossus.comm.autograd import is_hooked
 from colossus.config import Config, ConfigError, load_config, resolve_sizes
 from colossus.config.training import ActivationCheckpoint
 from colossus.engine.checkpointed_modules import chosen_modules, with_activation_checkpoint
+from colossus.launch.checks import check_model
 from colossus.launch.command import describe
-from colossus.launch.preflight import check_model
 from colossus.layers.checkpointed_forward import checkpoint_module
 from colossus.layers.checkpointing import is_kept
 

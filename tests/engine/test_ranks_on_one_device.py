@@ -28,7 +28,7 @@ from colossus.config import ConfigError, load_config
 from colossus.context import groups
 from colossus.context.device import pick_device
 from colossus.context.world import choose_backend
-from colossus.launch.preflight import check_device
+from colossus.launch.checks import check_devices
 
 PLANS: dict[str, dict[str, Any]] = {
     "data 2, tensor 2": dict(data=2, tensor=2),
@@ -158,14 +158,15 @@ def test_nccl_without_a_cuda_device_is_refused_before_a_process_starts(monkeypat
         return load_config(config_of(dict(data=1), 1, "fp32", device=device, comm=dict(backend=backend)))
 
     with pytest.raises(ConfigError, match=r"comm.backend = 'nccl' joins CUDA devices, but device = 'cpu'"):
-        check_device(config("cpu", "nccl"))
+        check_devices(config("cpu", "nccl"), 1)
     with pytest.raises(ConfigError, match=r"comm.backend = 'nccl' joins CUDA devices, but torch finds none here"):
-        check_device(config("auto", "nccl"))
-    check_device(config("auto", "gloo"))
+        check_devices(config("auto", "nccl"), 1)
+    check_devices(config("auto", "gloo"), 1)
     with pytest.raises(ConfigError, match=r"comm.backend: .*'auto', 'nccl' or 'gloo'"):
         config("cpu", "mpi")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    check_device(config("auto", "nccl"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_devices(config("auto", "nccl"), 1)
     assert choose_backend("auto", "cuda") == "nccl"
     assert choose_backend("gloo", "cuda") == choose_backend("auto", "cpu") == "gloo"
     with pytest.raises(ValueError, match=r"ranks compute on cpu"):

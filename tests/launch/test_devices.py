@@ -60,7 +60,7 @@ def test_what_cuda_visible_devices_does_is_said(value: str | None, found: int, w
             *(1, None, ["parallel.data=4"], {}),
             "device: 4 processes on this machine, but 1 CUDA device here: --nproc 1 is the most, "
             "and a plan of as many processes\n  nearest plans that fit 1 process:\n    parallel.data=1\n"
-            "  or keep the plan with more machines (--nnodes 4), ranks that share a device (comm.backend='gloo')",
+            "  or keep the plan with more machines (--nnodes), ranks that share a device (comm.backend='gloo')",
         ),
         (3, "0,1,2", ["parallel.data=4"], {}, "but 3 CUDA devices here (CUDA_VISIBLE_DEVICES=0,1,2 shows 3)"),
         (1, "0,", ["parallel.data=4"], {"dry_run": True}, "(CUDA_VISIBLE_DEVICES=0, names 2, of which CUDA shows 1: "),

@@ -86,7 +86,7 @@ def test_a_killed_rank_is_named_on_all_nodes(long_run: Nodes) -> None:
     ended = [finish(launcher) for launcher in launchers]
     assert [code for code, _, _ in ended] == [1, 1]
     both = "".join(err for _, _, err in ended)
-    assert both.count("run failed: rank 1 at step") == 1
+    assert both.count("run failed: rank 1 near step") == 1
     assert both.count("rank 1 (data 1) was killed by SIGKILL") == 2
     assert both.count("rank 0 stopped because rank 1 went away.") == 1
 

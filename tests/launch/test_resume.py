@@ -25,7 +25,7 @@ from helpers.launching import (
     wait_for,
 )
 
-from colossus.launch import failure, processes, stop
+from colossus.launch import agent, failures, stop
 
 #: of a row, what depends on the run and not on the machine
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
@@ -45,8 +45,8 @@ def stop_at(process: Process, folder: Path, rows: int, signum: int) -> tuple[int
 @pytest.mark.long
 def test_a_stop_waits_for_a_slow_disk_but_not_for_a_stuck_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "GRACE_SECONDS", 0.5)  # of the forked launcher and ranks, too
-    monkeypatch.setattr(processes, "KILL_SECONDS", 1.0)
-    monkeypatch.setattr(processes, "SAY_SECONDS", 0.5)
+    monkeypatch.setattr(agent, "KILL_SECONDS", 1.0)
+    monkeypatch.setattr(agent, "SAY_SECONDS", 0.5)
     command = [*LAUNCH, "--run-dir", "run", "train.steps=100000", "checkpoint.every=50000"]
     code, out, err = stop_at(start(command, tmp_path, **SLOW, TROUBLE="slow disk"), tmp_path / "run", 1, signal.SIGTERM)
     saved = rows_of(tmp_path / "run")[-1]["step"]
@@ -60,7 +60,7 @@ def test_a_stop_waits_for_a_slow_disk_but_not_for_a_stuck_rank(tmp_path: Path, m
     assert "stopped by SIGTERM after step 2" in out
     assert "did not reach the end of its step within 1 s and was ended" in err
     assert "the latest checkpoint is hung/checkpoints/step-00000002, " in out
-    assert "stuck" in {record.kind for record in failure.read_all(tmp_path / "hung")}
+    assert "stuck" in {record.kind for record in failures.read_all(tmp_path / "hung")}
 
 
 def test_a_stop_whose_save_cannot_be_complete_is_a_failure(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def _make(root: Path, gate: str, answers: str) -> None:
     run_folder.time.strftime = lambda form: "20260101-000000"  # type: ignore[assignment]
     while not os.path.exists(gate):
         pass
-    Path(answers, str(os.getpid())).write_text(str(run_folder.make_default_folder("sweep", root)))
+    Path(answers, str(os.getpid())).write_text(str(run_folder.default_folder("sweep", root, make=True)))
 
 
 def test_launches_in_one_second_have_a_folder_each(tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from colossus.launch import processes, rank_files, stop
+from colossus.launch import agent, stop
+from colossus.launch.agent import RankProcesses
 from colossus.launch.outcome import Outcome
-from colossus.launch.processes import RankProcesses
-from colossus.launch.rank_files import RankFiles
-from colossus.launch.stop import STOP_SIGNALS, StopSignals, exit_code
+from colossus.launch.stop import STOP_SIGNALS, RankFiles, StopSignals, exit_code, made_rank_files
 
 
 def test_exit_codes() -> None:
@@ -152,16 +151,18 @@ class Ranks:
 
     def end(self, can_save: bool = True) -> dict[int, int]:
         """Exit codes."""
-        RankProcesses(self._processes, self.outcome, self.files).end_all(signal.SIGTERM, lambda: can_save)
+        processes = RankProcesses(self.outcome, self.files)
+        processes.all |= self._processes
+        processes.end_all(signal.SIGTERM, lambda: can_save)
         return {number: ended.code for number, ended in self.outcome.exits.items()}
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ranks]:
     """With little patience; the signal handlers of the tests come back."""
-    monkeypatch.setattr(processes, "KILL_SECONDS", 1.0)
-    monkeypatch.setattr(processes, "SAY_SECONDS", 0.3)
-    monkeypatch.setattr(processes, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(agent, "KILL_SECONDS", 1.0)
+    monkeypatch.setattr(agent, "SAY_SECONDS", 0.3)
+    monkeypatch.setattr(agent, "AGAIN_SECONDS", 0.1)
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     yield Ranks(tmp_path)
     for signum, handler in before.items():
@@ -198,7 +199,7 @@ def test_ranks_are_told_when_there_is_nothing_to_wait_for(ranks: Ranks, reason: 
 
 def test_a_rank_that_has_finished_may_take_its_time_to_exit(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is killed while Python takes itself apart ends as it has said: 143 after a stop, 0 at the last step."""
-    monkeypatch.setattr(processes, "KILL_SECONDS", 0.2)
+    monkeypatch.setattr(agent, "KILL_SECONDS", 0.2)
     for number in range(3):
         ranks.start(number, deaf=True)
     ranks.files.finish(0, 143)
@@ -207,7 +208,7 @@ def test_a_rank_that_has_finished_may_take_its_time_to_exit(ranks: Ranks, monkey
 
 
 def test_what_a_terminal_sends_to_all_is_no_second_stop(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "AGAIN_SECONDS", 5.0)
+    monkeypatch.setattr(agent, "AGAIN_SECONDS", 5.0)
     ranks.start(0, beats=1.0)
     sent = [
         threading.Timer(seconds, os.kill, (os.getpid(), signum))
@@ -221,13 +222,15 @@ def test_what_a_terminal_sends_to_all_is_no_second_stop(ranks: Ranks, monkeypatc
     assert not ranks.files.is_hurried()
 
 
-def test_ranks_and_launcher_tell_each_other_things_through_files() -> None:
-    alone = rank_files.of_this_rank()  # without a launcher nobody asks
+def test_ranks_and_launcher_tell_each_other_things_through_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLOSSUS_RANK_FILES", raising=False)
+    alone = RankFiles()  # without a launcher nobody asks
     alone.beat(3)
     alone.finish(3, 0)
     assert not alone.is_hurried()
-    with rank_files.made() as files:
-        mine = rank_files.of_this_rank()
+    monkeypatch.setenv("COLOSSUS_RANK_FILES", "set back")
+    with made_rank_files() as files:
+        mine = RankFiles()
         assert (files.last_beat(3), files.finished_code(3)) == (None, None)
         mine.beat(3)
         mine.finish(3, 143)
