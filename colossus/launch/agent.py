@@ -158,8 +158,7 @@ class _Agent:
         outcome.folder, resume = self._agree_on_folder()
         if launch.servers:
             self._servers.start(launch.servers, outcome.folder, launch.server_timeout_seconds, self._nodes)
-        resumed = ["--resume", resume] if resume is not None else []
-        words = ("-m", "colossus.launch.worker", "--run-dir", str(outcome.folder), *resumed, *launch.words)
+        words = ("-m", "colossus.launch.worker", str(outcome.folder), resume or "", *launch.words)
         variables = {  # as torchrun sets them
             "WORLD_SIZE": str(launch.nodes * launch.local_ranks),
             "LOCAL_WORLD_SIZE": str(launch.local_ranks),

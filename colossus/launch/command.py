@@ -10,8 +10,8 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from colossus import machine
 from colossus.arithmetic import factors
@@ -26,9 +26,6 @@ from colossus.launch.resume import Origin, choose
 from colossus.launch.servers import describe_servers, num_servers
 from colossus.launch.stop import LAUNCHER_PID
 from colossus.launch.worker import run_worker
-
-#: no machine has cores for more; what asks for them is a slip of the keyboard
-_MOST_LOCAL_RANKS = 4096
 
 
 def run(
@@ -69,12 +66,9 @@ def run(
         grid = build_grid(config.parallel)
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
 
-        def where() -> Origin:
-            return choose(config, overrides, run_dir=run_dir, resume=resume)
-
-        origin = None
-        if nnodes == 1 or dry_run:  # else the first node looks, whichever that will be
-            origin = where()
+        where = partial(choose, config, overrides, run_dir=run_dir, resume=resume)
+        origin = where() if nnodes == 1 or dry_run else None  # else the first node looks, whichever that will be
+        if origin is not None:
             origin.check()
         check_devices(config, local_ranks, nnodes)
         model = check_model(config)
@@ -117,44 +111,25 @@ def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
     Raises:
         ConfigError: when SLURM's variables cannot be understood.
     """
-    if all(name in environ for name in slurm.RANK_VARIABLES):
-        return {name: environ[name] for name in (*slurm.RANK_VARIABLES, "LOCAL_WORLD_SIZE") if name in environ}
-    if slurm.is_task(environ):
-        try:
-            return slurm.torch_variables(environ)
-        except ValueError as error:
-            raise ConfigError(f"srun: {error}") from None
-    return None
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if all(name in environ for name in needed):
+        return {name: environ[name] for name in (*needed, "LOCAL_WORLD_SIZE") if name in environ}
+    return slurm.torch_variables(environ) if slurm.is_task(environ) else None
 
 
 def _local_ranks(world_size: int, nnodes: int, endpoint: str | None) -> int:
     if nnodes > 1 and not endpoint:
-        raise ConfigError(
-            f"--nnodes {nnodes} needs --rdzv-endpoint host:port, the same on every node: a host among them, "
-            f"by a name that all can resolve, and a free port there"
-        )
-    if nnodes > 1 and not _is_endpoint(endpoint or ""):
+        raise ConfigError(f"--nnodes {nnodes} needs --rdzv-endpoint host:port: one of the nodes, and a free port there")
+    host, _, port = (endpoint or "").rpartition(":")
+    if nnodes > 1 and not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"--rdzv-endpoint {endpoint}: must be host:port, with a port between 1 and 65535")
     if world_size % nnodes:
         raise ConfigError(
-            f"--nnodes {nnodes}: {world_size} processes cannot be shared out equally among {nnodes} nodes; "
-            f"change the plan, or start the ranks with torchrun"
+            f"--nnodes {nnodes}: {world_size} processes cannot be shared out equally among {nnodes} nodes"
         )
-    local_ranks = world_size // nnodes
-    if local_ranks > _MOST_LOCAL_RANKS:
-        raise ConfigError(
-            f"{local_ranks} processes on one node are more than {_MOST_LOCAL_RANKS}: start the run on several nodes "
-            f"(--nnodes), or choose a smaller plan; `colossus show` shows one of any size"
-        )
-    return local_ranks
-
-
-def _is_endpoint(text: str) -> bool:
-    try:
-        parts = urlsplit(f"//{text}")
-        return bool(parts.hostname) and parts.port != 0 and parts.netloc == text
-    except ValueError:
-        return False
+    if world_size // nnodes > 4096:  # no machine has cores for more
+        raise ConfigError(f"{world_size // nnodes} processes on one node are more than 4096: choose a smaller plan")
+    return world_size // nnodes
 
 
 def _join(

@@ -41,21 +41,6 @@ class RankExit:
         return self.code == 0 and not self.is_early
 
 
-@dataclass(frozen=True)
-class ServerFailure:
-    """A parameter server that ended by itself.
-
-    Attributes:
-        code: exit code; negative is the number of the signal that killed it.
-    """
-
-    index: int
-    host: str
-    pid: int
-    code: int
-    log: str
-
-
 @dataclass
 class NodeEnd:
     """How the ranks of one node ended, as its launcher tells the others.
@@ -64,13 +49,13 @@ class NodeEnd:
         exits: global rank -> how its process ended.
         signum: the signal its launcher received, None when there was none.
         records: of its ranks that failed.
-        server: its parameter server whose failure has ended the run.
+        server: how the parameter server of it has ended that has ended the run, in words.
     """
 
     exits: dict[int, RankExit] = field(default_factory=dict)
     signum: int | None = None
     records: Sequence[FailureRecord] = ()
-    server: ServerFailure | None = None
+    server: str | None = None
 
     @property
     def is_good(self) -> bool:

@@ -15,7 +15,7 @@ from colossus.config import Config
 from colossus.context.grid import RankGrid
 from colossus.launch import failures, run_folder
 from colossus.launch.failures import FailureRecord
-from colossus.launch.outcome import Cause, Outcome, ServerFailure, rank_causes, stop_code
+from colossus.launch.outcome import Cause, Outcome, rank_causes, stop_code
 from colossus.launch.recordings import ranks_in_words, who_is_missing
 from colossus.launch.stop import exit_code
 
@@ -47,7 +47,8 @@ def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
     if code is not None:
         print(stopped_line(folder, config, signum))
     if server is not None:
-        _print(server_block(server, folder))
+        lines = [server, "Parameters live at the servers, so the workers were stopped."]
+        _print(_framed(server.split(" (")[0], lines, folder))
     elif code is not None:
         return _code_of_stop(outcome, code, found, config, grid)
     elif outcome.gone and not has_culprit:
@@ -168,17 +169,6 @@ def _at_step(causes: Sequence[Cause]) -> str:
     return f" {'at' if own else 'near'} step {record.step}"
 
 
-def server_block(server: ServerFailure, folder: Path | None) -> str:
-    """What is said of a run that a server's end has ended."""
-    if server.code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
-        how = "ended before the workers had, as if it had been told to"
-    else:
-        how = f"ended with exit code {server.code}" if server.code > 0 else _describe_death(server.code)
-    name = f"server {server.index} (host {server.host}, process {server.pid})"
-    lines = [f"{name} {how}", f"log: {server.log}", "Parameters live at the servers, so the workers were stopped."]
-    return _framed(f"server {server.index}", lines, folder)
-
-
 def one_line(record: FailureRecord, folder: Path | None) -> str:
     """What a rank that is not the culprit says when no launcher of ours collects the records."""
     how = "stopped because another rank went away" if record.kind == "communication" else "failed too"
@@ -196,7 +186,7 @@ def _describe_failure(cause: Cause) -> str:
     record = cause.record
     if cause.kind == "death":
         assert cause.exit is not None
-        return _describe_death(cause.exit.code)
+        return describe_death(cause.exit.code)
     if cause.kind == "stuck":
         message = record.message if record is not None else "answered no signal and had to be killed"
         return f"{message}: it was busy or stopped while the other ranks waited for it"
@@ -218,10 +208,10 @@ _DEATHS = {
 }
 
 
-def _describe_death(code: int) -> str:
+def describe_death(code: int) -> str:
     """How a process ended that was not told to: ``was killed by SIGKILL: ...``"""
     if code == 0:
-        return "ended with exit code 0 before its training was through (os._exit(0) in the model or in a library?)"
+        return "ended with exit code 0 before training was through (os._exit(0) in the model or in a library?)"
     if code > 0:
         return f"ended with exit code {code} without an exception (os._exit or a native library?)"
     known = {each.value: each.name for each in signal.Signals}

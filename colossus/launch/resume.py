@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import checkpoints, find_latest, locate, root_of
@@ -26,13 +26,9 @@ AUTO = "auto"
 _RUN_FOLDER = "run-folder"
 
 
-@dataclass(frozen=True)
-class RunStart:
-    """The folder of a run that begins; it is its own until the ``locks`` are closed.
-
-    Attributes:
-        resume: what the ranks load: "auto", the latest checkpoint; a folder; None where they begin at the first step.
-    """
+class RunStart(NamedTuple):
+    """The folder of a run that begins, its own until the ``locks`` are closed, and what the ranks load: "auto", the
+    latest checkpoint; a folder; None where they begin at the first step."""
 
     folder: Path
     resume: str | None
@@ -131,8 +127,7 @@ class Origin:
         if self.checkpoint is None:
             return "nothing: begins at step 1"
         manifest = read_manifest(self.checkpoint)
-        plan = manifest.plan.get("text", "an unknown plan")
-        return f"step {manifest.step} of {self.checkpoint}, saved under {plan}"
+        return f"step {manifest.step} of {self.checkpoint}, saved under {manifest.plan.get('text', 'an unknown plan')}"
 
 
 def choose(config: Config, overrides: Sequence[str], *, run_dir: str | None = None, resume: bool = False) -> Origin:
@@ -179,10 +174,9 @@ def choose(config: Config, overrides: Sequence[str], *, run_dir: str | None = No
 
 def _run_folder_of(root: Path) -> Path | None:
     """The run folder of the run that has last saved here, None where it is not known or not there any more."""
-    with contextlib.suppress(OSError, UnicodeDecodeError, ValueError):
+    with contextlib.suppress(OSError, ValueError):
         known = (root / _RUN_FOLDER).read_text().strip()
-        if known and os.path.isdir(known):
-            return Path(known)
+        return Path(known) if known and os.path.isdir(known) else None
     return None
 
 

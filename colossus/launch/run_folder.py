@@ -42,8 +42,7 @@ def default_folder(name: str, root: Path = Path("runs"), *, make: bool = False) 
             continue
         if make:
             try:
-                root.mkdir(parents=True, exist_ok=True)
-                folder.mkdir()
+                folder.mkdir(parents=True)
             except OSError as error:
                 if folder.exists():
                     continue

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from colossus.config import Config
 from colossus.config.plans import strategy_options
-from colossus.launch.outcome import ServerFailure
+from colossus.launch.report import describe_death
 from colossus.server.process import ServerProcess, new_token, write_environment
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Servers:
     def __init__(self) -> None:
         self._here: dict[int, ServerProcess] = {}
         self._logs = Path()
-        self._failure: ServerFailure | None = None
+        self._failure: str | None = None
 
     def start(self, number: int, folder: Path, timeout_seconds: float, nodes: Nodes | None) -> None:
         """Start those of this node; the workers that are started then find all by variables. All nodes at once.
@@ -86,12 +86,13 @@ class Servers:
     def _log_of(self, index: int) -> Path:
         return self._logs / f"server{index}.log"
 
-    def failure(self) -> ServerFailure | None:
-        """The first server of this node that has ended by itself."""
+    def failure(self) -> str | None:
+        """How the first server of this node has ended that did so by itself, in words."""
         for index, server in self._here.items():
             if self._failure is None and not server.alive:
-                code, log = server.returncode or 0, str(self._log_of(index))
-                self._failure = ServerFailure(index, socket.gethostname(), server.process, code, log)
+                how, name = describe_death(server.returncode or 0), socket.gethostname()
+                log = f"its log: {self._log_of(index)}"
+                self._failure = f"server {index} (host {name}, process {server.process}) {how}\n{log}"
         return self._failure
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The worker process: ``python -m colossus.launch.worker [--run-dir DIR] CONFIG [section.key=value ...]``.
+"""The worker process: ``python -m colossus.launch.worker RUN_DIR CHECKPOINT CONFIG [section.key=value ...]``.
 
 One per rank. The launcher starts it with the variables torchrun would set; under torchrun and srun the command
 itself runs ``run_worker`` in their process.
@@ -6,7 +6,6 @@ itself runs ``run_worker`` in their process.
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import os
 import sys
@@ -27,14 +26,9 @@ from colossus.launch.stop import LAUNCHER_PID, RankFiles, StopSignals, exit_code
 from colossus.registry import HOOKS
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m colossus.launch.worker")
-    parser.add_argument("config")
-    parser.add_argument("--run-dir")
-    parser.add_argument("--resume")
-    parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args(arguments)
-    return run_worker(given.config, given.overrides, run_dir=given.run_dir, resume=given.resume)
+def main(arguments: Sequence[str]) -> int:
+    run_dir, resume, config, *overrides = arguments
+    return run_worker(config, overrides, run_dir=run_dir, resume=resume or None)
 
 
 def run_worker(
@@ -188,4 +182,4 @@ def _agree_on_folder(run: RankRun, engine: Any, origin: Callable[[], Origin]) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

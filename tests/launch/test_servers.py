@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from colossus.launch.failures import FailureRecord
-from colossus.launch.outcome import NodeEnd, Outcome, RankExit, ServerFailure
-from colossus.launch.report import server_block
+from colossus.launch.outcome import NodeEnd, Outcome, RankExit
 from colossus.launch.servers import describe_servers, servers_of_nodes
 
 CONFIG = Path(__file__).parents[1] / "helpers" / "launched" / "served.py"
@@ -125,24 +124,12 @@ def test_where_servers_are_in_words(number: int, nnodes: int, words: str) -> Non
     assert describe_servers(number, nnodes) == words
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (-9, "was killed by SIGKILL: out of memory is the most likely"),
-        (0, "ended before the workers had, as if it had been told to"),
-    ],
-)
-def test_how_a_server_ended_in_words_also_on_other_nodes(code: int, words: str) -> None:
-    failure = ServerFailure(2, "a", 5, code, "logs/server2.log")
-    block = server_block(failure, Path("run"))
-    assert f"server 2 (host a, process 5) {words}" in block
-    assert "log: logs/server2.log" in block
-    assert "run folder: run" in block
-    record = FailureRecord(0, "error", "E", "m", "t", progress=[("data", 1, "all_reduce", "model.py:3", True)])
+def test_how_a_node_has_ended_is_the_same_on_the_others() -> None:
     told = TypeAdapter(NodeEnd)
-    mine = Outcome({3: RankExit(1)}, None, [record], failure, folder=Path("run"))
+    record = FailureRecord(0, "error", "E", "m", "t", progress=[("data", 1, "all_reduce", "model.py:3", True)])
+    mine = Outcome({3: RankExit(1)}, None, [record], "server 2 (host a, process 5) was killed", folder=Path("run"))
     end = told.validate_json(told.dump_json(mine))
-    assert (end.exits, end.server, end.is_good, type(end)) == (mine.exits, failure, False, NodeEnd)
+    assert (end.exits, end.server, end.is_good, type(end)) == (mine.exits, mine.server, False, NodeEnd)
     assert end.records[0].time == record.time
 
 
