@@ -14,18 +14,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
-from colossus.config import ConfigError
+from colossus.config import Config, ConfigError
 from colossus.launch import failures
 from colossus.launch.nodes import Nodes
 from colossus.launch.outcome import Outcome, RankExit
 from colossus.launch.resume import RunStart
-from colossus.launch.servers import Servers
+from colossus.launch.servers import Servers, num_servers
 from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS, RankFiles, made_rank_files
 
 RECORD_SECONDS = 0.5
@@ -43,30 +42,23 @@ AGAIN_SECONDS = 1.0
 _LOOK_SECONDS = 0.1
 
 
-@dataclass(frozen=True)
-class NodeLaunch:
-    """What the launcher of one node is to run.
+def run_workers(
+    words: Sequence[str],
+    config: Config,
+    begin: Callable[[], RunStart],
+    *,
+    local_ranks: int,
+    nodes: int = 1,
+    endpoint: str | None = None,
+) -> Outcome:
+    """Start this node's workers and wait until all have ended.
 
-    Attributes:
+    Args:
         words: of the command: the config file and overrides.
+        config: the same, resolved.
         begin: makes the run folder, and says from which checkpoint the run goes on. Called on the first node.
         local_ranks: of each node.
         endpoint: ``host:port`` where the nodes meet; needed when there are several.
-        servers: parameter servers of the run.
-        server_timeout_seconds: of silence after which a server gives up a worker.
-    """
-
-    words: Sequence[str]
-    begin: Callable[[], RunStart]
-    local_ranks: int
-    nodes: int
-    endpoint: str | None
-    servers: int
-    server_timeout_seconds: float
-
-
-def run_workers(launch: NodeLaunch) -> Outcome:
-    """Start this node's workers and wait until all have ended.
 
     Raises:
         RuntimeError: when the nodes do not meet (elastic's RendezvousError).
@@ -75,9 +67,9 @@ def run_workers(launch: NodeLaunch) -> Outcome:
     outcome = Outcome()
     with _signals_raise(), made_rank_files() as files:
         try:
-            agent = _Agent(launch, outcome, files)
+            agent = _Agent(begin, outcome, files)
             try:
-                agent.run()
+                agent.run(words, config, local_ranks, nodes, endpoint)
             finally:
                 agent.conclude()
         except _Stopped as stop:
@@ -123,18 +115,18 @@ def start_process(words: Sequence[str], variables: Mapping[str, str]) -> Any:
 
 
 class _Agent:
-    def __init__(self, launch: NodeLaunch, outcome: Outcome, files: RankFiles) -> None:
-        self._launch, self._outcome = launch, outcome
+    def __init__(self, begin: Callable[[], RunStart], outcome: Outcome, files: RankFiles) -> None:
+        self._begin, self._outcome = begin, outcome
         self._processes = RankProcesses(outcome, files)
         self._nodes: Nodes | None = None
         self._servers = Servers()
         self._started: RunStart | None = None
 
-    def run(self) -> None:
+    def run(self, words: Sequence[str], config: Config, local_ranks: int, nodes: int, endpoint: str | None) -> None:
         """Start the ranks, and wait until all have ended."""
         outcome = self._outcome
         try:
-            self._start()
+            self._start(words, config, local_ranks, nodes, endpoint)
             while not self._is_over():
                 time.sleep(_LOOK_SECONDS)
             deadline = time.monotonic() + RECORD_SECONDS
@@ -147,42 +139,43 @@ class _Agent:
         signum = outcome.signum or signal.SIGTERM
         self._processes.end_all(signum, lambda: not self._others_have_failed(but_stops=True))
 
-    def _start(self) -> None:
-        launch, outcome = self._launch, self._outcome
-        if launch.nodes > 1:
-            nodes = self._nodes = Nodes(launch.endpoint or "", launch.nodes, launch.local_ranks)
-            node, (address, port), is_shared = nodes.node, nodes.store_address, nodes.has_shared_store
+    def _start(self, words: Sequence[str], config: Config, local_ranks: int, nodes: int, endpoint: str | None) -> None:
+        if nodes > 1:
+            met = self._nodes = Nodes(endpoint or "", nodes, local_ranks)
+            node, (address, port), is_shared = met.node, met.store_address, met.has_shared_store
         else:  # the kernel picks a free port
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             node, address, port, is_shared = 0, "127.0.0.1", self._store.port, True
-        outcome.folder, resume = self._agree_on_folder()
-        if launch.servers:
-            self._servers.start(launch.servers, outcome.folder, launch.server_timeout_seconds, self._nodes)
-        words = ("-m", "colossus.launch.worker", str(outcome.folder), resume or "", *launch.words)
+        folder, resume = self._agree_on_folder()
+        self._outcome.folder = folder
+        if number := num_servers(config, nodes):
+            self._servers.start(number, folder, config.comm.timeout_seconds, self._nodes)
+        command = ("-m", "colossus.launch.worker", str(folder), resume or "", *words)
         variables = {  # as torchrun sets them
-            "WORLD_SIZE": str(launch.nodes * launch.local_ranks),
-            "LOCAL_WORLD_SIZE": str(launch.local_ranks),
+            "WORLD_SIZE": str(nodes * local_ranks),
+            "LOCAL_WORLD_SIZE": str(local_ranks),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "colossus",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_USE_AGENT_STORE": str(is_shared),
         }
-        for local in range(launch.local_ranks):
-            rank = node * launch.local_ranks + local
-            self._processes.all[rank] = start_process(words, {**variables, "RANK": str(rank), "LOCAL_RANK": str(local)})
+        for local in range(local_ranks):
+            rank = node * local_ranks + local
+            of_rank = {**variables, "RANK": str(rank), "LOCAL_RANK": str(local)}
+            self._processes.all[rank] = start_process(command, of_rank)
         if self._nodes is not None:
             self._nodes.watch()
 
     def _agree_on_folder(self) -> tuple[Path, str | None]:
         """The run folder, and what the ranks resume from; the first node makes the folder."""
         if self._nodes is None:
-            self._started = self._launch.begin()
+            self._started = self._begin()
             return self._started.folder, self._started.resume
 
         def begin() -> tuple[str, str | None, Sequence[str]]:
             try:
-                self._started = self._launch.begin()
+                self._started = self._begin()
             except ConfigError as error:
                 return "", None, error.problems
             return str(self._started.folder.resolve()), self._started.resume, []

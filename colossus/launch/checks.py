@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import colossus
 from colossus.checkpoint.errors import CheckpointError
@@ -42,8 +41,7 @@ def check_given(config: Config) -> None:
 # -- schedule and model ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ModelInfo:
+class ModelInfo(NamedTuple):
     """Number of parameters of the model and of rank 0's shards of it, and a line for each pipeline stage.
 
     What rank 0 holds is None where the run decides it, which looks at the data first (owners of tables).

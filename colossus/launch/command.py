@@ -66,7 +66,7 @@ def run(
         grid = build_grid(config.parallel)
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
 
-        where = partial(choose, config, overrides, run_dir=run_dir, resume=resume)
+        where = partial(choose, config, run_dir=run_dir, resume=resume)
         origin = where() if nnodes == 1 or dry_run else None  # else the first node looks, whichever that will be
         if origin is not None:
             origin.check()
@@ -82,18 +82,11 @@ def run(
     _prepare_environment(local_ranks, nnodes)
     try:
         # torch's elastic is imported here: everything above answers without it
-        from colossus.launch.agent import NodeLaunch, run_workers
+        from colossus.launch.agent import run_workers
 
+        begin = origin.take if origin is not None else lambda: where().take()
         outcome = run_workers(
-            NodeLaunch(
-                [config_path, *overrides],
-                begin=origin.take if origin is not None else lambda: where().take(),
-                local_ranks=local_ranks,
-                nodes=nnodes,
-                endpoint=rdzv_endpoint,
-                servers=num_servers(config, nnodes),
-                server_timeout_seconds=config.comm.timeout_seconds,
-            )
+            [config_path, *overrides], config, begin, local_ranks=local_ranks, nodes=nnodes, endpoint=rdzv_endpoint
         )
     except ConfigError as error:  # the run folder, of the first node
         print(f"colossus: {error}", file=sys.stderr)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -130,12 +129,12 @@ class Origin:
         return f"step {manifest.step} of {self.checkpoint}, saved under {manifest.plan.get('text', 'an unknown plan')}"
 
 
-def choose(config: Config, overrides: Sequence[str], *, run_dir: str | None = None, resume: bool = False) -> Origin:
+def choose(config: Config, *, run_dir: str | None = None, resume: bool = False) -> Origin:
     """Where a launch begins.
 
     ``--resume`` and ``checkpoint.resume = "auto"`` look for the latest checkpoint: of ``run_dir``, else in
-    ``checkpoint.dir``, else of the newest run of this name that has one. A folder in ``checkpoint.resume`` begins a
-    run of its own.
+    ``checkpoint.dir``, else of the newest run of this name that has one. Without ``--resume`` a folder in
+    ``checkpoint.resume`` begins a run of its own.
 
     Args:
         run_dir: of ``--run-dir``.
@@ -146,11 +145,6 @@ def choose(config: Config, overrides: Sequence[str], *, run_dir: str | None = No
     """
     wanted = config.checkpoint.resume
     given = Path(run_dir) if run_dir is not None else None
-    if resume and wanted not in (None, AUTO) and any(text.startswith("checkpoint.resume=") for text in overrides):
-        raise ConfigError(
-            f"--resume goes on with the latest checkpoint of the run, checkpoint.resume={wanted} begins a new run from "
-            f"that one: give one of them"
-        )
     if not resume and wanted != AUTO:
         return Origin(config, given, _named(wanted))
     found, folder, is_own, name = None, None, True, config.name or "run"

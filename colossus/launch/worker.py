@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def run_worker(
     try:
         config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
         run.config, run.grid = config, build_grid(config.parallel)
-        code = _train(run, config, lambda: choose(config, overrides, run_dir=run_dir, resume=bool(resume)))
+        code = _train(run, config, partial(choose, config, run_dir=run_dir, resume=bool(resume)))
         files.finish(rank, code)
     except BaseException as error:
         code = fail(run, error)

@@ -28,7 +28,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
-    def refuse(*arguments: object) -> int:
+    def refuse(*arguments: object, **options: object) -> int:
         raise AssertionError("a process would have been started")
 
     monkeypatch.setattr(agent, "run_workers", refuse)

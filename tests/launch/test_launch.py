@@ -29,7 +29,7 @@ from helpers.launching import (
     wait_for,
 )
 
-from colossus.launch import command, failures, run_folder
+from colossus.launch import command, failures
 
 # -- a run that goes well -------------------------------------------------------------------------------------
 
@@ -243,34 +243,19 @@ def test_config_errors_exit_with_2(
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_nproc_that_contradicts_torchrun_exits_with_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert command.run(str(TINY), [], nproc=4) == 2
-    assert "leave --nproc out" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize(
     ("rank", "local_rank", "where"), [("0", "0", ""), ("2", "0", " (rank 2 on "), ("3", "1", None)]
 )
 def test_under_torchrun_a_bad_config_is_told_once_on_each_node(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    rank: str,
-    local_rank: str,
-    where: str | None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, local_rank: str, where: str | None
 ) -> None:
     for name, value in {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": local_rank}.items():
         monkeypatch.setenv(name, value)
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    assert command.run("absent.py", []) == 2
-    err = capsys.readouterr().err
-    assert ("no such file: absent.py" in err) == (where is not None)
-    assert (where or "") in err
+    for file, nproc, words in (("absent.py", None, "no such file: absent.py"), (str(TINY), 8, "leave --nproc out")):
+        assert command.run(file, [], nproc=nproc) == 2
+        err = capsys.readouterr().err
+        assert (words in err) == (where is not None)
+        assert (where or "") in err
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -286,12 +271,6 @@ def test_a_dry_run_says_everything_and_starts_nothing(capsys: pytest.CaptureFixt
 
 
 # -- the run folder -------------------------------------------------------------------------------------------
-
-
-def test_the_last_metrics_are_the_last_whole_row(tmp_path: Path) -> None:
-    assert run_folder.last_metrics(tmp_path) is None
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert run_folder.last_metrics(tmp_path) == {"step": 2}
 
 
 def test_config_errors_need_no_torch() -> None:

@@ -103,16 +103,6 @@ def test_ranks_that_do_not_communicate_end_with_the_other_node(tmp_path: Path) -
     assert all("rank 1 (data 1) was killed by SIGKILL" in err for _, _, err in ended)
 
 
-@pytest.mark.long
-def test_a_stop_before_training_stops_the_other_node(tmp_path: Path) -> None:
-    launchers = start_nodes(tmp_path, TROUBLE="slow start")
-    wait_for(lambda: len(list(tmp_path.glob("*/building"))) == 2, *(launcher.pid for launcher in launchers))
-    launchers[0].send_signal(signal.SIGTERM)
-    ended = [finish(launcher) for launcher in launchers]
-    assert [(code, err) for code, _, err in ended] == [(143, "")] * 2
-    assert all(out.startswith("stopped by SIGTERM before the first step was complete") for _, out, _ in ended)
-
-
 def test_two_nodes_train_to_the_end_or_none_begins(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     ended = [finish(launcher) for launcher in start_nodes(tmp_path, "--run-dir", run)]

@@ -20,7 +20,6 @@ from helpers.launching import (
     launch,
     rows_of,
     start,
-    start_nodes,
     start_slurm_tasks,
     wait_for,
 )
@@ -197,24 +196,3 @@ def test_a_job_that_slurm_requeues_goes_on(tmp_path: Path) -> None:
     assert [code for code, _, _ in ended] == [2, 2]
     assert "--resume: there is no checkpoint in nowhere/checkpoints" in ended[0][2]
     assert ended[1][2] == ""
-
-
-@pytest.mark.long
-def test_two_nodes_resume_what_the_first_one_finds(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    overrides = ["--run-dir", str(run), "train.steps=40", "checkpoint.every=4"]
-    (tmp_path / "first").mkdir()
-    nodes = start_nodes(tmp_path / "first", *overrides, **SLOW)
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(rows_of(run)) > 5, *(node.pid for node in nodes))
-    nodes[1].send_signal(signal.SIGTERM)
-    assert [finish(node)[0] for node in nodes] == [143, 143]
-    saved = rows_of(run)[-1]["step"]
-    (tmp_path / "second").mkdir()
-    ended = [finish(node) for node in start_nodes(tmp_path / "second", *overrides, "--resume")]
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    assert f"at step {saved}, saved under data 2" in ended[0][1] + ended[1][1]
-    assert [row["step"] for row in rows_of(run)] == list(range(1, 41))
-    (tmp_path / "third").mkdir()
-    ended = [finish(node) for node in start_nodes(tmp_path / "third", "--run-dir", str(tmp_path / "no"), "--resume")]
-    assert [code for code, _, _ in ended] == [2, 2]
-    assert all("--resume: there is no checkpoint in " in err for _, _, err in ended)
