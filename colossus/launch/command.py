@@ -117,9 +117,7 @@ def _local_ranks(world_size: int, nnodes: int, endpoint: str | None) -> int:
     if nnodes > 1 and not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"--rdzv-endpoint {endpoint}: must be host:port, with a port between 1 and 65535")
     if world_size % nnodes:
-        raise ConfigError(
-            f"--nnodes {nnodes}: {world_size} processes cannot be shared out equally among {nnodes} nodes"
-        )
+        raise ConfigError(f"--nnodes {nnodes}: {world_size} processes cannot be shared equally among the nodes")
     if world_size // nnodes > 4096:  # no machine has cores for more
         raise ConfigError(f"{world_size // nnodes} processes on one node are more than 4096: choose a smaller plan")
     return world_size // nnodes

@@ -217,7 +217,7 @@ def test_a_culprit_that_is_slower_than_its_victims_is_named(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("overrides", "options", "message"),
     [
-        ([], {"nnodes": 3, "rdzv_endpoint": "a:1"}, "2 processes cannot be shared equally among 3 nodes"),
+        ([], {"nnodes": 3, "rdzv_endpoint": "a:1"}, "2 processes cannot be shared equally among the nodes"),
         ([], {"nnodes": 0}, "there is at least one node"),
         ([], {"run_dir": "a" * 300}, "cannot be used: File name too long"),
         (["parallel.data=1000000000", "train.global_batch_size=1000000000"], {}, "on one node are more than 4096"),
