@@ -12,7 +12,7 @@ from colossus.cli.parser import OVERRIDES, Parser, load
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import describe_plan, describe_processes, name_of, strategy_options, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
-from colossus.launch.preflight import check_model
+from colossus.launch.checks import check_model
 from colossus.launch.servers import describe_servers, num_servers
 from colossus.picture import FORMATS
 from colossus.schedule.actions import placement

@@ -14,8 +14,7 @@ from colossus.config import Config, ConfigError, as_dict, load_config
 from colossus.config.overrides import plan_overrides, strategy_overrides
 from colossus.config.plans import world_size
 from colossus.launch import run_folder
-from colossus.launch.data_check import check_data, check_given
-from colossus.launch.preflight import check_devices, check_model
+from colossus.launch.checks import check_data, check_devices, check_given, check_model
 from colossus.launch.resume import AUTO
 
 #: the run folders are the places of checkpoints; rows tell what was sent; a run that was stopped goes on
@@ -154,7 +153,7 @@ def _raise_any(problems: Mapping[str, ConfigError], num_labels: int) -> None:
 
 def _check_folder(job: Job) -> None:
     """Refuse the folder of a run with another config."""
-    run_folder.check_usable(job.folder)
+    run_folder.check(job.folder, is_own=True)
     try:
         held = json.loads((job.folder / run_folder.CONFIG).read_text())
     except FileNotFoundError:

@@ -21,7 +21,6 @@ from colossus.compare.summary import Comparison, Ended, compare, print_table
 from colossus.config import ConfigError, model_options
 from colossus.config.plans import describe_plan
 from colossus.launch import command, run_folder
-from colossus.launch.inside import STANDARD_ERROR, STANDARD_OUTPUT, environment_kept, output_to
 
 RESULT = "compare.json"
 
@@ -103,7 +102,7 @@ def _launch(job: Job) -> int:
     """Run a job to its end; its exit code."""
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with output_to(job.output, (STANDARD_OUTPUT, STANDARD_ERROR)), environment_kept():
+        with command.contained(job.output, with_errors=True):
             return command.run(job.file, list(job.overrides), nproc=job.nproc, run_dir=str(job.folder))
     except KeyboardInterrupt:  # before the launch listened for signals itself
         return 128 + signal.SIGINT

@@ -30,7 +30,7 @@ from colossus.engine.results import EvalResult
 from colossus.inference.config import Source
 from colossus.inference.decoding import Decoding
 from colossus.inference.model import load_model
-from colossus.launch.data_check import is_ours
+from colossus.launch.checks import is_ours
 
 T = TypeVar("T")
 #: what a rank gives as an answer, as all ranks do: what our code refuses

@@ -31,9 +31,8 @@ from colossus.inference.config import (
     training_data,
 )
 from colossus.inference.generated_text import Texts, special_ids, tokenizer_of
+from colossus.launch.checks import check_data, check_devices, check_model, is_ours
 from colossus.launch.command import worker_variables
-from colossus.launch.data_check import check_data, is_ours
-from colossus.launch.preflight import check_devices, check_model
 
 if TYPE_CHECKING:
     from colossus.data.loader import Loaders

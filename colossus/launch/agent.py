@@ -1,121 +1,101 @@
-"""One agent per node, on torch.distributed.elastic: starts this node's workers and waits for their end.
+"""One agent per node: starts this node's ranks and servers, waits for their end, or ends them.
 
-Elastic does the rendezvous and starts the ranks in their environment. Ours are: which ranks exited by themselves
-before the others got the stop signal, a short time from that signal to SIGKILL, and silence, since `report` prints one
-block in place of elastic's log and traceback.
+How long a rank may take after a stop signal it knows itself (`stop.StopSignals`), and it ends itself then: the launcher
+only looks whether it gives signs of life.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed import TCPStore
 
-from colossus.config import ConfigError
-from colossus.launch import failure, rank_files
-from colossus.launch.nodes import Nodes, announce_waiting, meet
-from colossus.launch.outcome import NodeEnd, Outcome
-from colossus.launch.processes import RankProcesses, ignore_stop_signals
-from colossus.launch.rank_files import RankFiles
+from colossus.config import Config, ConfigError
+from colossus.launch import failures
+from colossus.launch.nodes import Nodes
+from colossus.launch.outcome import Outcome, RankExit
 from colossus.launch.resume import RunStart
-from colossus.launch.servers import Servers
-from colossus.launch.stop import STOP_SIGNALS
+from colossus.launch.servers import Servers, num_servers
+from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS, RankFiles, made_rank_files
 
 RECORD_SECONDS = 0.5
 """From the first failed rank to the stop signal: the culprit is often still writing its record when a victim ends."""
 
+KILL_SECONDS = GRACE_SECONDS + 0.5
+"""From the stop signal, or the last sign of life, to SIGKILL: workers end themselves before, unless they cannot run."""
+
+SAY_SECONDS = 3.0
+"""After which a user who waits for a stop hears what it waits for."""
+
+AGAIN_SECONDS = 1.0
+"""After which another Ctrl-C is not the same one any more, which a terminal sends to all processes."""
+
 _LOOK_SECONDS = 0.1
 
 
-@dataclass(frozen=True)
-class NodeLaunch:
-    """What the launcher of one node is to run.
+def run_workers(
+    words: Sequence[str],
+    config: Config,
+    begin: Callable[[], RunStart],
+    *,
+    local_ranks: int,
+    nodes: int = 1,
+    endpoint: str | None = None,
+) -> Outcome:
+    """Start this node's workers and wait until all have ended.
 
-    Attributes:
+    Args:
+        words: of the command: the config file and overrides.
+        config: the same, resolved.
         begin: makes the run folder, and says from which checkpoint the run goes on. Called on the first node.
         local_ranks: of each node.
         endpoint: ``host:port`` where the nodes meet; needed when there are several.
-        servers: parameter servers of the run.
-        server_timeout_seconds: of silence after which a server gives up a worker.
-    """
-
-    config_path: str
-    overrides: Sequence[str]
-    begin: Callable[[], RunStart]
-    local_ranks: int
-    nodes: int = 1
-    endpoint: str | None = None
-    servers: int = 0
-    server_timeout_seconds: float = 60.0
-
-
-def run_workers(launch: NodeLaunch) -> Outcome:
-    """Start this node's workers and wait until all have ended.
 
     Raises:
         RuntimeError: when the nodes do not meet (elastic's RendezvousError).
         ConfigError: on all nodes, when the run folder cannot be used.
     """
-    # torch's loggers set their own levels, so only cutting them off above works
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
     outcome = Outcome()
-    with _signals_raise():
+    with _signals_raise(), made_rank_files() as files:
         try:
-            _run(launch, outcome)
-        except SignalException as stop:
-            outcome.signum = int(stop.sigval)
+            agent = _Agent(begin, outcome, files)
+            try:
+                agent.run(words, config, local_ranks, nodes, endpoint)
+            finally:
+                agent.conclude()
+        except _Stopped as stop:
+            outcome.signum = stop.signum
     return outcome
 
 
-def _run(launch: NodeLaunch, outcome: Outcome) -> None:
-    notice = announce_waiting(launch.endpoint, launch.nodes) if launch.endpoint is not None else None
-    # port 0: the kernel picks a free one
-    handler, holds_store = meet(launch.endpoint or "127.0.0.1:0", launch.nodes)
-    spec = WorkerSpec(
-        role="colossus",
-        local_world_size=launch.local_ranks,
-        entrypoint=sys.executable,
-        args=(),
-        rdzv_handler=handler,
-        max_restarts=0,
-    )
-    with rank_files.made() as files:
-        agent = _Agent(spec, launch, outcome, files, notice.cancel if notice is not None else lambda: None)
-        try:
-            agent.run()
-        except SignalException as stop:
-            outcome.signum = int(stop.sigval)
-        finally:
-            agent.conclude()
-            handler.shutdown()
-            agent.close(holds_store)
+class _Stopped(Exception):
+    """The launcher got this signal."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
 
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """A stop signal raises elastic's exception, before its own handlers are there, too; afterwards all is as before."""
+    """A stop signal raises `_Stopped`; afterwards all is as before."""
 
     def stop(signum: int, frame: object) -> None:
-        raise SignalException(f"the launcher got signal {signum}", signal.Signals(signum))
+        raise _Stopped(signum)
 
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    heard = [signum for signum, handler in before.items() if handler is not signal.SIG_IGN]
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(signum.name for signum in heard)
-    for signum in heard:
-        signal.signal(signum, stop)
+    for signum, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(signum, stop)
     try:
         yield
     finally:
@@ -123,144 +103,192 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-class _Terminal(LogsSpecs):
-    """Standard output and error of the workers go where ours go; no files, and no threads that read them."""
-
-    @property
-    def root_log_dir(self) -> str:
-        return os.devnull
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        ours = dict.fromkeys(envs, "")
-        return LogsDest(stdouts=ours, stderrs=ours, error_files=dict.fromkeys(envs, os.devnull))
+def _ignore_stop_signals() -> None:
+    """What is left to be done takes no time."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
-class _Agent(LocalElasticAgent):
-    """
-    Args:
-        met: called when all nodes are there.
-    """
+def start_process(words: Sequence[str], variables: Mapping[str, str]) -> Any:
+    """A rank, which prints where we do. A signal to our process group does not reach it, nor its data loaders."""
+    return subprocess.Popen([sys.executable, *words], env={**os.environ, **variables}, start_new_session=True)
 
-    def __init__(
-        self, spec: WorkerSpec, launch: NodeLaunch, outcome: Outcome, files: RankFiles, met: Callable[[], None]
-    ) -> None:
-        super().__init__(spec, _Terminal())
-        self._launch, self._outcome, self._files, self._met = launch, outcome, files, met
-        self._processes = RankProcesses({}, outcome, files)
+
+class _Agent:
+    def __init__(self, begin: Callable[[], RunStart], outcome: Outcome, files: RankFiles) -> None:
+        self._begin, self._outcome = begin, outcome
+        self._processes = RankProcesses(outcome, files)
         self._nodes: Nodes | None = None
         self._servers = Servers()
         self._started: RunStart | None = None
 
-    # -- the start ----------------------------------------------------------------------------------------
+    def run(self, words: Sequence[str], config: Config, local_ranks: int, nodes: int, endpoint: str | None) -> None:
+        """Start the ranks, and wait until all have ended."""
+        outcome = self._outcome
+        try:
+            self._start(words, config, local_ranks, nodes, endpoint)
+            while not self._is_over():
+                time.sleep(_LOOK_SECONDS)
+            deadline = time.monotonic() + RECORD_SECONDS
+            while self._processes.running() and time.monotonic() < deadline:  # perhaps about to end, and to say why
+                self._processes.note_exits()
+                time.sleep(0.02)
+        except _Stopped as stop:
+            _ignore_stop_signals()
+            outcome.signum = stop.signum
+        signum = outcome.signum or signal.SIGTERM
+        self._processes.end_all(signum, lambda: not self._others_have_failed(but_stops=True))
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._met()
-        launch, outcome = self._launch, self._outcome
-        outcome.folder, resume = self._agree_on_folder(worker_group)
-        resumed = ["--resume", resume] if resume is not None else []
-        # elastic wants to expand "${local_rank}" in arguments; a "$" of the user's stays as it is
-        arguments = ["--run-dir", str(outcome.folder), *resumed, launch.config_path, *launch.overrides]
-        worker_group.spec.args = ("-m", "colossus.launch.worker", *(text.replace("$", "$$") for text in arguments))
-        if launch.servers:
-            self._servers.start(launch.servers, outcome.folder, launch.server_timeout_seconds, self._nodes)
-            outcome.endpoints = self._servers.endpoints
-        with self._servers.visible_to_workers():
-            ids = super()._start_workers(worker_group)
-        context: Any = self._pcontext
-        handlers = context.subprocess_handlers
-        processes = {worker.global_rank: handlers[worker.local_rank].proc for worker in worker_group.workers}
-        self._processes = RankProcesses(processes, outcome, self._files)
+    def _start(self, words: Sequence[str], config: Config, local_ranks: int, nodes: int, endpoint: str | None) -> None:
+        if nodes > 1:
+            met = self._nodes = Nodes(endpoint or "", nodes, local_ranks)
+            node, (address, port), is_shared = met.node, met.store_address, met.has_shared_store
+        else:  # the kernel picks a free port
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            node, address, port, is_shared = 0, "127.0.0.1", self._store.port, True
+        folder, resume = self._agree_on_folder()
+        self._outcome.folder = folder
+        if number := num_servers(config, nodes):
+            self._servers.start(number, folder, config.comm.timeout_seconds, self._nodes)
+        command = ("-m", "colossus.launch.worker", str(folder), resume or "", *words)
+        variables = {  # as torchrun sets them
+            "WORLD_SIZE": str(nodes * local_ranks),
+            "LOCAL_WORLD_SIZE": str(local_ranks),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "colossus",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": str(is_shared),
+        }
+        for local in range(local_ranks):
+            rank = node * local_ranks + local
+            of_rank = {**variables, "RANK": str(rank), "LOCAL_RANK": str(local)}
+            self._processes.all[rank] = start_process(command, of_rank)
         if self._nodes is not None:
             self._nodes.watch()
-        return ids
 
-    def _agree_on_folder(self, worker_group: WorkerGroup) -> tuple[Path, str | None]:
-        """The run folder, and what the ranks resume from."""
-        store, num_nodes = worker_group.store, worker_group.group_world_size
-        if num_nodes == 1 or store is None:
-            self._started = self._launch.begin()
+    def _agree_on_folder(self) -> tuple[Path, str | None]:
+        """The run folder, and what the ranks resume from; the first node makes the folder."""
+        if self._nodes is None:
+            self._started = self._begin()
             return self._started.folder, self._started.resume
-        ranks = [worker.global_rank for worker in worker_group.workers]
-        nodes = self._nodes = Nodes(store, worker_group.group_rank, num_nodes, ranks, self._launch.endpoint or "")
-        nodes.use_interface()
-        folder, resume, problems = nodes.from_first("begin", self._begin)
+
+        def begin() -> tuple[str, str | None, Sequence[str]]:
+            try:
+                self._started = self._begin()
+            except ConfigError as error:
+                return "", None, error.problems
+            return str(self._started.folder.resolve()), self._started.resume, []
+
+        folder, resume, problems = self._nodes.from_first("begin", begin)
         if problems:
             raise ConfigError(problems)
         return Path(folder), resume
 
-    def _begin(self) -> tuple[str, str | None, Sequence[str]]:
-        """(run folder, what is resumed, what is wrong), for the other nodes."""
-        try:
-            self._started = self._launch.begin()
-        except ConfigError as error:
-            return "", None, error.problems
-        return str(self._started.folder.resolve()), self._started.resume, []
-
-    # -- the run ------------------------------------------------------------------------------------------
-
-    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """In place of elastic's loop, which restarts workers and lets nodes come and go, and whose end gives ranks 30 s
-        and signals whole process groups: a data loader's processes would die before their rank has finished its step.
-        """
-        group, outcome = self._worker_group, self._outcome
-        self._initialize_workers(group)
-        try:
-            while not self._is_over():
-                time.sleep(_LOOK_SECONDS)
-            if self._processes.running():  # they may be about to end by themselves, and to say why
-                self._processes.await_ends(RECORD_SECONDS)
-        except SignalException as stop:
-            ignore_stop_signals()
-            outcome.signum = int(stop.sigval)
-        self._processes.end_all(outcome.signum or signal.SIGTERM, self._can_save)
-        is_good = all(ended.is_good for ended in outcome.exits.values())
-        group.state = WorkerState.SUCCEEDED if is_good else WorkerState.FAILED
-        return RunResult(group.state, return_values=dict.fromkeys(outcome.exits))
-
     def _is_over(self) -> bool:
         """Whether all ranks here have ended, or those that run are to be ended."""
         self._processes.note_exits()
-        self._processes.warn_of_stragglers()
-        if self._server_has_failed():  # asked first: it is why ranks have ended
+        if self._others_have_failed():  # asked first: it is why ranks have ended
             return True
-        if not self._processes.running() or not all(ended.is_good for ended in self._outcome.exits.values()):
-            return True
-        return self._nodes is not None and self._nodes.has_trouble()
+        return not self._processes.running() or not all(ended.is_good for ended in self._outcome.exits.values())
 
-    def _server_has_failed(self) -> bool:
-        """A server of this node has ended before its time."""
+    def _others_have_failed(self, *, but_stops: bool = False) -> bool:
+        """Whether a server of this node has ended before its time, or another node is in trouble."""
         self._outcome.server = self._outcome.server or self._servers.failure()
-        return self._outcome.server is not None
-
-    def _can_save(self) -> bool:
-        return not self._server_has_failed() and (self._nodes is None or not self._nodes.has_failure())
-
-    # -- the end ------------------------------------------------------------------------------------------
+        if self._outcome.server is not None:
+            return True
+        return self._nodes is not None and self._nodes.has_trouble(but_stops=but_stops)
 
     def conclude(self) -> None:
-        """Tell the other nodes how the ranks here ended, and hear how theirs did."""
+        """Tell the other nodes how the ranks here ended, and hear how theirs did. The store's node leaves last."""
         nodes, outcome = self._nodes, self._outcome
-        if nodes is None:
-            return
-        try:
-            nodes.conclude(self._end_of(nodes))
-        except SignalException as stop:
-            outcome.signum = int(stop.sigval)
-            ignore_stop_signals()
-            nodes.conclude(self._end_of(nodes))
-        outcome.gone, outcome.others = nodes.gone(), list(nodes.ends.values())
-
-    def _end_of(self, nodes: Nodes) -> NodeEnd:
-        outcome = self._outcome
-        records = failure.read_all(outcome.folder) if outcome.folder is not None else []
-        mine = [record for record in records if record.rank in outcome.exits]
-        return NodeEnd(nodes.node, outcome.exits, outcome.signum, mine, outcome.server)
-
-    def close(self, holds_store: bool) -> None:
-        """After the last worker of all nodes: the node that holds the store leaves last."""
-        if self._nodes is not None:
-            self._nodes.close(holds_store)
-        ignore_stop_signals()
+        if nodes is not None:
+            records = failures.read_all(outcome.folder) if outcome.folder is not None else []
+            outcome.records = [record for record in records if record.rank in outcome.exits]
+            try:
+                nodes.conclude(outcome)
+            except _Stopped as stop:
+                outcome.signum = stop.signum
+                _ignore_stop_signals()
+                nodes.conclude(outcome)
+            outcome.gone, outcome.others = nodes.gone(), list(nodes.ends.values())
+            nodes.close()
+        _ignore_stop_signals()
         self._servers.close()
         for lock in self._started.locks if self._started is not None else ():
             lock.close()
+
+
+class RankProcesses:
+    """The processes of this node's ranks: which have ended, and how; and how they are ended.
+
+    Args:
+        outcome: in which it is noted how they end, and whether a second Ctrl-C has come.
+
+    Attributes:
+        all: global rank -> its process, as `subprocess.Popen`.
+    """
+
+    def __init__(self, outcome: Outcome, files: RankFiles) -> None:
+        self.all: dict[int, Any] = {}
+        self._outcome, self._files = outcome, files
+
+    def running(self) -> dict[int, Any]:
+        return {rank: process for rank, process in self.all.items() if rank not in self._outcome.exits}
+
+    def note_exits(self) -> None:
+        """Record how those have ended that did so by themselves."""
+        for rank, process in self.running().items():
+            if (code := process.poll()) is not None:
+                is_finished = self._files.finished_code(rank) is not None
+                self._outcome.exits[rank] = RankExit(code, is_finished=is_finished)
+
+    def end_all(self, signum: int = signal.SIGTERM, can_save: Callable[[], bool] = lambda: True) -> None:
+        """End those that still run: the signal, then SIGKILL for those that cannot end themselves.
+
+        Args:
+            can_save: asked again and again whether a checkpoint can still be complete, as far as others than these
+                ranks decide it.
+        """
+        self.note_exits()
+        if not (left := self.running()):
+            return
+        exits, files, began = self._outcome.exits, self._files, time.monotonic()
+
+        def again(signum: int, frame: object) -> None:
+            if time.monotonic() - began > AGAIN_SECONDS:
+                files.hurry()
+                self._outcome.is_hurried = True
+
+        _ignore_stop_signals()  # but for a second Ctrl-C, after which nothing is saved
+        signal.signal(signal.SIGINT, again)
+        for process in left.values():
+            process.send_signal(signum)
+        beats: dict[int, int | None] = dict.fromkeys(left)
+        deadlines = dict.fromkeys(left, began + KILL_SECONDS)
+        is_saving, has_spoken = True, False
+        while left := self.running():
+            now = time.monotonic()
+            if is_saving and not (can_save() and all(ended.is_finished for ended in exits.values())):
+                is_saving = False
+                files.hurry()
+            for rank, process in left.items():
+                if (beat := files.last_beat(rank)) != beats[rank]:
+                    beats[rank], deadlines[rank] = beat, now + KILL_SECONDS
+                is_killed = process.poll() is None and now >= deadlines[rank]
+                if is_killed:  # with all processes of its own
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                if process.poll() is not None:
+                    code, announced = process.returncode, files.finished_code(rank)
+                    if is_killed and announced is not None:
+                        code = announced  # Python takes seconds to take torch apart: nothing is lost with it
+                    by_somebody_else = code == -signal.SIGKILL and not is_killed
+                    exits[rank] = RankExit(code, not by_somebody_else, is_finished=announced is not None)
+            if is_saving and not has_spoken and now - began > SAY_SECONDS and any(beats[rank] for rank in left):
+                has_spoken = True
+                said = "waiting for the running step to end and its checkpoint to be saved (Ctrl-C again: do not wait)"
+                print(f"colossus: {said}", file=sys.stderr, flush=True)
+            time.sleep(0.02)
+        _ignore_stop_signals()

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from urllib.parse import urlsplit
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 from colossus import machine
 from colossus.arithmetic import factors
@@ -18,16 +20,12 @@ from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.plans import describe_zero
 from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder, slurm
-from colossus.launch.data_check import check_data, check_given
-from colossus.launch.preflight import ModelInfo, check_devices, check_model, describe_device
+from colossus.launch.checks import ModelInfo, check_data, check_devices, check_given, check_model, describe_device
 from colossus.launch.report import DONE, FAILED, USAGE, report
 from colossus.launch.resume import Origin, choose
 from colossus.launch.servers import describe_servers, num_servers
 from colossus.launch.stop import LAUNCHER_PID
 from colossus.launch.worker import run_worker
-
-#: no machine has cores for more; what asks for them is a slip of the keyboard
-_MOST_LOCAL_RANKS = 4096
 
 
 def run(
@@ -58,7 +56,9 @@ def run(
     try:
         joined = worker_variables(os.environ)
         if joined is not None:
-            return _join(config_path, overrides, joined, nproc, run_dir, resume, dry_run)
+            if dry_run:
+                raise ConfigError("--dry-run starts nothing: give it without torchrun or srun")
+            return _join(config_path, overrides, joined, nproc, run_dir, resume)
         if nnodes < 1:
             raise ConfigError(f"--nnodes {nnodes}: there is at least one node")
         config = load_config(config_path, overrides, nproc * nnodes if nproc is not None else None)
@@ -66,12 +66,9 @@ def run(
         grid = build_grid(config.parallel)
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
 
-        def where() -> Origin:
-            return choose(config, overrides, run_dir=run_dir, resume=resume)
-
-        origin = None
-        if nnodes == 1 or dry_run:  # else the first node looks, whichever that will be
-            origin = where()
+        where = partial(choose, config, run_dir=run_dir, resume=resume)
+        origin = where() if nnodes == 1 or dry_run else None  # else the first node looks, whichever that will be
+        if origin is not None:
             origin.check()
         check_devices(config, local_ranks, nnodes)
         model = check_model(config)
@@ -85,19 +82,11 @@ def run(
     _prepare_environment(local_ranks, nnodes)
     try:
         # torch's elastic is imported here: everything above answers without it
-        from colossus.launch.agent import NodeLaunch, run_workers
+        from colossus.launch.agent import run_workers
 
+        begin = origin.take if origin is not None else lambda: where().take()
         outcome = run_workers(
-            NodeLaunch(
-                config_path,
-                overrides,
-                begin=origin.take if origin is not None else lambda: where().take(),
-                local_ranks=local_ranks,
-                nodes=nnodes,
-                endpoint=rdzv_endpoint,
-                servers=num_servers(config, nnodes),
-                server_timeout_seconds=config.comm.timeout_seconds,
-            )
+            [config_path, *overrides], config, begin, local_ranks=local_ranks, nodes=nnodes, endpoint=rdzv_endpoint
         )
     except ConfigError as error:  # the run folder, of the first node
         print(f"colossus: {error}", file=sys.stderr)
@@ -115,73 +104,37 @@ def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
     Raises:
         ConfigError: when SLURM's variables cannot be understood.
     """
-    if all(name in environ for name in slurm.RANK_VARIABLES):
-        return {name: environ[name] for name in (*slurm.RANK_VARIABLES, "LOCAL_WORLD_SIZE") if name in environ}
-    if slurm.is_task(environ):
-        try:
-            return slurm.torch_variables(environ)
-        except ValueError as error:
-            raise ConfigError(f"srun: {error}") from None
-    return None
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if all(name in environ for name in needed):
+        return {name: environ[name] for name in (*needed, "LOCAL_WORLD_SIZE") if name in environ}
+    return slurm.torch_variables(environ) if slurm.is_task(environ) else None
 
 
 def _local_ranks(world_size: int, nnodes: int, endpoint: str | None) -> int:
     if nnodes > 1 and not endpoint:
-        raise ConfigError(
-            f"--nnodes {nnodes} needs --rdzv-endpoint host:port, the same on every node: a host among them, "
-            f"by a name that all can resolve, and a free port there"
-        )
-    if nnodes > 1 and not _is_endpoint(endpoint or ""):
+        raise ConfigError(f"--nnodes {nnodes} needs --rdzv-endpoint host:port: one of the nodes, and a free port there")
+    host, _, port = (endpoint or "").rpartition(":")
+    if nnodes > 1 and not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"--rdzv-endpoint {endpoint}: must be host:port, with a port between 1 and 65535")
     if world_size % nnodes:
-        raise ConfigError(
-            f"--nnodes {nnodes}: {world_size} processes cannot be shared out equally among {nnodes} nodes; "
-            f"change the plan, or start the ranks with torchrun"
-        )
-    local_ranks = world_size // nnodes
-    if local_ranks > _MOST_LOCAL_RANKS:
-        raise ConfigError(
-            f"{local_ranks} processes on one node are more than {_MOST_LOCAL_RANKS}: start the run on several nodes "
-            f"(--nnodes), or choose a smaller plan; `colossus show` shows one of any size"
-        )
-    return local_ranks
-
-
-def _is_endpoint(text: str) -> bool:
-    try:
-        parts = urlsplit(f"//{text}")
-        return bool(parts.hostname) and parts.port != 0 and parts.netloc == text
-    except ValueError:
-        return False
+        raise ConfigError(f"--nnodes {nnodes}: {world_size} processes cannot be shared equally among the nodes")
+    if world_size // nnodes > 4096:  # no machine has cores for more
+        raise ConfigError(f"{world_size // nnodes} processes on one node are more than 4096: choose a smaller plan")
+    return world_size // nnodes
 
 
 def _join(
-    config_path: str,
-    overrides: list[str],
-    joined: dict[str, str],
-    nproc: int | None,
-    run_dir: str | None,
-    resume: bool,
-    dry_run: bool,
+    config_path: str, overrides: list[str], joined: dict[str, str], nproc: int | None, run_dir: str | None, resume: bool
 ) -> int:
     """Be the rank that torchrun or srun has made of this process."""
     world_size = int(joined["WORLD_SIZE"])
     try:
         if nproc is not None and str(nproc) not in (joined["WORLD_SIZE"], joined.get("LOCAL_WORLD_SIZE")):
-            raise ConfigError(
-                f"--nproc {nproc}, but this process is one of {world_size} that torchrun or srun has started: "
-                f"leave --nproc out"
-            )
+            raise ConfigError(f"--nproc {nproc}, but torchrun or srun has started {world_size}: leave --nproc out")
         config = load_config(config_path, overrides, world_size)
         check_given(config)
         local_ranks = int(joined.get("LOCAL_WORLD_SIZE") or int(joined["LOCAL_RANK"]) + 1)
         check_devices(config, local_ranks, -(-world_size // local_ranks), environ=os.environ)
-        if dry_run:
-            if joined["RANK"] == "0":
-                origin = choose(config, overrides, run_dir=run_dir, resume=resume)
-                origin.check()
-                print(describe(config, check_model(config), origin, world_size, 1))
-            return DONE
     except ConfigError as error:
         if joined["LOCAL_RANK"] == "0":  # one of each node, whose files may not be those of the first
             where = "" if joined["RANK"] == "0" else f" (rank {joined['RANK']} on {socket.gethostname()})"
@@ -198,10 +151,37 @@ def _prepare_environment(local_ranks: int, nnodes: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_rank(local_ranks)))
     # a print of a rank that is killed later should not be lost in a buffer
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     loopback = machine.loopback_interface()
     if nnodes == 1 and loopback is not None:
         # a host name that resolves to an address which is not this machine's makes gloo fail
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+@contextmanager
+def contained(output: Path, *, with_errors: bool = False) -> Iterator[None]:
+    """A launch inside of another command: what it and its ranks print goes to a new file, and the variables that it
+    sets for them (threads, say) are set back."""
+    descriptors = [1, 2] if with_errors else [1]
+    kept, environment = [os.dup(each) for each in descriptors], dict(os.environ)
+    _flush()
+    try:
+        with output.open("wb") as file:
+            for each in descriptors:
+                os.dup2(file.fileno(), each)
+        yield
+    finally:
+        _flush()
+        for each, duplicate in zip(descriptors, kept, strict=True):
+            os.dup2(duplicate, each)
+            os.close(duplicate)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 # -- --dry-run --------------------------------------------------------------------------------------------------
@@ -209,50 +189,39 @@ def _prepare_environment(local_ranks: int, nnodes: int) -> None:
 
 def describe(config: Config, model: ModelInfo | None, origin: Origin | None, local_ranks: int, nnodes: int) -> str:
     """What is known before a process is started: plan, processes, device, model and batch as aligned lines."""
-    parallel, train = config.parallel, config.train
-    grid = build_grid(parallel)
+    parallel, train, microbatches = config.parallel, config.train, config.schedule.microbatches
+    grid, data = build_grid(parallel), parallel.data or 1
     sizes = {name: grid.size(name) for name in parallel.rank_order if name in PUBLIC_NAMES}
-    modes = [
-        f"{name} mode {section.mode}"
-        for name, section in (("tensor", parallel.tensor), ("sequence", parallel.sequence))
-        if section.size > 1
-    ]
+    sections = (("tensor", parallel.tensor), ("sequence", parallel.sequence))
+    modes = [f"{name} mode {section.mode}" for name, section in sections if section.size > 1]
     modes += filter(None, [describe_zero(parallel)])
-    mode = f" ({', '.join(modes)})" if modes else ""
     where = f" on each of {nnodes} nodes" if nnodes > 1 else ""
     threads = f"{machine.threads_per_rank(local_ranks)} thread(s) each, {machine.usable_cores()} cores here"
-    rows = {
-        "plan": f"{factors(sizes)} = {grid.world_size} processes{mode}",
-        "processes": f"{local_ranks}{where}, {threads}",
-        **({"servers": describe_servers(servers, nnodes)} if (servers := num_servers(config, nnodes)) else {}),
-        "device": describe_device(config, local_ranks),
-        "parameters": _parameters(model),
-        "batch": _batch(config),
-        "steps": f"{train.steps}, {train.precision.name}, seed {train.seed}",
-        **({"recomputed": str(train.activation_checkpoint)} if train.activation_checkpoint.type != "none" else {}),
-    }
-    if origin is not None:
-        rows["run folder"] = str(origin.folder or run_folder.default_folder(config.name or "run"))
-        if origin.is_own or origin.checkpoint is not None:
-            rows["resumes"] = origin.describe()
-        if (weights := origin.find_weights()) is not None:
-            rows["weights"] = describe_weights(weights)
-    lines = [f"{key:<11} {value}" for key, value in rows.items()]
-    number = list(rows).index("parameters") + 1
-    cut = [line.removeprefix("stage ") for line in (model.stages if model is not None else ())]
-    stages = [f"{'stages' if not number else '':<11} {line}" for number, line in enumerate(cut)]
-    return "\n".join(["nothing was started (--dry-run)", *lines[:number], *stages, *lines[number:]])
-
-
-def _parameters(model: ModelInfo | None) -> str:
-    if model is None:
-        return "not known before the model is built"
-    held = "" if model.num_local_parameters is None else f", {model.num_local_parameters:,} on rank 0"
-    return f"{model.num_parameters:,} in the model{held}"
-
-
-def _batch(config: Config) -> str:
-    batch, data, microbatches = config.train.global_batch_size, config.parallel.data or 1, config.schedule.microbatches
-    each = batch // data // microbatches
+    parameters = "not known before the model is built"
+    if model is not None:
+        held = "" if model.num_local_parameters is None else f", {model.num_local_parameters:,} on rank 0"
+        parameters = f"{model.num_parameters:,} in the model{held}"
     samples = getattr(model_options(config), "samples", "sequences")
-    return f"{batch} {samples} per step: {data} data rank(s) x {microbatches} microbatch(es) x {each}"
+    each = f"{data} data rank(s) x {microbatches} microbatch(es) x {train.global_batch_size // data // microbatches}"
+    rows = [
+        ("plan", f"{factors(sizes)} = {grid.world_size} processes" + (f" ({', '.join(modes)})" if modes else "")),
+        ("processes", f"{local_ranks}{where}, {threads}"),
+    ]
+    if servers := num_servers(config, nnodes):
+        rows.append(("servers", describe_servers(servers, nnodes)))
+    rows += [("device", describe_device(config, local_ranks)), ("parameters", parameters)]
+    for number, stage in enumerate(model.stages if model is not None else ()):
+        rows.append(("" if number else "stages", stage.removeprefix("stage ")))
+    rows += [
+        ("batch", f"{train.global_batch_size} {samples} per step: {each}"),
+        ("steps", f"{train.steps}, {train.precision.name}, seed {train.seed}"),
+    ]
+    if train.activation_checkpoint.type != "none":
+        rows.append(("recomputed", str(train.activation_checkpoint)))
+    if origin is not None:
+        rows.append(("run folder", str(origin.folder or run_folder.default_folder(config.name or "run"))))
+        if origin.is_own or origin.checkpoint is not None:
+            rows.append(("resumes", origin.describe()))
+        if (weights := origin.find_weights()) is not None:
+            rows.append(("weights", describe_weights(weights)))
+    return "\n".join(["nothing was started (--dry-run)", *(f"{key:<11} {value}" for key, value in rows)])

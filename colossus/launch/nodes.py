@@ -5,18 +5,20 @@ A node that ends for any reason but success ends the others within seconds, and 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from threading import Timer
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -43,85 +45,58 @@ FAREWELL_SECONDS = 2.0
 """How long the node that holds the store stays for the others to read how it ended."""
 
 
-# -- where they meet ------------------------------------------------------------------------------------------
-
-
-def announce_waiting(endpoint: str, nodes: int) -> Timer:
-    """Says that nodes are waited for, unless it is cancelled in time."""
-
-    def say() -> None:
-        print(f"colossus: waiting at {endpoint} until all {nodes} nodes are there", file=sys.stderr, flush=True)
-
-    timer = Timer(MEET_SECONDS, say)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
-def meet(endpoint: str, nodes: int) -> tuple[RendezvousHandler, bool]:
-    """The rendezvous, and whether this process holds its store: the first that can listen there does."""
-    for holds_store in (True, False) if _is_here(endpoint) else (False,):
-        parameters = RendezvousParameters(
-            backend="c10d",
-            endpoint=endpoint,
-            run_id="colossus",
-            min_nodes=nodes,
-            max_nodes=nodes,
-            local_addr="127.0.0.1" if nodes == 1 else None,
-            is_host=holds_store,
-        )
-        try:
-            return get_rendezvous_handler(parameters), holds_store
-        except RendezvousConnectionError:
-            if not holds_store:
-                raise
-    raise AssertionError("a rendezvous is made or it raises")
-
-
-def _is_here(endpoint: str) -> bool:
-    """Whether the endpoint's host is this machine: then one can listen at its address."""
-    try:
-        host = urlsplit(f"//{endpoint}").hostname
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-# -- what they tell each other --------------------------------------------------------------------------------
+_END = TypeAdapter(NodeEnd)
 
 
 class Nodes:
-    """The other nodes, all of which have met already; from `watch` on a thread looks after them.
+    """All nodes of a run, which have met when this is made; from `watch` on a thread looks after the others.
 
     Args:
-        store: of the rendezvous; one of the nodes holds it.
-        node: number of this one.
-        ranks: of this one.
-        endpoint: where the nodes have met.
+        endpoint: where they meet. The first that can listen there holds the store through which they speak.
+        local_ranks: of each.
 
     Attributes:
+        node: number of this one.
         ends: of the other nodes that have told theirs, by number.
         address: at which the others reach this one.
+        store_address: host and port, for the ranks.
+
+    Raises:
+        RuntimeError: when they do not meet (elastic's RendezvousError).
     """
 
-    def __init__(self, store: Any, node: int, num_nodes: int, ranks: Sequence[int], endpoint: str) -> None:
-        self._store, self.node, self.num_nodes = store, node, num_nodes
+    def __init__(self, endpoint: str, num_nodes: int, local_ranks: int) -> None:
+        said = f"colossus: waiting at {endpoint} until all {num_nodes} nodes are there"
+        timer = threading.Timer(MEET_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
+        timer.daemon = True
+        timer.start()
+        try:
+            self._rendezvous, self._holds_store = _make_rendezvous(endpoint, num_nodes)
+            try:
+                info: Any = self._rendezvous.next_rendezvous()
+            except BaseException:
+                self._rendezvous.shutdown()
+                raise
+        finally:
+            timer.cancel()
+        self._store, self.node, self.num_nodes = info.store, info.rank, num_nodes
+        self.store_address = info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port
+        self.has_shared_store = self._rendezvous.use_agent_store
         self.ends: dict[int, NodeEnd] = {}
-        self._others = [other for other in range(num_nodes) if other != node]
+        self._others = [other for other in range(num_nodes) if other != self.node]
         self._has_store, self._silence = True, SILENCE_SECONDS
         self._beats: dict[int, bytes] = {}
         self._heard = dict.fromkeys(self._others, time.monotonic())
         self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="colossus-nodes", daemon=True)
         # from here this machine reaches the endpoint: the loopback, where the endpoint is here and its name means that
         guess = machine.address_towards(urlsplit(f"//{endpoint}").hostname or "") or "127.0.0.1"
-        self._introductions = self.exchange(
-            "node", {"host": socket.gethostname(), "ranks": list(ranks), "address": guess}
-        )
-        self.address = machine.address_among(guess, [each["address"] for each in self._introductions])
-        self._thread = threading.Thread(target=self._watch, name="colossus-nodes", daemon=True)
+        ranks = [self.node * local_ranks + local for local in range(local_ranks)]
+        self._known = self.exchange("node", {"host": socket.gethostname(), "ranks": ranks, "address": guess})
+        self.address = machine.address_among(guess, [each["address"] for each in self._known])
+        # by itself gloo takes the address that the machine's own name has, which others may not be able to reach
+        if (interface := machine.interface_of(self.address)) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """The value of each node, by number. All nodes at once."""
@@ -135,35 +110,33 @@ class Nodes:
             self._store.set(f"colossus/{what}", json.dumps(make()))
         return json.loads(self._store.get(f"colossus/{what}"))
 
-    def use_interface(self) -> None:
-        """Have gloo, on the ranks to be started, use the interface of `address`, unless the user has chosen one.
-
-        By itself it takes the address that the machine's own name has, which may be one that the others cannot reach.
-        """
-        interface = machine.interface_of(self.address)
-        if interface is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
     def watch(self) -> None:
         """Begin to give signs of life, and to look for those of the others."""
         if self._thread.ident is None:
             self._heard = dict.fromkeys(self._others, time.monotonic())
             self._thread.start()
 
-    def has_trouble(self) -> bool:
-        """Whether another node has failed, was stopped or is gone: the ranks here are to end, too."""
-        return any(not end.is_good for end in tuple(self.ends.values())) or bool(self.gone())
+    def has_trouble(self, *, but_stops: bool = False) -> bool:
+        """Whether another node has failed, was stopped or is gone: the ranks here are to end, too.
 
-    def has_failure(self) -> bool:
-        """The same, but for a stop by a signal, of which the ranks here know from theirs."""
-        return any(not end.is_good and end.signum is None for end in tuple(self.ends.values())) or bool(self.gone())
+        Args:
+            but_stops: leave out a stop by a signal, of which the ranks here know from theirs.
+        """
+        ends = [end for end in tuple(self.ends.values()) if not (but_stops and end.signum is not None)]
+        return any(not end.is_good for end in ends) or bool(self.gone())
 
     def gone(self) -> list[str]:
         """The nodes that give no sign of life and have not said how they ended, in words."""
-        return [self._described(other) for other in self._others if other not in self.ends and self._is_silent(other)]
+        silent = [other for other in self._others if self._is_silent(other)]
+        return [
+            f"node {other} (host {known['host']}; rank{'s' * (len(known['ranks']) > 1)} "
+            f"{', '.join(map(str, known['ranks']))})"
+            for other, known in ((other, self._known[other]) for other in silent)
+        ]
 
     def _is_silent(self, other: int) -> bool:
-        return not self._has_store or time.monotonic() - self._heard[other] > self._silence
+        is_late = time.monotonic() - self._heard[other] > self._silence
+        return other not in self.ends and (is_late or not self._has_store)
 
     def conclude(self, end: NodeEnd) -> None:
         """Tell the others how this node ended, and wait for theirs: after a good end as long as they live.
@@ -172,7 +145,11 @@ class Nodes:
             BaseException: what a signal handler raises meanwhile. It may be called again then.
         """
         self.watch()
-        self._tell(end)
+        try:
+            self._store.set(f"colossus/end/{self.node}", _END.dump_json(end).decode())
+            self._store.add("colossus/ends", 1)
+        except RuntimeError:
+            self._has_store = False
         trouble_since = math.inf
         self._silence = SILENCE_AFTER_END_SECONDS
         while any(other not in self.ends and not self._is_silent(other) for other in self._others):
@@ -182,27 +159,18 @@ class Nodes:
                 break
             time.sleep(0.02)
 
-    def close(self, holds_store: bool) -> None:
+    def close(self) -> None:
         """Say goodbye, and when this process holds the store, wait until all have."""
+        self._rendezvous.shutdown()
         self._closing.set()
         self._thread.join(2 * BEAT_SECONDS)
         if not self._has_store or self._thread.is_alive():
             return
-        try:
+        goodbyes, deadline = [f"colossus/goodbye/{other}" for other in self.ends], time.monotonic() + FAREWELL_SECONDS
+        with contextlib.suppress(RuntimeError):
             self._store.set(f"colossus/goodbye/{self.node}", "")
-            goodbyes = [f"colossus/goodbye/{other}" for other in self.ends]
-            deadline = time.monotonic() + FAREWELL_SECONDS
-            while holds_store and not self._store.check(goodbyes) and time.monotonic() < deadline:
+            while self._holds_store and not self._store.check(goodbyes) and time.monotonic() < deadline:
                 time.sleep(0.02)
-        except RuntimeError:
-            pass
-
-    def _tell(self, end: NodeEnd) -> None:
-        try:
-            self._store.set(f"colossus/end/{self.node}", end.to_json())
-            self._store.add("colossus/ends", 1)
-        except RuntimeError:
-            self._has_store = False
 
     def _watch(self) -> None:
         """Give a sign of life and take those of the others, until the store is gone."""
@@ -221,12 +189,35 @@ class Nodes:
                     for other in self._others:
                         key = f"colossus/end/{other}"
                         if self._store.check([key]):
-                            self.ends[other] = NodeEnd.from_json(self._store.get(key).decode())
+                            self.ends[other] = _END.validate_json(self._store.get(key))
                 self._closing.wait(BEAT_SECONDS)
         except RuntimeError:  # its launcher has gone, and it with it
             self._has_store = False
 
-    def _described(self, other: int) -> str:
-        known = self._introductions[other]
-        ranks = ", ".join(map(str, known["ranks"]))
-        return f"node {other} (host {known['host']}; rank{'s' * (len(known['ranks']) > 1)} {ranks})"
+
+def _make_rendezvous(endpoint: str, nodes: int) -> tuple[RendezvousHandler, bool]:
+    """Elastic's, and whether its store is in this process."""
+    # torch's loggers set their own levels, so only cutting them off above works: `report` prints one block
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    for is_host in (True, False) if _is_here(endpoint) else (False,):
+        try:
+            parameters = RendezvousParameters("c10d", endpoint, "colossus", nodes, nodes, is_host=is_host)
+            return get_rendezvous_handler(parameters), is_host
+        except RendezvousConnectionError:
+            if not is_host:
+                raise
+    raise AssertionError("a rendezvous is made or it raises")
+
+
+def _is_here(endpoint: str) -> bool:
+    """Whether the endpoint's host is this machine: then one can listen at its address."""
+    try:
+        host = urlsplit(f"//{endpoint}").hostname
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except (OSError, ValueError):
+        return False
+    return True

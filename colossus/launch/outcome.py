@@ -1,15 +1,20 @@
-"""How the ranks of a run ended, as their launchers know it. No torch."""
+"""How the ranks of a run ended, and which of them failed first. No torch.
+
+When one rank dies its neighbours fail within milliseconds with ``Connection closed by peer``, so the first
+exit a launcher sees is often a victim's. The order here goes by what kind of end it was, then by time.
+"""
 
 from __future__ import annotations
 
-import json
+import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from colossus.launch.failure import FailureRecord
+from colossus.launch.failures import FailureRecord
+from colossus.launch.stop import STOP_SIGNALS, exit_code
 
 
 @dataclass(frozen=True)
@@ -36,38 +41,21 @@ class RankExit:
         return self.code == 0 and not self.is_early
 
 
-@dataclass(frozen=True)
-class ServerFailure:
-    """A parameter server that ended by itself, or that workers have waited for in vain.
-
-    Attributes:
-        code: exit code; negative is the number of the signal that killed it; None while it lives.
-        detail: where its log is, or what a worker says of it.
-    """
-
-    index: int
-    host: str
-    pid: int
-    code: int | None
-    detail: str = ""
-
-
-@dataclass(frozen=True)
+@dataclass
 class NodeEnd:
-    """How the ranks of one node ended.
+    """How the ranks of one node ended, as its launcher tells the others.
 
     Attributes:
         exits: global rank -> how its process ended.
         signum: the signal its launcher received, None when there was none.
         records: of its ranks that failed.
-        server: its parameter server that has failed.
+        server: how the parameter server of it has ended that has ended the run, in words.
     """
 
-    node: int
     exits: dict[int, RankExit] = field(default_factory=dict)
     signum: int | None = None
     records: Sequence[FailureRecord] = ()
-    server: ServerFailure | None = None
+    server: str | None = None
 
     @property
     def is_good(self) -> bool:
@@ -76,40 +64,97 @@ class NodeEnd:
             return False
         return all(ended.is_good for ended in self.exits.values())
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> NodeEnd:
-        read = json.loads(text)
-        read["exits"] = {int(rank): RankExit(**ended) for rank, ended in read["exits"].items()}
-        read["records"] = [FailureRecord(**record) for record in read["records"]]
-        read["server"] = ServerFailure(**read["server"]) if read["server"] is not None else None
-        return cls(**read)
-
 
 @dataclass
-class Outcome:
+class Outcome(NodeEnd):
     """How a run ended, as the launcher of one node knows it.
 
     Attributes:
         folder: the run folder all nodes agreed on, None before they have.
-        exits: of this node's ranks: global rank -> how its process ended.
-        signum: the signal the launcher itself received, None when the ranks ended otherwise.
         is_hurried: a second Ctrl-C has asked to end without a checkpoint.
-        server: the parameter server of this node whose failure has ended the run.
         others: how the ranks of other nodes ended, as far as they have said.
         gone: the nodes that give no sign of life any more, in words.
-        endpoints: of all parameter servers.
         started: when this launcher did, in seconds since the epoch.
     """
 
     folder: Path | None = None
-    exits: dict[int, RankExit] = field(default_factory=dict)
-    signum: int | None = None
     is_hurried: bool = False
-    server: ServerFailure | None = None
     others: Sequence[NodeEnd] = ()
     gone: Sequence[str] = ()
-    endpoints: Sequence[Mapping[str, Any]] = ()
     started: float = field(default_factory=time.time)
+
+
+# -- who failed first -----------------------------------------------------------------------------------------
+
+CauseKind = Literal["error", "death", "stuck", "communication"]
+_ORDER: tuple[CauseKind, ...] = ("error", "death", "stuck", "communication")
+_STOP_CODES = {exit_code(signum) for signum in STOP_SIGNALS} | {-signum for signum in STOP_SIGNALS}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One rank's failure, and of which kind it is."""
+
+    rank: int
+    kind: CauseKind
+    record: FailureRecord | None
+    exit: RankExit | None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the rank failed by itself."""
+        return self.kind in ("error", "death")
+
+
+def rank_causes(records: Iterable[FailureRecord], exits: Mapping[int, RankExit]) -> list[Cause]:
+    """Every rank that failed, the most likely culprit first.
+
+    Own exceptions come first (those that blame another rank last, else the earliest first), then processes that died
+    by themselves (signals, exits without a record), then ranks that had to be ended by force, then communication
+    errors.
+    """
+    by_rank = {record.rank: record for record in records}
+    causes = []
+    for rank in {*by_rank, *exits}:
+        record, ended = by_rank.get(rank), exits.get(rank)
+        kind = _kind(record, ended)
+        if kind is not None:
+            causes.append(Cause(rank, kind, record, ended))
+    return sorted(causes, key=_urgency)
+
+
+def _kind(record: FailureRecord | None, ended: RankExit | None) -> CauseKind | None:
+    if record is not None:
+        if record.kind in ("error", "config"):
+            # an error after the stop signal is most often the stop itself (a loader's process is gone, ...)
+            return "error" if record.after_signal is None else "communication"
+        return "stuck" if record.kind == "stuck" else "communication"
+    if ended is None or ended.is_good or ended.code in _STOP_CODES:
+        return None
+    if ended.after_stop:
+        # SIGKILL is how the launcher ends a rank that answers nothing; any other signal is the rank's own
+        if ended.code == -signal.SIGKILL:
+            return "stuck"
+        return "death" if ended.code < 0 else None
+    return "death"
+
+
+def _urgency(cause: Cause) -> tuple[int, bool, float, int]:
+    record = cause.record
+    blames_another = record is not None and record.culprit not in (None, cause.rank)
+    return _ORDER.index(cause.kind), blames_another, record.time if record is not None else 0.0, cause.rank
+
+
+def stop_code(found: Sequence[Cause], exits: Mapping[int, RankExit]) -> int | None:
+    """The exit code of a run that a signal to some rank stopped cleanly, None when anything failed.
+
+    Args:
+        found: of `rank_causes`.
+    """
+    stopped = {rank: ended for rank, ended in exits.items() if ended.code in _STOP_CODES}
+    if found:  # perhaps ranks whose peer was stopped before it could tell them
+        stopped = {rank: ended for rank, ended in stopped.items() if not ended.after_stop}
+        if any(cause.kind != "communication" and cause.rank not in stopped for cause in found):
+            return None
+    code = next((ended.code for ended in stopped.values()), None)
+    return code if code is None or code > 0 else exit_code(-code)

@@ -15,9 +15,9 @@ from typing import Any, TextIO
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config
 from colossus.context.grid import RankGrid
-from colossus.launch import failure, rank_files, report
-from colossus.launch.causes import rank_causes
-from colossus.launch.out_of_memory import advise, is_out_of_memory
+from colossus.launch import failures, report
+from colossus.launch.failures import FailureRecord
+from colossus.launch.outcome import rank_causes
 from colossus.launch.stop import StopSignals, exit_code
 
 LOOK_SECONDS = 0.5
@@ -26,20 +26,14 @@ LOOK_SECONDS = 0.5
 _OWN_WORDS_SECONDS = 2.0
 """A main thread that has heard of NCCL's error itself may say so: it knows more."""
 
-_NCCL_ERRORS = {
-    "TIMEOUT": "did not end within comm.timeout_seconds = {timeout:g}",
-    "COMM_ERROR": "failed: the network, or a rank that has ended (NCCL_DEBUG=WARN says more)",
-    "REMOTE_ERROR": "failed on another rank",
-}
-
 
 @dataclass
 class RankRun:
     """What a rank knows of its run so far, for its failure record.
 
     Attributes:
-        given: the run folder that was asked for.
-        folder: the same when it is known to be this run's; until then nothing is written into it.
+        folder: the run folder, once it is known to be this run's; until then nothing is written into it.
+        resume: the checkpoint that the ranks load.
         locks: files whose locks must live as long as this object.
         is_held: the first rank has locked the run folder.
         flush_metrics: writes those that wait to be written, as far as their numbers are there.
@@ -48,8 +42,7 @@ class RankRun:
 
     rank: int
     stop: StopSignals
-    given: Path | None
-    has_launcher: bool
+    has_launcher: bool = True
     folder: Path | None = None
     config: Config | None = None
     grid: RankGrid | None = None
@@ -74,15 +67,14 @@ class RankRun:
 def fail(run: RankRun, error: BaseException) -> int:
     """Write this rank's record, print what no launcher of ours will print, and return the exit code."""
     run.has_failed = True
-    messages = failure.messages_of(error)
-    is_memory = run.config is not None and is_out_of_memory(messages)
-    advice = advise(run.config, " ".join(messages), run.step) if run.config is not None and is_memory else ""
-    record = failure.of_exception(error, run.rank, **run.details(), advice=advice)
+    messages, advice = failures.messages_of(error), ""
+    if run.config is not None and failures.is_out_of_memory(messages):
+        advice = failures.memory_advice(run.config, " ".join(messages), run.step)
+    record = failures.of_exception(error, run.rank, **run.details(), advice=advice)
     _write(run, record)
     if record.kind == "communication":
-        _write_recording(run, with_stacks=True)
+        _write_recording(run)
     if run.stop.is_orphaned():  # nobody else will say so
-        rank_files.of_this_rank().remove()
         _print(f"colossus: rank {run.rank}: the launcher is gone; {str(error).partition(chr(10))[0]}")
     is_speaker = not run.has_launcher and run.rank == 0
     if run.stop.received is not None:
@@ -90,13 +82,12 @@ def fail(run: RankRun, error: BaseException) -> int:
             return exit_code(run.stop.received)
         if is_speaker:
             _print(f"colossus: {error}")
-        return report.FAILED
-    if record.kind == "config":
+    elif record.kind == "config":
         if is_speaker:
             _print(f"colossus: {record.message}")
         return report.USAGE
-    if not run.has_launcher:
-        if record.kind == "error" and run.grid is not None and failure.is_first_to_report(run.folder):
+    elif not run.has_launcher:
+        if record.kind == "error" and run.grid is not None and failures.is_first_to_report(run.folder):
             _print(report.block(rank_causes([record], {}), run.grid, run.folder, others=False))
         else:
             _print(report.one_line(record, run.folder))
@@ -105,26 +96,27 @@ def fail(run: RankRun, error: BaseException) -> int:
 
 def write_hard_end(run: RankRun, thread: int) -> None:
     """The record of a rank that is ended by force: stuck by itself, or waiting for others in a collective of NCCL's."""
-    recorder = sys.modules.get("colossus.comm.flight_recorder")  # not loaded: there is no NCCL
-    if recorder is not None and recorder.is_recording() and recorder.has_pending():
-        message = f"was told to stop, and waited in a collective for {run.stop.grace_seconds:g} s more"
-        record = failure.of_lost_collective(thread, message, run.rank, **run.details())
-    else:
-        record = failure.of_stuck_rank(thread, run.stop.grace_seconds, run.rank, **run.details())
-    _write(run, record)
-    if run.folder is not None and not failure.recording_of(run.folder, run.rank).exists():  # else torch has, with more
+    recorder, seconds = _recorder(), run.stop.grace_seconds
+    kind: failures.Kind = "communication" if recorder is not None and recorder.has_pending() else "stuck"
+    message = f"was told to stop, and waited in a collective for {seconds:g} s more"
+    if kind == "stuck":
+        message = f"did not reach the end of its step within {seconds:g} s and was ended"
+        if run.step is None:
+            message = "had not come to its first step when it was ended"
+    _write(run, failures.of_thread(thread, run.rank, kind, message, **run.details()))
+    if run.folder is not None and not failures.recording_of(run.folder, run.rank).exists():  # else torch has, with more
         _write_recording(run, with_stacks=False)
 
 
-def watch_nccl(run: RankRun, config: Config) -> None:
+def watch_nccl(run: RankRun, timeout_seconds: float) -> None:
     """Have a collective that NCCL gives up end in a failure record. Main thread only.
 
     After a time-out NCCL's watchdog waits a minute and then ends the process by SIGABRT, while the main thread waits
     for the device and hears of nothing. A thread asks the watchdogs, writes down what the rank was doing, and ends the
     process.
     """
-    main, timeout = threading.get_ident(), config.comm.timeout_seconds
-    threading.Thread(target=_watch_nccl, args=(run, main, timeout), name="colossus-nccl-watch", daemon=True).start()
+    arguments = (run, threading.get_ident(), timeout_seconds)
+    threading.Thread(target=_watch_nccl, args=arguments, name="colossus-nccl-watch", daemon=True).start()
 
 
 def _watch_nccl(run: RankRun, main: int, timeout: float) -> None:
@@ -138,43 +130,44 @@ def _watch_nccl(run: RankRun, main: int, timeout: float) -> None:
         if found is None:
             continue
         group, error = found
+        # groups are described as colossus/1/dataxtensor/0_1_2_3 or mesh_data
+        axes = group.split("/")[2] if group.startswith("colossus/") else group.removeprefix("mesh_")
+        message = f"timeout: a collective over {axes} did not end within comm.timeout_seconds = {timeout:g}"
         if error != "TIMEOUT":
             time.sleep(_OWN_WORDS_SECONDS)
+            message = f"NCCL: a collective over {axes} failed ({error}): the network, or a rank that has ended"
         if run.has_failed or run.stop.received is not None:  # this process is about to end already
             continue
-        record = failure.of_lost_collective(main, _nccl_message(group, error, timeout), run.rank, **run.details())
+        record = failures.of_thread(main, run.rank, "communication", message, **run.details())
         _write(run, record)
         with contextlib.suppress(Exception):  # whatever is wrong with the metrics, this is the end
             run.flush_metrics()
-        _write_recording(run, with_stacks=True)
+        _write_recording(run)
         if not run.has_launcher:
             _print(report.one_line(record, run.folder))
         flush()
         os._exit(report.FAILED)
 
 
-def _nccl_message(group: str, error: str, timeout: float) -> str:
-    """``timeout: a collective over data did not end within ..``; groups are described as
-    ``colossus/1/dataxtensor/0_1_2_3`` or ``mesh_data``."""
-    axes = group.split("/")[2] if group.startswith("colossus/") else group.removeprefix("mesh_")
-    cause = _NCCL_ERRORS.get(error, f"failed ({error})").format(timeout=timeout)
-    return f"{'timeout' if error == 'TIMEOUT' else 'NCCL'}: a collective over {axes} {cause}"
+def _recorder() -> Any:
+    """torch's flight recorder, where the ranks talk through NCCL."""
+    recorder = sys.modules.get("colossus.comm.flight_recorder")  # not loaded: there is no NCCL
+    return recorder if recorder is not None and recorder.is_recording() else None
 
 
-def _write_recording(run: RankRun, *, with_stacks: bool) -> None:
+def _write_recording(run: RankRun, *, with_stacks: bool = True) -> None:
     """What torch has recorded of this rank's collectives."""
-    recorder = sys.modules.get("colossus.comm.flight_recorder")
-    if run.folder is None or recorder is None or not recorder.is_recording():
-        return
-    with contextlib.suppress(OSError, RuntimeError):
-        recorder.write(failure.recording_of(run.folder, run.rank), with_stacks=with_stacks)
+    recorder = _recorder()
+    if run.folder is not None and recorder is not None:
+        with contextlib.suppress(OSError, RuntimeError):
+            recorder.write(failures.recording_of(run.folder, run.rank), with_stacks=with_stacks)
 
 
-def _write(run: RankRun, record: failure.FailureRecord) -> None:
+def _write(run: RankRun, record: FailureRecord) -> None:
     if run.folder is None or (run.stop.is_orphaned() and not run.is_held):
         return  # the folder may be that of the next attempt already
     try:
-        failure.write(run.folder, record)
+        failures.write(run.folder, record)
     except OSError as error:
         _print(f"rank {run.rank}: no failure record ({error}):\n{record.traceback}")
 

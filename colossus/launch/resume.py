@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import checkpoints, find_latest, locate, root_of
@@ -18,20 +18,16 @@ from colossus.checkpoint.manifest import read_manifest
 from colossus.checkpoint.weight_sources import find_weights
 from colossus.config import Config, ConfigError
 from colossus.launch import run_folder
-from colossus.launch.preflight import check_weights
+from colossus.launch.checks import check_weights
 
 AUTO = "auto"
 #: in a folder of checkpoints that is not in the run folder: which that is
 _RUN_FOLDER = "run-folder"
 
 
-@dataclass(frozen=True)
-class RunStart:
-    """The folder of a run that begins; it is its own until the ``locks`` are closed.
-
-    Attributes:
-        resume: what the ranks load: "auto", the latest checkpoint; a folder; None where they begin at the first step.
-    """
+class RunStart(NamedTuple):
+    """The folder of a run that begins, its own until the ``locks`` are closed, and what the ranks load: "auto", the
+    latest checkpoint; a folder; None where they begin at the first step."""
 
     folder: Path
     resume: str | None
@@ -78,27 +74,15 @@ class Origin:
         if (found := self.find_weights()) is not None:
             check_weights(self.config, found)
         if self.folder is not None:
-            run_folder.check_usable(self.folder) if self.is_own else run_folder.check_unused(self.folder)
-        self._check_checkpoints(self.folder)
+            run_folder.check(self.folder, is_own=self.is_own)
+        self._check_checkpoints()
 
-    def _check_checkpoints(self, folder: Path | None) -> None:
-        """Refuse the checkpoints of a run that is not resumed: this one would remove them, and ``latest`` would move.
-
-        Args:
-            folder: of the run; None: not made yet.
-        """
+    def _check_checkpoints(self) -> None:
+        """Refuse the checkpoints of a run that is not resumed: this one would remove them."""
         section = self.config.checkpoint
-        if not section.every or (folder is None and section.dir is None):
+        if not section.every or (self.folder is None and section.dir is None):
             return
-        root = root_of(section.dir, folder or Path())
-        above = root
-        while not above.exists() and above != above.parent:
-            above = above.parent
-        if not above.is_dir():
-            what = "is a file, not a folder" if above == root else f"cannot be made: Not a directory: {above}"
-            raise ConfigError(f"checkpoint.dir {root}: {what}")
-        if not os.access(above, os.W_OK | os.X_OK):
-            raise ConfigError(f"checkpoint.dir {root}: cannot be written to: no permission for {above}")
+        root = root_of(section.dir, self.folder or Path())
         goes_on = self.checkpoint is not None and self.checkpoint.parent.resolve() == root.resolve()
         if not goes_on and (held := checkpoints(root)):
             raise ConfigError(
@@ -108,23 +92,26 @@ class Origin:
             )
 
     def take(self) -> RunStart:
-        """Make and lock the folders; metrics of an attempt that left no checkpoint are put aside.
+        """Make and lock the folders; metrics of an attempt that left no checkpoint are renamed.
 
         Raises:
             ConfigError: when they cannot be made, or are another run's; when there are no weights.
         """
         self.find_weights()
-        self._check_checkpoints(self.folder)
-        folder = self.folder or run_folder.make_default_folder(self.config.name or "run")
-        locks = [run_folder.prepare(folder, is_own=self.is_own)]
+        self._check_checkpoints()
+        section, locks, root = self.config.checkpoint, [], None
         try:
-            section = self.config.checkpoint
             if section.every and section.dir is not None:
-                root = root_of(section.dir, folder)
+                root = root_of(section.dir, Path())
                 locks.append(run_folder.take(root, "checkpoint.dir"))
+            folder = self.folder or run_folder.default_folder(self.config.name or "run", make=True)
+            locks.append(run_folder.prepare(folder, is_own=self.is_own))
+            if root is not None:
                 (root / _RUN_FOLDER).write_text(f"{folder.resolve()}\n")
-            if self.is_own and not self.is_latest:
-                run_folder.put_aside_metrics(folder)
+            if self.is_own and not self.is_latest and run_folder.has_metrics(folder):
+                lost = (folder / run_folder.METRICS).replace(folder / "metrics.lost.jsonl")
+                said = f"{folder}: an attempt has left no checkpoint; its metrics are in {lost}, the run begins anew"
+                print(f"colossus: {said}", file=sys.stderr)
         except BaseException:
             for lock in locks:
                 lock.close()
@@ -139,16 +126,15 @@ class Origin:
         if self.checkpoint is None:
             return "nothing: begins at step 1"
         manifest = read_manifest(self.checkpoint)
-        plan = manifest.plan.get("text", "an unknown plan")
-        return f"step {manifest.step} of {self.checkpoint}, saved under {plan}"
+        return f"step {manifest.step} of {self.checkpoint}, saved under {manifest.plan.get('text', 'an unknown plan')}"
 
 
-def choose(config: Config, overrides: Sequence[str], *, run_dir: str | None = None, resume: bool = False) -> Origin:
+def choose(config: Config, *, run_dir: str | None = None, resume: bool = False) -> Origin:
     """Where a launch begins.
 
     ``--resume`` and ``checkpoint.resume = "auto"`` look for the latest checkpoint: of ``run_dir``, else in
-    ``checkpoint.dir``, else of the newest run of this name that has one. A folder in ``checkpoint.resume`` begins a
-    run of its own.
+    ``checkpoint.dir``, else of the newest run of this name that has one. Without ``--resume`` a folder in
+    ``checkpoint.resume`` begins a run of its own.
 
     Args:
         run_dir: of ``--run-dir``.
@@ -159,49 +145,32 @@ def choose(config: Config, overrides: Sequence[str], *, run_dir: str | None = No
     """
     wanted = config.checkpoint.resume
     given = Path(run_dir) if run_dir is not None else None
-    if resume and wanted not in (None, AUTO) and any(text.startswith("checkpoint.resume=") for text in overrides):
-        raise ConfigError(
-            f"--resume goes on with the latest checkpoint of the run, checkpoint.resume={wanted} begins a new run from "
-            f"that one: give one of them"
-        )
     if not resume and wanted != AUTO:
         return Origin(config, given, _named(wanted))
-    found, folder, looked = _search(config, given)
+    found, folder, is_own, name = None, None, True, config.name or "run"
+    if config.checkpoint.dir is not None:
+        root = root_of(config.checkpoint.dir, Path())
+        used, looked = _run_folder_of(root), f"{root} (checkpoint.dir)"
+        found, folder = _latest(root), given or used
+        is_own = used is not None and folder is not None and used.resolve() == folder.resolve()
+    else:
+        looked = str(root_of(None, given)) if given is not None else f"{Path('runs') / name}-*"
+        for folder in [given] if given is not None else run_folder.of_name(name):
+            found = _latest(root_of(None, folder))
+            if found is not None:
+                break
     if found is not None:
-        is_own = folder is not None and folder.exists() and _is_of_checkpoints(config, folder)
         return Origin(config, folder, found, is_own=is_own, is_latest=True)
     if resume:
         raise ConfigError(f"--resume: there is no checkpoint in {looked}; without --resume a run begins at step 1")
     return Origin(config, given, is_own=given is not None and (given / run_folder.LOCK).exists())
 
 
-def _search(config: Config, given: Path | None) -> tuple[Path | None, Path | None, str]:
-    """(the latest checkpoint, its run folder, where it was looked for)."""
-    if config.checkpoint.dir is not None:
-        root = root_of(config.checkpoint.dir, Path())
-        return _latest(root), given or _run_folder_of(root), f"{root} (checkpoint.dir)"
-    name = config.name or "run"
-    for candidate in [given] if given is not None else run_folder.of_name(name):
-        found = _latest(root_of(None, candidate))
-        if found is not None:
-            return found, candidate, ""
-    return None, None, str(root_of(None, given)) if given is not None else f"{Path('runs') / name}-*"
-
-
-def _is_of_checkpoints(config: Config, folder: Path) -> bool:
-    """Whether the run in this folder is the one that has last saved where the config says."""
-    if config.checkpoint.dir is None:
-        return True
-    used = _run_folder_of(root_of(config.checkpoint.dir, Path()))
-    return used is not None and used.resolve() == folder.resolve()
-
-
 def _run_folder_of(root: Path) -> Path | None:
     """The run folder of the run that has last saved here, None where it is not known or not there any more."""
-    with contextlib.suppress(OSError, UnicodeDecodeError, ValueError):
+    with contextlib.suppress(OSError, ValueError):
         known = (root / _RUN_FOLDER).read_text().strip()
-        if known and os.path.isdir(known):
-            return Path(known)
+        return Path(known) if known and os.path.isdir(known) else None
     return None
 
 

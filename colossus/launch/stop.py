@@ -1,4 +1,4 @@
-"""Signals become one clean stop, and the end of the process when that stop does not come in time.
+"""In a rank: signals become one clean stop, and the end of the process when that stop does not come in time.
 
 A rank that waits inside a collective runs no Python, so an ordinary signal handler would never be called
 there. The C handler of CPython, however, always writes the signal's number to the wake-up pipe; a thread
@@ -11,12 +11,14 @@ import contextlib
 import math
 import os
 import select
+import shutil
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-
-from colossus.launch.rank_files import RankFiles, of_this_rank
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 GRACE_SECONDS = 4.0
 """How long a rank may take from a signal to the end of its current step. All ranks are gone within 5 s.
@@ -35,13 +37,72 @@ LAUNCHER_PID = "COLOSSUS_LAUNCHER_PID"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """The last two are those that SLURM is asked to send some time before a job's end (``--signal=USR1@120``)."""
 
-#: what a program that does not expect them dies of; processes that a rank has forked must outlive them
-_FOR_THE_RANK = (signal.SIGUSR1, signal.SIGUSR2)
+_RANK_FILES = "COLOSSUS_RANK_FILES"
 
 
 def exit_code(signum: int) -> int:
     """The shell's convention: 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP; SLURM's signals are a SIGTERM."""
     return 128 + (signal.SIGTERM if signum in (signal.SIGUSR1, signal.SIGUSR2) else signum)
+
+
+class RankFiles:
+    """Files through which the ranks of a node and their launcher tell each other things, also when the other has gone.
+
+    A rank leaves one when it has come to the end of its program, since an exit code of 0 does not say so:
+    ``os._exit(0)`` in a model or a library ends a rank as if all were well. A rank that was told to stop and still
+    works, on a step or a checkpoint, gives signs of life. The launcher says when there is nothing left to wait for.
+
+    Args:
+        folder: by default that of the launcher that has started this process; without one nothing is written or found.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or Path(os.environ.get(_RANK_FILES, os.devnull))
+
+    def finish(self, rank: int, code: int) -> None:
+        """This rank has come to its end, and is about to exit with this code."""
+        self._write(f"{rank}.finished", f"{code}\n")
+
+    def beat(self, rank: int) -> None:
+        """This rank was told to stop and may still take its time."""
+        self._write(f"{rank}.beat")
+
+    def hurry(self) -> None:
+        """Tell the ranks that what they would save can never be complete, or that nobody wants it."""
+        self._write("hurry")
+
+    def is_hurried(self) -> bool:
+        return (self.folder / "hurry").exists()
+
+    def finished_code(self, rank: int) -> int | None:
+        """The exit code that a rank has announced which came to its end; None of another."""
+        with contextlib.suppress(OSError):
+            text = (self.folder / f"{rank}.finished").read_text()
+            return int(text) if text.endswith("\n") else None
+        return None
+
+    def last_beat(self, rank: int) -> int | None:
+        """A number that another sign of life of this rank changes; None before the first."""
+        with contextlib.suppress(OSError):
+            return (self.folder / f"{rank}.beat").stat().st_mtime_ns
+        return None
+
+    def remove(self) -> None:
+        """The launcher was killed, and nobody else will."""
+        if self.folder.is_dir():
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self, name: str, text: str = "") -> None:
+        with contextlib.suppress(OSError):
+            (self.folder / name).write_text(text)
+
+
+@contextmanager
+def made_rank_files() -> Iterator[RankFiles]:
+    """For the ranks that a launcher starts inside; the folder is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="colossus-ranks-") as folder:
+        os.environ[_RANK_FILES] = folder
+        yield RankFiles()
 
 
 class StopSignals:
@@ -61,7 +122,7 @@ class StopSignals:
         self.grace_seconds = GRACE_SECONDS
         self._renews = False
         self._last_progress = -math.inf
-        self._rank, self._parent, self._files = rank, parent, files or of_this_rank()
+        self._rank, self._parent, self._files = rank, parent, files or RankFiles()
         self._hurried_at: float | None = None
         self._request_stop: Callable[[int], None] | None = None
         self._final_calls: list[Callable[[], None]] = []
@@ -154,7 +215,9 @@ class StopSignals:
         signal.set_wakeup_fd(-1)
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) is _only_wake_up:
-                signal.signal(signum, signal.SIG_IGN if signum in _FOR_THE_RANK else signal.SIG_DFL)
+                # SLURM sends its signals to all processes, and one that does not expect them dies of them
+                is_for_rank = signum in (signal.SIGUSR1, signal.SIGUSR2)
+                signal.signal(signum, signal.SIG_IGN if is_for_rank else signal.SIG_DFL)
 
 
 def _only_wake_up(signum: int, frame: object) -> None:

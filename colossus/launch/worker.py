@@ -1,4 +1,4 @@
-"""The worker process: ``python -m colossus.launch.worker [--run-dir DIR] CONFIG [section.key=value ...]``.
+"""The worker process: ``python -m colossus.launch.worker RUN_DIR CHECKPOINT CONFIG [section.key=value ...]``.
 
 One per rank. The launcher starts it with the variables torchrun would set; under torchrun and srun the command
 itself runs ``run_worker`` in their process.
@@ -6,36 +6,30 @@ itself runs ``run_worker`` in their process.
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config, ConfigError, Named, load_config
 from colossus.context.grid import build_grid
-from colossus.launch import failure, rank_files, run_folder
-from colossus.launch.preflight import is_on_cuda, ranks_may_share
+from colossus.launch import failures, run_folder
+from colossus.launch.checks import is_on_cuda, ranks_may_share
 from colossus.launch.rank_failure import RankRun, fail, flush, watch_nccl, write_hard_end
 from colossus.launch.report import stopped_line
 from colossus.launch.resume import Origin, choose
-from colossus.launch.stop import LAUNCHER_PID, StopSignals, exit_code
+from colossus.launch.stop import LAUNCHER_PID, RankFiles, StopSignals, exit_code
 from colossus.registry import HOOKS
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m colossus.launch.worker")
-    parser.add_argument("config")
-    parser.add_argument("--run-dir")
-    parser.add_argument("--resume")
-    parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args(arguments)
-    return run_worker(given.config, given.overrides, run_dir=given.run_dir, resume=given.resume)
+def main(arguments: Sequence[str]) -> int:
+    run_dir, resume, config, *overrides = arguments
+    return run_worker(config, overrides, run_dir=run_dir, resume=resume or None)
 
 
 def run_worker(
@@ -55,30 +49,26 @@ def run_worker(
         The exit code when the run went well (0) or was stopped (130, 143). A failure does not return: the process
         ends with 1 (2 for a config error) at once, since destructors of broken process groups can hang.
     """
-    launcher, rank, files = os.environ.get(LAUNCHER_PID), int(os.environ["RANK"]), rank_files.of_this_rank()
+    launcher, rank, files = os.environ.get(LAUNCHER_PID), int(os.environ["RANK"]), RankFiles()
     stop = StopSignals(rank, int(launcher) if launcher else None, files)
     stop.install()
-    run = RankRun(
-        rank,
-        stop,
-        Path(run_dir) if run_dir is not None else None,
-        has_launcher=launcher is not None,
-        folder=Path(run_dir) if launcher is not None and run_dir is not None else None,
-        resume=resume if isinstance(resume, str) else None,
-    )
+    run = RankRun(rank, stop, has_launcher=launcher is not None, resume=resume if isinstance(resume, str) else None)
+    if launcher is not None and run_dir is not None:
+        run.folder = Path(run_dir)
     faulthandler.enable()  # a rank that dies of SIGSEGV, SIGABRT, .. says where
     thread = threading.get_ident()
     stop.before_hard_end(lambda: write_hard_end(run, thread))
     try:
         config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
         run.config, run.grid = config, build_grid(config.parallel)
-        code = _train(run, config, lambda: choose(config, overrides, run_dir=run_dir, resume=bool(resume)))
+        code = _train(run, config, partial(choose, config, run_dir=run_dir, resume=bool(resume)))
         files.finish(rank, code)
-        if stop.is_orphaned():
-            files.remove()
     except BaseException as error:
         code = fail(run, error)
         flush()
+    if stop.is_orphaned():
+        files.remove()
+    if run.has_failed:
         os._exit(code)
     return code
 
@@ -93,7 +83,7 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     from colossus.monitor.metrics import Metrics
 
     if is_on_cuda(config) and not ranks_may_share(config):
-        watch_nccl(run, config)
+        watch_nccl(run, config.comm.timeout_seconds)
     engine = make_engine(config)
     if not run.has_launcher:
         _agree_on_folder(run, engine, origin)
@@ -101,7 +91,7 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     folder = run.folder
     assert folder is not None
     # torch records by itself when the watchdog of another rank asks for it
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / failure.FOLDER / failure.RECORDING))
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / failures.FOLDER / failures.RECORDING))
     engine.run.folder, engine.checkpoints.resume_from = folder, run.resume
     metrics, display = Metrics(folder / run_folder.METRICS), Display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
@@ -135,14 +125,10 @@ def _hold(run: RankRun) -> None:
     """
     if run.rank != 0 or run.folder is None:
         return
-    lock = run_folder.hold(run.folder)
-    run.is_held = lock is not None
+    run.locks += (run_folder.hold(run.folder),)
     if run.stop.is_orphaned():
-        rank_files.of_this_rank().remove()
-        os._exit(exit_code(signal.SIGTERM))
-    if lock is None:
-        raise ConfigError(f"run folder {run.folder}: {run_folder.RANKS_ARE_LEFT}")
-    run.locks += (lock,)
+        raise SystemExit
+    run.is_held = True
 
 
 def _beginning(run: RankRun, config: Config) -> Any:
@@ -180,7 +166,7 @@ def _agree_on_folder(run: RankRun, engine: Any, origin: Callable[[], Origin]) ->
     """
     from colossus.comm.objects import broadcast_object
 
-    folder, resume, problems = run.given, None, None
+    folder, resume, problems = None, None, None
     if engine.context.rank == 0:
         try:
             taken = origin().take()
@@ -188,8 +174,7 @@ def _agree_on_folder(run: RankRun, engine: Any, origin: Callable[[], Origin]) ->
             problems = error.problems
         else:
             run.locks += taken.locks
-            # what was given each rank finds from where it is
-            folder, resume = run.given or taken.folder.resolve(), taken.resume
+            folder, resume = taken.folder.resolve(), taken.resume
     world = engine.context.group(engine.context.grid.names)
     folder, resume, problems = broadcast_object((folder, resume, problems), world, 0)
     if problems is not None:
@@ -198,4 +183,4 @@ def _agree_on_folder(run: RankRun, engine: Any, origin: Callable[[], Origin]) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -16,8 +16,7 @@ from colossus.config.plans import describe_plan, world_size
 from colossus.config.training import PRECISIONS, PrecisionSection
 from colossus.context.grid import build_grid
 from colossus.launch import command
-from colossus.launch.inside import environment_kept, output_to
-from colossus.launch.preflight import check_devices, check_model
+from colossus.launch.checks import check_devices, check_model
 from colossus.verify import verify_report
 
 AGREE, FAILED, USAGE, DIFFERENT = 0, 1, 2, 3
@@ -84,7 +83,7 @@ def _launch(config: Config, file: Path, is_reference: bool) -> int:
     )
     since = time.monotonic()
     output = file.with_suffix(".txt")
-    with output_to(output), environment_kept():
+    with command.contained(output):
         code = command.run(str(file), [], nproc=processes, run_dir=str(file.with_suffix("")))
     ended = "done in" if code == 0 else "failed after" if code in (FAILED, USAGE) else "stopped after"
     print(f"{ended} {time.monotonic() - since:.0f} s", flush=True)

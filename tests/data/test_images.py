@@ -10,7 +10,7 @@ import torch
 
 from colossus.config import ConfigError, load_config
 from colossus.data import Digits
-from colossus.launch.data_check import check_data
+from colossus.launch.checks import check_data
 from colossus.registry import DATASETS
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "vit_digits.py")

@@ -28,7 +28,7 @@ from colossus.config import ConfigError, load_config
 from colossus.context import groups
 from colossus.context.device import pick_device
 from colossus.context.world import choose_backend
-from colossus.launch.preflight import check_device
+from colossus.launch.checks import check_devices
 
 PLANS: dict[str, dict[str, Any]] = {
     "data 2, tensor 2": dict(data=2, tensor=2),
@@ -143,16 +143,16 @@ def test_which_backend_joins_which_devices(monkeypatch: pytest.MonkeyPatch) -> N
         return load_config(config_of(dict(data=1), 1, "fp32", device=device, comm=dict(backend=backend)))
 
     with pytest.raises(ConfigError, match=r"comm.backend = 'nccl' joins CUDA devices, but device = 'cpu'"):
-        check_device(config("cpu", "nccl"))
+        check_devices(config("cpu", "nccl"), 1)
     with pytest.raises(ConfigError, match=r"comm.backend = 'nccl' joins CUDA devices, but torch finds none here"):
-        check_device(config("auto", "nccl"))
+        check_devices(config("auto", "nccl"), 1)
     assert choose_backend("auto", "cuda") == "nccl"
     assert choose_backend("gloo", "cuda") == choose_backend("auto", "cpu") == "gloo"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    check_device(config("auto", "nccl"))
+    check_devices(config("auto", "nccl"), 1)
     assert pick_device("auto", "gloo") == torch.device("cuda", 1)  # local ranks take turns
     with pytest.raises(ValueError, match=r"local rank 3 has no CUDA device: 2 CUDA devices .*'gloo'"):
         pick_device("auto", "auto")

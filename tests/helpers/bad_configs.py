@@ -94,7 +94,6 @@ TABLE: dict[str, Bad] = {
     "no path": bad("data: TokenFile needs 'path': set data.path", text="data = dict(type='TokenFile')"),
     "type of model": bad("no model named 'GTP'. Did you mean 'GPT'?", overrides="model.type=GTP"),
     "type of data": bad("no dataset named 'TokenFil'. Did you mean 'TokenFile'?", overrides="data.type=TokenFil"),
-    "a model without a type": bad("model.type: needs a type", text="model = dict(hidden_size=16)"),
     # files of tokens
     "empty file": bad("is empty (0 bytes)", text=tokens("empty.bin")),
     "odd bytes": bad("has 33 bytes, which is not a multiple of 2", text=tokens("odd.bin")),
@@ -106,7 +105,6 @@ TABLE: dict[str, Bad] = {
         "has 19 tokens, but one sample needs seq_len + 1 = 65", text=tokens("short.bin"), overrides="model.seq_len=64"
     ),
     "validation fraction": bad("validation_fraction = 1.5 is outside", text=tokens("ids.bin", validation_fraction=1.5)),
-    "split": bad("split = 'test' is not one of 'train', 'validation'", text=tokens("ids.bin", split="test")),
     # ids beyond the vocabulary
     "vocabulary of bytes": bad(
         "model.vocab_size = 100", "set model.vocab_size to 256", overrides="model.vocab_size=100"
@@ -140,9 +138,7 @@ TABLE: dict[str, Bad] = {
         text=tokens("small.bin", validation_fraction=0),
     ),
     "batch of a dataset": bad("_Samples has 7 samples", text=samples("count=7")),
-    "batch of a list": bad("list has 3 samples", text="data = [_Samples()[i] for i in range(3)]"),
     "no samples": bad("_Samples has no samples", text=samples("count=0")),
-    "no samples to validate": bad("_Samples has no samples", text=samples("validation=_Samples(0)")),
     "batch of a loader": bad(
         "gives batches of 4 samples, but train.global_batch_size = 8 over 2 data ranks",
         "DistributedSampler",
@@ -151,7 +147,6 @@ TABLE: dict[str, Bad] = {
     ),
     # how data is read
     "workers": bad("data.num_workers: must be at least 0, got -1", overrides="data.num_workers=-1"),
-    "half a worker": bad("data.num_workers: must be a whole number", overrides="data.num_workers=0.5"),
     "workers of a stream": bad(
         "_Stream is an IterableDataset, of which each worker would read the whole",
         text="data = dict(type=_Stream, num_workers=2)",
@@ -173,18 +168,9 @@ TABLE: dict[str, Bad] = {
         "train.eval_batch_size = 3 is not a multiple of data 2; nearest: 2 or 4",
         overrides="train.eval_batch_size=3 parallel.data=2",
     ),
-    "no eval batch": bad("train.eval_batch_size: must be at least 1, got 0", overrides="train.eval_batch_size=0"),
     # the optimizer and its learning rate
-    "weight decay": bad("optimizer.weight_decay: must be at least 0, got -1", overrides="optimizer.weight_decay=-1"),
-    "betas": bad("optimizer.betas: must be a tuple or a list, got 0.9", overrides="optimizer.betas=0.9"),
-    "beta of 1": bad("optimizer.betas.1: must be less than 1, got 1", overrides="optimizer.betas=(0.9,1.0)"),
-    "eps": bad("optimizer.eps: must be a number", overrides="optimizer.eps=tiny"),
-    "momentum": bad(
-        "optimizer.momentum: must be at least 0, got -0.9", overrides="optimizer.type=SGD optimizer.momentum=-0.9"
-    ),
     "params": bad("optimizer.params: the parameters are those of the model", overrides="optimizer.params=[]"),
     "learning rate": bad("optimizer.lr: must be greater than 0, got 0", overrides="optimizer.lr=0"),
-    "option of the optimizer": bad("did you mean optimizer.weight_decay?", overrides="optimizer.weight_decy=0"),
     "schedule without arguments": bad(
         "is called as f(progress, min_ratio, **options)", text="lr_schedule = lambda: 1.0"
     ),
@@ -196,14 +182,8 @@ TABLE: dict[str, Bad] = {
         "returns the learning rate as a part of optimizer.lr, 0 or more; at progress 0 it returns None",
         text="lr_schedule = lambda progress, ratio: None",
     ),
-    "schedule below 0": bad(
-        "at progress 1 it returns -1.0", text="lr_schedule = lambda progress, ratio: 1.0 - 2 * progress"
-    ),
     "option of the schedule": bad(
         "lr_schedule.", "powr", text="lr_schedule = dict(type=lambda progress, ratio, power: 1.0, powr=2)"
-    ),
-    "warm-up": bad(
-        "lr_schedule.warmup_steps: must be a whole number, got 0.1", overrides="lr_schedule.warmup_steps=0.1"
     ),
     # plan and model
     "processes": bad(
@@ -267,19 +247,12 @@ TABLE: dict[str, Bad] = {
     "cuda": bad("device = 'cuda', but torch finds no CUDA device", overrides="device=cuda"),
     "device": bad("device: must be 'auto', 'cpu' or 'cuda', got 'tpu'", overrides="device=tpu"),
     "huge timeout": bad("comm.timeout_seconds: must be at most 2e+06", overrides="comm.timeout_seconds=1e30"),
-    "no timeout": bad("comm.timeout_seconds: must be greater than 0", overrides="comm.timeout_seconds=0"),
     "long name": bad("name: must have at most 200 letters, got 'xxx", overrides="name=" + 300 * "x"),
-    "name": bad("name: must be a plain file name, got 'a/b'", overrides="name=a/b"),
     "hook": bad("hooks.0.type: no hook named 'Tensorbord'. Did you mean 'TensorBoard'?", text="hooks = ['Tensorbord']"),
-    "hook that is a number": bad(
-        "hooks.0: must be dict(type=..., **options), an object or a callable, got 3", text="hooks = [3]"
-    ),
-    "unknown section": bad("trian: no such key; did you mean train?", overrides="trian.steps=3"),
     "unknown key": bad(
         "train.global_batch: no such key; did you mean train.global_batch_size?", overrides="train.global_batch=3"
     ),
     "steps": bad("train.steps: must be at least 1, got 0", overrides="train.steps=0"),
-    "precision": bad("train.precision: must be one of fp32, fp64, bf16, fp16", overrides="train.precision=bf8"),
     "an override that is none": bad("'train.steps' has no '='", overrides="train.steps"),
     "a file that raises": bad("NameError: name 'nowhere' is not defined", text="data = nowhere"),
     "a file that exits": bad("SystemExit: the file called exit()", text="raise SystemExit(0)"),

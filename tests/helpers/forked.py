@@ -2,7 +2,7 @@
 
 A launched run of two ranks imports torch three times, 6 to 9 processor seconds before the first step. Here the
 launcher is forked from the tests' process, which has it, and the launcher's own ranks are forked from the launcher,
-where elastic would start Python. What a new Python does by itself (``-m``, imports, the first signal handlers) is left
+where it would start Python. What a new Python does by itself (``-m``, imports, the first signal handlers) is left
 to the tests that say ``new_python=True``.
 """
 
@@ -23,12 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-import colossus.launch.agent  # noqa: F401  here once, instead of in each forked launcher
 from colossus.cli import main as cli
 from colossus.comm import log
-from colossus.launch import worker
+from colossus.launch import agent, worker  # here once, instead of in each forked launcher
 
 if TYPE_CHECKING:
     from benchmarks.namespaces import Namespaces
@@ -140,7 +138,7 @@ def _be_python(args: Sequence[str], env: Mapping[str, str], cwd: Path | None, st
     warnings.showwarning = _warn
     tempfile.tempdir = None
     log.clear()
-    SubprocessHandler._popen = _popen  # type: ignore[method-assign, assignment]
+    agent.start_process = _start_process
     flag, module, *words = [word for word in args[1:] if word != "-u"]
     assert flag == "-m", args
     sys.argv = [module, *words]
@@ -156,8 +154,8 @@ def _be_python(args: Sequence[str], env: Mapping[str, str], cwd: Path | None, st
     return code
 
 
-def _popen(handler: SubprocessHandler, args: Sequence[str], env: Mapping[str, str]) -> ForkedPython:
-    return ForkedPython(args, env=env, start_new_session=True)
+def _start_process(words: Sequence[str], variables: Mapping[str, str]) -> ForkedPython:
+    return ForkedPython([sys.executable, *words], env={**os.environ, **variables}, start_new_session=True)
 
 
 def _warn(

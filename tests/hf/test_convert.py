@@ -230,12 +230,12 @@ def test_nothing_goes_on_from_weights_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     assert convert(make_folder(tmp_path / "source", GPT2), "ours", "--to", "colossus") == 0
     config = load_config(_config(type="hf", path="source"))
-    assert choose(config, []).find_weights() == Path("source")
+    assert choose(config).find_weights() == Path("source")
     resumed = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "ours"})})
     with pytest.raises(
         ConfigError, match=r"checkpoint.resume = 'ours': ours has weights only.*checkpoint.weights=ours"
     ):
-        choose(resumed, [])
+        choose(resumed)
 
     def load(rank: int) -> str:
         engine = colossus.initialize(_config(type="hf", path="source"))

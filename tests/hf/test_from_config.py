@@ -13,7 +13,7 @@ from colossus.cli.main import main
 from colossus.config import ConfigError, as_dict, load_config
 from colossus.config.section import Named
 from colossus.data import TextFolder
-from colossus.launch.data_check import check_data
+from colossus.launch.checks import check_data
 
 
 def _config(**model: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.launching import FOREIGN
 
-from colossus.launch import agent, command, nodes, processes, stop
+from colossus.launch import agent, command, nodes, stop
 from colossus.launch.stop import GRACE_SECONDS
 
 
@@ -16,7 +16,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> float:
     """Of the forked launchers and their ranks: for runs that are waited for in vain, and must be ended by force."""
     seconds = 1.5
     monkeypatch.setattr(stop, "GRACE_SECONDS", seconds)
-    monkeypatch.setattr(processes, "KILL_SECONDS", seconds + processes.KILL_SECONDS - GRACE_SECONDS)
+    monkeypatch.setattr(agent, "KILL_SECONDS", seconds + agent.KILL_SECONDS - GRACE_SECONDS)
     monkeypatch.setattr(nodes, "END_SECONDS", seconds + nodes.END_SECONDS - GRACE_SECONDS)
     return seconds
 
@@ -28,7 +28,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
-    def refuse(*arguments: object) -> int:
+    def refuse(*arguments: object, **options: object) -> int:
         raise AssertionError("a process would have been started")
 
     monkeypatch.setattr(agent, "run_workers", refuse)

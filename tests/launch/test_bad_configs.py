@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from pathlib import Path
 
@@ -67,9 +66,3 @@ def test_what_is_right_is_started(text: str) -> None:
     Path("user.py").write_text(BASE + text)
     with pytest.raises(AssertionError, match="a process would have been started"):
         command.run("user.py", [])
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_the_table_is_long() -> None:
-    assert len(TABLE) >= 60
-    assert not {"RANK", "WORLD_SIZE"} & set(os.environ)

@@ -49,16 +49,3 @@ def test_a_fault_ends_as_it_should(case: Case, tmp_path: Path, monkeypatch: pyte
 )
 def test_any_fault_at_any_moment_ends_as_it_should(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
-
-
-def test_what_is_not_expected_is_told(tmp_path: Path) -> None:
-    case = Case("kill", "forward", "data 2")
-    (tmp_path / "tmp" / "forgotten").mkdir(parents=True)
-    seen = faults.Seen(99.0, [0], "no word", faults.leftovers(tmp_path))
-    assert faults.problems(case, seen) == [
-        "left behind: temporary forgotten",
-        "took 99.0 s, more than 8",
-        "exit codes [0], not of [1]",
-        "rank 1 is not named",
-    ]
-    assert faults.problems(case, faults.Seen(None, [1], "")) == ["never came to the fault"]

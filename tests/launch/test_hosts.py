@@ -91,7 +91,7 @@ def test_a_death_on_one_host_is_reported_on_both(long_run: Nodes) -> None:
     assert [code for code, _, _ in ended] == [1, 1]
     both = "".join(err for _, _, err in ended)
     (killed,) = set(re.findall(r"rank (\d) \(data \d\) was killed by SIGKILL", both))
-    assert both.count(f"run failed: rank {killed} at step") == 1
+    assert both.count(f"run failed: rank {killed} near step") == 1
     assert both.count("was killed by SIGKILL") == 2
     assert f"rank {1 - int(killed)} stopped because rank {killed} went away." in both
     assert (folder / "failures").exists()

@@ -25,10 +25,6 @@ def test_a_pipeline_runs_and_every_rank_knows_the_loss(tmp_path: Path) -> None:
     assert len(losses) == 5
     assert all(0 < loss < 10 for loss in losses)
     assert "done: 5 steps" in out
-    code, out, err = finish(start([*COMMAND[:-1], "reference", "parallel.pipeline=1"], tmp_path))
-    assert code == 0, err
-    reference = [row["loss"] for row in rows_of(tmp_path / "reference") if "loss" in row]
-    assert losses == pytest.approx(reference, rel=1e-5)
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -65,7 +61,7 @@ def test_a_bad_schedule_is_refused_with_its_first_bad_action(
         ("raise", ["the block of stage 1 has failed", "rank 1", "pipeline 1", "_trouble"]),
         pytest.param(
             "hang",
-            ["run failed: rank 1 at step 3", "in _trouble", "rank 0 said: timeout: rank 1 did not send the gradient"],
+            ["run failed: rank 1 at step 3", "in _trouble", "rank 0 stopped because rank 1 did not answer."],
             marks=pytest.mark.long,
         ),
     ],

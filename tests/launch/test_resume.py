@@ -20,12 +20,11 @@ from helpers.launching import (
     launch,
     rows_of,
     start,
-    start_nodes,
     start_slurm_tasks,
     wait_for,
 )
 
-from colossus.launch import failure, processes, stop
+from colossus.launch import agent, failures, stop
 
 #: of a row, what depends on the run and not on the machine
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
@@ -45,8 +44,8 @@ def stop_at(process: Process, folder: Path, rows: int, signum: int) -> tuple[int
 @pytest.mark.long
 def test_a_stop_waits_for_a_slow_disk_but_not_for_a_stuck_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "GRACE_SECONDS", 0.5)  # of the forked launcher and ranks, too
-    monkeypatch.setattr(processes, "KILL_SECONDS", 1.0)
-    monkeypatch.setattr(processes, "SAY_SECONDS", 0.5)
+    monkeypatch.setattr(agent, "KILL_SECONDS", 1.0)
+    monkeypatch.setattr(agent, "SAY_SECONDS", 0.5)
     command = [*LAUNCH, "--run-dir", "run", "train.steps=100000", "checkpoint.every=50000"]
     code, out, err = stop_at(start(command, tmp_path, **SLOW, TROUBLE="slow disk"), tmp_path / "run", 1, signal.SIGTERM)
     saved = rows_of(tmp_path / "run")[-1]["step"]
@@ -60,7 +59,7 @@ def test_a_stop_waits_for_a_slow_disk_but_not_for_a_stuck_rank(tmp_path: Path, m
     assert "stopped by SIGTERM after step 2" in out
     assert "did not reach the end of its step within 1 s and was ended" in err
     assert "the latest checkpoint is hung/checkpoints/step-00000002, " in out
-    assert "stuck" in {record.kind for record in failure.read_all(tmp_path / "hung")}
+    assert "stuck" in {record.kind for record in failures.read_all(tmp_path / "hung")}
 
 
 def test_a_stop_whose_save_cannot_be_complete_is_a_failure(tmp_path: Path) -> None:
@@ -197,24 +196,3 @@ def test_a_job_that_slurm_requeues_goes_on(tmp_path: Path) -> None:
     assert [code for code, _, _ in ended] == [2, 2]
     assert "--resume: there is no checkpoint in nowhere/checkpoints" in ended[0][2]
     assert ended[1][2] == ""
-
-
-@pytest.mark.long
-def test_two_nodes_resume_what_the_first_one_finds(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    overrides = ["--run-dir", str(run), "train.steps=40", "checkpoint.every=4"]
-    (tmp_path / "first").mkdir()
-    nodes = start_nodes(tmp_path / "first", *overrides, **SLOW)
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(rows_of(run)) > 5, *(node.pid for node in nodes))
-    nodes[1].send_signal(signal.SIGTERM)
-    assert [finish(node)[0] for node in nodes] == [143, 143]
-    saved = rows_of(run)[-1]["step"]
-    (tmp_path / "second").mkdir()
-    ended = [finish(node) for node in start_nodes(tmp_path / "second", *overrides, "--resume")]
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    assert f"at step {saved}, saved under data 2" in ended[0][1] + ended[1][1]
-    assert [row["step"] for row in rows_of(run)] == list(range(1, 41))
-    (tmp_path / "third").mkdir()
-    ended = [finish(node) for node in start_nodes(tmp_path / "third", "--run-dir", str(tmp_path / "no"), "--resume")]
-    assert [code for code, _, _ in ended] == [2, 2]
-    assert all("--resume: there is no checkpoint in " in err for _, _, err in ended)

@@ -12,13 +12,11 @@ import pytest
 from helpers.launching import LAUNCH, Process, children, finish, has_rows, is_running, start, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from colossus.launch import failure
-from colossus.launch.failure import FailureRecord
-from colossus.launch.outcome import NodeEnd, ServerFailure
-from colossus.launch.report import server_block, silent_server
+from colossus.launch.failures import FailureRecord
+from colossus.launch.outcome import NodeEnd, Outcome, RankExit
 from colossus.launch.servers import describe_servers, servers_of_nodes
-from colossus.server.frames import ServerGone
 
 CONFIG = Path(__file__).parents[1] / "helpers" / "launched" / "served.py"
 SHARED_MEMORY = Path("/dev/shm")
@@ -98,8 +96,7 @@ def test_a_server_that_hangs_is_named_after_a_while(tmp_path: Path, mode: str) -
     os.kill(server, signal.SIGSTOP)
     code, _, err = finish(launcher)
     assert code == 1
-    assert re.search(rf"server 1 \(host \S+, process {server}\) lives, but gives no sign of it", err)
-    assert re.search(r"rank \d said: ", err)
+    assert re.search(r"ServerGone: server 1 at \S+ is gone: ", err)
     assert not is_running(server)
 
 
@@ -115,55 +112,18 @@ def test_servers_are_spread_evenly(number: int, nnodes: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize(
-    ("number", "nnodes", "words"),
-    [
-        (1, 1, "1 process beside the workers"),
-        (3, 2, "3 processes beside the workers, on 2 of 2 nodes"),
-        (1, 2, "1 process beside the workers, on 1 of 2 nodes"),
-    ],
-)
-def test_where_servers_are_in_words(number: int, nnodes: int, words: str) -> None:
-    assert describe_servers(number, nnodes) == words
+def test_where_servers_are_in_words() -> None:
+    assert describe_servers(1, 1) == "1 process beside the workers"
+    assert describe_servers(3, 2) == "3 processes beside the workers, on 2 of 2 nodes"
 
 
-def failed(rank: int, server: int | None, kind: failure.Kind = "communication", at: float = 1.0) -> FailureRecord:
-    return FailureRecord(rank, kind, "ServerGone", f"server {server} is gone", "", server=server, time=at)
-
-
-def test_the_server_that_workers_blame_first_is_named() -> None:
-    endpoints = [{"host": f"10.0.0.{index}", "process": 70 + index} for index in range(2)]
-    found = silent_server([failed(0, 0, at=3.0), failed(1, 1, at=2.0), failed(2, None, at=1.0)], endpoints)
-    assert found is not None
-    assert "server 1 (host 10.0.0.1, process 71) lives, but" in server_block(found, None)
-    assert "rank 1 said: server 1 is gone" in server_block(found, None)
-    assert silent_server([failed(0, None)], endpoints) is None
-    assert silent_server([failed(0, 7)], endpoints) is None  # of another run
-    end = NodeEnd(1, server=found, records=(failed(0, 0),))
-    read = NodeEnd.from_json(end.to_json())
-    assert (read.server, read.records[0].server, read.is_good) == (found, 0, False)
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (-9, "was killed by SIGKILL: out of memory is the most likely"),
-        (0, "ended before the workers had, as if it had been told to"),
-        (None, "lives, but gives no sign of it"),
-    ],
-)
-def test_how_a_server_ended_in_words(code: int | None, words: str) -> None:
-    block = server_block(ServerFailure(2, "a", 5, code, "log: logs/server2.log"), Path("run"))
-    assert f"server 2 (host a, process 5) {words}" in block
-    assert "log: logs/server2.log" in block
-    assert "run folder: run" in block
-
-
-def test_who_loses_a_server_is_a_victim_that_names_it() -> None:
-    error = RuntimeError("a step has failed")
-    error.__cause__ = ServerGone(1, "10.0.0.1:7", "it was silent")
-    record = failure.of_exception(error, 3)
-    assert (record.kind, record.server) == ("communication", 1)
+def test_how_a_node_has_ended_is_the_same_on_the_others() -> None:
+    told = TypeAdapter(NodeEnd)
+    record = FailureRecord(0, "error", "E", "m", "t", progress=[("data", 1, "all_reduce", "model.py:3", True)])
+    mine = Outcome({3: RankExit(1)}, None, [record], "server 2 (host a, process 5) was killed", folder=Path("run"))
+    end = told.validate_json(told.dump_json(mine))
+    assert (end.exits, end.server, end.is_good, type(end)) == (mine.exits, mine.server, False, NodeEnd)
+    assert end.records[0].time == record.time
 
 
 # -- a worker that dies ---------------------------------------------------------------------------------------

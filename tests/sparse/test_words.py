@@ -20,7 +20,7 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.plans import resolve_sizes
 from colossus.data.make_loaders import loaders_of
-from colossus.launch.data_check import check_data
+from colossus.launch.checks import check_data
 from colossus.sparse.words_options import WordsOptions
 
 STEPS, BATCH, SEED, LR = 3, 8, 5, 2.0

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -27,7 +25,7 @@ from benchmarks.gpu.section import Case, Figures, LeftOut
 from colossus.comm import flight_recorder
 from colossus.context.local_ranks import RanksFailed, run_local_ranks
 from colossus.doctor.devices import examine_devices
-from colossus.launch import failure, out_of_memory, rank_failure
+from colossus.launch import failures, rank_failure
 from colossus.launch.rank_failure import RankRun
 from colossus.launch.stop import StopSignals
 
@@ -113,9 +111,9 @@ def _recorded(device: torch.device) -> Figures:
     _sleep_and_reduce(device, 1.0)
     assert flight_recorder.has_pending()
     with tempfile.TemporaryDirectory() as folder:
-        path = failure.recording_of(Path(folder), 0)
+        path = failures.recording_of(Path(folder), 0)
         flight_recorder.write(path)
-        dump = read_dump(failure.RECORDING, str(path))
+        dump = read_dump(failures.RECORDING, str(path))
     entries = dump["entries"]
     assert [each["input_sizes"] for each in entries] == [[[3, 5]], [[7]]], entries
     assert [each["state"] == "completed" for each in entries] == [True, False], entries
@@ -131,8 +129,8 @@ def _out_of_memory(device: torch.device) -> Figures:
     try:
         torch.empty(2 * free, dtype=torch.uint8, device=device)
     except RuntimeError as error:
-        messages = failure.messages_of(error)
-    assert out_of_memory.is_out_of_memory(messages), messages
+        messages = failures.messages_of(error)
+    assert failures.is_out_of_memory(messages), messages
     assert re.search(r"[\d.]+ [KMG]iB is allocated by PyTorch", messages[0]), messages
     assert re.search(r"[\d.]+ [\w]+ is reserved by PyTorch but unallocated", messages[0]), messages
     return {"error": messages[0].partition(":")[0], "held": held.nbytes}
@@ -140,9 +138,8 @@ def _out_of_memory(device: torch.device) -> Figures:
 
 def _lost(device: torch.device, folder: Path) -> None:
     _join(device)
-    run = RankRun(0, StopSignals(), folder, has_launcher=True, folder=folder, step=3)
-    config: Any = SimpleNamespace(comm=SimpleNamespace(timeout_seconds=_TIMEOUT_SECONDS))
-    rank_failure.watch_nccl(run, config)
+    run = RankRun(0, StopSignals(), folder=folder, step=3)
+    rank_failure.watch_nccl(run, _TIMEOUT_SECONDS)
     _sleep_and_reduce(device, _TIMEOUT_SECONDS + 20.0).sum().item()
 
 
@@ -158,10 +155,10 @@ def _does_not_end(device: torch.device) -> Figures:
         except RanksFailed as error:
             codes = error.exit_codes
         assert codes == {0: 1}, f"the process ended with {codes}, and should have given up the collective"
-        (record,) = failure.read_all(folder)
+        (record,) = failures.read_all(folder)
         assert (record.kind, record.is_timeout) == ("communication", True), record
         assert "_lost" in record.traceback, record.traceback
-        dump = read_dump(failure.RECORDING, str(failure.recording_of(folder, 0)))
+        dump = read_dump(failures.RECORDING, str(failures.recording_of(folder, 0)))
         assert not all(entry["state"] == "completed" for entry in dump["entries"]), dump
     return {"seconds to the report": time.monotonic() - begin - _TIMEOUT_SECONDS}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,9 +17,6 @@ Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 class StrategyOptions(BaseModel):
     """Options of ``parallel.strategy``: those of a strategy are a subclass, which its class is made with."""
-
-    #: whether all replicas are in the same step
-    replicas_keep_step: ClassVar[bool] = True
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
@@ -40,8 +37,6 @@ class StrategyOptions(BaseModel):
 
 class PerReplicaOptions(StrategyOptions):
     """Of the strategies whose replicas have parameters of their own."""
-
-    replicas_keep_step: ClassVar[bool] = False
 
     #: steps after which the loss of all replicas is logged, beside those of evaluations and checkpoints; 0: none
     log_every: CountOrZero = 0

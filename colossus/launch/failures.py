@@ -1,20 +1,21 @@
-"""What one rank writes down when it fails: ``failures/rank<N>.json`` in the run folder."""
+"""What one rank writes down when it fails: ``failures/rank<N>.json`` in the run folder. No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from colossus.config import ConfigError
+from colossus.config import Config, ConfigError
 
 Kind = Literal["error", "config", "communication", "stuck"]
 
@@ -23,6 +24,7 @@ FOLDER = "failures"
 RECORDING = "flight_recorder_rank_"
 _REPORTED = "reported"
 
+#: frames of what surrounds a run say nothing about why it failed
 _MACHINERY = tuple(
     str(Path(__file__).parents[1] / room) + os.sep for room in ("cli", "doctor", "launch", "monitor", "verify")
 )
@@ -34,12 +36,11 @@ _COMMUNICATION_ERRORS = (
     "Connection reset by peer",
     "connectFullMesh failed",
     "Timed out waiting",
-    "did not come to collective",
-    "did not come to the servers",
-    "did not send the",
+    "did not come to",
+    "did not send",
     "did not take the",
-    "did not send its message",
     ") has gone: ",
+    " is gone: ",
     "timeout: not all replicas",
     "Socket Timeout",
     "wait timeout",
@@ -55,6 +56,9 @@ _COMMUNICATION_ERRORS = (
     "Some NCCL operations have failed or timed out",
 )
 
+#: of torch's allocators, CUDA, cuBLAS and cuDNN
+_MEMORY_ERRORS = ("out of memory", "can't allocate memory", "_ALLOC_FAILED")
+
 
 @dataclass(frozen=True)
 class FailureRecord:
@@ -68,7 +72,6 @@ class FailureRecord:
         progress: the same for comparison with those of other ranks (`colossus.comm.log.progress`).
         advice: what to do about it, where that is known.
         culprit: the rank that an error names which all ranks raise; None where they know of none.
-        server: index of the parameter server that has gone or is silent, where that is why.
         after_signal: number of the stop signal that came before the failure, if any.
         time: seconds since the epoch.
     """
@@ -83,7 +86,6 @@ class FailureRecord:
     collectives: Sequence[str] = ()
     progress: Sequence[Sequence[Any]] = ()
     culprit: int | None = None
-    server: int | None = None
     after_signal: int | None = None
     advice: str = ""
     time: float = field(default_factory=time.time)
@@ -101,15 +103,7 @@ def kind_of(error: BaseException) -> Kind:
         # Python's own ConnectionError is an OSError: a user's loader talking to some server, not our collectives
         if isinstance(cause, RuntimeError) and any(word in str(cause) for word in _COMMUNICATION_ERRORS):
             return "communication"
-    return "error" if _server_of(error) is None else "communication"
-
-
-def _server_of(error: BaseException) -> int | None:
-    """The parameter server that an error blames."""
-    messages = sys.modules.get("colossus.server.frames")  # not loaded: then there are no servers
-    if messages is None:
-        return None
-    return next((cause.index for cause in _chain(error) if isinstance(cause, messages.ServerGone)), None)
+    return "error"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -129,29 +123,23 @@ def messages_of(error: BaseException) -> list[str]:
 
 def of_exception(error: BaseException, rank: int, **details: Any) -> FailureRecord:
     """The record of an exception; ``details`` are further fields. Our own outermost frames are left out."""
-    culprit = getattr(error, "culprit", None)
-    what = type(error).__name__, str(error), _users_traceback(error)
-    return FailureRecord(rank, kind_of(error), *what, culprit=culprit, server=_server_of(error), **details)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_MACHINERY):
+            break
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    what = type(error).__name__, str(error), text
+    return FailureRecord(rank, kind_of(error), *what, culprit=getattr(error, "culprit", None), **details)
 
 
-def of_stuck_rank(thread_id: int, seconds: float, rank: int, **details: Any) -> FailureRecord:
-    """The record of a rank whose thread ``thread_id`` did not come back within ``seconds`` of a stop signal."""
-    message = f"did not reach the end of its step within {seconds:g} s and was ended"
-    if details.get("step") is None:
-        message = "had not come to its first step when it was ended"
-    return FailureRecord(rank, "stuck", "Stuck", message, _stack_of(thread_id), **details)
-
-
-def of_lost_collective(thread_id: int, message: str, rank: int, **details: Any) -> FailureRecord:
-    """The record of a rank that waits in a collective which will not end, with its thread's stack."""
-    return FailureRecord(rank, "communication", "DistBackendError", message, _stack_of(thread_id), **details)
-
-
-def _stack_of(thread_id: int) -> str:
+def of_thread(thread_id: int, rank: int, kind: Kind, message: str, **details: Any) -> FailureRecord:
+    """The record of a rank that is ended by force, with the stack of its thread ``thread_id``."""
     frames = list(traceback.extract_stack(sys._current_frames().get(thread_id)))
-    while any(_is_ours(frame.filename) for frame in frames):
+    while any(frame.filename.startswith(_MACHINERY) for frame in frames):
         frames.pop(0)
-    return "".join(traceback.format_list(frames))
+    name = "Stuck" if kind == "stuck" else "DistBackendError"
+    return FailureRecord(rank, kind, name, message, "".join(traceback.format_list(frames)), **details)
 
 
 def write(folder: Path, record: FailureRecord) -> Path:
@@ -189,26 +177,49 @@ def clear(folder: Path) -> None:
 
 def is_first_to_report(folder: Path | None) -> bool:
     """Whether no other rank of this run has printed its failure yet (ranks that share the folder agree)."""
-    if folder is None:
-        return True
-    reported = folder / FOLDER / _REPORTED
-    try:
-        reported.parent.mkdir(parents=True, exist_ok=True)
-        reported.open("x").close()
-    except FileExistsError:
-        return False
-    except OSError:
-        return True
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        try:
+            (folder / FOLDER / _REPORTED).open("x").close()
+        except FileExistsError:
+            return False
+        except OSError:
+            pass
     return True
 
 
-def _is_ours(filename: str) -> bool:
-    """Whether a frame is of what surrounds a run, and so says nothing about why it failed."""
-    return filename.startswith(_MACHINERY)
+# -- out of memory --------------------------------------------------------------------------------------------
 
 
-def _users_traceback(error: BaseException) -> str:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
+def is_out_of_memory(messages: Iterable[str]) -> bool:
+    """Whether an error, or one behind it, says so."""
+    return any(word in message for message in messages for word in _MEMORY_ERRORS)
+
+
+def memory_advice(config: Config, message: str, step: int | None) -> str:
+    """Lines on what takes less memory than this config, most useful first.
+
+    Args:
+        message: of the error, which has the numbers.
+        step: that was running, None before the first.
+    """
+    train, parallel, microbatches = config.train, config.parallel, config.schedule.microbatches
+    data, stage, size = parallel.data or 1, parallel.zero.stage, parallel.tensor.size
+    ways = []
+    if others := re.findall(r"Process \d+ has ([\d.]+ [KMGT]?i?B) memory in use", message):
+        ways.append(f"other processes hold {', '.join(others)} of this device: `nvidia-smi` names them")
+    if held := re.search(r"([\d.]+ [GT]iB) is reserved by PyTorch but unallocated", message):
+        ways.append(f"{held[1]} are reserved in pieces too small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    if step is not None:
+        if train.activation_checkpoint.type != "full":
+            ways.append("train.activation_checkpoint=full: a block's activations are computed again in backward")
+        if train.global_batch_size // data > microbatches:
+            ways.append(f"more schedule.microbatches (now {microbatches}): fewer samples at a time, the same batch")
+        if train.precision.name == "fp32":
+            ways.append("train.precision=bf16: activations of half the size")
+    if data > 1 and stage < 3 and (stage or parallel.strategy.type in ("all_reduce", "hierarchical")):
+        ways.append(f"parallel.zero.stage={stage + 1} (now {stage}): more is sharded over {data} data ranks")
+    ways.append(f"a larger parallel.tensor.size (now {size}) or parallel.pipeline.size (now {parallel.pipeline.size})")
+    when = "while the model was made or loaded" if step is None else f"in step {step}"
+    return "\n".join([f"out of memory {when}; what takes less:", *(f"  - {way}" for way in ways)])

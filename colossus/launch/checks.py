@@ -1,0 +1,301 @@
+"""What is checked before a process starts: schedule, model, weights, data, devices. No torch until it is needed."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import colossus
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.matching import ModelTensor, match_weights
+from colossus.checkpoint.weight_sources import manifest_of
+from colossus.config import Config, ConfigError, model_options
+from colossus.config.plans import describe_processes, suggestions
+from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
+from colossus.hf.family import family_of
+from colossus.registry import MODELS, STRATEGIES
+from colossus.schedule.build import make_schedule
+
+if TYPE_CHECKING:
+    from colossus.data.loader import Loaders
+
+#: samples of a dataset that are looked at
+_SAMPLES = 16
+
+
+def check_given(config: Config) -> None:
+    """That a config which is launched by itself names a model and data.
+
+    Raises:
+        ConfigError: for each that it lacks.
+    """
+    lines = {"model": "model = dict(type='GPT', ...), or your own class", "data": "data = dict(type='PythonStdlib')"}
+    missing = [f"{key}: the config has none: {line}" for key, line in lines.items() if getattr(config, key) is None]
+    if missing:
+        raise ConfigError(missing, config.source)
+
+
+# -- schedule and model ---------------------------------------------------------------------------------------
+
+
+class ModelInfo(NamedTuple):
+    """Number of parameters of the model and of rank 0's shards of it, and a line for each pipeline stage.
+
+    What rank 0 holds is None where the run decides it, which looks at the data first (owners of tables).
+    """
+
+    num_parameters: int
+    num_local_parameters: int | None
+    stages: tuple[str, ...] = ()
+
+
+def check_model(config: Config) -> ModelInfo | None:
+    """Build rank 0's shards of the model on the meta device, under a context that connects to no other rank.
+
+    Returns:
+        None when the config has no model, or when its constructor fails for another reason than a size or an option:
+        the ranks raise that with a traceback.
+
+    Raises:
+        ConfigError: for what the layers refuse, for stages that cannot be cut out of the model, and for the first
+            wrong action of a schedule.
+    """
+    schedule = config.schedule
+    try:
+        make_schedule(schedule.type, config.parallel.pipeline.size, schedule.microbatches, **schedule.options)
+    except ValueError as error:
+        raise ConfigError([f"schedule: {error}"], config.source) from error
+    # torch is imported here, once the config is known to be right in itself: it takes seconds
+    from colossus.construct.build_model import build
+    from colossus.context.parallel_context import ParallelContext
+    from colossus.engine.checkpointed_modules import with_activation_checkpoint
+    from colossus.layout.parameter import num_parameters
+    from colossus.schedule.pipeline import PipelineRuntime
+    from colossus.sparse.table_optimizers import require_optimizer_of_tables
+    from colossus.sparse.tables import survey
+
+    if config.model is None:
+        return None
+    spec = config.model.spec()
+    total = 0
+    try:
+        context = ParallelContext.from_config(config, connect=False)
+        pipeline = PipelineRuntime(config, context)
+        strategy = STRATEGIES.build(config.parallel.data_strategy)
+
+        def cut(model: object) -> None:
+            nonlocal total
+            total = num_parameters(model)  # type: ignore[arg-type]
+            tables = survey(model, context)  # type: ignore[arg-type]
+            try:
+                require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_given=False)
+                strategy.check_tables(tables)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            pipeline.split(model)  # type: ignore[arg-type]
+            strategy.prepare(model, context)
+
+        factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
+        model = build(factory, context, materialize=False, prepare=cut)
+    except ConfigError as error:
+        raise ConfigError(error.problems, config.source) from None
+    except ValueError as error:
+        raise ConfigError([f"the model cannot be built under this plan: {error}"], config.source) from error
+    except Exception:
+        return ModelInfo(total, None) if total else None
+    held = sum(parameter.numel() for parameter in model.parameters())
+    stages = pipeline.partition.describe() if pipeline.partition is not None else []
+    return ModelInfo(total, held, tuple(stages))
+
+
+# -- weights --------------------------------------------------------------------------------------------------
+
+
+def check_weights(config: Config, folder: Path) -> None:
+    """Refuse what the ranks would refuse of ``checkpoint.weights``, where the model is one that Hugging Face has, too.
+
+    Args:
+        folder: in which they were found.
+
+    Raises:
+        ConfigError: what is missing, left over, of another shape.
+    """
+    options, weights = model_options(config), config.checkpoint.weights
+    if config.model is None or options is None or weights is None:
+        return
+    try:
+        family = family_of(config.model.type, options)
+    except CheckpointError:
+        return
+    names: dict[str, list[str]] = {}
+    for alias, first in family.aliases(options).items():
+        names.setdefault(first, [first]).append(alias)
+    parts = [part for tensor in family.tensors(options) for part in tensor.parts]
+    known = {part.name: ModelTensor(part.shape, tuple(names.get(part.name, [part.name]))) for part in parts}
+    try:
+        manifest = manifest_of(folder)
+        match_weights(
+            known, manifest.shapes("model"), manifest.aliases, only=weights.only, rename=weights.rename,
+            grow=weights.grow, shorten=getattr(options, "positions_by_row", ()), strict=weights.strict,
+        )  # fmt: skip
+    except CheckpointError as error:
+        raise ConfigError(f"checkpoint.weights = {weights.path!r}: {error}") from None
+
+
+# -- data -----------------------------------------------------------------------------------------------------
+
+
+def check_data(config: Config) -> Loaders | None:
+    """Make the data of the first data rank, as the ranks will, and look at some of its samples.
+
+    An error of a user's own data code is left to the ranks, who raise it with its traceback: None is returned then.
+
+    Raises:
+        ConfigError: what our own code refuses: a file that is not there, options, sizes, ids beyond the vocabulary.
+    """
+    from colossus.data.make_loaders import loaders_of
+
+    try:
+        loaders = loaders_of(config, config.data, data_rank=0, data_size=config.parallel.data or 1, device="cpu")
+        for part in (loaders.train, loaders.validation):
+            if part is not None:
+                _check_samples(getattr(part.source, "dataset", None), model_options(config))
+    except Exception as error:
+        if isinstance(error, ValueError) and is_ours(error):
+            raise ConfigError(f"data: {str(error).removeprefix('data: ')}", config.source) from error
+        return None
+    return loaders
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether it was raised by this package, and not by what a user's own code does."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(colossus.__file__).parent)
+
+
+def _check_samples(dataset: Any, options: Any) -> None:
+    """Of a dataset whose samples are read by number; a stream is not touched."""
+    from colossus.data.batch import to_tensors
+    from colossus.data.tokens import TokenWindows
+    from colossus.engine.inputs import model_input
+    from colossus.nest import tensors
+    from colossus.random import GLOBAL_RNG
+
+    vocab_size, check = getattr(options, "vocab_size", None), getattr(options, "check_sample", None)
+    if dataset is None or (vocab_size is None and check is None):
+        return
+    if isinstance(dataset, TokenWindows) and check is None:
+        dataset.check_ids()
+        return
+    for number in range(min(_SAMPLES, len(dataset))):
+        name = f"sample {number} of {type(dataset).__name__}"
+        with GLOBAL_RNG.preserved():
+            sample = to_tensors(dataset[number])
+        inputs = list(tensors(model_input(sample)))
+        if check is not None:
+            of_dict = sample.get("labels") if isinstance(sample, dict) else None
+            labels: Any = sample[-1] if isinstance(sample, tuple) else of_dict
+            is_label = isinstance(labels, int) or getattr(labels, "ndim", None) == 0
+            for where, x in inputs:
+                for problem in check(tuple(x.shape), int(labels) if is_label else None):
+                    raise ValueError(f"{name} {where}{problem}")
+        if vocab_size is not None:
+            _check_ids(name, inputs, vocab_size)
+
+
+def _check_ids(name: str, inputs: list[tuple[str, Any]], vocab_size: int) -> None:
+    kinds = {x.dtype for _, x in inputs}
+    if kinds and all(kind.is_floating_point for kind in kinds):
+        raise ValueError(
+            f"{name} has inputs of {', '.join(map(str, kinds))}, but the model takes token ids, integers from 0 to "
+            f"{vocab_size - 1}"
+        )
+    for where, ids in inputs:
+        if str(ids.dtype) not in ("torch.int64", "torch.int32") or not ids.numel():
+            continue
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"{name} has the token id {low if low < 0 else high} in its inputs{where}, but model.vocab_size = "
+                f"{vocab_size} (ids 0..{vocab_size - 1}): set model.vocab_size to {high + 1} or more, or check the data"
+            )
+
+
+# -- devices --------------------------------------------------------------------------------------------------
+
+
+def is_on_cuda(config: Config) -> bool:
+    import torch
+
+    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+
+
+def describe_device(config: Config, local_ranks: int) -> str:
+    """``cuda (4 of 8 devices), backend nccl`` or ``cpu, backend gloo``."""
+    import torch
+
+    from colossus.context.world import choose_backend
+
+    if not is_on_cuda(config):
+        return f"cpu, backend {choose_backend(config.comm.backend, 'cpu')}"
+    found = torch.cuda.device_count()
+    shared = f", shared by {local_ranks} ranks" if local_ranks > found else ""
+    backend = choose_backend(config.comm.backend, "cuda")
+    return f"cuda ({min(local_ranks, found)} of {found} devices{shared}), backend {backend}"
+
+
+def ranks_may_share(config: Config) -> bool:
+    """Whether several ranks may compute on one device: NCCL refuses that, gloo does not."""
+    return config.comm.backend == "gloo"
+
+
+def check_devices(
+    config: Config, local_ranks: int, nnodes: int = 1, *, environ: Mapping[str, str] | None = None
+) -> None:
+    """Refuse a device that this machine does not have, and more ranks on it than it has devices.
+
+    Args:
+        local_ranks: of this machine.
+        nnodes: machines of the run, with as many ranks and devices.
+        environ: of a rank that torchrun or srun has started, which may be shown one device of its own; None before
+            any is started.
+
+    Raises:
+        ConfigError: with the devices, and the nearest plans for as many.
+    """
+    device, backend = config.device, config.comm.backend
+    if device == "cpu" and backend != "nccl":
+        return
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if backend == "nccl" and (device == "cpu" or not (has_cuda or device == "cuda")):
+        why = "device = 'cpu'" if device == "cpu" else "torch finds none here"
+        raise ConfigError(
+            f"comm.backend = 'nccl' joins CUDA devices, but {why}; use comm.backend='auto' or 'gloo'", config.source
+        )
+    if device == "cuda" and not has_cuda:
+        reason = explain_visible(os.environ, 0) or "`nvidia-smi` shows what the driver finds"
+        if torch.version.cuda is None and torch.version.hip is None:
+            reason = f"torch {torch.__version__} is built without CUDA: install its build for CUDA"
+        raise ConfigError(
+            f"device = 'cuda', but torch finds no CUDA device here ({reason}); use device='auto' or 'cpu'",
+            config.source,
+        )
+    found = torch.cuda.device_count()
+    if not has_cuda or ranks_may_share(config) or local_ranks <= found:
+        return
+    if environ is not None and found == 1 and may_be_of_one_rank(environ):
+        return
+    where = "this machine" if nnodes == 1 else f"each of {nnodes} machines"
+    note = explain_visible(os.environ, found)
+    plans = suggestions(config, model_options(config), found * nnodes)
+    raise ConfigError(
+        f"device: {describe_processes(local_ranks)} on {where}, but {counted(found)} here{note and f' ({note})'}: "
+        f"--nproc {found} is the most, and a plan of as many processes{plans}\n  or keep the plan with more machines "
+        f"(--nnodes), ranks that share a device (comm.backend='gloo'), to try things out, or device='cpu'",
+        config.source,
+    )

@@ -1,0 +1,272 @@
+"""What ranks write down when they fail, who failed first, and the block that is printed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import grid
+from hypothesis import given
+from hypothesis import strategies as st
+
+import colossus
+from colossus.config import ConfigError, load_config
+from colossus.context.grid import RankGrid
+from colossus.launch import failures, rank_failure
+from colossus.launch.failures import FailureRecord, is_out_of_memory, memory_advice
+from colossus.launch.outcome import RankExit, rank_causes, stop_code
+from colossus.launch.rank_failure import RankRun
+from colossus.launch.report import block
+from colossus.launch.stop import StopSignals
+from colossus.server.frames import ServerGone
+
+GRID = RankGrid({"pipeline": 1, "data": 2, "sequence": 1, "tensor": 2})
+PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5650"
+
+
+def record(rank: int, error: BaseException, **details: Any) -> FailureRecord:
+    return failures.of_exception(error, rank, **{"host": f"host{rank}", "step": 3, **details})
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+# -- who failed first -----------------------------------------------------------------------------------------
+
+
+def test_own_errors_come_first_by_time_and_those_that_blame_another_rank_last() -> None:
+    records = [record(rank, RuntimeError(PEER), time=1.0) for rank in (0, 2)]
+    records += [record(1, ValueError("late"), time=5.0), record(3, TypeError("early"), time=4.0)]
+    found = rank_causes(records, {rank: RankExit(1) for rank in range(4)})
+    assert [cause.rank for cause in found] == [3, 1, 0, 2]
+    error = FloatingPointError("the gradient on rank 2 is nan")
+    error.culprit = 2  # type: ignore[attr-defined]
+    records = [record(rank, error, time=float(rank)) for rank in range(4)]
+    assert [cause.rank for cause in rank_causes(records, {})] == [2, 0, 1, 3]
+    stopped = record(0, OSError("a loader's process is gone"), after_signal=15)
+    assert rank_causes([stopped, record(1, ValueError("boom"), time=9e9)], {})[0].rank == 1
+    exits = {0: RankExit(1), 1: RankExit(1), 2: RankExit(-signal.SIGKILL, after_stop=True)}
+    found = rank_causes([record(0, ValueError("boom"))], exits | {3: RankExit(143, after_stop=True)})
+    assert [(cause.rank, cause.kind) for cause in found] == [(0, "error"), (1, "death"), (2, "stuck")]
+
+
+@given(st.permutations(range(4)), st.lists(st.floats(0, 100), min_size=4, max_size=4))
+def test_the_culprit_does_not_depend_on_order_or_clocks(order: list[int], times: list[float]) -> None:
+    culprit = order[0]
+    errors = {rank: ValueError("own") if rank == culprit else RuntimeError(PEER) for rank in range(4)}
+    records = [record(rank, errors[rank], time=times[rank]) for rank in order]
+    assert rank_causes(records, {})[0].rank == culprit
+
+
+@pytest.mark.parametrize(
+    ("exits", "error", "code"),
+    [
+        ({0: RankExit(143), 1: RankExit(0)}, None, 143),
+        ({0: RankExit(-15), 1: RankExit(143)}, None, 143),
+        ({0: RankExit(0), 1: RankExit(0)}, None, None),
+        ({0: RankExit(143, after_stop=True), 1: RankExit(1)}, None, None),
+        ({0: RankExit(143), 1: RankExit(-9)}, None, None),
+        # rank 1 was told before it could tell rank 0; one that was only ended by us is no stop
+        ({0: RankExit(1), 1: RankExit(143)}, RuntimeError(PEER), 143),
+        ({0: RankExit(1), 1: RankExit(143, after_stop=True)}, RuntimeError(PEER), None),
+        ({0: RankExit(1), 1: RankExit(143)}, ValueError("own"), None),
+    ],
+)
+def test_a_run_that_was_only_stopped(exits: dict[int, RankExit], error: Exception | None, code: int | None) -> None:
+    records = [record(0, error)] if error is not None else []
+    assert stop_code(rank_causes(records, exits), exits) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("boom"), "error"),
+        (RuntimeError(PEER), "communication"),
+        # a rank that waits for another's key in the store
+        (RuntimeError("wait timeout after 20000ms, keys: /colossus/1/data"), "communication"),
+        (RuntimeError("timeout: rank 1 did not send the gradient of microbatch 0 within 4 s"), "communication"),
+        (RuntimeError("shape mismatch"), "error"),
+        # a user's own network access is no collective of ours
+        (ConnectionResetError("Connection reset by peer"), "error"),
+        (ConfigError("parallel.data: too many"), "config"),
+        (SystemExit(3), "error"),
+        (raised(ValueError("step failed"), RuntimeError(PEER)), "communication"),
+        (raised(ValueError("step failed"), ServerGone(1, "10.0.0.1:7", "it was silent")), "communication"),
+    ],
+)
+def test_whose_fault_an_error_is(error: BaseException, kind: str) -> None:
+    assert failures.kind_of(error) == kind
+
+
+# -- the block ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        (
+            RankExit(-signal.SIGKILL),
+            ["rank 2 (data 1, tensor 0) was killed by SIGKILL: out of memory", "because rank 2 went away."],
+        ),
+        (
+            RankExit(-signal.SIGKILL, after_stop=True),
+            ["rank 2 (data 1, tensor 0) answered no signal and had to be killed", "because rank 2 did not answer."],
+        ),
+        (RankExit(7), ["rank 2 (data 1, tensor 0) ended with exit code 7 without an exception"]),
+    ],
+)
+def test_a_rank_without_a_record_is_named_from_its_exit_code(ended: RankExit, words: list[str]) -> None:
+    records = [record(rank, RuntimeError(PEER)) for rank in (0, 1, 3)]
+    text = block(rank_causes(records, {0: RankExit(1), 1: RankExit(1), 2: ended, 3: RankExit(1)}), GRID)
+    for each in ["run failed: rank 2 near step 3", "ranks 0, 1, 3 stopped because", *words]:
+        assert each in text
+    assert "run failed: rank 2 =" in block(rank_causes([], {2: ended}), GRID)
+
+
+def test_the_block_shows_traceback_collectives_and_the_others(tmp_path: Path) -> None:
+    collectives = [f"#{number} all_reduce over data" for number in range(20)]
+    records = [
+        record(1, raised(ValueError("boom")), collectives=collectives, time=1.0),
+        record(2, ValueError("boom"), time=2.0),
+        record(3, TypeError("something else"), time=3.0),
+    ]
+    text = block(rank_causes(records, {}), GRID, tmp_path)
+    lines = text.splitlines()
+    assert "run failed: rank 1 at step 3" in lines[1]
+    assert lines[2] == "rank 1 (host host1; data 0, tensor 1) raised ValueError"
+    assert "raise error" in text
+    assert "  ValueError: boom" in lines
+    assert "  #19 all_reduce over data" in lines
+    assert "  #11 all_reduce over data" not in lines
+    assert "rank 2 raised the same error." in lines
+    assert "rank 3 also failed: TypeError: something else" in lines
+    assert "rank 0 stopped because rank 1 went away." in lines
+    assert f"run folder: {tmp_path}" in lines
+    text = block(rank_causes([record(9, ValueError("x"), step=None)], {}), RankGrid({"data": 64}))
+    assert "run failed: rank 9 before the first step" in text
+    assert "ranks 0, 1, 2, 3, 4, 5, .. 63 stopped because rank 9 went away." in text
+    found = rank_causes([record(0, RuntimeError(PEER), time=2.0), record(1, RuntimeError(PEER), time=1.0)], {})
+    assert "rank 1 (host host1; data 0, tensor 1) raised RuntimeError; no rank failed by itself" in block(found, GRID)
+
+
+# -- records --------------------------------------------------------------------------------------------------
+
+
+def test_records_survive_the_file_and_only_the_first_rank_reports(tmp_path: Path) -> None:
+    records = [record(rank, raised(ValueError(f"no {rank}")), collectives=["#1"]) for rank in (2, 0)]
+    for each in records:
+        failures.write(tmp_path, each)
+    (tmp_path / "failures" / "rank7.json").write_text("{half")
+    read = failures.read_all(tmp_path)
+    assert [(each.rank, each.message, each.time) for each in read] == [
+        (each.rank, each.message, each.time) for each in reversed(records)
+    ]
+    assert [failures.is_first_to_report(tmp_path) for _ in range(3)] == [True, False, False]
+    failures.clear(tmp_path)
+    assert failures.read_all(tmp_path) == []
+    assert [failures.is_first_to_report(folder) for folder in (tmp_path, None, None)] == [True, True, True]
+
+
+def test_the_record_of_a_stuck_rank_holds_its_stack(tmp_path: Path) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def endless_loop_of_the_user() -> None:
+        entered.set()
+        leave.wait()
+
+    thread = threading.Thread(target=endless_loop_of_the_user)
+    thread.start()
+    entered.wait()
+    assert thread.ident is not None
+    for step, words in ((3, "did not reach the end of its step within 4 s"), (None, "had not come to its first step")):
+        run = RankRun(1, StopSignals(), folder=tmp_path, step=step)
+        rank_failure.write_hard_end(run, thread.ident)
+        (stuck,) = failures.read_all(tmp_path)
+        assert words in stuck.message
+        assert "endless_loop_of_the_user" in stuck.traceback
+    leave.set()
+    thread.join()
+
+
+@pytest.mark.parametrize(("room", "is_left_out"), [("launch", True), ("verify", True), ("engine", False)])
+def test_frames_of_what_surrounds_a_run_are_left_out(room: str, is_left_out: bool) -> None:
+    filename = str(Path(colossus.__file__).parent / room / "some.py")
+    space: dict[str, Any] = {}
+    exec(compile("def call(function):\n    function()\n", filename, "exec"), space)
+
+    def broken_step_of_the_user() -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom") as caught:
+        space["call"](broken_step_of_the_user)
+    error = caught.value
+    assert error.__traceback__ is not None
+    held = failures.of_exception(error.with_traceback(error.__traceback__.tb_next), 0)
+    assert "broken_step_of_the_user" in held.traceback
+    assert (filename not in held.traceback) == is_left_out
+
+
+# -- out of memory --------------------------------------------------------------------------------------------
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.10 GiB of which 1 GiB is free. "
+    "Process 4711 has 12.50 GiB memory in use. Including non-PyTorch memory, this process has 65.40 GiB memory in use. "
+    "Of the allocated memory {used} GiB is allocated by PyTorch, and {held} is reserved by PyTorch but unallocated. If "
+    "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+)
+
+
+def config_of(*overrides: str) -> Any:
+    given = {"parallel": {"data": 4}, "train": {"steps": 3, "global_batch_size": 24}}
+    return load_config(given, list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError(CUDA.format(used=60, held="1 MiB")), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory: 9 bytes"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_which_errors_are_about_memory(error: BaseException, is_one: bool) -> None:
+    assert is_out_of_memory(failures.messages_of(raised(ValueError("in block 3"), error))) == is_one
+
+
+def test_advice_is_of_this_config_and_nothing_that_is_done_already() -> None:
+    lines = memory_advice(config_of(), CUDA.format(used="48.00", held="14.30 GiB"), 7).splitlines()
+    assert lines == [
+        "out of memory in step 7; what takes less:",
+        "  - other processes hold 12.50 GiB of this device: `nvidia-smi` names them",
+        "  - 14.30 GiB are reserved in pieces too small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "  - train.activation_checkpoint=full: a block's activations are computed again in backward",
+        "  - more schedule.microbatches (now 1): fewer samples at a time, the same batch",
+        "  - train.precision=bf16: activations of half the size",
+        "  - parallel.zero.stage=1 (now 0): more is sharded over 4 data ranks",
+        "  - a larger parallel.tensor.size (now 1) or parallel.pipeline.size (now 1)",
+    ]
+    used = ["train.activation_checkpoint=full", "parallel.zero=3", "schedule.microbatches=6", "train.precision=bf16"]
+    text = memory_advice(config_of(*used), CUDA.format(used="60", held="800.00 MiB"), 7)
+    for absent in ("activation_checkpoint", "zero.stage", "microbatches", "precision", "expandable_segments"):
+        assert absent not in text
+    before = memory_advice(config_of("parallel.strategy=sgp"), "out of memory", None)
+    assert before.startswith("out of memory while the model was made or loaded")
+    assert "activations" not in before
+    assert "zero" not in before
+
+
+def test_the_block_has_the_advice(tmp_path: Path) -> None:
+    run = RankRun(1, StopSignals(), folder=tmp_path, config=config_of(), grid=grid(data=4), step=3)
+    assert rank_failure.fail(run, torch.OutOfMemoryError(CUDA.format(used="60", held="1 MiB"))) == 1
+    text = block(rank_causes(failures.read_all(tmp_path), {}), grid(data=4), tmp_path)
+    assert "raised OutOfMemoryError" in text
+    assert "\nout of memory in step 3; what takes less:\n  - other processes hold 12.50 GiB" in text
