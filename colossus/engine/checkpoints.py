@@ -15,7 +15,7 @@ from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under
 from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.weight_sources import find_weights, open_weights
+from colossus.checkpoint.weight_sources import Assets, find_weights, open_weights
 from colossus.checkpoint.writer import CheckpointWriter, Save, SavedCheckpoint
 from colossus.comm.objects import broadcast_object
 from colossus.state.run_values import SavedHook
@@ -61,6 +61,11 @@ class Checkpoints:
         self._ended: list[SavedCheckpoint] = []
         #: steps done when the last checkpoint was begun; None where none has the state as it is
         self._saved_step: int | None = None
+
+    @property
+    def assets(self) -> Assets:
+        """What goes with the weights: a tokenizer, names of classes, ids of special tokens."""
+        return self._state.assets
 
     @property
     def hooks(self) -> Sequence[SavedHook]:

@@ -71,7 +71,6 @@ class FailureRecord:
         collectives: the rank's last collectives, oldest first.
         progress: the same for comparison with those of other ranks (`colossus.comm.log.progress`).
         advice: what to do about it, where that is known.
-        culprit: the rank that an error names which all ranks raise; None where they know of none.
         after_signal: number of the stop signal that came before the failure, if any.
         time: seconds since the epoch.
     """
@@ -85,7 +84,6 @@ class FailureRecord:
     host: str = field(default_factory=socket.gethostname)
     collectives: Sequence[str] = ()
     progress: Sequence[Sequence[Any]] = ()
-    culprit: int | None = None
     after_signal: int | None = None
     advice: str = ""
     time: float = field(default_factory=time.time)
@@ -130,7 +128,7 @@ def of_exception(error: BaseException, rank: int, **details: Any) -> FailureReco
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace))
     what = type(error).__name__, str(error), text
-    return FailureRecord(rank, kind_of(error), *what, culprit=getattr(error, "culprit", None), **details)
+    return FailureRecord(rank, kind_of(error), *what, **details)
 
 
 def of_thread(thread_id: int, rank: int, kind: Kind, message: str, **details: Any) -> FailureRecord:

@@ -109,9 +109,8 @@ class Cause:
 def rank_causes(records: Iterable[FailureRecord], exits: Mapping[int, RankExit]) -> list[Cause]:
     """Every rank that failed, the most likely culprit first.
 
-    Own exceptions come first (those that blame another rank last, else the earliest first), then processes that died
-    by themselves (signals, exits without a record), then ranks that had to be ended by force, then communication
-    errors.
+    Own exceptions come first, the earliest first, then processes that died by themselves (signals, exits without a
+    record), then ranks that had to be ended by force, then communication errors.
     """
     by_rank = {record.rank: record for record in records}
     causes = []
@@ -139,10 +138,8 @@ def _kind(record: FailureRecord | None, ended: RankExit | None) -> CauseKind | N
     return "death"
 
 
-def _urgency(cause: Cause) -> tuple[int, bool, float, int]:
-    record = cause.record
-    blames_another = record is not None and record.culprit not in (None, cause.rank)
-    return _ORDER.index(cause.kind), blames_another, record.time if record is not None else 0.0, cause.rank
+def _urgency(cause: Cause) -> tuple[int, float, int]:
+    return _ORDER.index(cause.kind), cause.record.time if cause.record is not None else 0.0, cause.rank
 
 
 def stop_code(found: Sequence[Cause], exits: Mapping[int, RankExit]) -> int | None:

@@ -9,7 +9,6 @@ import torch
 
 from colossus.config import ConfigError, load_config
 from colossus.config.plans import strategy_options
-from colossus.launch.preflight import check_model
 
 
 def config_of(strategy: dict[str, Any], data: int = 4, **more: Any) -> Any:
@@ -62,9 +61,7 @@ def server(**options: Any) -> dict[str, Any]:
         ),
         (server(algorithm="downpour"), {}, "Downpour's workers do not wait for each other; use mode='async'"),
         (server(mode="async", push_every=3), {}, "algorithm 'sgd' pulls and pushes in each step"),
-        (server(mode="async", algorithm="easgd", pull_every=3), {}, "every push_every steps; leave it out"),
         (server(mode="async", beta=0.5), {}, "it is for 'easgd'"),
-        (server(prefetch=True), {}, "nothing is pulled ahead"),
         (server(), dict(optimizer=dict(type=torch.optim.Rprop)), "optimizer.type = 'Rprop': the servers apply SGD"),
         (server(), dict(comm=dict(timeout_seconds=2.9)), "comm.timeout_seconds = 2.9: a server can be taken for dead"),
         (server(), dict(optimizer=dict(type="AdamW", amsgrad=True)), "the servers' Adam keeps no maxima"),
@@ -92,13 +89,6 @@ def test_what_fits(strategy: dict[str, Any], more: dict[str, Any]) -> None:
     options = strategy_options(config_of({**strategy, "servers": 2}, **more))
     assert options is not None
     assert "2 servers" in options.describe(4)
-
-
-def test_more_servers_than_rows_are_refused_before_ranks_start() -> None:
-    # the largest numbers of rows: 4 * 24 of an MLP's weight
-    check_model(config_of(server(servers=96)))
-    with pytest.raises(ConfigError, match=r"servers = 97, but .* of one is 96; use at most 96"):
-        check_model(config_of(server(servers=97)))
 
 
 @pytest.mark.parametrize("options", [dict(hosts=2), dict(per_host=2)])
