@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from helpers.checkpointing import latest_step, one_process, save, step_in
-from helpers.damage import DAMAGES, MANIFEST, Damage, rewritten
+from helpers.damage import DAMAGES, MANIFEST, Damage
 from helpers.ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.checkpoint.errors import DamagedCheckpoint
 from colossus.checkpoint.writer import CheckpointWriter
 from colossus.context.parallel_context import ParallelContext
 
@@ -52,15 +52,6 @@ def test_damage_is_named_and_passed_over(root: Path, damage: Damage, caplog: pyt
         assert f"{newest} is damaged: taking {root / 'step-00000001'} instead" in caplog.text
 
 
-def test_another_version_is_no_reason_to_go_back(root: Path) -> None:
-    """A run that forgot what a newer colossus had done would overwrite it."""
-    rewritten(lambda body: {**body, "version": 2})(root / "step-00000002")
-    words = r"02/manifest.json: has format version 2; this colossus \(.*\) reads version 1"
-    with pytest.raises(CheckpointError, match=words) as raised:
-        folder.find_latest(root)
-    assert not isinstance(raised.value, DamagedCheckpoint)
-
-
 def test_latest_names_what_is_not_there(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.rmtree(root / "step-00000002")
     assert latest_step(root, 2) == 1
@@ -80,23 +71,6 @@ def test_the_newest_is_what_latest_names(root: Path) -> None:
     assert latest_step(root, 2) == 2
     folder.prune(root, 1, 0)
     assert sorted(os.listdir(root)) == ["latest", "step-00000002"]
-
-
-def test_what_is_damaged_does_not_count_as_kept(root: Path) -> None:
-    def cut(name: str) -> None:
-        modified = (root / name / MANIFEST).stat().st_mtime
-        os.truncate(root / name / MANIFEST, 100)
-        os.utime(root / name / MANIFEST, (modified, modified))
-
-    writer = CheckpointWriter(root, one_process())
-    save(writer, 3)
-    (root / "step-00000009").mkdir()
-    cut("step-00000002")
-    folder.prune(root, 2, 0)
-    assert (root / "step-00000001").exists()
-    save(writer, 4)
-    folder.prune(root, 2, 0)
-    assert sorted(os.listdir(root)) == ["latest", "step-00000003", "step-00000004", "step-00000009"]
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(root: Path) -> None:

@@ -93,36 +93,6 @@ def test_hooks_that_are_set_before_a_load_take_what_was_saved(
     engine.close()
 
 
-class _Keeper(Hook):
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Any) -> None:
-        if self.value == "broken":
-            raise RuntimeError("boom")
-        self.value = state["value"]
-
-
-def test_names_of_hooks(in_memory: Path) -> None:
-    """Two of one class are two hooks."""
-    root = in_memory / "checkpoints"
-    engine = engine_of(root)
-    engine.checkpoints.hooks = [_Keeper(torch.ones(2)), _Keeper("second")]
-    engine.checkpoints.save().wait()
-    engine.checkpoints.hooks = first, second = [_Keeper(0), _Keeper(0)]
-    with torch.inference_mode():
-        engine.checkpoints.load(root)
-    assert (first.value.tolist(), second.value) == ([1.0, 1.0], "second")
-    steps(engine, 1)  # nothing that was loaded is of inference mode
-    engine.checkpoints.hooks = [_Keeper("broken")]
-    with pytest.raises(CheckpointError, match="RuntimeError: boom"):
-        engine.checkpoints.load(root)
-    engine.close()
-
-
 class _SavesItself(Hook):
     def on_step_end(self, engine: Engine, result: Any) -> None:
         engine.checkpoints.save()

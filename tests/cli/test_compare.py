@@ -18,7 +18,7 @@ from colossus.cli.main import main
 from colossus.compare import jobs
 from colossus.compare.jobs import Job, check_jobs, make_jobs
 from colossus.compare.run_compare import run_all
-from colossus.compare.summary import Comparison, Curve, Ended, Mean, Row, compare, print_table
+from colossus.compare.summary import Comparison, Ended, Mean, Row, compare, print_table
 from colossus.config import ConfigError, load_config
 from colossus.config.overrides import apply_overrides, plan_overrides, strategy_overrides
 
@@ -58,18 +58,6 @@ def test_a_strategy_as_text(text: str, spec: dict[str, Any]) -> None:
     got = apply_overrides(held, strategy_overrides(text))["parallel"]["strategy"]
     assert (got if isinstance(got, dict) else dict(type=got)) == spec
     assert held["parallel"]["strategy"] == dict(type="other", period=3)
-
-
-def test_a_plan_is_whole_and_a_strategy_may_have_a_learning_rate(file: str) -> None:
-    parallel = load_config(file, plan_overrides("data=4")).parallel
-    assert (parallel.data, parallel.tensor.size, parallel.pipeline.size, parallel.sequence.size) == (4, 1, 1, 1)
-    parallel = load_config(file, plan_overrides("tensor=4")).parallel
-    assert (parallel.data, parallel.tensor.size, parallel.tensor.mode) == (1, 4, "2d")
-    words = strategy_overrides("sgp optimizer.lr=4e-3 overlap=1")  # a learning rate of its own
-    config = load_config(file, ["parallel.tensor.size=1", *words])
-    assert (config.parallel.strategy.spec(), config.optimizer.lr) == (dict(type="sgp", overlap=1), 4e-3)
-    config = load_config(file, plan_overrides("pipeline=2 tensor.size=2 tensor.mode=1d schedule.microbatches=4"))
-    assert (config.parallel.pipeline.size, config.parallel.tensor.mode, config.schedule.microbatches) == (2, "1d", 4)
 
 
 @pytest.mark.parametrize(
@@ -297,22 +285,6 @@ def test_seeds_are_averaged(file: str, tmp_path: Path) -> None:
     found = compare(jobs, ended)
     assert "nan" in printed(found)[1]
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["rows"][0]["means"]["loss"]["mean"] is None
-
-
-def test_rows_of_a_run_that_went_on_count_once(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row_of(step)) + "\n" for step in (1, 2, 3, 2, 3, 4)) + "no row\n[1]\n")
-    curve = Curve(path)
-    assert curve.steps == [1, 2, 3, 4]
-    assert curve.seconds == pytest.approx([0.5, 1.0, 1.5, 2.0])
-    assert Curve(tmp_path / "absent").rows == []
-
-
-def test_what_goes_to_servers_counts(tmp_path: Path) -> None:
-    path, sent = tmp_path / "metrics.jsonl", {"tensor": {"calls": 1, "bytes": 5.0}}
-    rows = [{**row_of(step), "push_bytes": 40.0, "server_wait_seconds": 0.25, "comm": sent} for step in range(1, 7)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert (Curve(path).bytes_sent(), Curve(path).wait_seconds()) == (pytest.approx(45.0), pytest.approx(0.25))
 
 
 # for real

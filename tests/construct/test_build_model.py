@@ -254,13 +254,6 @@ def test_copies_are_copies() -> None:
     torch.testing.assert_close(m.orthogonal.weight @ m.orthogonal.weight.t(), torch.eye(4), rtol=0, atol=1e-5)
 
 
-def test_global_generators_go_on_as_if_nothing_was_built() -> None:
-    state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    numbers = [made(lambda m: setattr(m, "order", torch.randperm(50).tolist())).order for _ in range(2)]
-    assert sorted(numbers[0]) == list(range(50)) != numbers[0] == numbers[1]
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == state
-
-
 def test_ties_and_other_references() -> None:
     def fill(m: Any) -> None:
         m.a, m.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
@@ -287,33 +280,7 @@ def test_ties_and_other_references() -> None:
     assert not [t for t in (*m.parameters(), *m.buffers()) if t.is_meta]
 
 
-def test_moving_in_the_constructor_changes_nothing() -> None:
-    def fill(m: Any) -> None:
-        m.plain, m.ours = nn.Linear(3, 3), layers.Linear(3, 3)
-
-    def moved(m: Any) -> None:
-        m.plain, m.ours = nn.Linear(3, 3).to("cpu"), layers.Linear(3, 3).to("cpu")
-
-    a, b = made(fill).state_dict(), made(moved).state_dict()
-    assert all(torch.equal(a[key], b[key]) for key in a)
-    doubled = made(lambda m: setattr(m, "ours", layers.Linear(3, 3).double())).ours
-    assert doubled.weight.dtype == torch.float64
-    torch.testing.assert_close(doubled.weight.float(), a["ours.weight"], rtol=1e-7, atol=0)
-
-
 # -- options --------------------------------------------------------------------------------------------------
-
-
-def test_dtype() -> None:
-    context = ParallelContext(grid(), seed=3)
-    wide, usual = build(Net, context, dtype=torch.float64), build(Net, context)
-    assert {p.dtype for p in wide.parameters()} == {torch.float64}
-    assert (wide.plain.mask.dtype, wide.plain.norm.num_batches_tracked.dtype) == (torch.bool, torch.int64)
-    assert wide.plain.steps.dtype == torch.float64
-    for (name, a), b in zip(wide.named_parameters(), usual.parameters(), strict=True):
-        torch.testing.assert_close(a.float(), b.float(), rtol=1e-6, atol=1e-7, msg=name)
-    # drawn in float64, not rounded and widened
-    assert not torch.equal(wide.alone.weight.float().double(), wide.alone.weight)
 
 
 def test_materialize_false_stays_on_meta() -> None:

@@ -88,16 +88,6 @@ def assert_close(tensor: Tensor, wanted: Any, tolerance: float) -> None:
         assert (tensor.to(wanted.dtype) - wanted).abs().max() <= tolerance * max(1.0, wanted.abs().max())
 
 
-def in_a_replica(context: ParallelContext) -> tuple[int, float]:
-    """Data 2 x tensor 2: the ranks along data, each with its own shard."""
-    return context.rank, colossus.average(torch.tensor(10.0**context.rank)).item()
-
-
-def test_along_data_only() -> None:
-    results = dict(run_ranks(4, in_a_replica, plan=grid(data=2, tensor=2)))
-    assert results == {0: 50.5, 1: 505.0, 2: 50.5, 3: 505.0}
-
-
 def without_context(rank: int) -> tuple[list[float], list[float]]:
     draw = torch.randn(9, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     mean = colossus.average([draw])[0]
@@ -109,12 +99,6 @@ def test_without_an_engine() -> None:
     """Over all ranks of a process group of one's own; exact, since 4 is a power of two."""
     for mean, wanted in run_ranks(4, without_context, with_context=False):
         assert mean == pytest.approx(wanted, abs=1e-15)
-
-
-def test_started_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match=r"4 processes were started \(WORLD_SIZE\), but they are not joined yet"):
-        colossus.average(torch.ones(1))
 
 
 def test_one_process() -> None:

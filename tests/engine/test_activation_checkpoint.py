@@ -22,7 +22,7 @@ from colossus import layers
 from colossus.config import ConfigError
 from colossus.config.training import ActivationCheckpoint
 from colossus.engine.checkpointed_modules import chosen_modules, with_activation_checkpoint
-from colossus.layers.checkpointing import checkpoint_module, is_kept
+from colossus.layers.checkpointing import is_kept
 
 KINDS: list[Any] = [
     "full",
@@ -176,17 +176,6 @@ def test_refused(wanted: Any, options: dict[str, Any], message: str) -> None:
     config = config_of({}, 1, "fp64", train=dict(activation_checkpoint=wanted), model=options)
     with pytest.raises(ConfigError, match=message):
         colossus.initialize(config)
-
-
-def test_a_model_without_blocks_and_one_that_does_it_itself() -> None:
-    wanted = ActivationCheckpoint(type="full")
-    with pytest.raises(ConfigError, match=r"Linear has no blocks .* say which modules"):
-        chosen_modules(nn.Linear(2, 2), wanted)
-    own = colossus.build(lambda: layers.TransformerBlock(8, 2, activation_checkpoint="full"))
-    with pytest.raises(ConfigError, match=r"but the model checkpoints itself"):
-        chosen_modules(own, wanted)
-    with pytest.raises(ValueError, match=r"^ModuleList has no forward, .* checkpoint the modules in it"):
-        checkpoint_module(nn.ModuleList([own]), "full", colossus.current_context())
 
 
 def test_an_input_that_is_changed_in_place_is_refused() -> None:

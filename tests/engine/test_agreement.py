@@ -7,15 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.ranks import grid, run_ranks
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import colossus
 from colossus import layers
 from colossus.config import ConfigError
-from colossus.context.grid import RankGrid
-from colossus.context.parallel_context import ParallelContext
-from colossus.engine.consistency import BatchCheck, fingerprint
+from colossus.engine.consistency import fingerprint
 
 WIDTH = 4
 
@@ -83,37 +81,6 @@ def test_ranks_that_share_a_batch_must_get_the_same(parallel: dict[str, Any], fa
     (error,) = set(run_ranks(len(seeds), _step, parallel, factory, seeds, 1, with_context=False))
     assert "ranks that share a batch were given different ones: under this plan every" in error
     assert "engine.context.index('data')" in error
-
-
-def test_data_ranks_have_batches_of_their_own() -> None:
-    assert run_ranks(4, _step, dict(data=2, tensor=2), Net, [5, 5, 6, 6], 1, with_context=False) == ["no error"] * 4
-
-
-def _check_of(plan: RankGrid, rank: int) -> BatchCheck:
-    context = ParallelContext(plan, rank, connect=False)
-    return BatchCheck(context)
-
-
-def test_marks_are_exact_in_any_order() -> None:
-    """Of 1,024 ranks: no rounding is taken for a difference, and none hides one."""
-    plan = grid(data=16, tensor=64)
-    marks = torch.stack([_check_of(plan, rank).mark(None, fingerprint(numbers(rank // 64))) for rank in range(1024)])
-    for seed in range(5):
-        order = torch.randperm(1024, generator=torch.Generator().manual_seed(seed))
-        assert marks[order].cumsum(0)[-1] == 0
-        assert sum(marks[order].tolist()) == 0
-    assert marks.abs().sum() < 2**53
-    marks[1023] = _check_of(plan, 1023).mark(None, fingerprint(numbers(14)))
-    assert marks.sum() != 0
-
-
-def test_a_mark_looks_into_the_middle_of_samples() -> None:
-    """Sequences that begin alike (a start token), and images that are black at the rim, are told apart."""
-    tokens = torch.zeros(64, 129, dtype=torch.long)
-    other = tokens.clone()
-    other[:, 1:] = torch.randint(50, (64, 128))
-    assert fingerprint(tokens[:, :-1]) != fingerprint(other[:, :-1])
-    assert fingerprint(tokens[:, :-1]) == fingerprint(tokens[:, :-1].contiguous())
 
 
 @pytest.mark.parametrize(

@@ -120,16 +120,3 @@ def test_a_users_own_model_has_some() -> None:
     found = run_ranks(1, _of_own, metrics, with_context=False)[0]
     assert found["weighed"] == pytest.approx(sum(index * 3 % 5 for index in range(SAMPLES)) * 4 / SAMPLES)
     assert found["of nothing"] != found["of nothing"]
-
-
-@pytest.mark.parametrize(
-    ("metrics", "words"),
-    [
-        ({"accuracy": lambda outputs, batch: outputs}, r"the metric 'accuracy' returned one tensor of shape \(12, 3\)"),
-        ({"accuracy": lambda outputs, batch: (outputs, 1)}, r"the metric 'accuracy' returned a sum of shape \(12, 3\)"),
-    ],
-    ids=["one tensor", "no scalar"],
-)
-def test_wrong_metrics_are_told_in_words(metrics: Any, words: str) -> None:
-    with pytest.raises(AssertionError, match=words):
-        run_ranks(1, _of_own, metrics, with_context=False)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +11,6 @@ from helpers.ranks import RankError, run_ranks
 from torch import Tensor, nn
 
 import colossus
-from colossus.engine.optimizers import torch_optimizer
 from colossus.layers import PipelineBlock
 
 WIDTH = 4
@@ -111,11 +107,6 @@ def test_what_is_no_optimizer_of_these_parameters_is_refused(case: str) -> None:
     factory, words = REFUSED[case]
     with pytest.raises(ValueError, match=words):
         engine_of(factory)
-
-
-def test_two_words_about_the_optimizer_are_one_too_many() -> None:
-    with pytest.raises(ValueError, match="the config has a section `optimizer`, and optimizer= was passed"):
-        colossus.initialize(settings(optimizer=dict(lr=0.1)), model=Net, loss_fn=square, optimizer=sgd)
 
 
 # -- stages and shards -----------------------------------------------------------------------------------------
@@ -223,22 +214,3 @@ def test_an_optimizer_of_whole_matrices_is_refused_on_shards() -> None:
     for told in run_ranks(2, muon, with_context=False):
         assert "Muon computes with whole matrices, but this rank holds a shard of up.weight" in told[0]
         assert told[1] == "trained"
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-@pytest.mark.parametrize("copied", [lambda optimizer: pickle.loads(pickle.dumps(optimizer)), copy.deepcopy])
-def test_an_optimizer_can_be_copied(
-    name: str, copied: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
-) -> None:
-    weight = nn.Parameter(torch.arange(3.0))
-    optimizer = torch_optimizer(name, [weight], lr=0.1, weight_decay=0.5)
-    weight.grad = torch.ones(3)
-    optimizer.step()
-    other = copied(optimizer)
-    assert isinstance(other, getattr(torch.optim, name))
-    (moved,) = other.param_groups[0]["params"]
-    assert repr(other) == repr(optimizer)
-    moved.grad = weight.grad
-    optimizer.step()
-    other.step()
-    assert torch.equal(moved, weight)

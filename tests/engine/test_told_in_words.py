@@ -160,43 +160,4 @@ def test_a_step_without_gradients(mode: Any, parallel: dict[str, Any]) -> None:
     assert all(math.isfinite(loss) for loss in run_ranks(world, body, with_context=False))
 
 
-def _counted(rank: int, count: Any, evaluates: bool) -> None:
-    """Only the last rank counts wrongly; the sum over ranks would look right."""
-    wrong = rank == 1
-    engine = engine_of(dict(data=2), lambda y, batch: (y.square().sum(), count if wrong else y.shape[0]))
-    batch = torch.ones(SAMPLES // 2, WIDTH)
-    engine.eval_step(batch) if evaluates else engine.train_step(batch)
-
-
-@pytest.mark.parametrize(("count", "evaluates"), [(-3, False), (torch.tensor(float("nan")), True)], ids=str)
-def test_a_count_that_is_no_count(count: Any, evaluates: bool) -> None:
-    with pytest.raises(RankError, match="ValueError: the loss function returned a count of "):
-        run_ranks(2, _counted, count, evaluates, with_context=False, timeout=30)
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, y: Tensor, batch: Any) -> tuple[Tensor, int]:
-        return self.scale * y.square().sum(), y.shape[0]
-
-
-def test_a_loss_function_with_parameters_is_refused() -> None:
-    """They are not in the optimizer: the loss would stay at its start, in silence."""
-    with pytest.raises(ValueError, match=r"Scaled with parameters of its own.*part of the model"):
-        engine_of({}, Scaled())
-
-
-def _nothing_counted(rank: int) -> float:
-    engine = engine_of(dict(data=2), lambda y, batch: (y.sum() * 0.0, 0))
-    return engine.train_step(torch.ones(SAMPLES // 2, WIDTH)).grad_norm
-
-
-def test_a_sum_of_no_losses() -> None:
-    """A batch of labels that are all ignored trains nothing."""
-    assert run_ranks(2, _nothing_counted, with_context=False) == [0.0, 0.0]
-
-
 # -- stops ---------------------------------------------------------------------------------------------------------

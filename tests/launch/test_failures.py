@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers.ranks import grid
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +15,7 @@ import colossus
 from colossus.config import ConfigError, load_config
 from colossus.context.grid import RankGrid
 from colossus.launch import failures, rank_failure
-from colossus.launch.failures import FailureRecord, is_out_of_memory, memory_advice
+from colossus.launch.failures import FailureRecord, memory_advice
 from colossus.launch.outcome import RankExit, rank_causes, stop_code
 from colossus.launch.rank_failure import RankRun
 from colossus.launch.report import block
@@ -225,19 +223,6 @@ def config_of(*overrides: str) -> Any:
     return load_config(given, list(overrides))
 
 
-@pytest.mark.parametrize(
-    ("error", "is_one"),
-    [
-        (torch.OutOfMemoryError(CUDA.format(used=60, held="1 MiB")), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory: 9 bytes"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-    ],
-)
-def test_which_errors_are_about_memory(error: BaseException, is_one: bool) -> None:
-    assert is_out_of_memory(failures.messages_of(raised(ValueError("in block 3"), error))) == is_one
-
-
 def test_advice_is_of_this_config_and_nothing_that_is_done_already() -> None:
     lines = memory_advice(config_of(), CUDA.format(used="48.00", held="14.30 GiB"), 7).splitlines()
     assert lines == [
@@ -258,11 +243,3 @@ def test_advice_is_of_this_config_and_nothing_that_is_done_already() -> None:
     assert before.startswith("out of memory while the model was made or loaded")
     assert "activations" not in before
     assert "zero" not in before
-
-
-def test_the_block_has_the_advice(tmp_path: Path) -> None:
-    run = RankRun(1, StopSignals(), folder=tmp_path, config=config_of(), grid=grid(data=4), step=3)
-    assert rank_failure.fail(run, torch.OutOfMemoryError(CUDA.format(used="60", held="1 MiB"))) == 1
-    text = block(rank_causes(failures.read_all(tmp_path), {}), grid(data=4), tmp_path)
-    assert "raised OutOfMemoryError" in text
-    assert "\nout of memory in step 3; what takes less:\n  - other processes hold 12.50 GiB" in text

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.forked import ForkedPython
 from helpers.launching import Process, children, finish, has_rows, is_running, rows_of, start_nodes, wait_for
 from helpers.long import long
 
-from colossus.launch import nodes, run_folder
+from colossus.launch import run_folder
 
 Nodes = tuple[list[Process], Path]
 
@@ -119,14 +118,3 @@ def test_a_folder_in_use_is_refused_on_all_nodes(tmp_path: Path) -> None:
     for _, _, err in ended:
         (line,) = lines_of(err)
         assert "another run is using it now" in line
-
-
-def test_a_node_that_waits_for_others_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "MEET_SECONDS", 0.2)  # of the forked launcher, too
-    launcher = start_nodes(tmp_path, started=1)[0]
-    assert isinstance(launcher, ForkedPython)
-    wait_for(lambda: b"waiting at" in launcher.outputs[1], launcher.pid)
-    launcher.send_signal(signal.SIGINT)
-    code, _, err = finish(launcher)
-    assert code == 130
-    assert re.fullmatch(r"colossus: waiting at 127.0.0.1:\d+ until all 2 nodes are there\n", err)

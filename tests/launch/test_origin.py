@@ -107,17 +107,6 @@ def test_a_run_folder_that_is_named_goes_on_or_is_begun_anew(capsys: pytest.Capt
         (lost / "metrics.jsonl").write_text('{"step": 1}\n' * 5)
 
 
-def test_a_folder_in_which_no_run_has_been_is_left_alone() -> None:
-    other = run_of("other")
-    (other / "run.lock").unlink()
-    for words in ("holds the metrics of another run", "has a config.json that this run would replace"):
-        assert words in refused("checkpoint.resume=auto", run_dir="other")
-        with pytest.raises(ConfigError, match=words):
-            chosen(run_dir="other").take()
-        (other / "metrics.jsonl").unlink(missing_ok=True)
-    assert [path.name for path in other.iterdir()] == ["config.json"]
-
-
 def test_a_refused_launch_leaves_nothing() -> None:
     Path("file").write_text("")
     saved("held/new", 3)
@@ -236,13 +225,3 @@ def test_ranks_that_outlive_their_launcher_keep_their_folder() -> None:
     Path("over").touch()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     begin(resume=True, run_dir="mine")
-
-
-def test_a_start_in_a_folder_with_a_config_keeps_it(tmp_path: Path) -> None:
-    config = load_config(TINY)
-    run_folder.write_start(tmp_path, config)
-    first = (tmp_path / "config.json").read_bytes()
-    run_folder.write_start(tmp_path, load_config(TINY, ["train.seed=5"]), step=7)
-    assert (tmp_path / "config.json").read_bytes() == first
-    assert '"seed": 5' in (tmp_path / "config.step-00000007.json").read_text()
-    assert (tmp_path / "versions.step-00000007.json").exists()

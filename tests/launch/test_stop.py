@@ -61,15 +61,6 @@ def stopped(
     return in_child(body)
 
 
-@pytest.mark.long
-def test_patience_begins_anew_with_progress_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code, seconds = stopped(monkeypatch, tmp_path, patience=1.5, progress_seconds=2.0)
-    assert (code, seconds > 2.0) == (143, True)
-    # where nothing is saved, progress buys no time
-    code, seconds = stopped(monkeypatch, tmp_path, patience=None, progress_seconds=5.0, signum=signal.SIGINT)
-    assert (code, seconds < 4.0) == (130, True)
-
-
 def test_nothing_is_waited_for_when_a_save_can_not_be_complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code, seconds = stopped(monkeypatch, tmp_path, patience=15.0, progress_seconds=15.0, hurried_after=0.5)
     assert code == 143
@@ -183,16 +174,6 @@ def test_ranks_are_told_when_there_is_nothing_to_wait_for(ranks: Ranks, reason: 
     assert time.monotonic() - began < 15.0
     assert set(codes.values()) == {143}
     assert ranks.outcome.is_hurried == (reason == "Ctrl-C again")
-
-
-def test_a_rank_that_has_finished_may_take_its_time_to_exit(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is killed while Python takes itself apart ends as it has said: 143 after a stop, 0 at the last step."""
-    monkeypatch.setattr(agent, "KILL_SECONDS", 0.2)
-    for number in range(3):
-        ranks.start(number, deaf=True)
-    ranks.files.finish(0, 143)
-    ranks.files.finish(1, 0)
-    assert ranks.end() == {0: 143, 1: 0, 2: -signal.SIGKILL}
 
 
 def test_what_a_terminal_sends_to_all_is_no_second_stop(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import random
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ from helpers.launched.fake_engine import FakeEngine
 from colossus.engine.fit import Hook, fit
 from colossus.engine.results import StepResult
 from colossus.monitor.display import Display
-from colossus.monitor.metrics import LateResults, Metrics
+from colossus.monitor.metrics import Metrics
 
 
 class LateResult(SimpleNamespace):
@@ -169,94 +167,6 @@ def test_the_live_display_ends_with_the_last_step(tmp_path: Path, monkeypatch: p
 
 
 # -- several threads ----------------------------------------------------------------------------------------
-
-
-STEPS = 60
-
-
-class ThreadedResult(SimpleNamespace):
-    """There or not at random; who reads it is interrupted by another thread while it makes a row of it."""
-
-    def __init__(self, engine: ThreadedEngine, fields: dict[str, Any]) -> None:
-        super().__init__(**fields)
-        self.engine = engine
-
-    def send_to_host(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        time.sleep(0.001)
-
-    @property
-    def is_there(self) -> bool:
-        return self.engine.chance.random() < 0.5
-
-    @property
-    def loss(self) -> float:
-        time.sleep(self.engine.chance.choice((0.0, 0.002)))
-        return float(self.step)
-
-
-class ThreadedEngine(FakeEngine):
-    chance = random.Random(0)
-
-    def train_step(self, batch: object) -> Any:
-        fields = vars(super().train_step(batch))
-        return ThreadedResult(
-            self, {key: x for key, x in fields.items() if key not in ("loss", "send_to_host", "is_there", "wait")}
-        )
-
-
-def test_threads_that_write_at_once_write_each_row_once_in_order(tmp_path: Path) -> None:
-    """A row leaves the queue and goes to the file in one piece: else a thread overtakes one that makes a line."""
-    path = tmp_path / "metrics.jsonl"
-    metrics, over = Metrics(path), threading.Event()
-
-    def flush() -> None:
-        while not over.is_set():
-            metrics.flush()
-
-    threads = [threading.Thread(target=flush) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        fit(ThreadedEngine(steps=STEPS, validation=False), [metrics])
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-
-
-def test_after_a_write_that_raises_the_next_goes_on_behind_it() -> None:
-    late, seen = LateResults[str](), []
-    for step in (1, 2):
-        fields: Any = dict(step=step, is_there=True, send_to_host=lambda: True, wait=lambda: None)
-        late.add(SimpleNamespace(**fields), "")  # type: ignore[arg-type]
-
-    def write(result: Any, _: str) -> None:
-        if result.step == 1:
-            raise ValueError("step 1")
-        seen.append(result.step)
-
-    with pytest.raises(ValueError, match="step 1"):
-        late.take(write)
-    late.take(write)
-    assert seen == [2]
-
-
-def test_a_hard_end_waits_for_no_thread_that_waits_for_a_device() -> None:
-    late, comes = LateResults[str](), threading.Event()
-    late.add(SimpleNamespace(step=1, is_there=False, send_to_host=lambda: True, wait=lambda: comes.wait(10)), "")  # type: ignore[arg-type]
-    seen: list[int] = []
-    other = threading.Thread(target=late.take, args=(lambda result, _: seen.append(result.step),))
-    other.start()
-    late.take(lambda result, _: seen.append(result.step), patience=0.0)
-    assert (seen, comes.is_set()) == ([], False)
-    comes.set()
-    other.join()
-    assert seen == [1]
 
 
 # -- on a device ----------------------------------------------------------------------------------------------

@@ -17,13 +17,9 @@ from colossus.engine.fit import fit
 from colossus.monitor.display import Display
 from colossus.monitor.metrics import Metrics, peak_memory
 from colossus.monitor.mfu import (
-    KINDS,
-    PEAK_TFLOPS,
     Utilisation,
-    device_peak,
     flops_per_token,
     peak_flops,
-    short_name,
 )
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -57,33 +53,6 @@ def test_peaks_are_known_or_not_never_guessed() -> None:
     assert peak_flops("Tesla T4", "bf16") is None
     assert peak_flops("NVIDIA L40S", "fp64") is None
     assert peak_flops(H100, "int8") is None
-
-
-def test_tf32_counts_where_a_device_has_it() -> None:
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16", tf32=True) == 312e12
-    assert peak_flops("Tesla V100-SXM2-32GB", "fp32", tf32=True) == 15.7e12
-
-
-def test_every_row_of_the_table_can_be_met_and_is_in_order() -> None:
-    for name, figures in PEAK_TFLOPS.items():
-        assert short_name(name) == name
-        low, bf16, tf32, fp32, fp64 = dict(zip(KINDS, figures, strict=True)).values()
-        assert low is not None
-        assert fp32 is not None or fp64 is None
-        assert bf16 in (low, None)
-        assert low / (tf32 or low / 2) == pytest.approx(2, rel=0.03), name  # of all that have it
-        assert (tf32 or low) >= (fp32 or 0) >= (fp64 or 0)
-
-
-def test_tf32_is_seen_by_the_newer_setting(an_h100: dict[str, Any]) -> None:
-    matmul, peaks = torch.backends.cuda.matmul, []
-    before = matmul.fp32_precision
-    for setting in ("ieee", "tf32", before):
-        matmul.fp32_precision = setting
-        peaks.append(device_peak(CUDA, "fp32"))
-    assert peaks[:2] == [67e12, 494.5e12]
 
 
 def engine_of(*, exact: bool = True, device: torch.device = CUDA, model: Any = MODEL, **parallel: int) -> Any:

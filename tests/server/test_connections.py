@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from colossus.comm import net
-from colossus.comm.listener import Listener
-from colossus.comm.net import Stream
 from colossus.server.frames import Refused, Request, ServerGone
 from colossus.server.process import new_token
 from colossus.server.rpc_client import RpcClient
@@ -158,17 +155,6 @@ def test_a_request_is_applied_at_most_once_whereever_the_connection_is_cut(lengt
         assert expected
 
 
-def test_two_clients_of_one_number(server: RpcServer) -> None:
-    moved: list[int] = []
-    first = RpcClient(server.endpoint, TOKEN, 1, on_progress=lambda: moved.append(1))
-    with pytest.raises(Refused, match="refused worker 1: a client of worker 1 is connected already"):
-        RpcClient(server.endpoint, TOKEN, 1)
-    assert first.call("echo", {"a": 1}).result(10).header == {"a": 1}
-    first.close()
-    assert moved == [1]
-    RpcClient(server.endpoint, TOKEN, 1).close()
-
-
 # -- ends -----------------------------------------------------------------------------------------------------
 
 
@@ -181,42 +167,6 @@ def test_a_silent_worker_is_given_up_and_a_quiet_one_is_not() -> None:
         assert handler.gone == [(7, "it gave no sign of life for 1.5 s")]
         assert quiet.call("echo").result(10).header == {}
         quiet.close()
-
-
-@pytest.mark.long
-def test_a_slow_server_is_waited_for_and_a_silent_one_is_not() -> None:
-    streams: list[Stream] = []
-
-    class Silent:
-        def allocate(self, head: bytes, size: int) -> list[memoryview]:
-            raise AssertionError
-
-        def on_frame(self, head: bytes) -> None: ...
-
-        def on_end(self, reason: str | None) -> None: ...
-
-    def welcome(stream: Stream) -> None:
-        streams.append(stream)
-        stream.start(Silent())
-        stream.send(b'{"welcome": null, "a": []}')
-
-    listener = Listener("127.0.0.1", TOKEN, welcome, "nobody")
-    silent = dict(index=1, host="127.0.0.1", port=listener.address[1], process=os.getpid())
-    with serving() as (_, server):
-        slow, none = (RpcClient(endpoint, TOKEN, 0, 3.0) for endpoint in (server.endpoint, silent))
-        asleep = slow.call("sleep", {"seconds": 3.6})
-        began = time.monotonic()
-        with pytest.raises(
-            ServerGone,
-            match=r"server 1 at 127\.0\.0\.1:\d+ \(process \d+\) is gone: it gave no sign of life for 3 s$",
-        ):
-            none.call("echo").result(10)
-        assert time.monotonic() - began < 5.0
-        assert not asleep.done()
-        asleep.result(10)
-        slow.close()
-    listener.close()
-    streams[0].abort()
 
 
 def test_a_server_that_is_closed_says_so() -> None:
@@ -244,19 +194,6 @@ def test_a_server_that_is_closed_waits_for_workers_that_are_connected() -> None:
         client.close()
         closing.join(5)
         assert not closing.is_alive()
-
-
-def test_memory_under_way_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colossus.server.rpc_client._MOST_CALL_BYTES", 1000)
-    with serving() as (_, server):
-        client = RpcClient(server.endpoint, TOKEN, 0)
-        client.call("sleep", {"seconds": 0.3})
-        held = [client.call("echo", {}, [torch.zeros(200)]) for _ in range(2)]
-        began = time.monotonic()
-        client.call("echo")
-        assert time.monotonic() - began > 0.1
-        assert held[0].done()
-        client.close()
 
 
 DTYPES = [torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.uint8]

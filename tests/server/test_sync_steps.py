@@ -134,18 +134,6 @@ def test_stale_synchronous_workers() -> None:
         workers[0].clock(steps, 0).wait()  # the others have closed
 
 
-def test_a_dead_worker_holds_no_clock() -> None:
-    with local_servers(1, 3) as workers:
-        ahead = workers[0].clock(3, 1)
-        workers[1].clock(2, 1)
-        assert not ahead.is_done()
-        workers[2].close()
-        ahead.wait()
-        further = workers[0].clock(9, 1)
-        workers[1].close()
-        further.wait()
-
-
 def test_whom_a_call_waits_for() -> None:
     """A call that depends on others can be waited for with a time-out, and the servers say whom they wait for."""
     with local_servers(2, 3) as workers:
@@ -166,17 +154,3 @@ def test_whom_a_call_waits_for() -> None:
         workers[0].clock(2, 9).wait()
         workers[1].clock(2, 9).wait()
         clock.wait(9.0)
-
-
-def test_clocks_can_begin_anew() -> None:
-    """As `ServerParameters.place` does after a load."""
-    with local_servers(1, 2) as workers:
-        for handle in [worker.clock(100, 0) for worker in workers]:
-            handle.wait()
-        for worker in workers:
-            worker.clock(0, 0).wait()
-        first = workers[0].clock(1, 0)
-        with pytest.raises(TimeoutError):
-            first.wait(0.2)
-        workers[1].clock(1, 0).wait()
-        first.wait()

@@ -63,13 +63,6 @@ def test_bags(bags: int, length: int, mode: str, sparse: bool, padding: int | No
         torch.testing.assert_close(weights[0].grad, weights[1].grad, rtol=1e-12, atol=1e-12)
 
 
-def test_bags_of_one_length() -> None:
-    ours, plain = twins(mode="max", sparse=True, padding_idx=0)
-    ids = torch.tensor([[0, 0], [1, 0], [6, 5]])
-    assert torch.equal(ours(ids), plain(ids))
-    assert torch.equal(ours(ids[:, :0]), torch.zeros(3, DIM, dtype=torch.float64))  # which torch cannot do
-
-
 def test_sums_of_a_narrow_table_are_wide() -> None:
     """A thousand gradients of one row, which bfloat16 would stop to add up at 256."""
     bag = layers.EmbeddingBag(ROWS, DIM, mode="sum", dtype=torch.bfloat16)
@@ -123,20 +116,6 @@ BAD: list[tuple[dict[str, Any], Tensor, Tensor | None, str]] = [
 def test_bad_bags(options: dict[str, Any], ids: Tensor, weights: Tensor | None, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         layers.EmbeddingBag(ROWS, DIM, sparse=True, **options)(ids, per_sample_weights=weights)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (dict(max_norm=1.0), "max_norm and scale_grad_by_freq are not there"),
-        (dict(scale_grad_by_freq=True), "max_norm and scale_grad_by_freq are not there"),
-        (dict(mode="min"), "mode = 'min' is none of 'sum', 'mean', 'max'"),
-        (dict(padding_idx=7), "padding_idx = 7 is outside a table of 7 rows"),
-    ],
-)
-def test_bad_tables_of_bags(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        layers.EmbeddingBag(ROWS, DIM, **options)
 
 
 class Bag(nn.Module):

@@ -114,40 +114,6 @@ def test_accidental_hits_and_labels_that_do_not_count(monkeypatch: pytest.Monkey
     torch.testing.assert_close(whole, F.cross_entropy(x @ made.weight.t(), labels, reduction="sum").detach())
 
 
-def test_tokens_that_do_not_count_computed_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an accelerator the host does not wait for their number: they are computed, and count for nothing."""
-    generator = torch.Generator().manual_seed(4)
-    made = layer(9, sparse=False)
-    x = torch.randn(3, 4, HIDDEN, dtype=torch.float64, generator=generator)
-    labels = torch.randint(0, CLASSES, (3, 4), generator=generator)
-    labels[0, 1:] = labels[2] = -100
-    x[2] = float("nan")
-    found = []
-    for picks in (True, False):
-        monkeypatch.setattr(layers.SampledSoftmax, "_picks_tokens", lambda self, device, picks=picks: picks)
-        made.zero_grad()
-        held = x.clone().requires_grad_()
-        loss, count = made(held, labels)
-        loss.backward()
-        with torch.no_grad():
-            evaluated, _ = made.eval()(x, labels)
-        made.train()
-        found.append([loss.detach(), count, evaluated, held.grad, made.weight.grad.clone(), made.bias.grad.clone()])
-    assert int(found[0][1]) == 5
-    assert found[0][3][0, 0].abs().min() > 0
-    for picked, computed in zip(*found, strict=True):
-        torch.testing.assert_close(computed, picked, rtol=1e-12, atol=1e-12)
-
-
-def test_bad_samples() -> None:
-    with pytest.raises(ValueError, match="num_samples = 24 different ones of num_classes = 23: give 1 to 23"):
-        layers.SampledSoftmax(HIDDEN, CLASSES, 24)
-    with pytest.raises(ValueError, match=r"labels range over 1\.\.23, outside the vocabulary 0\.\.22"):
-        layer(3)(torch.ones(2, HIDDEN, dtype=torch.float64), torch.tensor([1, 23]))
-    with pytest.raises(ValueError, match=r"labels have shape \(3,\), x \(2, 5\) on this rank"):
-        layer(3)(torch.ones(2, HIDDEN, dtype=torch.float64), torch.tensor([1, 2, 3]))
-
-
 def test_a_tied_table_is_dense() -> None:
     (problem,) = GPTOptions(sparse_embeddings=True).check(Parallel())
     assert problem.startswith("model.sparse_embeddings = True, but model.tie_embeddings = True shares the table")

@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 from colossus.sparse.choice import SMALL_BYTES, Survey, TableFacts, bytes_sent, choose, way_problems
 
 TABLE = TableFacts("table.weight", (10_000, 64), (10_000, 64), 8, 4)
-SAMPLES = 12
-
-
 # -- the formula ------------------------------------------------------------------------------------------------
 
 
