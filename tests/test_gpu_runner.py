@@ -9,23 +9,18 @@ import subprocess
 import sys
 import types
 from collections.abc import Generator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
 from benchmarks.gpu import __main__ as program  # noqa: E402
 from benchmarks.gpu import signals  # noqa: E402
-from benchmarks.gpu.ranks import Inherited, RankPool  # noqa: E402
 from benchmarks.gpu.runner import Runner  # noqa: E402
 from benchmarks.gpu.section import Row, Section  # noqa: E402
-from benchmarks.gpu.sections import SECTIONS  # noqa: E402
-from colossus.context.local_ranks import RanksFailed  # noqa: E402
 
 PROGRAM = """
 import os, signal, sys, time
@@ -118,68 +113,6 @@ def test_a_section_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "no_such_module" in (tmp_path / "missing.log").read_text()
 
 
-@pytest.mark.long
-def test_a_budget_that_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (
-        "import time\nfrom benchmarks.gpu.section import Case\n"
-        "def cases(device, budget):\n"
-        "    for name, seconds in (('a', 0.5), ('b', 0.0), ('c', 60.0)):\n"
-        "        yield Case(name, lambda seconds=seconds: time.sleep(seconds))\n"
-    )
-    first, second = section_of(text, monkeypatch, "first"), section_of(text, monkeypatch, "second")
-    rows = rows_of(first, second, folder=tmp_path, budget=0.8)
-    found = [(row.section, row.name, row.result) for row in rows]
-    section, name, result = found.pop(1)
-    assert (section, result) == ("second", "left out")
-    assert name in ("all", "set-up, and what follows", "a, and what follows")  # by how fast the machine starts it
-    assert found == [("first", "a", "passed"), ("first", "b", "left out"), ("first", "c", "left out")]
-    assert all(row.detail == "no time in 0.8 s; give more with --budget" for row in rows[1:])
-
-
-class Held:
-    """What ranks hold; where it is closed a file says so."""
-
-    def __init__(self, name: str, folder: Path, rank: int) -> None:
-        self.name, self.said = name, folder / f"{name} {rank} closed"
-
-    def about(self, value: list[int]) -> tuple[str, int, int]:
-        return self.name, os.getpid(), sum(value)
-
-    def close(self) -> None:
-        self.said.touch()
-
-
-def test_ranks_build_one_case_after_the_other(tmp_path: Path) -> None:
-    first, second = partial(Held, "first", tmp_path), partial(Held, "second", tmp_path)
-    pool = RankPool(torch.device("cpu"))
-    pool.inherited["numbers"] = [1, 2, 3]
-
-    def about() -> tuple[set[str], list[int]]:
-        found = pool.ask("about", Inherited("numbers"))
-        assert all(total == 6 for *_, total in found)
-        return {name for name, *_ in found}, [process for _, process, _ in found]
-
-    try:
-        pool.hold(2, first)
-        names, processes = about()
-        assert names == {"first"}
-        pool.hold(2, first)
-        assert not [*tmp_path.iterdir()]  # it is the one that is there
-        pool.hold(2, second)
-        assert about() == ({"second"}, processes)
-        assert sorted(file.name for file in tmp_path.iterdir()) == ["first 0 closed", "first 1 closed"]
-        with pytest.raises(RanksFailed, match="KeyError: 'letters'"):
-            pool.ask("about", Inherited("letters"))
-        with pytest.raises(RuntimeError, match="no ranks hold anything that could be asked for 'about'"):
-            pool.ask("about", [])
-        pool.hold(2, second)
-        names, others = about()
-        assert names == {"second"}
-        assert not {*others} & {*processes}
-    finally:
-        pool.close()
-
-
 def test_what_was_done_is_written_whatever_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "gpu.json"
     ended_by = []
@@ -262,11 +195,3 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         monkeypatch.setattr(program.importlib.metadata, "version", lambda name, version=version: version)
         assert program.missing_packages() == []
     assert f'"torch>={program.OLDEST_TORCH}"' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_the_table_of_sections() -> None:
-    assert sum(section.seconds for section in SECTIONS) <= 560  # of 600: processes start, ranks import
-    assert len({section.name for section in SECTIONS}) == len(SECTIONS)
-    for section in SECTIONS:
-        assert (ROOT / "benchmarks" / "gpu" / "sections" / f"{section.module}.py").exists()
-        assert section.about

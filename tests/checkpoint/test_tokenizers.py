@@ -6,7 +6,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.ranks import run_ranks
 from helpers.tokenizer import TEXT, make_tokenizer
@@ -72,15 +71,3 @@ def test_each_checkpoint_holds_the_file(text: Path, tmp_path: Path) -> None:
         reader.verify()
     (latest / "tokenizer.json").unlink()
     assert locate(runs).name == "step-00000002"
-
-
-@pytest.mark.parametrize("kind", ["bytes", "none"])
-def test_bytes_are_recorded_and_silence_is(text: Path, tmp_path: Path, kind: str) -> None:
-    np.save(tmp_path / "ids.npy", np.arange(200, dtype=np.uint16))
-    data: dict[str, Any] = dict(type="TextFolder", path=str(text))
-    if kind == "none":
-        data = dict(type="TokenFile", path=str(tmp_path / "ids.npy"))
-    run_ranks(1, train, tmp_path / "runs", data, 1, None, 1, with_context=False)
-    found = locate(tmp_path / "runs")
-    assert read_manifest(found).tokenizer == ("bytes" if kind == "bytes" else None)
-    assert not (found / "tokenizer.json").exists()

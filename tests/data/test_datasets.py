@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import platform
 import sysconfig
 from pathlib import Path
@@ -73,15 +72,6 @@ def test_stdlib_is_the_text_of_its_files_in_order_and_holds_out_whole_ones(stdli
     assert platform.python_version() in train.describe()
 
 
-def test_stdlib_max_bytes() -> None:
-    small = [PythonStdlib(16, split=split, max_bytes=20_000) for split in ("train", "validation")]
-    assert sum(len(part.tokens) for part in small) == 20_000
-    with pytest.raises(TooLittleData):
-        PythonStdlib(128, max_bytes=100)
-    with pytest.raises(ValueError, match="split = 'test'"):
-        PythonStdlib(128, split="test")
-
-
 # A folder
 
 
@@ -105,22 +95,6 @@ def test_folder_holds_out_files_and_keeps_them_when_others_come(tmp_path: Path) 
     write_files(tmp_path, 130)
     again = TextFolder(tmp_path, 16, split="validation")
     assert set(held.file_names) <= set(again.file_names)
-
-
-def test_folder_of_one_file_holds_out_its_tail(tmp_path: Path) -> None:
-    text = bytes(range(256)) * 10
-    (tmp_path / "book.txt").write_bytes(text)
-    train, held = (TextFolder(tmp_path, 16, split=split, validation_fraction=0.1) for split in ("train", "validation"))
-    assert held.held_out == train.held_out == "tail"
-    assert bytes(train.tokens) + bytes(held.tokens) == text
-    assert len(held.tokens) == 256
-
-
-def test_folder_without_validation(tmp_path: Path) -> None:
-    write_files(tmp_path, 10)
-    assert len(TextFolder(tmp_path, 16, validation_fraction=0).tokens) == 4000
-    with pytest.raises(TooLittleData, match="validation_fraction = 0"):
-        TextFolder(tmp_path, 16, split="validation", validation_fraction=0)
 
 
 def test_folder_errors(tmp_path: Path) -> None:
@@ -153,17 +127,6 @@ def test_token_file_raw_and_npy(tmp_path: Path, dtype: str) -> None:
         assert len(held.tokens) == 50
         assert held[0]["inputs"].tolist() == tokens[950:960].tolist()
         assert held[0]["labels"].tolist() == tokens[951:961].tolist()
-
-
-def test_token_file_pickles_without_its_tokens(tmp_path: Path) -> None:
-    np.zeros(100_000, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    for split in ("train", "validation"):
-        dataset = TokenFile(tmp_path / "a.bin", 10, split=split)
-        packed = pickle.dumps(dataset)
-        assert len(packed) < 2000
-        again = pickle.loads(packed)
-        assert len(again) == len(dataset)
-        assert again[3]["inputs"].equal(dataset[3]["inputs"])
 
 
 def test_token_file_checks_the_ids_it_reads(tmp_path: Path) -> None:

@@ -29,9 +29,7 @@ from helpers.datasets import (
 )
 from torch.utils.data import DataLoader
 
-from colossus.config.section import Named
 from colossus.data import BatchedDataset, build_loaders
-from colossus.registry import DATASETS
 
 kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
@@ -212,29 +210,6 @@ def test_a_validation_batch_that_is_not_the_last_is_whole() -> None:
     assert [len(ids(batch)) for batch in validation or ()] == [4, 4, 1]
 
 
-def test_validation_of_a_split(tmp_path: Path) -> None:
-    built = loaders({"type": "PythonStdlib", "max_bytes": 100_000}, seq_len=32)
-    assert built.validation is not None
-    assert built.validation_missing is None
-    train, held = built.train.source.dataset, built.validation.source.dataset  # type: ignore[attr-defined]
-    assert train.seq_len == held.seq_len == 32
-    assert next(iter(built.validation))["inputs"].equal(held.batch(np.arange(8))["inputs"])
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(name * 1000)
-    options = {"type": "TextFolder", "path": tmp_path, "pattern": "a*", "validation_fraction": 0}
-    built = loaders({**options, "validation": {"pattern": "b*", "validation_fraction": 0.5}}, seq_len=16)
-    assert set(next(iter(built.validation or ()))["inputs"].flatten().tolist()) == {ord("b")}
-    for data, seq_len, why in (
-        ({"type": "PythonStdlib", "validation": None}, 32, "data.validation says so"),
-        (options, 16, "validation_fraction = 0"),
-        ({"type": "PythonStdlib", "max_bytes": 2000}, 128, "one sample needs seq_len + 1 = 129"),
-    ):
-        built = loaders(data, seq_len=seq_len)
-        assert built.validation is None
-        assert why in str(built.validation_missing)
-        assert why in built.description
-
-
 # What a config may hold
 
 
@@ -250,13 +225,6 @@ def test_a_user_function_gets_what_it_names() -> None:
     assert built.validation is not None
     built = loaders(make, 0, 2, seq_len=7, vocab_size=50)
     assert calls[2:] == [("train", 7, 0, 50, ""), ("validation", 7, 0, 50, "")]
-
-
-def test_a_registered_class_a_name_and_a_named_section() -> None:
-    DATASETS.register("test-numbers")(Numbers)
-    for data in ("test-numbers", {"type": "test-numbers", "count": 40}, Named(type="test-numbers", count=40)):
-        assert len(ids(next(loaders(data).train))) == BATCH
-    assert loaders(Named(type="test-numbers", count=40)).train.source.num_samples == 40  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

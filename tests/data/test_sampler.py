@@ -47,13 +47,6 @@ def test_steps_visit_each_sample_once_per_epoch(seed: int, n: int, data_size: in
         assert sorted(epoch) == list(range(n))
 
 
-@given(seed=SEEDS, n=st.integers(1, 50), batch=st.integers(1, 20), split=st.integers(1, 4))
-def test_the_stream_of_samples_does_not_depend_on_the_batch_size(seed: int, n: int, batch: int, split: int) -> None:
-    big = np.concatenate(list(map(order(seed, n, batch * split), range(4))))
-    small = np.concatenate(list(map(order(seed, n, batch), range(4 * split))))
-    np.testing.assert_array_equal(big, small)
-
-
 def test_epochs_and_seeds_differ() -> None:
     orders = {tuple(permute(np.arange(50), 50, seed, epoch)) for seed in range(10) for epoch in range(10)}
     assert len(orders) == 100

@@ -55,14 +55,6 @@ class Drawing(IterableDataset[Tensor]):
             yield torch.tensor([index, 0, random.random()], dtype=torch.float64)
 
 
-class Failing(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        for index in range(SAMPLES):
-            if index == 11:
-                raise OSError("record 11")
-            yield torch.tensor([index])
-
-
 # -- streams of samples -----------------------------------------------------------------------------------------
 
 
@@ -106,17 +98,6 @@ def test_a_distributed_sampler_gives_each_rank_its_part_and_is_told_the_epoch() 
         seen = [i for run in runs for batch in run[4 * epoch : 4 * epoch + 4] for i in batch]
         assert sorted(seen) == list(range(32))
     assert runs[0][:4] != runs[0][4:]  # set_epoch turned the shuffle
-
-
-def test_a_distributed_sampler_for_other_ranks() -> None:
-    data = TensorDataset(torch.arange(32))
-    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=4, rank=1))
-    with pytest.raises(
-        ValueError, match=r"num_replicas=4, rank=1, but this process is data rank 0 of 2.*num_replicas=2"
-    ):
-        loaders(loader, 0, 2)
-    with pytest.raises(ValueError, match="data rank 0 of 1"):
-        loaders(loader)
 
 
 def test_batches_of_a_rank_are_taken_whole_where_the_data_says_so() -> None:
@@ -166,37 +147,6 @@ def test_every_evaluation_begins_at_the_start(kind: Callable[[], Any]) -> None:
         assert rows(islice(validation, taken)) == first[:taken]
 
 
-def test_an_evaluation_behind_a_failed_one() -> None:
-    """Its first batch, too, is made of the first samples."""
-    validation = loaders({"type": Numbers, "validation": {"type": Failing}}).validation
-    assert validation is not None
-    for _ in range(2):
-        batches = iter(validation)
-        assert next(batches)[:, 0].tolist() == list(range(BATCH))
-        with pytest.raises(OSError, match="record 11"):
-            next(batches)
-
-
-def shared_generator() -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    options = dict(batch_size=BATCH, generator=generator, shuffle=True)
-    return {"type": DataLoader(Numbers(), **options), "validation": DataLoader(Numbers(), **options)}
-
-
-def test_evaluations_leave_a_generator_alone_that_training_shares() -> None:
-    plain, evaluated = loaders(shared_generator()), loaders(shared_generator())
-    assert evaluated.validation is not None
-    evaluations = []
-    for step in range(16):
-        assert same(next(plain.train), next(evaluated.train))
-        if step % 3 == 2:
-            evaluations.append([ids(batch) for batch in evaluated.validation])
-    assert evaluations == evaluations[:1] * 5
-    resumed = loaders(shared_generator()).train  # in the fifth pass
-    resumed.load_state_dict(evaluated.train.state_dict())
-    assert same(next(resumed), next(plain.train))
-
-
 def test_one_object_with_one_place_is_not_for_training_and_validation() -> None:
     data = Place()
     with pytest.raises(ValueError, match="and the training data are one Place, which keeps one place"):
@@ -241,24 +191,6 @@ def test_data_of_each_data_rank_is_taken_whole() -> None:
 
 
 # -- errors, and ends ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_is_left_of_data_that_cannot_start_over_is_dropped(size: int) -> None:
-    class Once(IterableDataset[Tensor]):
-        place = 0
-
-        def __iter__(self) -> Once:
-            return self
-
-        def __next__(self) -> Tensor:
-            self.place += 1
-            if self.place > 2 * BATCH + 2:
-                raise StopIteration
-            return torch.tensor([self.place])
-
-    runs = [rows(loaders({"type": Once}, rank, size).train) for rank in range(size)]
-    assert [[len(batch) for batch in run] for run in runs] == [[BATCH // size] * 2] * size
 
 
 def test_data_that_is_not_the_same_any_more(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -62,37 +62,6 @@ def test_ids_are_those_of_the_library_file_by_file(
     assert pickle.loads(pickle.dumps(train)).tokens.tolist() == train.tokens.tolist()
 
 
-def test_a_tail_of_several_files_is_cut_in_one_of_them(tmp_path: Path) -> None:
-    folder = tmp_path / "few"
-    folder.mkdir()
-    tokenizer = make_tokenizer(tmp_path)
-    contents = [TEXT.encode() * 2, TEXT.encode() * 5, TEXT.encode()]
-    for name, content in zip(("0", "5", "6"), contents, strict=True):  # none of which is held out by its name
-        (folder / f"{name}.txt").write_bytes(content)
-    train, held = (TextFolder(folder, 8, split=split, tokenizer=tokenizer, validation_fraction=0.6)
-                   for split in ("train", "validation"))  # fmt: skip
-    assert train.held_out == "tail"
-    length = sum(map(len, contents))
-    at = length - round(length * 0.6) - len(contents[0])
-    assert train.tokens.tolist() == of_library(tokenizer, [contents[0], contents[1][:at]])
-    assert held.tokens.tolist() == of_library(tokenizer, [contents[1][at:], contents[2]])
-    as_bytes = [TextFolder(folder, 8, split=split, validation_fraction=0.6).tokens.tobytes()
-                for split in ("train", "validation")]  # fmt: skip
-    assert b"".join(as_bytes) == b"".join(contents)
-
-
-def test_no_text_is_cut_or_padded_as_the_file_says(tmp_path: Path, texts: Path) -> None:
-    library: Any = pytest.importorskip("tokenizers")
-    tokenizer = make_tokenizer(tmp_path)
-    plain = TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist()
-    limited = library.Tokenizer.from_file(str(tokenizer))
-    limited.enable_truncation(5)
-    limited.enable_padding(length=3000, pad_id=3)
-    limited.save(str(tokenizer))
-    assert '"truncation": null' not in tokenizer.read_text()
-    assert TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist() == plain
-
-
 def test_ids_are_made_once(tmp_path: Path, texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another text, or another tokenizer, is made anew; a damaged file is, too; no place for it is no matter."""
     tokenizer = make_tokenizer(tmp_path)

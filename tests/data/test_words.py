@@ -66,26 +66,3 @@ def test_pairs_are_of_a_word_and_the_one_before(small: Path) -> None:
     assert by_pair[0, tokens[0]] != by_pair.get((tokens[0], 0))
     # the same on every machine, in every version of numpy
     assert words.pair_buckets(np.array([3, 1, 4, 1]), 1000).tolist() == [785, 896, 561, 246]
-
-
-def test_ids_are_made_once(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = PythonStdlibWords(3).tokens.tolist()
-    assert len(list((small / "cache" / "colossus" / "tokens").glob("*.npy"))) == 1
-    words._encoded.cache_clear()
-    monkeypatch.setattr(words, "_encode", lambda *texts: pytest.fail("made again"))
-    assert PythonStdlibWords(3).tokens.tolist() == tokens
-    (small / "lib" / "b.py").write_text("y = y\n")
-    words._encoded.cache_clear()
-    with pytest.raises(pytest.fail.Exception, match="made again"):
-        PythonStdlibWords(3)
-
-
-def test_bad_options(small: Path) -> None:
-    for options, message in (
-        (dict(seq_len=3, vocab_size=1), "PythonStdlibWords: vocab_size = 1 has no word beside the unknown one"),
-        (dict(seq_len=3, pairs=-1), "pairs = -1 is negative"),
-        (dict(seq_len=21), r"has 21 tokens, but one sample needs seq_len \+ 1 = 22"),
-        (dict(seq_len=3, split="test"), "split = 'test' is not one of"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            PythonStdlibWords(**options)  # type: ignore[arg-type]

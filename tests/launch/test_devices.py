@@ -86,18 +86,6 @@ def test_more_ranks_than_devices_are_refused_before_a_process_starts(
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_enough_devices_are_shown_by_a_dry_run(devices: Devices, capsys: pytest.CaptureFixture[str]) -> None:
-    for found, overrides, line in (
-        (8, [], "cuda (2 of 8 devices), backend nccl"),
-        (1, ["device=cpu"], "cpu, backend gloo"),
-        (0, [], "cpu, backend gloo"),
-    ):
-        devices(found)
-        assert command.run(str(TINY), overrides, dry_run=True) == 0
-        assert f"device      {line}\n" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize(
     ("found", "variables", "is_refused"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import threading
 import time
 from pathlib import Path
 
@@ -62,17 +61,6 @@ def test_what_else_ranks_may_wait_for(others: list[Begun] | None, words: str | N
     lines = missing([begun(57)], [begun(57)], others, others)
     assert bool(lines) == (words is not None)
     assert words is None or words in lines[0]
-
-
-def test_the_group_that_waits_comes_before_those_whose_host_went_on() -> None:
-    """Under NCCL the host runs ahead: rank 0 has seen the end of all it began, and rank 2 has begun less."""
-    own, wider = begun(5, axes="data", is_done=True), begun(3)
-    lines = missing([own, wider], [own, wider], [begun(4, axes="data"), begun(2, is_done=True)], [own, wider])
-    assert "wait in #3 all_reduce" in lines[0]
-    assert "rank 0 waits in #5 all_reduce" in lines[1]
-    assert "over data; rank 2 did not come to it, the last there: #4" in lines[1]
-    # a rank whose log does not go back so far may have come to what others have seen the end of
-    assert missing([own, begun(3)], [own, begun(3)], [begun(3)], [own, begun(3)]) == []
 
 
 def _one_stays_away(context: ParallelContext) -> FailureRecord:
@@ -153,15 +141,3 @@ def test_a_collective_that_nccl_gives_up_is_a_failure_record(
     assert (tmp_path / "flushed").exists()
     failures.clear(tmp_path)
     assert not (tmp_path / failures.FOLDER).exists()
-
-
-@pytest.mark.parametrize(("pending", "kind"), [(True, "communication"), (False, "stuck")])
-def test_a_rank_that_waits_for_others_is_not_the_one_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pending: bool, kind: str
-) -> None:
-    """Under NCCL ranks that wait do not hear that another has gone: they are ended like one that hangs."""
-    _pretend_nccl(monkeypatch, pending=pending)
-    rank_failure.write_hard_end(_run_of(tmp_path), threading.get_ident())
-    (record,) = failures.read_all(tmp_path)
-    assert record.kind == kind
-    assert failures.recording_of(tmp_path, 1).exists()

@@ -13,7 +13,6 @@ from helpers.fake_cuda import HiddenWait, Waits, run_fake_ranks
 from helpers.fake_cuda.contexts import CUDA, as_input, fake_context
 from helpers.long import but
 from helpers.modes import MODES, Mode, own
-from helpers.ranks import grid
 from torch import Tensor, nn
 
 import colossus
@@ -226,20 +225,3 @@ def _backward_in_two(model: nn.Module, x: Tensor, context: ParallelContext) -> i
 def test_weight_gradients_left_for_later(mode: str) -> None:
     (results,) = run_fake_ranks(ALL[mode].world, deferred, ALL[mode], "bf16")
     assert results == {"block": ([], 5), "lora": ([], 6)}
-
-
-def test_no_forward_depends_on_the_name_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a compiler makes a graph for each block of a model, and after 8 none any more."""
-
-    def title(self: Any) -> str:
-        raise AssertionError(f"the title of a {type(self).__name__} was asked for, and nothing is wrong")
-
-    monkeypatch.setattr("colossus.layers.layer.Layer.title", property(title))
-    context = ParallelContext(grid())
-    for make in (
-        lambda: layers.TransformerBlock(8, 2), lambda: layers.Attention(8, 2), lambda: layers.MLP(8, 16),
-        lambda: layers.LayerNorm(8), lambda: layers.Linear(8, 8),
-    ):  # fmt: skip
-        model = colossus.build(make, context)
-        with context:
-            model(torch.randn(2, 3, 8, requires_grad=True)).sum().backward()

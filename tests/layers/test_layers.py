@@ -16,7 +16,6 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.rotary import Rotary
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -88,27 +87,6 @@ def test_tokens_split_between_blocks_are_guarded_too() -> None:
 
     with pytest.raises(RankError, match=r"mean reduces dim 1, which is split.*dim 1 over tensor"):
         run_ranks(2, body, sequence_sharded=True)
-
-
-def test_sizes_that_cannot_work_are_explained() -> None:
-    kv_heads = "num_kv_heads = 3 does not divide"
-    refused: dict[str, Callable[[], nn.Module]] = {
-        "out_features = 7 does not divide over the 2 ranks of tensor; 6 or 8 does": lambda: layers.Linear(
-            6, 7, split="column"
-        ),
-        "in_features = 7 does not divide .* of tensor; 6 or 8 does": lambda: layers.Linear(7, 6, split="row"),
-        "split = 'diagonal'; use None": lambda: layers.Linear(6, 6, split="diagonal"),
-        "num_heads = 3 does not divide over the 2 ranks of tensor": lambda: layers.Attention(9, 3),
-        f"{kv_heads} over the 2 ranks of tensor; 2 or 4 does": lambda: layers.Attention(12, 6, 3),
-        "hidden_size = 10 is not a multiple of num_heads = 4; nearest: 8 or 12": lambda: layers.Attention(10, 4),
-        f"{kv_heads} num_heads = 4 ": lambda: layers.Attention(8, 4, 3),
-        "no MLP named 'relu'. Did you mean": lambda: layers.TransformerBlock(8, 4, mlp="relu"),
-        "no norm named 'batch'. Known: layernorm": lambda: layers.TransformerBlock(8, 4, norm="batch"),
-        "p = 1.0": lambda: layers.Dropout(1.0),
-    }
-    cases = [(make, lambda m: None, match) for match, make in refused.items()]
-    outside = r"8\.\.8, outside the vocabulary 0\.\.7"
-    require_refusals([*cases, (lambda: layers.Embedding(8, 4), lambda m: m(torch.tensor([[8]])), outside)])
 
 
 def test_two_uses_that_disagree_are_an_error() -> None:
@@ -187,25 +165,3 @@ def test_a_deep_copy_keeps_what_its_parameters_mean() -> None:
             assert spec_of(copied) is spec_of(mine), name
 
     run_ranks(2, body)
-
-
-def test_other_angles_are_those_of_a_subclass() -> None:
-    class Slow(Rotary):
-        def frequencies(self, device: torch.device) -> Tensor:
-            return super().frequencies(device) / 4
-
-    def turned(change: Any) -> Tensor:
-        net = colossus.build(lambda: layers.Attention(16, 2, rotary=True), dtype=torch.float64)
-        change(net)
-        out: Tensor = net(numbers(2, 5, 16))
-        return out
-
-    def slower(net: Any) -> None:
-        net.rotary = Slow(8)
-
-    linear = dict(rope_type="linear", factor=4.0)
-    scaled = colossus.build(lambda: layers.Attention(16, 2, rotary=True, rotary_scaling=linear), dtype=torch.float64)
-    torch.testing.assert_close(turned(slower), scaled(numbers(2, 5, 16)), rtol=1e-12, atol=1e-12)
-    assert not torch.equal(turned(slower), turned(lambda net: None))
-    with pytest.raises(ValueError, match="its rotary, a Identity, is not called: for other angles put a subclass"):
-        turned(lambda net: setattr(net, "rotary", nn.Identity()))

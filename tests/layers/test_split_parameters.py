@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import colossus
 from colossus import layers
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.split_parameter import FREED, OWNED, hide_values, show_values
 
 WORDS, HIDDEN, TOKENS = 24, 12, 4
 
@@ -156,20 +155,3 @@ def test_gradients_that_are_asked_for() -> None:
             assert torch.equal(mine, expected)
 
     run_ranks(2, body)
-
-
-@pytest.mark.parametrize("held", [FREED, OWNED])
-def test_hidden_values_are_for_no_function(held: str) -> None:
-    """With or without gradients, of the parameter or of a copy; its shape may be asked for."""
-    parameter = nn.Parameter(torch.ones(3, 2))
-    kind = hide_values(parameter, held)
-    with torch.no_grad():
-        for act in (torch.sum, Tensor.detach, Tensor.clone, torch.t, lambda x: x[0], lambda x: x.mul_(2)):
-            for hidden in (parameter, copy.deepcopy(parameter)):
-                with pytest.raises(ValueError, match="was called with the parameter itself, of which this rank holds"):
-                    act(hidden)
-    assert "this rank holds" in repr(parameter)
-    assert torch.zeros_like(parameter).shape == parameter.shape == (3, 2)
-    show_values(parameter, kind)
-    assert type(parameter) is nn.Parameter
-    assert parameter.sum() == 6

@@ -147,25 +147,6 @@ def test_plain_lines_are_of_their_own_step_and_wait_at_these_alone(tmp_path: Pat
     assert set(engine.waited_after) == {1, 3, 6, 7}
 
 
-def test_the_live_display_ends_with_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
-    stream, engine = io.StringIO(), LateEngine(steps=4, validation=False)
-    stream.isatty = lambda: True  # type: ignore[method-assign]
-    display = Display(tmp_path, stream)
-    seen = []
-
-    class Reader(Hook):
-        def on_step_end(self, engine: Any, result: Any) -> None:
-            seen.append((display.result and display.result.step, display.tokens > 0))
-
-    fit(engine, [display, Reader()])
-    assert seen == [(None, False), (1, True), (2, True), (3, True)]
-    assert set(engine.waited_after) == {4}
-    assert "loss 6.3333" in stream.getvalue()
-    assert "done: 4 steps" in stream.getvalue()
-
-
 # -- several threads ----------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -464,24 +463,6 @@ def test_the_cuda_kernels_are_called_as_torch_declares_them(kernel: str) -> None
         assert lse.dtype == torch.float32
         grads = kernels.block_backward(dout, q, k, v, out, lse, **options)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
-
-
-def test_which_kernel() -> None:
-    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool)
-    cases = [
-        ("cuda", torch.bfloat16, 64, None, "flash"),
-        ("cuda", torch.bfloat16, 64, mask, "efficient"),
-        ("cuda", torch.float32, 64, None, "efficient"),
-        ("cuda", torch.float32, 5, None, "plain"),
-        ("cuda", torch.float64, 64, None, "plain"),
-        ("cpu", torch.float16, 5, mask, "cpu"),
-        ("mps", torch.float32, 64, None, "plain"),
-    ]
-    for device, dtype, head_dim, given_mask, wanted in cases:
-        q: Any = torch.empty(1, 1, 1, head_dim, dtype=dtype)
-        asked = dict(is_floating_point=q.is_floating_point, element_size=q.element_size)
-        described: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=q.shape, **asked)
-        assert kernels._kernel(described, given_mask) == wanted, (device, dtype, head_dim)
 
 
 def _errors(context: ParallelContext) -> list[str]:

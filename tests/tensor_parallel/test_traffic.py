@@ -117,13 +117,6 @@ def test_2d_in_closed_form(q: int) -> None:
     assert block(mode, True, "microbatch").elements < 0.75 * 3 * part * (7 * A + 12 * W)
 
 
-@pytest.mark.parametrize("q", [2, 4])
-def test_3d_in_closed_form(q: int) -> None:
-    """2 (q-1)/q^3 (S in + in out + S out) for each linear."""
-    found = block(Mode("3d", (q, q, q)), True, "microbatch")
-    assert found == Traffic(24, pytest.approx(2 * (q - 1) / q**3 * (16 * A + 12 * W)))
-
-
 @pytest.mark.parametrize("p", [2, 4])
 def test_1d_in_closed_form(p: int) -> None:
     """8 (p-1)/p S h in 4 calls; with activations split by tokens the same, and two gathers more unless kept."""
