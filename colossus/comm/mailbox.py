@@ -133,15 +133,11 @@ class Receiver:
             raise _closed_error(self._name, error) from error
         self._read += 1
         expected = message_bytes([tensor.nbytes for tensor in into])
-        if (number, size) != (self._read, expected):
+        if (number, size, sent) != (self._read, expected, tag):
             raise RuntimeError(
-                f"{self._name} sent message {number} of {size} bytes where the {label}, message {self._read} of "
-                f"{expected} bytes, is due: the ranks do not run the same program on batches of the same shape"
-            )
-        if sent != tag:
-            raise RuntimeError(
-                f"{self._name} sent something else where the {label} is due: the ranks are not at the same step, "
-                f"or were given other batches. All ranks of a model must be given the same batch at every step"
+                f"{self._name} sent something else ({size} bytes) where the {label} ({expected} bytes) is due: the "
+                f"ranks are not at the same step, or were given other batches. All ranks of a model must be given the "
+                f"same batch at every step"
             )
         for tensor in into:
             tensor.copy_(_view(self._buffer, at, tensor.shape, tensor.dtype))

@@ -153,7 +153,8 @@ class Executor:
             began = time.perf_counter() if self.observers else 0.0
             if early is not None and action.kind in COMPUTE:
                 for receive in next(early):
-                    self.transport.post_receive(receive, state.batch_shape, early=True)  # type: ignore[union-attr]
+                    if not self.transport.post_receive(receive, state.batch_shape, early=True):  # type: ignore[union-attr]
+                        break
             if index in last_backwards:
                 self.stages.before_last_backward(action.stage)
                 self._do(action, state)

@@ -201,28 +201,30 @@ class Transport:
 
     # -- receiving ----------------------------------------------------------------------------------------
 
-    def post_receive(self, action: Action, shape: Hashable, *, early: bool = False) -> None:
+    def post_receive(self, action: Action, shape: Hashable, *, early: bool = False) -> bool:
         """Post the receive of a stage's input, or of the gradient of its output, unless it has been posted.
 
         Args:
-            early: before its turn; only done where the spec of its value is known already.
+            early: before its turn; not done where the spec of its value has to come first.
+
+        Returns:
+            Whether it has been posted. Those that follow must not be posted before it: messages have no tags.
         """
         if action in self._posted:
-            return
+            return True
         is_gradient = action.kind == "receive_gradient"
         made_by = action.stage if is_gradient else action.peer
         assert made_by is not None
         spec = self._specs.get((made_by, shape))
         if spec is None:
             if early:
-                return
-            spec = self._links.recv_object(self._peer(action), f"description of the {_message_name(action)}")
+                return False
+            spec = self._links.receive_object(self._peer(action), f"description of the {_message_name(action)}")
             self._specs[made_by, shape] = spec
         tensors = spec.differentiable if is_gradient else spec.tensors
-        self._posted[action] = (
-            spec,
-            self._links.receive(self._peer(action), tensors, _message_name(action), self.step_id),
-        )
+        incoming = self._links.receive(self._peer(action), tensors, _message_name(action), self.step_id)
+        self._posted[action] = spec, incoming
+        return True
 
     def wait_value(self, stage: int, microbatch: int) -> tuple[ValueSpec, list[Tensor]]:
         """A stage's input, once it is there."""

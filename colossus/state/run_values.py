@@ -225,23 +225,21 @@ def _by_name(hooks: Sequence[SavedHook]) -> list[tuple[str, SavedHook]]:
 
 # -- random generators ------------------------------------------------------------------------------------
 #
-# The global ones, which code of the user's outside of forwards draws from, and those that were named
-# (`RngStreams.named`). All else is drawn by keys, and needs the step alone. Under the plan of the checkpoint each rank
-# goes on with its own; under another they are seeded from (seed, data rank, step), so that no number comes again.
+# The global ones, which code of the user's outside of forwards draws from. All else is drawn by keys, and needs the step
+# alone. Under the plan of the checkpoint each rank goes on with its own; under another they are seeded from (seed, data
+# rank, step), so that no number comes again.
 
 
 def _rng_state(context: ParallelContext) -> dict[str, Any]:
-    """Of this rank: of torch on the host and the rank's device, of Python and of numpy, and what is named."""
+    """Of this rank: of torch on the host and the rank's device, of Python and of numpy."""
     devices = _devices(context)
     of_torch, (version, numbers, gauss), of_numpy = GlobalRng(tuple(devices.values())).get_state()
-    position = context.rng.state_dict()
     return {
-        "step": position["step"],
-        "microbatch": position["microbatch"],
+        "step": context.rng.step,
+        "microbatch": context.rng.microbatch,
         "torch": dict(zip(devices, of_torch, strict=True)),
         "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
         "numpy": of_numpy,
-        "named": {name: [device.partition(":")[0], state] for name, (device, state) in position["named"].items()},
     }
 
 
@@ -255,6 +253,4 @@ def _set_rng(state: Mapping[str, Any], context: ParallelContext) -> None:
     version, numbers, gauss = state["python"]
     of_torch = [state["torch"][kind] for kind in devices]
     GlobalRng(tuple(devices.values())).set_state((of_torch, (version, tuple(numbers.tolist()), gauss), state["numpy"]))
-    named = {name: (str(known[kind]), value) for name, (kind, value) in state["named"].items() if kind in known}
-    position = {"seed": context.rng.seed, "step": state["step"], "microbatch": state["microbatch"], "calls": {}}
-    context.rng.load_state_dict({**position, "named": named})
+    context.rng.move_to(state["step"], state["microbatch"])

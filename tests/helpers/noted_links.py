@@ -72,7 +72,7 @@ class NotedLinks(Links):
         for part in ("size", "data"):
             self.noted._start(("send", to, (label, part))).wait()
 
-    def recv_object(self, source: int, label: str) -> Any:
+    def receive_object(self, source: int, label: str) -> Any:
         self.noted.label = label
         for part in ("size", "data"):
             work = self.noted._start(("receive", source, (label, part)))

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colossus.comm import ring
+from colossus.comm import links as links_module
+from colossus.comm.links import rotate
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
@@ -147,18 +148,18 @@ def rotations(size: int, *, one_by_one: bool) -> list[Trace]:
             trace = distributed.trace = Trace(rank)
             links = NotedLinks(group_of(size, rank), [], META)
             links.has_batches = not one_by_one
-            patch.setattr(ring, "_links_of", lambda group, device, links=links: links)
+            patch.setattr(links_module, "_ring_of", lambda group, device, links=links: links)
             group = group_of(size, rank)
             blocks = [torch.ones(5, device=META), torch.ones(4, device=META)]
             gradients = None
             for step in range(size):
-                block = ring.rotate(blocks, group, f"block {step}") if step < size - 1 else None
+                block = rotate(blocks, group, f"block {step}") if step < size - 1 else None
                 trace.compute(f"attention {step}")
                 if step:
                     if gradients is not None:
                         gradients()
                     trace.compute(f"sum {step}")
-                    gradients = ring.rotate(blocks, group, f"gradients {step}")
+                    gradients = rotate(blocks, group, f"gradients {step}")
                 if block is not None:
                     block()
             assert gradients is not None
