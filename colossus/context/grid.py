@@ -1,4 +1,4 @@
-"""Ranks and their coordinates on named axes. Pure arithmetic, no torch, no process.
+"""What a plan says of ranks and their coordinates on named axes, and to layers. Pure arithmetic, no torch, no process.
 
 Ranks are numbered row-major over the axes, outermost first, so the last axis varies fastest and its ranks
 are neighbours. By default the order is pipeline, data, sequence, tensor: the tensor axes move most bytes
@@ -133,3 +133,34 @@ ONE_RANK = RankGrid(
     {"pipeline": 1, "data": 1, "sequence": 1, "tensor": 1},
     {"pipeline": ("pipeline",), "data": ("data",), "sequence": ("sequence",), "tensor": ("tensor",)},
 )
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """How layers compute and communicate. None of it changes what they compute.
+
+    Attributes:
+        tensor_mode: name of a tensor mode (``1d``, ``2d``, ``2.5d``, ``3d``, or a registered one).
+        sequence_mode: name of the way in which attention is split over the sequence axis.
+        sequence_sharded: whether 1D shards activations between blocks by tokens.
+        keep_gathered: whether inputs gathered in forward are kept for backward, instead of gathered again.
+        weight_scope: for how long a gathered weight is held: ``matmul``, ``microbatch`` or ``step``.
+    """
+
+    tensor_mode: str = "1d"
+    sequence_mode: str = "ring"
+    sequence_sharded: bool = False
+    keep_gathered: bool = False
+    weight_scope: str = "matmul"
+
+    @classmethod
+    def from_config(cls, parallel: Any) -> LayerOptions:
+        """The options of a resolved ``ParallelConfig``."""
+        tensor = parallel.tensor
+        return cls(
+            tensor_mode=tensor.mode,
+            sequence_mode=parallel.sequence.mode or "ring",
+            sequence_sharded=tensor.sequence_sharded,
+            keep_gathered=tensor.gathered == "keep",
+            weight_scope=tensor.weights,
+        )

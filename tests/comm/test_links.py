@@ -150,7 +150,7 @@ def _other_step(context: ParallelContext) -> None:
 
 
 def test_a_message_of_another_step_is_told() -> None:
-    with pytest.raises(RankError, match=r"rank 0 sent something else .* where the activation of microbatch 3 .* is due"):
+    with pytest.raises(RankError, match=r"rank 0 sent something else .* where the activation of microbatch 3"):
         run(_other_step)
 
 

@@ -11,8 +11,8 @@ import torch
 from helpers.launching import TINY
 from torch import distributed as dist
 
-from colossus.context.device import pick_device, require_own_device
 from colossus.context.visible_devices import explain_visible
+from colossus.context.world import pick_device, require_own_device
 from colossus.launch import command
 
 Devices = Callable[..., None]
