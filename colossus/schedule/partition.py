@@ -28,15 +28,13 @@ class Partition:
         bounds: stage s runs ``blocks[bounds[s]:bounds[s + 1]]``.
         rank_of: stage -> index along the pipeline axis.
         stages_of: name of a parameter -> the stages that use it, ascending.
-        names: of all parameters of the whole model, in the order of ``named_parameters``.
-        sizes: name of a parameter -> number of elements of the whole parameter.
+        sizes: name of a parameter -> number of elements of the whole parameter, in the order of the whole model.
     """
 
     blocks: tuple[NamedBlock, ...]
     bounds: tuple[int, ...]
     rank_of: Mapping[int, int]
     stages_of: Mapping[str, tuple[int, ...]]
-    names: tuple[str, ...]
     sizes: Mapping[str, int]
 
     @property
@@ -61,7 +59,7 @@ class Partition:
 
     def parameters_on(self, stage: int) -> list[str]:
         """Names of the parameters that a stage uses, in the order of the whole model."""
-        return [name for name in self.names if stage in self.stages_of[name]]
+        return [name for name in self.sizes if stage in self.stages_of[name]]
 
     def describe(self) -> list[str]:
         """One line per stage: its rank, its blocks, and the elements of its whole parameters."""
@@ -105,7 +103,7 @@ def make_partition(model: nn.Module, rank_of: Mapping[int, int], split: Split = 
     elements = [sum(sizes[name] for name in block.parameters) for block in blocks]
     bounds = stage_bounds(split, [block.name for block in blocks], elements, num_stages)
     stages_of = _stages_by(blocks, bounds, lambda block: block.parameters)
-    return Partition(blocks, bounds, dict(rank_of), stages_of, tuple(sizes), sizes)
+    return Partition(blocks, bounds, dict(rank_of), stages_of, sizes)
 
 
 def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:

@@ -14,8 +14,7 @@ from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks
 from colossus.schedule.actions import Action, placement
 from colossus.schedule.build import make_schedule
-from colossus.schedule.executor import Executor, Stages, forward_only
-from colossus.schedule.observer import StepObserver
+from colossus.schedule.executor import Executor, Stages, StepObserver, forward_only
 from colossus.schedule.partition import Partition, keep_stages_of, make_partition
 from colossus.schedule.transport import Transport
 
@@ -39,7 +38,6 @@ class PipelineRuntime:
         self.rank = context.index("pipeline")
         self.actions: Sequence[Action] = actions[self.rank]
         self.partition: Partition | None = None
-        self._forward_actions: dict[int, list[Action]] = {}
         self._links: Links | None = None
 
     @property
@@ -99,7 +97,7 @@ class PipelineRuntime:
         if self.partition is None:
             return []
         held = dict(model.named_parameters())
-        ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.names if name in held}
+        ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.sizes if name in held}
         return [(held[name], ranks) for name, ranks in ranks_of.items() if len(ranks) > 1]
 
     def make_executor(
@@ -121,9 +119,7 @@ class PipelineRuntime:
 
     def forward_actions(self, microbatches: int) -> list[Action]:
         """The actions of this rank in an evaluation of at most as many microbatches as a step has."""
-        if microbatches not in self._forward_actions:
-            self._forward_actions[microbatches] = forward_only(self.actions, microbatches)
-        return self._forward_actions[microbatches]
+        return forward_only(self.actions, microbatches)
 
     def close(self) -> None:
         if self._links is not None:
