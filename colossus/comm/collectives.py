@@ -82,7 +82,7 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> 
         out = _functional.all_gather_into_tensor(flat, n, group.name)
         return Pending(lambda: _unstack(_functional.wait_tensor(out), n, dim), entry)
     gathered = flat.new_empty((n * flat.shape[0], *flat.shape[1:]))
-    if _is_slow_on_gloo(gathered):
+    if x.device.type == "cpu" and gathered.nbytes >= _MESSAGES_BYTES:
         works = send_to_all(flat, gathered.split(len(flat)), group)
     else:
         works = [torch_versions.all_gather_single(gathered, flat, group=group.process_group, async_op=True)]
@@ -110,7 +110,7 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     if is_recorded():
         out = _functional.reduce_scatter_tensor(stacked.flatten(0, 1), "sum", n, group.name)
         return Pending(lambda: _functional.wait_tensor(out), entry)
-    if _is_slow_on_gloo(stacked):
+    if x.device.type == "cpu" and stacked.nbytes >= _MESSAGES_BYTES:
         received = torch.empty_like(stacked)
         work = dist.all_to_all_single(
             received.flatten(0, 1), stacked.flatten(0, 1), group=group.process_group, async_op=True
@@ -166,11 +166,6 @@ def barrier(group: AxisGroup, device: torch.device) -> None:
     """Until all ranks of the group have come here."""
     if group.size > 1:
         all_reduce(torch.zeros(1, device=device), group, owned=True).wait()
-
-
-def _is_slow_on_gloo(whole: Tensor) -> bool:
-    """Whether gloo gathers or scatters a tensor of this size slower than messages between its ranks do."""
-    return whole.device.type == "cpu" and whole.nbytes >= _MESSAGES_BYTES
 
 
 def send_to_all(x: Tensor, parts: Sequence[Tensor], group: AxisGroup) -> list[dist.Work]:

@@ -115,7 +115,7 @@ class Links:
         if sender is not None and _size(tensors) <= sender.capacity:
             sender.send(tensors, label, _tag(label, key), self._until_readable)
             entry.done = True
-            return _no_wait
+            return lambda: None  # the tensors have been copied
         dense = [_dense(tensor) for tensor in tensors]
         works = [dist.isend(tensor, self._group.ranks[to], self._group.process_group) for tensor in dense]
 
@@ -255,10 +255,6 @@ def _tag(label: str, key: object) -> int:
     return zlib.crc32(f"{label} {key}".encode())
 
 
-def _no_wait() -> None:
-    """Tensors sent through shared memory have been copied: they may be changed at once."""
-
-
 def _wait(work: dist.Work | None, failure: str) -> None:
     assert work is not None
     try:
@@ -278,12 +274,8 @@ def rotate(tensors: list[Tensor], group: AxisGroup, description: str) -> Callabl
     following, preceding = (group.index + 1) % group.size, (group.index - 1) % group.size
     if links.has_batches:
         return links.exchange(following, preceding, tensors, description)
-    if group.index % 2:  # two sends that face each other would wait for ever, where nothing holds a message
-        incoming = links.receive(preceding, tensors, description)
-        sent = links.send(following, tensors, description)
-    else:
-        sent = links.send(following, tensors, description)
-        incoming = links.receive(preceding, tensors, description)
+    incoming = links.receive(preceding, tensors, description)  # first: sends that wait for room take what comes
+    sent = links.send(following, tensors, description)
 
     def wait() -> list[Tensor]:
         received = incoming.wait()

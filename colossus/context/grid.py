@@ -112,9 +112,10 @@ def build_grid(parallel: Any) -> RankGrid:
     mode = TENSOR_MODES.get(parallel.tensor.mode)
     tensor = mode.axis_sizes(parallel.tensor.size, parallel.tensor.depth, parallel.tensor.shape)
     sequence = SEQUENCE_MODES.get(parallel.sequence.mode or "ring")
+    shard = parallel.zero.shard  # ZeRO shards in groups of so many neighbours, and replicates between them
     atomic: dict[str, dict[str, int]] = {
         "pipeline": {"pipeline": parallel.pipeline.size},
-        "data": _data_axes(parallel.data, parallel.zero.shard),
+        "data": {"data": parallel.data} if shard is None else {"replicate": parallel.data // shard, "shard": shard},
         "sequence": sequence.axis_sizes(parallel.sequence.size, parallel.sequence.ulysses),
         "tensor": tensor,
     }
@@ -124,15 +125,7 @@ def build_grid(parallel: Any) -> RankGrid:
     return RankGrid(sizes, {name: tuple(atomic[name]) for name in PUBLIC_NAMES})
 
 
-def _data_axes(size: int, shard: int | None) -> dict[str, int]:
-    """One axis, or two where ZeRO shards in groups of neighbours (``shard``) and replicates between them."""
-    return {"data": size} if shard is None else {"replicate": size // shard, "shard": shard}
-
-
-ONE_RANK = RankGrid(
-    {"pipeline": 1, "data": 1, "sequence": 1, "tensor": 1},
-    {"pipeline": ("pipeline",), "data": ("data",), "sequence": ("sequence",), "tensor": ("tensor",)},
-)
+ONE_RANK = RankGrid(dict.fromkeys(PUBLIC_NAMES, 1), {name: (name,) for name in PUBLIC_NAMES})
 
 
 @dataclass(frozen=True)

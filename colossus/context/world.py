@@ -13,7 +13,7 @@ from torch import distributed as dist
 from colossus.arithmetic import factors
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup, set_timeout
-from colossus.context.visible_devices import VARIABLE, counted, explain_visible, may_be_of_one_rank
+from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
 
 #: whose ranks are other processes
 BACKENDS = dist.Backend.GLOO, dist.Backend.NCCL
@@ -23,8 +23,7 @@ def pick_device(wanted: str, backend: str = "auto") -> torch.device:
     """``auto`` is CUDA when there is any: the device with the number of the local rank; under gloo ranks take turns.
 
     Where a rank that torchrun or srun has started sees one device only, perhaps each of its neighbours sees another
-    (SLURM's ``--gpus-per-task``, a script that sets ``CUDA_VISIBLE_DEVICES`` by rank); whether they do is seen when
-    the ranks join (`join_world`).
+    (SLURM's ``--gpus-per-task``, a script that sets ``CUDA_VISIBLE_DEVICES`` by rank); where they do not, NCCL says so.
 
     Args:
         backend: ``comm.backend``.
@@ -54,27 +53,6 @@ def pick_device(wanted: str, backend: str = "auto") -> torch.device:
     return device
 
 
-def require_own_device(store: dist.Store, rank: int, device: torch.device) -> None:
-    """Claim the device for this rank.
-
-    Args:
-        store: of all ranks, before NCCL is told of them.
-
-    Raises:
-        ValueError: on the second rank that claims it.
-    """
-    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if found is None:
-        return
-    owner = store.compare_set(f"device/{found}", "", str(rank)).decode()
-    if owner != str(rank):
-        raise ValueError(
-            f"ranks {owner} and {rank} are on the same device (GPU-{found}), which NCCL refuses: give each rank a "
-            f"device of its own (what sets {VARIABLE} for the ranks, or --gpus-per-task of srun?), start fewer "
-            f"ranks, or use comm.backend='gloo', under which ranks may share one"
-        )
-
-
 def choose_backend(wanted: str, device_type: str) -> str:
     """What joins ranks that compute on ``device_type``.
 
@@ -101,8 +79,7 @@ def join_world(grid: RankGrid, rank: int, device: torch.device, wanted: str, tim
         Whether it was made here, and so is to be destroyed here.
 
     Raises:
-        ValueError: when the processes that run are not those of the grid, or none were launched, or for a backend that
-            cannot join them.
+        ValueError: when the processes that run are not those of the grid, or none were launched.
     """
     backend = choose_backend(wanted, device.type)
     if device.type == "cuda" and torch.cuda.is_available():  # else a mesh takes that of the local rank's number
@@ -115,18 +92,10 @@ def join_world(grid: RankGrid, rank: int, device: torch.device, wanted: str, tim
                 f"`colossus launch`, torchrun or srun"
             )
         store = _fresh_store(rank, grid.world_size, timeout)
-        if backend == "nccl":
-            require_own_device(store, rank, device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=grid.world_size, timeout=timeout)
     if dist.get_world_size() != grid.world_size:
         raise ValueError(
             f"{factors(grid.sizes)} = {grid.world_size}, but {dist.get_world_size()} processes are running"
-        )
-    joined_by = dist.get_backend()
-    if wanted != "auto" and joined_by in BACKENDS and joined_by != wanted:
-        raise ValueError(
-            f"comm.backend = {wanted!r}, but the process group that exists already is of {joined_by}: make it with "
-            f"torch.distributed.init_process_group({wanted!r}), or leave comm.backend at 'auto'"
         )
     if dist.get_rank() != rank:
         raise ValueError(f"the context was given rank {rank}, the process group says {dist.get_rank()}")

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from colossus.construct.tensor_replacer import keep_attributes_on_meta
 from colossus.error_place import located_error
-from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks, run_blocks
+from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks
 from colossus.layout.parameter import record_full_order, spec_of
 from colossus.schedule.bounds import Split, name_ranges, stage_bounds
 
@@ -47,11 +47,6 @@ class Partition:
 
     def blocks_of(self, stage: int) -> tuple[NamedBlock, ...]:
         return self.blocks[self.bounds[stage] : self.bounds[stage + 1]]
-
-    def forward_of(self, stage: int) -> Callable[[Any], Any]:
-        """A function that runs the blocks of a stage in turn, each on what the one before returned."""
-        calls = [block.call for block in self.blocks_of(stage)]
-        return lambda x: run_blocks(calls, x)
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Pipeline ranks that hold a parameter, each once, the one of its lowest stage first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from colossus.comm.links import Links
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import ModelParallel
-from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks
+from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks, run_blocks
 from colossus.schedule.actions import Action, placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.executor import Executor, Stages, StepObserver, forward_only
@@ -64,7 +65,8 @@ class PipelineRuntime:
         """Stage -> what runs it, for the stages of this rank."""
         if self.partition is None:
             return {0: model}
-        return {stage: self.partition.forward_of(stage) for stage in self.partition.stages_on(self.rank)}
+        stages = self.partition.stages_on(self.rank)
+        return {stage: partial(run_blocks, [b.call for b in self.partition.blocks_of(stage)]) for stage in stages}
 
     def parameters_on(self, stage: int, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that a stage of this rank uses."""

@@ -88,7 +88,8 @@ class Simulation:
     @cached_property
     def bubbles(self) -> list[float]:
         """For each rank the share of the makespan in which it computes nothing."""
-        return [1.0 - busy / self.makespan if self.makespan else 0.0 for busy in map(_busy, self.spans)]
+        busy = [sum(s.end - s.start for s in own if s.action.kind in COMPUTE) for own in self.spans]
+        return [1.0 - each / self.makespan if self.makespan else 0.0 for each in busy]
 
     @property
     def bubble(self) -> float:
@@ -194,7 +195,3 @@ def play(actions: Actions, duration: Duration, *, transfer: float = 0.0, blockin
     if waiting_at:
         raise Deadlock(waiting_at)
     return spans
-
-
-def _busy(own: list[Span]) -> float:
-    return sum(span.end - span.start for span in own if span.action.kind in COMPUTE)

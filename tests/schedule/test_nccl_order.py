@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.long import but
-from helpers.nccl import ALL_RULES, Rules, Stuck, Trace, play
-from helpers.noted_links import NotedLinks, noted
+from helpers.nccl import ALL_RULES, NotedLinks, Rules, Stuck, Trace, noted, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -140,14 +139,13 @@ def test_receives_posted_early_would_wait_for_ever() -> None:
 # -- rings -----------------------------------------------------------------------------------------------------------
 
 
-def rotations(size: int, *, one_by_one: bool) -> list[Trace]:
+def rotations(size: int) -> list[Trace]:
     """Of keys and values round a ring, and of their gradients behind them, as in the backward of ring attention."""
     traces = []
     with noted() as distributed, pytest.MonkeyPatch.context() as patch:
         for rank in range(size):
             trace = distributed.trace = Trace(rank)
             links = NotedLinks(group_of(size, rank), [], META)
-            links.has_batches = not one_by_one
             patch.setattr(links_module, "_ring_of", lambda group, device, links=links: links)
             group = group_of(size, rank)
             blocks = [torch.ones(5, device=META), torch.ones(4, device=META)]
@@ -170,9 +168,8 @@ def rotations(size: int, *, one_by_one: bool) -> list[Trace]:
 
 
 @pytest.mark.parametrize("size", range(2, 8))
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_no_ring_waits_for_ever(size: int, one_by_one: bool) -> None:
-    play_all(lambda: rotations(size, one_by_one=one_by_one))
+def test_no_ring_waits_for_ever(size: int) -> None:
+    play_all(lambda: rotations(size))
 
 
 # -- the rules themselves --------------------------------------------------------------------------------------------
