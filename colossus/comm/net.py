@@ -129,7 +129,8 @@ class Stream:
 
     def abort(self) -> None:
         """End at once."""
-        running_loop().call(lambda: self._end("it was closed", tells=False))
+        self._is_closing = True  # nobody is told
+        running_loop().call(lambda: self._end("it was closed"))
 
     # -- the loop -------------------------------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ class Stream:
             reason = f"its connection broke ({error})"
         except Exception as error:
             reason = f"what it sent could not be taken: {type(error).__name__}: {error}"
-        self._end(reason, tells=not self._is_closing)
+        self._end(reason)
 
     async def _fill(self, memory: memoryview) -> None:
         loop = asyncio.get_running_loop()
@@ -194,11 +195,11 @@ class Stream:
         while True:
             await asyncio.sleep(min(BEAT_SECONDS, silence_seconds) / 2)
             if time.monotonic() - self.last_heard > silence_seconds:
-                self._end(f"it gave no sign of life for {silence_seconds:g} s", tells=not self._is_closing)
+                self._end(f"it gave no sign of life for {silence_seconds:g} s")
             elif time.monotonic() - self._last_sent > BEAT_SECONDS / 2 and not self._queue:
                 self._put(([_FRAME.pack(_BEAT, 0)], None))
 
-    def _end(self, reason: str | None, *, tells: bool) -> None:
+    def _end(self, reason: str | None) -> None:
         with self._lock:
             if self._is_ended:
                 return
@@ -210,7 +211,7 @@ class Stream:
         asyncio.get_running_loop().call_soon(self._sock.close)  # once the loop watches it no more
         for frame in frames:
             _finish(frame)
-        if tells and self._receiver is not None:
+        if self._receiver is not None and not self._is_closing:
             self._receiver.on_end(reason)
         self._ended.set()
 

@@ -205,11 +205,6 @@ class PeerLinks:
         """Whether a peer has said goodbye."""
         return source in self._left
 
-    @property
-    def gone(self) -> dict[int, str]:
-        """Peers that died, and what was seen of it."""
-        return {index: reason for index, reason in self._lost.items() if index not in self._left}
-
     def take(self, kind: int) -> list[Message]:
         """All messages of a kind that have come and were not received, without waiting; by source and number."""
         with self._changed:

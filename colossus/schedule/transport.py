@@ -93,10 +93,6 @@ def flatten_value(value: Any, parallel: ModelParallel, where: str) -> tuple[Valu
         if isinstance(item, Tensor) and id(item) in index_of:
             leaves.append(RepeatedTensor(index_of[id(item)]))
         elif isinstance(item, Tensor):
-            if item.layout is not torch.strided:
-                raise ValueError(
-                    f"{where} returned a tensor of layout {item.layout}; what goes on is dense: .to_dense()"
-                )
             index_of[id(item)] = len(tensors)
             placement, local = placement_of(item), plain(item)
             if placement is not None:
