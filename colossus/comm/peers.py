@@ -28,6 +28,8 @@ from colossus.context.groups import AxisGroup
 
 _HEAD = struct.Struct("<Hq")  # kind, number; then what goes beside the data
 _INDEX = struct.Struct("<H")
+#: how often a rank that waits looks up
+_LOOK_SECONDS = 1.0
 #: for which a rank that closes waits until what it has sent is with the others
 _CLOSE_SECONDS = 10.0
 
@@ -186,16 +188,22 @@ class PeerLinks:
         """
         key, began = (source, kind, number), time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: key in self._inbox or source in self._lost, self._timeout)
-            self.waited_seconds += time.monotonic() - began
-            if found := self._inbox.get(key):
-                message = found.popleft()
-                if not found:
-                    del self._inbox[key]
-                return message
-            if (reason := self._lost.get(source)) is not None:
-                raise PeerGone(source, f"{self.name(source)} has gone: {reason}")
-        raise RuntimeError(f"timeout: {self.name(source)} did not send its message {number} within {self._timeout:g} s")
+            while True:
+                found = self._inbox.get(key)
+                if found:
+                    message = found.popleft()
+                    if not found:
+                        del self._inbox[key]
+                    self.waited_seconds += time.monotonic() - began
+                    return message
+                if (reason := self._lost.get(source)) is not None:
+                    raise PeerGone(source, f"{self.name(source)} has gone: {reason}")
+                left = began + self._timeout - time.monotonic()
+                if left <= 0:
+                    raise RuntimeError(
+                        f"timeout: {self.name(source)} did not send its message {number} within {self._timeout:g} s"
+                    )
+                self._changed.wait(min(left, _LOOK_SECONDS))
 
     def lost(self, source: int) -> str | None:
         """Why nothing can come from a peer any more, None where something can."""

@@ -225,13 +225,13 @@ def _by_name(hooks: Sequence[SavedHook]) -> list[tuple[str, SavedHook]]:
 
 # -- random generators ------------------------------------------------------------------------------------
 #
-# The global ones, which code of the user's outside of forwards draws from. All else is drawn by keys, and needs the
-# step alone. Under the plan of the checkpoint each rank goes on with its own; under another they are seeded from (seed,
-# data rank, step), so that no number comes again.
+# The global ones, which code of the user's outside of forwards draws from, and those that were named
+# (`RngStreams.named`). All else is drawn by keys, and needs the step alone. Under the plan of the checkpoint each rank
+# goes on with its own; under another they are seeded from (seed, data rank, step), so that no number comes again.
 
 
 def _rng_state(context: ParallelContext) -> dict[str, Any]:
-    """Of this rank: of torch on the host and the rank's device, of Python and of numpy."""
+    """Of this rank: of torch on the host and the rank's device, of Python and of numpy, and what is named."""
     devices = _devices(context)
     of_torch, (version, numbers, gauss), of_numpy = GlobalRng(tuple(devices.values())).get_state()
     return {
