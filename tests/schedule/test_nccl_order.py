@@ -6,6 +6,7 @@ The executor, the transport and the links are the real ones; what they give to t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -24,7 +25,7 @@ from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import ModelParallel, model_parallel_of
-from colossus.schedule.actions import Actions, placement
+from colossus.schedule.actions import Action, Actions, placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.executor import Executor, forward_only
 from colossus.schedule.transport import Transport, ValueSpec, flatten_value
@@ -134,6 +135,26 @@ def test_receives_posted_early_would_wait_for_ever() -> None:
     actions = make_schedule("1f1b", 3, 6)
     with pytest.raises(Stuck, match=r"rank 0: .* on the GPU: receive of gradient"):
         play(traces_of(actions, 6, early=True), Rules())
+
+
+def test_receives_posted_early_are_in_the_order_of_their_sends() -> None:
+    """Messages of gloo have no tags: the first that is sent meets the first that is awaited. Here a value that is still
+    to be described comes before one that could be received early."""
+
+    def own(stages: int, microbatches: int) -> Actions:
+        backwards = [[Action("backward", stage, index) for stage in (2 + r, r) for index in (0, 1)] for r in (0, 1)]
+        in_turn = [(0, 0), (2, 0), (0, 1), (2, 1)], [(1, 0), (1, 1), (3, 0), (3, 1)]
+        return [[*(Action("forward", *at) for at in in_turn[r]), *backwards[r]] for r in (0, 1)]
+
+    sent: dict[tuple[int, int], list[object]] = defaultdict(list)
+    received: dict[tuple[int, int], list[object]] = defaultdict(list)
+    for trace in traces_of(make_schedule(own, 2, 2), 2, early=True):
+        for direction, peer, what in (each for step in trace.steps for each in getattr(step, "messages", ())):
+            if direction == "send":
+                sent[trace.rank, peer].append(what)
+            else:
+                received[peer, trace.rank].append(what)
+    assert sent == received
 
 
 # -- rings -----------------------------------------------------------------------------------------------------------
