@@ -15,7 +15,7 @@ from benchmarks.pipeline_cases import engine_passes
 from colossus.context.parallel_context import current_context
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.schedule.actions import Action
-from colossus.schedule.observer import StepObserver
+from colossus.schedule.executor import StepObserver
 from colossus.schedule.simulate import Times
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 

@@ -15,8 +15,7 @@ import colossus
 from benchmarks import memory
 from benchmarks.timing import seconds_per_call
 from colossus.comm import accounting
-from colossus.context.grid import RankGrid
-from colossus.context.layer_options import LayerOptions
+from colossus.context.grid import LayerOptions, RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.sequence_parallel import ring_attention

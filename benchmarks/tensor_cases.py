@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.workload import Workload
 from colossus.comm.accounting import Traffic, move_traffic
-from colossus.context.grid import RankGrid
-from colossus.context.layer_options import LayerOptions
+from colossus.context.grid import LayerOptions, RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.registry import TENSOR_MODES

@@ -28,7 +28,7 @@ _DOORS = tuple(
         "engine/engine.py",
         "engine/initialize.py",
         "engine/stages.py",
-        "schedule/runtime/executor.py",
+        "schedule/executor.py",
     )
 )
 _STDLIB = sysconfig.get_path("stdlib") + os.sep

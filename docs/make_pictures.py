@@ -231,7 +231,8 @@ def timeline(kind: str, path: Path) -> None:
     """A schedule on four ranks with eight microbatches."""
     actions = make_schedule(kind, 4, 8)
     stages = len(placement(actions))
-    simulation = simulate(actions, Times(stages=[4 / stages] * stages))
+    share = 4 / stages
+    simulation = simulate(actions, Times(share, 2 * share, share, share))
     title = f"{kind}, {stages} stages on 4 ranks, 8 microbatches, bubble {100 * simulation.bubble:.0f} %"
     save(simulation, path, title)
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 
 from benchmarks.gpu import layer_cases  # noqa: E402
 from benchmarks.gpu.sections import precisions, staging, waits  # noqa: E402
-from colossus.context.layer_options import LayerOptions  # noqa: E402
+from colossus.context.grid import LayerOptions  # noqa: E402
 from colossus.context.parallel_context import ParallelContext  # noqa: E402
 
 DTYPES = ((torch.float64, None), (torch.float32, torch.bfloat16), (torch.float16, None))

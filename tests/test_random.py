@@ -32,7 +32,6 @@ def test_a_draw_depends_on_its_key_alone(seed: int, position: tuple[int, int], p
     second.move_to(7, 3)  # another history
     draw(second, "dropout", "other")
     second.next_call("x")
-    second.named("y")
     first.move_to(*position)
     second.move_to(*position)
     assert draw(first, "dropout", *parts) == draw(second, "dropout", *parts)
@@ -98,34 +97,6 @@ def test_several_uses_under_torchs_own_checkpoint_are_an_error() -> None:
     y = torch_checkpoint(lambda x: noise(noise(x)).square(), x, use_reentrant=False)
     with pytest.raises(ValueError, match=r"noise draws random numbers 2 times .* use colossus\.layers\.recompute"):
         y.sum().backward()
-
-
-# -- named generators and state -------------------------------------------------------------------------------
-
-
-def test_save_and_restore_resume_exactly() -> None:
-    rng = RngStreams(5)
-    rng.move_to(12, 3)
-    rng.next_call("a")
-    torch.rand(3, generator=rng.named("a"))
-    state = rng.state_dict()
-
-    def rest(streams: RngStreams) -> list[object]:
-        return [
-            streams.next_call("a"),
-            draw(streams, "dropout", "x"),
-            torch.rand(3, generator=streams.named("a")).tolist(),
-            torch.rand(3, generator=streams.named("new")).tolist(),
-        ]
-
-    expected = rest(rng)
-    used = RngStreams(9)  # whose own history must not show
-    used.move_to(1, 1)
-    used.next_call("a")
-    used.next_call("a")
-    torch.rand(5, generator=used.named("new"))
-    used.load_state_dict(state)
-    assert rest(used) == expected
 
 
 def _drawn() -> tuple[float, float, float]:

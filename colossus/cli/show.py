@@ -90,7 +90,8 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
     try:
         actions = make_schedule(schedule.type, stages, schedule.microbatches, **schedule.options)
         num_stages = len(placement(actions))
-        simulation = simulate(actions, Times(stages=[stages / num_stages] * num_stages))
+        share = stages / num_stages
+        simulation = simulate(actions, Times(share, 2 * share, share, share))
         name = name_of(schedule.type)
         count = f"{num_stages} stages on {counted(stages, 'rank')}" if num_stages > 1 else "1 stage"
         title = f"{name}, {count}, {counted(schedule.microbatches, 'microbatch', 'es')}"

@@ -13,7 +13,6 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from colossus import torch_versions
-from colossus.context.groups import is_fake
 from colossus.error_place import located_error
 
 P = ParamSpec("P")
@@ -30,7 +29,7 @@ def is_recorded() -> bool:
         return True
     num_modes = torch._C._len_torch_dispatch_stack()
     if num_modes == 1 and torch._C._get_dispatch_mode(_FAKE_TENSORS) is not None:
-        return not is_fake(dist.group.WORLD)
+        return not (dist.is_initialized() and dist.get_backend() == dist.Backend.FAKE)
     return num_modes > 0
 
 

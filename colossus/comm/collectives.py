@@ -9,7 +9,7 @@ copied to the host first (`host_staging`), and then goes one of these ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from colossus import torch_versions
 from colossus.arithmetic import either, nearest_multiples
-from colossus.comm import accounting, host_staging, log, ring
+from colossus.comm import accounting, host_staging, log
 from colossus.comm.autograd import is_recorded
 from colossus.comm.pending import Pending, Ready
 from colossus.comm.shared_memory import channel_for
@@ -57,19 +57,23 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
         x = x.clone(memory_format=torch.contiguous_format)
     reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     work = dist.all_reduce(x, reduce_op, group=group.process_group, async_op=True)
-    return _work_pending(work, x, entry)
+    return work_pending([work], x, entry)
 
 
-def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
-    """Concatenation over the group along ``dim``: [.., s, ..] per rank -> [.., n s, ..]."""
+def all_gather(x: Tensor, group: AxisGroup, dim: int = 0, *, what: str = "") -> Pending:
+    """Concatenation over the group along ``dim``: [.., s, ..] per rank -> [.., n s, ..].
+
+    Args:
+        what: the bytes are counted as those of the operation ``all_gather <what>``.
+    """
     n = group.size
     if n == 1:
         return Ready(x)
     if host_staging.is_needed(x, group):
-        return host_staging.through_host(x, partial(all_gather, group=group, dim=dim))
+        return host_staging.through_host(x, partial(all_gather, group=group, dim=dim, what=what))
     flat = x.unsqueeze(0) if x.dim() == 0 else x
     dim = _dim(flat, dim)
-    entry = record("all_gather", x, group)
+    entry = record("all_gather", x, group, what=what)
     channel = None if is_recorded() else channel_for(flat, group)
     if channel is not None:
         return Pending(channel.start(flat, lambda shards: torch.cat(shards, dim)), entry)
@@ -78,10 +82,11 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
         out = _functional.all_gather_into_tensor(flat, n, group.name)
         return Pending(lambda: _unstack(_functional.wait_tensor(out), n, dim), entry)
     gathered = flat.new_empty((n * flat.shape[0], *flat.shape[1:]))
-    if _is_slow_on_gloo(gathered):
-        return _gather_by_messages(flat, gathered, group, dim, entry)
-    work = torch_versions.all_gather_single(gathered, flat, group=group.process_group, async_op=True)
-    return _work_pending(work, gathered, entry, lambda out: _unstack(out, n, dim))
+    if x.device.type == "cpu" and gathered.nbytes >= _MESSAGES_BYTES:
+        works = send_to_all(flat, gathered.split(len(flat)), group)
+    else:
+        works = [torch_versions.all_gather_single(gathered, flat, group=group.process_group, async_op=True)]
+    return work_pending(works, gathered, entry, lambda out: _unstack(out, n, dim))
 
 
 def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
@@ -105,15 +110,15 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     if is_recorded():
         out = _functional.reduce_scatter_tensor(stacked.flatten(0, 1), "sum", n, group.name)
         return Pending(lambda: _functional.wait_tensor(out), entry)
-    if _is_slow_on_gloo(stacked):
+    if x.device.type == "cpu" and stacked.nbytes >= _MESSAGES_BYTES:
         received = torch.empty_like(stacked)
         work = dist.all_to_all_single(
             received.flatten(0, 1), stacked.flatten(0, 1), group=group.process_group, async_op=True
         )
-        return _work_pending(work, received, entry, lambda addends: addends.sum(0))
+        return work_pending([work], received, entry, lambda addends: addends.sum(0))
     own = x.new_empty(stacked.shape[1:])
     work = torch_versions.reduce_scatter_single(own, stacked.flatten(0, 1), group=group.process_group, async_op=True)
-    return _work_pending(work, own, entry)
+    return work_pending([work], own, entry)
 
 
 def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> Pending:
@@ -142,7 +147,7 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
         return Pending(lambda: _unstack(_functional.wait_tensor(out), n, concat_dim), entry)
     received = torch.empty_like(flat)
     work = dist.all_to_all_single(received, flat, group=group.process_group, async_op=True)
-    return _work_pending(work, received, entry, lambda out: _unstack(out, n, concat_dim))
+    return work_pending([work], received, entry, lambda out: _unstack(out, n, concat_dim))
 
 
 def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
@@ -163,24 +168,22 @@ def barrier(group: AxisGroup, device: torch.device) -> None:
         all_reduce(torch.zeros(1, device=device), group, owned=True).wait()
 
 
-def _is_slow_on_gloo(whole: Tensor) -> bool:
-    """Whether gloo gathers or scatters a tensor of this size slower than messages between its ranks do."""
-    return whole.device.type == "cpu" and whole.nbytes >= _MESSAGES_BYTES
+def send_to_all(x: Tensor, parts: Sequence[Tensor], group: AxisGroup) -> list[dist.Work]:
+    """Start an all-gather in which every rank sends ``x`` to every other, which may be of another length on each.
 
-
-def _gather_by_messages(x: Tensor, gathered: Tensor, group: AxisGroup, dim: int, entry: log.Entry | None) -> Pending:
-    """All-gather in which every rank sends its shard to every other."""
+    Args:
+        parts: what is received, in group order; this rank's own is copied.
+    """
     n, me = group.size, group.index
-    shards = gathered.unflatten(0, (n, x.shape[0]))
-    shards[me].copy_(x)
-    works = ring.exchange(group, *((step, x, shards[(me - step) % n]) for step in range(1, n)))
-
-    def finish() -> Tensor:
-        for work in works:
-            work.wait()
-        return _unstack(gathered, n, dim)
-
-    return Pending(finish, entry)
+    parts[me].copy_(x)
+    messages = []
+    for step in range(1, n):
+        to, source = (me + step) % n, (me - step) % n
+        if x.numel():
+            messages.append(dist.P2POp(dist.isend, x, group.ranks[to], group.process_group))
+        if parts[source].numel():
+            messages.append(dist.P2POp(dist.irecv, parts[source], group.ranks[source], group.process_group))
+    return dist.batch_isend_irecv(messages) if messages else []
 
 
 def own_chunk(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
@@ -214,21 +217,30 @@ def _combine(tensors: list[Tensor], op: str, into: Tensor | None) -> Tensor:
     return total
 
 
-def record(operation: str, x: Tensor, group: AxisGroup, *, what: str = "") -> log.Entry | None:
-    """Log and count a collective of ``x``, under ``<operation> <what>``; compiled code does neither."""
+def record(
+    operation: str, x: Tensor, group: AxisGroup, *, what: str = "", sent: float | None = None
+) -> log.Entry | None:
+    """Log and count a collective of ``x``, under ``<operation> <what>``; compiled code does neither.
+
+    Args:
+        sent: bytes that this rank sends, by default those of a tensor that is cut evenly.
+    """
     if torch.compiler.is_compiling():
         return None
     axes, name = str(group), f"{operation} {what}" if what else operation
     for counter in accounting.listeners:
-        counter.add(name, axes, x.dtype, accounting.sent(operation, group.size, x.nbytes))
+        counter.add(name, axes, x.dtype, accounting.sent(operation, group.size, x.nbytes) if sent is None else sent)
     return log.record(name, axes, tuple(x.shape), x.dtype)
 
 
-def _work_pending(
-    work: dist.Work, out: Tensor, entry: log.Entry | None, shape: Callable[[Tensor], Tensor] | None = None
+def work_pending(
+    works: Sequence[dist.Work], out: Tensor, entry: log.Entry | None, shape: Callable[[Tensor], Tensor] | None = None
 ) -> Pending:
+    """``out``, or ``shape(out)``, once c10d has done these."""
+
     def finish() -> Tensor:
-        work.wait()
+        for work in works:
+            work.wait()
         return out if shape is None else shape(out)
 
     return Pending(finish, entry)

@@ -17,7 +17,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,56 +28,28 @@ from colossus.comm.pending import Pending, Ready
 from colossus.context.groups import AxisGroup
 
 
-def _sum(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
-    return collectives.all_reduce(x, group, owned=owned)
-
-
-def _gather(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
-    return collectives.all_gather(x, group, dim)
-
-
-def _reduce_scatter(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
-    return collectives.reduce_scatter(x, group, dim)
-
-
-def _all_to_all(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
-    return collectives.all_to_all(x, group, split_dim=to_dim, concat_dim=dim)
-
-
-def _slice(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
-    # a copy: a view would keep the whole tensor alive for as long as the chunk
-    return Ready(collectives.own_chunk(x, group, dim).clone(memory_format=torch.contiguous_format))
-
-
-def _pad(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
-    shape = list(x.shape)
-    size = shape[dim]
-    shape[dim] = size * group.size
-    out = x.new_zeros(shape)
-    out.narrow(dim, group.index * size, size).copy_(x)
-    return Ready(out)
-
-
-def _identity(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
-    return Ready(x)
-
-
-_OPERATIONS: dict[str, Callable[[Tensor, AxisGroup, int, int, bool], Pending]] = {
-    "sum": _sum,
-    "gather": _gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "slice": _slice,
-    "pad": _pad,
-    "identity": _identity,
-}
-
-
 def start(
     operation: str, x: Tensor, group: AxisGroup, dim: int = -1, to_dim: int = -1, *, owned: bool = False
 ) -> Pending:
     """Start one move by name (see the table at the top). ``to_dim`` is for all_to_all: from sharded ``dim`` to it."""
-    return _OPERATIONS[operation](x, group, dim, to_dim, owned)
+    if operation == "identity":
+        return Ready(x)
+    if operation == "gather":
+        return collectives.all_gather(x, group, dim)
+    if operation == "reduce_scatter":
+        return collectives.reduce_scatter(x, group, dim)
+    if operation == "sum":
+        return collectives.all_reduce(x, group, owned=owned)
+    if operation == "all_to_all":
+        return collectives.all_to_all(x, group, split_dim=to_dim, concat_dim=dim)
+    if operation == "slice":  # a copy: a view would keep the whole tensor alive for as long as the chunk
+        return Ready(collectives.own_chunk(x, group, dim).clone(memory_format=torch.contiguous_format))
+    assert operation == "pad", operation
+    shape = list(x.shape)
+    shape[dim] *= group.size
+    out = x.new_zeros(shape)
+    out.narrow(dim, group.index * x.shape[dim], x.shape[dim]).copy_(x)
+    return Ready(out)
 
 
 def not_a_view(y: Tensor) -> Tensor:

@@ -2,13 +2,9 @@
 
 NCCL refuses two ranks on one device, and gloo has few collectives of CUDA tensors and no messages. So under
 ``comm.backend = "gloo"`` a tensor is copied to the host, travels as one of the CPU does (through shared memory where
-that can be), and what arrives is copied back. All of it is here: who communicates asks `is_needed`, and does the same
-with the copy.
-
-Order of events: `to_host` waits until its copies are complete, since it is the processor that sends them. So the tensor
-may be changed at once, and all that the stream had to do before is over. What is copied back is queued on the stream
-that is current when the result is waited for, and whoever reads it there comes after it. Memory of copies is
-page-locked: torch gives it to nobody else before a copy that was queued has read it.
+that can be), and what arrives is copied back. `to_host` waits until its copies are complete; what is copied back is
+queued on the stream that is current when the result is waited for. Memory of copies is page-locked: torch gives it to
+nobody else before a copy that was queued has read it.
 """
 
 from __future__ import annotations

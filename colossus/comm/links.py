@@ -6,14 +6,16 @@ accelerator goes through the host (`host_staging`).
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import pickle
 import select
 import time
+import warnings
 import zlib
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -21,16 +23,12 @@ from torch import distributed as dist
 
 from colossus.comm import accounting, host_staging, log
 from colossus.comm.mailbox import Receiver, Sender, message_bytes
-from colossus.comm.objects import from_bytes, to_bytes, unpickled
 from colossus.comm.shared_memory import map_segments
-from colossus.context.groups import AxisGroup, is_fake, store_of
+from colossus.context.groups import AxisGroup
 
 _BUFFER_BYTES = 16 << 20
-#: objects are not mixed up with tensors that are awaited before them
-_OBJECT_TAG = 1
-
-#: of each link between ranks that nothing but a store joins, over all that are made in this process
-_fake_objects: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+#: round the ring of each group
+_rings: WeakKeyDictionary[AxisGroup, Links] = WeakKeyDictionary()
 
 Wait = Callable[[], None]
 
@@ -117,7 +115,7 @@ class Links:
         if sender is not None and _size(tensors) <= sender.capacity:
             sender.send(tensors, label, _tag(label, key), self._until_readable)
             entry.done = True
-            return _no_wait
+            return lambda: None  # the tensors have been copied
         dense = [_dense(tensor) for tensor in tensors]
         works = [dist.isend(tensor, self._group.ranks[to], self._group.process_group) for tensor in dense]
 
@@ -179,46 +177,19 @@ class Links:
         return wait
 
     def send_object(self, to: int, value: Any, label: str) -> None:
-        """Send an object, of at most a few KB."""
-        process_group = self._group.process_group
-        if is_fake(process_group):
-            store_of(process_group).set(self._fake_key(self._group.index, to), pickle.dumps(value).hex())
-            return
-        data = to_bytes(value)
-        size = torch.tensor([data.numel()], dtype=torch.int64)
-        if to in self._senders:
-            for tensor in (size, data):
-                self._senders[to].send([tensor], label, _tag(label, None), self._until_readable)
-            return
-        for tensor in (size, data):
-            dist.send(tensor.to(self._wire), self._group.ranks[to], self._group.process_group, tag=_OBJECT_TAG)
+        """Send an object, of at most a few KB, which is not counted."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        with accounting.paused():
+            for tensor in (torch.tensor([len(data)]), data):
+                self.send(to, [tensor.to(self._device)], label)()
 
-    def recv_object(self, source: int, label: str) -> Any:
-        """Receive an object."""
-        process_group = self._group.process_group
-        if is_fake(process_group):
-            return unpickled(
-                bytes.fromhex(store_of(process_group).get(self._fake_key(source, self._group.index)).decode())
-            )
-        size = torch.zeros(1, dtype=torch.int64, device=self._wire)
-        self._recv_tensor(source, size, label)
-        data = torch.empty(int(size), dtype=torch.uint8, device=self._wire)
-        self._recv_tensor(source, data, label)
-        return from_bytes(data)
-
-    def _recv_tensor(self, source: int, into: Tensor, label: str) -> None:
-        if source not in self._receivers:
-            dist.recv(into, self._group.ranks[source], self._group.process_group, tag=_OBJECT_TAG)
-            return
-        incoming = Incoming([into], label, _tag(label, None), self._record("receive", [into], label))
-        self._posted[source].append(incoming)
-        incoming.finish = lambda: self._receive_up_to(source, incoming)
-        incoming.wait()
-
-    def _fake_key(self, source: int, to: int) -> str:
-        """Where the next object between two ranks is, when nothing but a store joins them."""
-        link = f"{self._group} from {self._group.ranks[source]} to {self._group.ranks[to]}"
-        return f"object {next(_fake_objects[link])} of {link}"
+    def receive_object(self, source: int, label: str) -> Any:
+        """Receive an object that a rank of this run has sent: unpickling runs code."""
+        (size,) = self.receive(source, [torch.empty(1, dtype=torch.int64)], label).wait()
+        (data,) = self.receive(source, [torch.empty(int(size), dtype=torch.uint8)], label).wait()
+        with warnings.catch_warnings():  # torch's own LeafSpec warns of itself when it is unpickled
+            warnings.simplefilter("ignore", FutureWarning)
+            return pickle.loads(bytes(data.cpu().numpy()))
 
     def close(self) -> None:
         for sender in self._senders.values():
@@ -284,13 +255,41 @@ def _tag(label: str, key: object) -> int:
     return zlib.crc32(f"{label} {key}".encode())
 
 
-def _no_wait() -> None:
-    """Tensors sent through shared memory have been copied: they may be changed at once."""
-
-
 def _wait(work: dist.Work | None, failure: str) -> None:
     assert work is not None
     try:
         work.wait()
     except RuntimeError as error:
         raise RuntimeError(f"{failure}: {error}") from error
+
+
+def rotate(tensors: list[Tensor], group: AxisGroup, description: str) -> Callable[[], list[Tensor]]:
+    """Start to send tensors to the next rank of the group, and to receive as many of the same shapes from the last one;
+    the first rank follows the last.
+
+    Returns:
+        A function that waits for both, and returns what was received.
+    """
+    links = _ring_of(group, tensors[0].device)
+    following, preceding = (group.index + 1) % group.size, (group.index - 1) % group.size
+    if links.has_batches:
+        return links.exchange(following, preceding, tensors, description)
+    incoming = links.receive(preceding, tensors, description)  # first: sends that wait for room take what comes
+    sent = links.send(following, tensors, description)
+
+    def wait() -> list[Tensor]:
+        received = incoming.wait()
+        sent()
+        return received
+
+    return wait
+
+
+def _ring_of(group: AxisGroup, device: torch.device) -> Links:
+    """The links round this group. All of its ranks make them, at the first call."""
+    if group not in _rings:
+        pairs = [(index, (index + 1) % group.size) for index in range(group.size)]
+        # of a copy: links that refer to the group itself would keep their own entry alive
+        _rings[group] = links = Links(dataclasses.replace(group), pairs, device)
+        finalize(group, links.close)
+    return _rings[group]

@@ -15,6 +15,7 @@ import socket
 import struct
 from collections.abc import Callable
 
+from colossus.comm.channel import read_exactly
 from colossus.comm.net import Stream, WireError, running_loop
 
 Address = tuple[str, int]
@@ -26,10 +27,9 @@ GREETING_SECONDS = 10.0
 #: until the system is asked again for a connection that it could not make: too many files are open, say
 _PAUSE_SECONDS = 1.0
 
-_CHALLENGE = struct.Struct("<4s32s")
-_MAGIC = b"CLS2"
-_ABOUT = struct.Struct("<H")
+#: of challenges and of proofs
 _PROOF_BYTES = 32
+_ABOUT = struct.Struct("<H")
 
 
 class Listener:
@@ -87,22 +87,41 @@ class Listener:
             task.add_done_callback(self._unknown.discard)
 
     async def _let_in(self, sock: socket.socket) -> None:
-        why = ""
         try:
             async with asyncio.timeout(GREETING_SECONDS):
                 sock.setblocking(False)
-                about = await _greet_dialer(sock, self._key)
+                about = await _greet(sock, self._key)
             self._on_stream(Stream(sock, about))
-            return
         except WireError as error:
-            why = str(error)
-        except (TimeoutError, asyncio.CancelledError):
-            why = "it did not say who it is"
-        except (OSError, EOFError):  # it has gone again, as who looks for open ports does
-            pass
-        sock.close()
-        if why:
-            _log.warning("something connected to %s and was dropped: %s", self._name, why)
+            sock.close()
+            _log.warning("something connected to %s and was dropped: %s", self._name, error)
+        except (OSError, EOFError, asyncio.CancelledError):  # it says nothing, or is gone, as who looks for open ports
+            sock.close()
+
+
+async def _greet(sock: socket.socket, key: bytes) -> bytes:
+    """What the other end says of itself."""
+    loop = asyncio.get_running_loop()
+
+    async def receive(size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            received = await loop.sock_recv(sock, size - len(data))
+            if not received:
+                raise EOFError
+            data += received
+        return data
+
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    mine = secrets.token_bytes(_PROOF_BYTES)
+    await loop.sock_sendall(sock, mine)
+    theirs = await receive(_PROOF_BYTES)
+    (size,) = _ABOUT.unpack(await receive(_ABOUT.size))
+    proof, about = await receive(_PROOF_BYTES), await receive(size)
+    if not hmac.compare_digest(proof, _proof(key, b"dials", mine, theirs, about)):
+        raise WireError("it does not know the key of this run")
+    await loop.sock_sendall(sock, _proof(key, b"listens", mine, theirs, about))
+    return about
 
 
 def dial(address: Address, key: bytes, about: bytes = b"", seconds: float = 10.0) -> Stream:
@@ -110,89 +129,30 @@ def dial(address: Address, key: bytes, about: bytes = b"", seconds: float = 10.0
 
     Args:
         about: what the other end is told of this one, at most 64 KiB.
-        seconds: in which it must have answered.
+        seconds: for which nothing may have come from it.
 
     Raises:
         WireError: what answers does not know the key.
         OSError: it cannot be reached, or does not answer in time (`TimeoutError`).
     """
-
-    async def connect() -> Stream:
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        running_loop().sockets.add(sock)
-        try:
-            sock.setblocking(False)
-            async with asyncio.timeout(seconds):
-                await asyncio.get_running_loop().sock_connect(sock, address)
-                await _greet_listener(sock, key, about)
-            return Stream(sock, about)
-        except TimeoutError:
-            sock.close()
-            raise TimeoutError(f"nothing has answered at {_shown(address)} within {seconds:g} s") from None
-        except EOFError:
-            sock.close()
-            raise WireError(f"what answers at {_shown(address)} does not take the key of this process") from None
-        except BaseException:
-            sock.close()
-            raise
-
-    return running_loop().run(connect()).result()
-
-
-def _shown(address: Address) -> str:
-    host, port = address
-    return f"{f'[{host}]' if ':' in host else host}:{port}"
-
-
-# -- the greeting ---------------------------------------------------------------------------------------------
-
-
-async def _greet_dialer(sock: socket.socket, key: bytes) -> bytes:
-    """At the end that listens: what the other says of itself."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    mine = secrets.token_bytes(32)
-    await _send(sock, _CHALLENGE.pack(_MAGIC, mine))
-    theirs = _read_challenge(await _receive(sock, _CHALLENGE.size))
-    (size,) = _ABOUT.unpack(await _receive(sock, _ABOUT.size))
-    proof = await _receive(sock, _PROOF_BYTES)
-    about = await _receive(sock, size)
-    if not hmac.compare_digest(proof, _proof(key, b"dials", mine, theirs, about)):
-        raise WireError("it does not know the key of this run")
-    await _send(sock, _proof(key, b"listens", mine, theirs, about))
-    return about
-
-
-async def _greet_listener(sock: socket.socket, key: bytes, about: bytes) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    mine = secrets.token_bytes(32)
-    theirs = _read_challenge(await _receive(sock, _CHALLENGE.size))
-    proof = _proof(key, b"dials", theirs, mine, about)
-    await _send(sock, _CHALLENGE.pack(_MAGIC, mine) + _ABOUT.pack(len(about)) + proof + about)
-    if not hmac.compare_digest(await _receive(sock, _PROOF_BYTES), _proof(key, b"listens", theirs, mine, about)):
-        raise WireError("what answers there does not know the key of this run")
-
-
-def _read_challenge(raw: bytes) -> bytes:
-    magic, challenge = _CHALLENGE.unpack(raw)
-    if magic != _MAGIC:
-        raise WireError("it is no process of this version of colossus")
-    return bytes(challenge)
+    sock = socket.create_connection(address, seconds)
+    running_loop().sockets.add(sock)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        mine, theirs = secrets.token_bytes(_PROOF_BYTES), read_exactly(sock, _PROOF_BYTES)
+        sock.sendall(mine + _ABOUT.pack(len(about)) + _proof(key, b"dials", theirs, mine, about) + about)
+        answer = read_exactly(sock, _PROOF_BYTES)
+        if not hmac.compare_digest(answer, _proof(key, b"listens", theirs, mine, about)):
+            raise WireError("what answers there does not know the key of this run")
+        sock.setblocking(False)
+        return Stream(sock, about)
+    except ConnectionResetError as error:
+        sock.close()
+        raise WireError(f"what answers at {address[0]}:{address[1]} does not take the key of this process") from error
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _proof(key: bytes, role: bytes, of_listener: bytes, of_dialer: bytes, about: bytes) -> bytes:
     return hmac.digest(key, b"colossus %s:" % role + of_listener + of_dialer + about, "sha256")
-
-
-async def _send(sock: socket.socket, data: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, data)
-
-
-async def _receive(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        received = await asyncio.get_running_loop().sock_recv(sock, size - len(data))
-        if not received:
-            raise EOFError
-        data += received
-    return data

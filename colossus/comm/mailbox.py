@@ -7,7 +7,6 @@ once. The receiver copies them out and answers with one byte, which frees the ro
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
 from collections import deque
@@ -42,8 +41,6 @@ class Sender:
     def __init__(self, buffer: Tensor, peer: socket.socket, name: str) -> None:
         self._buffer, self._peer, self._name = buffer, peer, name
         self.capacity = buffer.numel()
-        self._poll = select.poll()
-        self._poll.register(peer, select.POLLIN)
         self._written = self._head = self._used = 0
         #: room of the messages that have not been read, oldest first
         self._unread: deque[int] = deque()
@@ -74,8 +71,6 @@ class Sender:
 
     def _make_room(self, size: int, label: str, await_answer: Callable[[int], bool]) -> int:
         """Wait until ``size`` contiguous bytes are free. Returns the bytes at the end of the buffer to skip."""
-        if len(self._unread) > _MAX_UNREAD // 2 and self._poll.poll(0):
-            self._read_answers()
         while True:
             skipped = self.capacity - self._head if self._head + size > self.capacity else 0
             if self._used + skipped + size <= self.capacity and len(self._unread) < _MAX_UNREAD:
@@ -133,15 +128,11 @@ class Receiver:
             raise _closed_error(self._name, error) from error
         self._read += 1
         expected = message_bytes([tensor.nbytes for tensor in into])
-        if (number, size) != (self._read, expected):
+        if (number, size, sent) != (self._read, expected, tag):
             raise RuntimeError(
-                f"{self._name} sent message {number} of {size} bytes where the {label}, message {self._read} of "
-                f"{expected} bytes, is due: the ranks do not run the same program on batches of the same shape"
-            )
-        if sent != tag:
-            raise RuntimeError(
-                f"{self._name} sent something else where the {label} is due: the ranks are not at the same step, "
-                f"or were given other batches. All ranks of a model must be given the same batch at every step"
+                f"{self._name} sent something else ({size} bytes) where the {label} ({expected} bytes) is due: the "
+                f"ranks are not at the same step, or were given other batches. All ranks of a model must be given the "
+                f"same batch at every step"
             )
         for tensor in into:
             tensor.copy_(_view(self._buffer, at, tensor.shape, tensor.dtype))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 import struct
@@ -20,14 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 T = TypeVar("T")
 Done = Callable[[], object]
-
-_log = logging.getLogger("colossus.comm")
+#: what is written one after the other, and what is called then
+_Frame = tuple[Sequence[bytes | memoryview], Done | None]
 
 #: of silence, after which an end that gives signs of life gives one
 BEAT_SECONDS = 1.0
@@ -59,13 +57,6 @@ class Receiver(Protocol):
         but where that finds the other end gone already."""
 
 
-@dataclass(eq=False)
-class _Frame:
-    pieces: Sequence[bytes | memoryview]
-    done: Done | None
-    num_bytes: int
-
-
 class Stream:
     """One end of a stream. Nothing is read before `start`.
 
@@ -78,7 +69,6 @@ class Stream:
         self.about, self._sock = about, sock
         self.last_heard = self._last_sent = time.monotonic()
         self._queue: deque[_Frame] = deque()
-        self._num_bytes = 0
         self._lock = threading.Lock()
         self._changed = asyncio.Event()
         self._is_closing = self._is_ended = False
@@ -118,7 +108,7 @@ class Stream:
         pieces: list[bytes | memoryview] = [start, *payload]
         if size < _SMALL_BYTES:
             pieces = [b"".join(pieces)]
-        self._put(_Frame(pieces, done, size))
+        self._put((pieces, done))
 
     def _put(self, frame: _Frame, *, is_last: bool = False) -> None:
         with self._lock:
@@ -126,26 +116,21 @@ class Stream:
             self._is_closing |= is_last
             if takes:
                 self._queue.append(frame)
-                self._num_bytes += frame.num_bytes
         if takes:
             running_loop().call(self._changed.set)
-        elif frame.done is not None:
-            frame.done()
-
-    @property
-    def backlog(self) -> int:
-        """Bytes of payloads that wait to be written."""
-        return self._num_bytes
+        else:
+            _finish(frame)
 
     def close(self, seconds: float = 0.0) -> None:
         """Say goodbye once all that was sent is written, and wait at most so long until the other end has read it."""
-        self._put(_Frame([_FRAME.pack(_FAREWELL, 0)], None, 0), is_last=True)
+        self._put(([_FRAME.pack(_FAREWELL, 0)], None), is_last=True)
         if seconds:
             self._ended.wait(seconds)
 
     def abort(self) -> None:
         """End at once."""
-        running_loop().call(lambda: self._end("it was closed", tells=False))
+        self._is_closing = True  # nobody is told
+        running_loop().call(lambda: self._end("it was closed"))
 
     # -- the loop -------------------------------------------------------------------------------------------
 
@@ -171,14 +156,11 @@ class Stream:
                 await asyncio.sleep(0)  # others have their turn
         except EOFError:
             reason = "its connection was closed"
-        except WireError as error:
-            reason = f"it sent what nobody of ours sends: {error}"
         except OSError as error:
-            reason = f"its connection broke ({error.strerror or error})"
+            reason = f"its connection broke ({error})"
         except Exception as error:
-            _log.exception("a stream has failed")
             reason = f"what it sent could not be taken: {type(error).__name__}: {error}"
-        self._end(reason, tells=not self._is_closing)
+        self._end(reason)
 
     async def _fill(self, memory: memoryview) -> None:
         loop = asyncio.get_running_loop()
@@ -196,14 +178,12 @@ class Stream:
                 self._changed.clear()
                 while self._queue:
                     frame = self._queue[0]
-                    for piece in frame.pieces:
+                    for piece in frame[0]:
                         await loop.sock_sendall(self._sock, piece)
                     self._last_sent = time.monotonic()
                     with self._lock:
                         self._queue.popleft()
-                        self._num_bytes -= frame.num_bytes
-                    if frame.done is not None:
-                        frame.done()
+                    _finish(frame)
                 if self._is_closing:
                     self._sock.shutdown(socket.SHUT_WR)
                     return
@@ -212,31 +192,34 @@ class Stream:
             return
 
     async def _beat(self, silence_seconds: float) -> None:
-        beat = _Frame([_FRAME.pack(_BEAT, 0)], None, 0)
         while True:
             await asyncio.sleep(min(BEAT_SECONDS, silence_seconds) / 2)
             if time.monotonic() - self.last_heard > silence_seconds:
-                self._end(f"it gave no sign of life for {silence_seconds:g} s", tells=not self._is_closing)
+                self._end(f"it gave no sign of life for {silence_seconds:g} s")
             elif time.monotonic() - self._last_sent > BEAT_SECONDS / 2 and not self._queue:
-                self._put(beat)
+                self._put(([_FRAME.pack(_BEAT, 0)], None))
 
-    def _end(self, reason: str | None, *, tells: bool) -> None:
+    def _end(self, reason: str | None) -> None:
         with self._lock:
             if self._is_ended:
                 return
             self._is_ended = True
             frames = tuple(self._queue)
             self._queue.clear()
-            self._num_bytes = 0
         for task in self._tasks:
             task.cancel()
         asyncio.get_running_loop().call_soon(self._sock.close)  # once the loop watches it no more
         for frame in frames:
-            if frame.done is not None:
-                frame.done()
-        if tells and self._receiver is not None:
+            _finish(frame)
+        if self._receiver is not None and not self._is_closing:
             self._receiver.on_end(reason)
         self._ended.set()
+
+
+def _finish(frame: _Frame) -> None:
+    done = frame[1]
+    if done is not None:
+        done()
 
 
 # -- the thread -----------------------------------------------------------------------------------------------

@@ -112,11 +112,7 @@ class PeerLinks:
                 raise RuntimeError(f"{self.name(me)} cannot reach {self.name(index)}: {error}") from error
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._streams) == self.group.size - 1, self._timeout):
-                missing = [index for index in range(self.group.size) if index not in (me, *self._streams)]
-                raise RuntimeError(
-                    f"timeout: {', '.join(map(self.name, missing))} did not connect to {self.name(me)} within "
-                    f"{self._timeout:g} s"
-                )
+                raise RuntimeError(f"timeout: some replicas did not connect to {self.name(me)} in {self._timeout:g} s")
 
     def _take_in(self, stream: Stream) -> None:
         (index,) = _INDEX.unpack(stream.about)
@@ -181,10 +177,6 @@ class PeerLinks:
         for index in targets:
             self._streams[index].send(_HEAD.pack(kind, number) + meta, payload, done)
 
-    def backlog(self, to: int) -> int:
-        """Bytes that wait to be sent to a peer."""
-        return self._streams[to].backlog
-
     # -- in -----------------------------------------------------------------------------------------------
 
     def receive(
@@ -226,11 +218,6 @@ class PeerLinks:
     def has_left(self, source: int) -> bool:
         """Whether a peer has said goodbye."""
         return source in self._left
-
-    @property
-    def gone(self) -> dict[int, str]:
-        """Peers that died, and what was seen of it."""
-        return {index: reason for index, reason in self._lost.items() if index not in self._left}
 
     def take(self, kind: int) -> list[Message]:
         """All messages of a kind that have come and were not received, without waiting; by source and number."""

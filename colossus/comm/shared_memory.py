@@ -1,22 +1,20 @@
-"""Collectives between processes of one host through shared memory, for CPU tensors.
+"""Memory and streams that ranks of one host share, for collectives of CPU tensors and messages between them.
 
 gloo sends every byte through a TCP connection, even to a neighbour on the same machine. Here each rank copies its
 tensor into a slot that all ranks of the group have mapped, notifies its peers through a local socket, and reads theirs:
-about five times faster for the activations of tensor parallelism. A peer that dies closes its socket and is noticed at
-once; a peer that runs another collective is noticed because every message has a header that says which one it is.
+about five times faster for the activations of tensor parallelism (`colossus.comm.channel`).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -103,7 +101,8 @@ def map_segments(
     """Map memory of equal segments, of at most ``max_bytes`` each, on all ranks; None, on all, where it cannot be.
 
     The memory has no name: others open it as a file of the process that has made it, which the kernel allows processes
-    of the same user, and it is gone with the last process that maps it.
+    of the same user, and it is gone with the last process that maps it. Each rank listens in a folder that no other
+    user can enter.
 
     Args:
         pairs: the streams to make, from an index to another, the same on all ranks of the group, which must all call.
@@ -113,37 +112,39 @@ def map_segments(
     if group.process_group is None or dist.get_backend(group.process_group) != "gloo":
         return None
     timeout = group.process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    streams, made, memory = _LocalStreams(group.index, timeout), None, None
-    try:
-        if group.index == 0:
-            made = _allocate(num_segments, max_bytes)
-        offers = all_gather_object((streams.address, made), group)
-        addresses, of_first = [address for address, _ in offers], offers[0][1]
-        if of_first is None or None in addresses:
-            return None
-        can_reach = streams.connect(addresses, [to for source, to in pairs if source == group.index])
-        if can_reach:
-            with suppress(OSError):
-                memory = _map(of_first, of_first.segment_bytes * num_segments)
-        # who cannot reach another (a container of its own) says so before anybody waits for it
-        if not all(all_gather_object(memory is not None, group)):
-            memory = None
-            return None
-        accepted = streams.accept([source for source, to in pairs if to == group.index])
-        if not all(all_gather_object(accepted, group)):
-            memory = None
-        if memory is None:
-            return None
-    finally:
-        streams.close(keeps_streams=memory is not None)
+    outgoing: dict[int, socket.socket] = {}
+    memory = None
+    with ExitStack() as stack:
+        made = _allocate(num_segments, max_bytes) if group.index == 0 else None
         if made is not None:
-            os.close(made.descriptor)
-    for stream in (*streams.outgoing.values(), *streams.incoming.values()):
+            stack.callback(os.close, made.descriptor)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="colossus-", ignore_cleanup_errors=True))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        path = f"{folder}/{group.index}"
+        with suppress(OSError):  # the path is too long, say: then nobody can connect
+            listener.bind(path)
+            listener.listen(_BACKLOG)
+        offers = all_gather_object((path, made), group)
+        of_first = offers[0][1]
+        if of_first is None:
+            return None
+        with suppress(OSError):  # another host, or a container with files of its own
+            for to in (to for source, to in pairs if source == group.index):
+                outgoing[to] = _connect(offers[to][0], group.index, timeout)
+            memory = _map(of_first, of_first.segment_bytes * num_segments)
+        # who cannot reach another says so before anybody waits for it
+        is_reached = all(all_gather_object(memory is not None, group))
+        if memory is None or not is_reached:
+            for stream in outgoing.values():
+                stream.close()
+            return None
+        incoming = dict(_accept(listener, timeout) for _, to in pairs if to == group.index)
+    for stream in (*outgoing.values(), *incoming.values()):
         _streams.add(stream)
     _maps.add(memory)
     if group.index == 0:
         _allocated.add(memory)
-    return MappedMemory(memory, of_first.segment_bytes, timeout, streams.outgoing, streams.incoming)
+    return MappedMemory(memory, of_first.segment_bytes, timeout, outgoing, incoming)
 
 
 def _open_channel(group: AxisGroup) -> Channel | None:
@@ -156,81 +157,22 @@ def _open_channel(group: AxisGroup) -> Channel | None:
     return Channel(group, slots, dict(sorted((mapped.outgoing | mapped.incoming).items())))
 
 
-class _LocalStreams:
-    """UNIX streams between the ranks of one group on one host, made in steps; between two of them all ranks must have
-    finished the one before. Each rank listens in a folder that no other user can enter: the kernel keeps others out.
+def _connect(path: str, index: int, timeout: float) -> socket.socket:
+    """A stream to the rank that listens at ``path``, from the one of this index in the group."""
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stream.settimeout(min(timeout, _CONNECT_SECONDS))
+    stream.connect(path)
+    stream.sendall(_INDEX.pack(index))
+    stream.settimeout(timeout)
+    return stream
 
-    1. Construct: from then on it listens at ``address``.
-    2. `connect` to others.
-    3. `accept` all who have connected. Nothing is waited for: they are in the queue.
 
-    Args:
-        index: of this rank in the group.
-        timeout: of the streams, in seconds.
-
-    Attributes:
-        address: None when nobody can connect to this rank.
-        outgoing, incoming: streams that this rank and others have made, by the index at the other end. They are the
-            caller's once all ranks are through.
-    """
-
-    def __init__(self, index: int, timeout: float) -> None:
-        self.index, self._timeout = index, timeout
-        self.outgoing: dict[int, socket.socket] = {}
-        self.incoming: dict[int, socket.socket] = {}
-        self.address: str | None = None
-        self._folder = tempfile.mkdtemp(prefix="colossus-")  # for this user alone
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with suppress(OSError):  # the path of the folder is too long, say
-            self._listener.bind(f"{self._folder}/{index}")
-            self._listener.listen(_BACKLOG)
-            self._listener.setblocking(False)
-            self.address = f"{self._folder}/{index}"
-
-    def connect(self, addresses: Sequence[str | None], wanted: Iterable[int]) -> bool:
-        """Connect to others.
-
-        Args:
-            addresses: of all ranks.
-
-        Returns:
-            Whether that went well: ranks of other hosts, or of containers with files of their own, are not found.
-        """
-        try:
-            for to in wanted:
-                stream = self.outgoing[to] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                stream.settimeout(min(self._timeout, _CONNECT_SECONDS))
-                stream.connect(addresses[to] or "")
-                stream.sendall(_INDEX.pack(self.index))
-                stream.settimeout(self._timeout)
-        except OSError:
-            return False
-        return True
-
-    def accept(self, expected: Iterable[int]) -> bool:
-        """Whether those that were to connect have."""
-        missing = set(expected)
-        try:
-            while missing:
-                stream, _ = self._listener.accept()
-                stream.settimeout(self._timeout)
-                (source,) = _INDEX.unpack(read_exactly(stream, _INDEX.size))
-                self.incoming[source] = stream
-                missing.discard(source)
-        except OSError:  # the queue is empty
-            pass
-        return not missing
-
-    def close(self, *, keeps_streams: bool) -> None:
-        """Listen no more.
-
-        Args:
-            keeps_streams: those that were made are the caller's now.
-        """
-        self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        for stream in () if keeps_streams else (*self.outgoing.values(), *self.incoming.values()):
-            stream.close()
+def _accept(listener: socket.socket, timeout: float) -> tuple[int, socket.socket]:
+    """The next of the ranks that have connected, by its index in the group."""
+    stream, _ = listener.accept()
+    stream.settimeout(timeout)
+    (source,) = _INDEX.unpack(read_exactly(stream, _INDEX.size))
+    return source, stream
 
 
 @dataclass(frozen=True)
@@ -252,10 +194,7 @@ def _allocate(num_segments: int, max_bytes: int) -> _Memory | None:
     size = min(max_bytes, _room() // num_segments) // _PAGE * _PAGE
     if size < _MIN_SEGMENT_BYTES:
         return None
-    try:
-        descriptor = os.memfd_create("colossus")
-    except OSError:
-        return None
+    descriptor = os.memfd_create("colossus")
     try:
         os.posix_fallocate(descriptor, 0, size * num_segments)
     except OSError:

@@ -1,8 +1,8 @@
 """Collectives of tensors that exist in parts: of another length on each rank, or written where they travel from.
 
 How long the parts are is exchanged first (`agree`), once for all tensors that are cut alike. Within a host the parts go
-through shared memory: each rank writes all of its own into its slot, and reads what is for it in those of the others.
-Nothing is filled up: what is counted is what leaves a rank.
+through shared memory, where a slot holds them: each rank writes all of its own into its slot, and reads what is for it
+in those of the others. Nothing is filled up: what is counted is what leaves a rank.
 
 Many small tensors that travel together (`gather_filled`, `reduce_scatter_filled`) are written to where they travel from
 and read where they arrive: through shared memory these are the only copies.
@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from colossus.comm import accounting, collectives, host_staging, log
+from colossus.comm import collectives, host_staging, log
 from colossus.comm.autograd import is_recorded
-from colossus.comm.channel import Channel
 from colossus.comm.pending import Pending, Ready
 from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
@@ -39,18 +38,17 @@ class Lengths:
     Attributes:
         sent: to each rank.
         received: from each rank.
-        table: [from][to] of all ranks, where this rank knows it.
+        table: [from][to] of all ranks.
     """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    table: tuple[tuple[int, ...], ...] | None
+    table: tuple[tuple[int, ...], ...]
 
     @property
     def back(self) -> Lengths:
         """Of the answers, a row for each that was received."""
-        table = None if self.table is None else tuple(zip(*self.table, strict=True))
-        return Lengths(self.received, self.sent, table)
+        return Lengths(self.received, self.sent, tuple(zip(*self.table, strict=True)))
 
 
 def agree(
@@ -66,50 +64,38 @@ def agree(
         The lengths, and the words of each rank.
     """
     n = group.size
-    if n == 1:
-        only = (sent[0],)
-        return Lengths(only, only, (only,)), [list(words)]
-    device = host_staging.wire_device(device, group)
-    own = torch.tensor([*sent, *words], dtype=torch.int64, device=device)
-    channel = channel_for(own, group)
-    if channel is not None:
-        entry = _record("all_gather", "lengths", own, group, own.nbytes * (n - 1))
-        heard = Pending(channel.start(own, torch.stack), entry).wait().tolist()
-        table = tuple(tuple(row[:n]) for row in heard)
-        lengths = Lengths(table[group.index], tuple(row[group.index] for row in table), table)
-        return lengths, [row[n:] for row in heard]
-    messages = torch.tensor([[count, *words] for count in sent], dtype=torch.int64, device=device)
-    entry = _record("all_to_all", "lengths", messages, group, messages.nbytes // n * (n - 1))
-    answers = torch.empty_like(messages)
-    work = dist.all_to_all_single(answers, messages, group=group.process_group, async_op=True)
-    heard = _finished(work, answers, entry).wait().tolist()
-    return Lengths(tuple(sent), tuple(row[0] for row in heard), None), [row[1:] for row in heard]
+    heard = [[*sent, *words]]
+    if n > 1:
+        own = torch.tensor(heard[0], dtype=torch.int64, device=host_staging.wire_device(device, group))
+        heard = collectives.all_gather(own, group, what="lengths").wait().view(n, -1).tolist()
+    table = tuple(tuple(row[:n]) for row in heard)
+    lengths = Lengths(table[group.index], tuple(row[group.index] for row in table), table)
+    return lengths, [row[n:] for row in heard]
 
 
 def all_to_all(x: Tensor, lengths: Lengths, group: AxisGroup, what: str = "rows") -> Pending:
     """Start to give each rank its part of ``x``: [rows sent, ..] -> [rows received, ..], in the order of the group.
 
     Args:
-        x: contiguous, the part for the first rank first; its other dims are the same on all ranks. Not to be changed
-            before the result is there.
+        x: contiguous, the part for the first rank first; its dtype and other dims are the same on all ranks. Not to be
+            changed before the result is there.
         what: the bytes are counted as those of the operation ``all_to_all <what>``.
     """
-    _require_alike(x, what)
     if group.size == 1:
         return Ready(x)
     if host_staging.is_needed(x, group):
         return host_staging.through_host(x, partial(all_to_all, lengths=lengths, group=group, what=what))
-    me, row_bytes = group.index, _row_bytes(x)
-    entry = _record("all_to_all", what, x, group, (len(x) - lengths.sent[me]) * row_bytes)
-    channel = _channel(x, group, row_bytes)
-    if channel is not None and lengths.table is not None:
-        ends = [[0, *accumulate(row)] for row in lengths.table]
-        spans = [(row[me], row[me + 1]) for row in ends]
-        return _ThroughSlots(channel, x, spans, max(row[-1] for row in ends), entry)
+    me = group.index
+    leaving = (len(x) - lengths.sent[me]) * _row_bytes(x)
+    entry = collectives.record("all_to_all", x, group, what=what, sent=leaving)
+    ends = [[0, *accumulate(row)] for row in lengths.table]
+    pending = _through_slots(x, [(row[me], row[me + 1]) for row in ends], [row[-1] for row in ends], group, entry)
+    if pending is not None:
+        return pending
     out = x.new_empty((sum(lengths.received), *x.shape[1:]))
     received, sent = list(lengths.received), list(lengths.sent)
     work = dist.all_to_all_single(out, x, received, sent, group=group.process_group, async_op=True)
-    return _finished(work, out, entry)
+    return collectives.work_pending([work], out, entry)
 
 
 def all_gather(x: Tensor, lengths: Sequence[int], group: AxisGroup, what: str = "rows") -> Pending:
@@ -120,110 +106,42 @@ def all_gather(x: Tensor, lengths: Sequence[int], group: AxisGroup, what: str = 
         lengths: rows of each rank.
         what: the bytes are counted as those of the operation ``all_gather <what>``.
     """
-    _require_alike(x, what)
-    n, me = group.size, group.index
-    if n == 1:
+    if group.size == 1:
         return Ready(x)
     if host_staging.is_needed(x, group):
         return host_staging.through_host(x, partial(all_gather, lengths=lengths, group=group, what=what))
-    row_bytes = _row_bytes(x)
-    entry = _record("all_gather", what, x, group, len(x) * row_bytes * (n - 1))
-    channel = _channel(x, group, row_bytes)
-    if channel is not None:
-        return _ThroughSlots(channel, x, [(0, length) for length in lengths], max(lengths), entry)
+    entry = collectives.record("all_gather", x, group, what=what)
+    pending = _through_slots(x, [(0, length) for length in lengths], lengths, group, entry)
+    if pending is not None:
+        return pending
     out = x.new_empty((sum(lengths), *x.shape[1:]))
-    parts = out.split(list(lengths))
-    parts[me].copy_(x)
-    messages = []
-    for step in range(1, n):
-        to, source = (me + step) % n, (me - step) % n
-        if len(x):
-            messages.append(dist.P2POp(dist.isend, x, group.ranks[to], group.process_group))
-        if lengths[source]:
-            messages.append(dist.P2POp(dist.irecv, parts[source], group.ranks[source], group.process_group))
-    works = dist.batch_isend_irecv(messages) if messages else []
-
-    def finish() -> Tensor:
-        for work in works:
-            work.wait()
-        return out
-
-    return Pending(finish, entry)
+    works = collectives.send_to_all(x, out.split(list(lengths)), group)
+    return collectives.work_pending(works, out, entry)
 
 
-class _ThroughSlots(Pending):
-    """Parts read out of the slots of all ranks; where one has more rows than a slot holds, in several pieces.
+def _through_slots(
+    x: Tensor, spans: Sequence[tuple[int, int]], rows: Sequence[int], group: AxisGroup, entry: log.Entry | None
+) -> Pending | None:
+    """Parts read out of the slots of all ranks; None where that cannot be, or a rank has more rows than a slot holds.
 
     Args:
         spans: of each rank, which of its rows are for this one.
-        most: rows of the rank that has most.
+        rows: of each rank.
     """
-
-    __slots__ = ("_channel", "_last", "_most", "_out", "_piece", "_spans", "_started", "_x")
-
-    def __init__(
-        self, channel: Channel, x: Tensor, spans: Sequence[tuple[int, int]], most: int, entry: log.Entry | None
-    ) -> None:
-        super().__init__(self._run, entry)
-        self._channel, self._x, self._spans, self._most = channel, x.detach(), spans, most
-        self._piece = channel.slot_bytes // max(1, _row_bytes(x))
-        self._out = x.new_empty((sum(stop - start for start, stop in spans), *x.shape[1:]))
-        self._started = 0
-        self._last = self._start() if most else None
-
-    def _start(self) -> object:
-        first, stop = self._started, min(self._started + self._piece, self._most)
-        self._started = stop
-
-        def fill(slot: Tensor) -> None:
-            rows = self._x[first:stop]
-            slot[: len(rows)].copy_(rows)
-
-        def consume(slots: list[Tensor]) -> Tensor:
-            at = 0
-            for slot, (start, end) in zip(slots, self._spans, strict=True):
-                low, high = max(start, first), min(end, stop)
-                if low < high:
-                    self._out[at + low - start : at + high - start] = slot[low - first : high - first]
-                at += end - start
-            return self._out
-
-        return self._channel.start_filled(torch.Size((stop - first, *self._x.shape[1:])), self._x.dtype, fill, consume)
-
-    def _run(self) -> Tensor:
-        while self._last is not None:
-            self._last()  # type: ignore[operator]
-            self._last = self._start() if self._started < self._most else None
-        return self._out
-
-
-def _channel(x: Tensor, group: AxisGroup, row_bytes: int) -> Channel | None:
     channel = channel_for(x[:0], group)
-    return channel if channel is not None and row_bytes <= channel.slot_bytes else None
+    if channel is None or max(rows) * _row_bytes(x) > channel.slot_bytes:
+        return None
+    own = x.detach()
 
+    def consume(slots: list[Tensor]) -> Tensor:
+        return torch.cat([slot[start:stop] for slot, (start, stop) in zip(slots, spans, strict=True)])
 
-def _require_alike(x: Tensor, what: str) -> None:
-    """A rank without ids sends none of int64: those of another dtype would be read as these."""
-    assert what != "ids" or x.dtype == torch.int64, x.dtype
+    shape = torch.Size((max(rows), *x.shape[1:]))
+    return Pending(channel.start_filled(shape, x.dtype, lambda slot: slot[: len(own)].copy_(own), consume), entry)
 
 
 def _row_bytes(x: Tensor) -> int:
     return x.shape[1:].numel() * x.element_size()
-
-
-def _record(operation: str, what: str, x: Tensor, group: AxisGroup, sent: float) -> log.Entry:
-    name, axes = f"{operation} {what}", str(group)
-    for counter in accounting.listeners:
-        counter.add(name, axes, x.dtype, sent)
-    return log.record(name, axes, tuple(x.shape), x.dtype)
-
-
-def _finished(work: dist.Work, out: Tensor, entry: log.Entry) -> Pending:
-    def finish() -> Tensor:
-        work.wait()
-        return out
-
-    return Pending(finish, entry)
 
 
 def gather_filled(

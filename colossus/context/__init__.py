@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from colossus.context.grid import RankGrid, build_grid
+    from colossus.context.grid import LayerOptions, RankGrid, build_grid
     from colossus.context.groups import AxisGroup
-    from colossus.context.layer_options import LayerOptions
     from colossus.context.parallel_context import ParallelContext, current_context
     from colossus.context.rng_streams import RngStreams
 
@@ -19,7 +18,7 @@ __getattr__, __dir__ = lazy_names(
         "RankGrid": "grid",
         "build_grid": "grid",
         "AxisGroup": "groups",
-        "LayerOptions": "layer_options",
+        "LayerOptions": "grid",
         "ParallelContext": "parallel_context",
         "current_context": "parallel_context",
         "RngStreams": "rng_streams",

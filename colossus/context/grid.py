@@ -1,4 +1,4 @@
-"""Ranks and their coordinates on named axes. Pure arithmetic, no torch, no process.
+"""What a plan says of ranks and their coordinates on named axes, and to layers. Pure arithmetic, no torch, no process.
 
 Ranks are numbered row-major over the axes, outermost first, so the last axis varies fastest and its ranks
 are neighbours. By default the order is pipeline, data, sequence, tensor: the tensor axes move most bytes
@@ -112,9 +112,10 @@ def build_grid(parallel: Any) -> RankGrid:
     mode = TENSOR_MODES.get(parallel.tensor.mode)
     tensor = mode.axis_sizes(parallel.tensor.size, parallel.tensor.depth, parallel.tensor.shape)
     sequence = SEQUENCE_MODES.get(parallel.sequence.mode or "ring")
+    shard = parallel.zero.shard  # ZeRO shards in groups of so many neighbours, and replicates between them
     atomic: dict[str, dict[str, int]] = {
         "pipeline": {"pipeline": parallel.pipeline.size},
-        "data": _data_axes(parallel.data, parallel.zero.shard),
+        "data": {"data": parallel.data} if shard is None else {"replicate": parallel.data // shard, "shard": shard},
         "sequence": sequence.axis_sizes(parallel.sequence.size, parallel.sequence.ulysses),
         "tensor": tensor,
     }
@@ -124,12 +125,35 @@ def build_grid(parallel: Any) -> RankGrid:
     return RankGrid(sizes, {name: tuple(atomic[name]) for name in PUBLIC_NAMES})
 
 
-def _data_axes(size: int, shard: int | None) -> dict[str, int]:
-    """One axis, or two where ZeRO shards in groups of neighbours (``shard``) and replicates between them."""
-    return {"data": size} if shard is None else {"replicate": size // shard, "shard": shard}
+ONE_RANK = RankGrid(dict.fromkeys(PUBLIC_NAMES, 1), {name: (name,) for name in PUBLIC_NAMES})
 
 
-ONE_RANK = RankGrid(
-    {"pipeline": 1, "data": 1, "sequence": 1, "tensor": 1},
-    {"pipeline": ("pipeline",), "data": ("data",), "sequence": ("sequence",), "tensor": ("tensor",)},
-)
+@dataclass(frozen=True)
+class LayerOptions:
+    """How layers compute and communicate. None of it changes what they compute.
+
+    Attributes:
+        tensor_mode: name of a tensor mode (``1d``, ``2d``, ``2.5d``, ``3d``, or a registered one).
+        sequence_mode: name of the way in which attention is split over the sequence axis.
+        sequence_sharded: whether 1D shards activations between blocks by tokens.
+        keep_gathered: whether inputs gathered in forward are kept for backward, instead of gathered again.
+        weight_scope: for how long a gathered weight is held: ``matmul``, ``microbatch`` or ``step``.
+    """
+
+    tensor_mode: str = "1d"
+    sequence_mode: str = "ring"
+    sequence_sharded: bool = False
+    keep_gathered: bool = False
+    weight_scope: str = "matmul"
+
+    @classmethod
+    def from_config(cls, parallel: Any) -> LayerOptions:
+        """The options of a resolved ``ParallelConfig``."""
+        tensor = parallel.tensor
+        return cls(
+            tensor_mode=tensor.mode,
+            sequence_mode=parallel.sequence.mode or "ring",
+            sequence_sharded=tensor.sequence_sharded,
+            keep_gathered=tensor.gathered == "keep",
+            weight_scope=tensor.weights,
+        )

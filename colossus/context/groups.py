@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeGuard
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -84,11 +83,6 @@ def new_process_group(
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """The store that a process group was made from."""
     return c10d._world.pg_map[group][1]
-
-
-def is_fake(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
-    """Whether torch's fake backend stands for the other ranks: nothing comes from them, and nobody waits for them."""
-    return group is not None and dist.get_backend(group) == dist.Backend.FAKE
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -7,13 +7,14 @@ one), so it is set to one thread while it forks; CUDA and macOS do not allow for
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -217,16 +218,14 @@ class StallDetector:
         return silent > self._patience
 
 
-def processor_seconds(pids: Sequence[int]) -> float:
+def processor_seconds(pids: Iterable[int]) -> float:
     """Processor time that these processes and all their children have used so far; 0 where there is no /proc."""
-    ticks = 0
+    seconds = 0.0
     for pid in pids:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            children = Path(f"/proc/{pid}/task/{pid}/children")
-            ticks += sum(map(int, fields[11:15]))  # own and of children that have ended, user and system
-            below = [int(word) for word in children.read_text().split()] if children.exists() else []
-        except (OSError, ValueError):
-            continue
-        ticks += round(processor_seconds(below) * os.sysconf("SC_CLK_TCK"))
-    return ticks / os.sysconf("SC_CLK_TCK")
+            # own and of children that have ended, user and system
+            seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            seconds += processor_seconds(map(int, children))
+    return seconds

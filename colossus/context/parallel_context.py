@@ -6,17 +6,14 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from colossus.arithmetic import factors
-from colossus.context.grid import ONE_RANK, Axes, RankGrid, build_grid
+from colossus.context.grid import ONE_RANK, Axes, LayerOptions, RankGrid, build_grid
 from colossus.context.groups import AxisGroup, new_process_group, set_timeout, store_of
-from colossus.context.layer_options import LayerOptions
 from colossus.context.precision import Precision
 from colossus.context.rng_streams import RngStreams
 from colossus.context.world import BACKENDS, join_world
@@ -160,24 +157,7 @@ class ParallelContext:
         """The group of this rank over these axes; axes of one rank do not count. All of its ranks must make the first
         call, which creates it."""
         names = tuple(name for name in self.grid.axes(axes) if self.grid.sizes[name] > 1)
-        group = self._groups.get(names)
-        if group is None:
-            group = self._groups[names] = self._make_group(names)
-        return group
-
-    def _make_group(self, names: tuple[str, ...]) -> AxisGroup:
-        if self.closed:
-            raise ValueError("this ParallelContext is closed")
-        ranks = tuple(self.grid.group(self.rank, names))
-        process_group: dist.ProcessGroup | None = None
-        if len(ranks) > 1:
-            if ranks == tuple(range(self.world_size)):
-                process_group = dist.group.WORLD
-            elif len(names) == 1:
-                process_group = self.mesh.get_group(names[0])
-            else:
-                process_group = self._connect(names, ranks)
-        return AxisGroup(names, ranks, ranks.index(self.rank), process_group)
+        return self._groups.get(names) or self._make_group(names, names, self.grid.group(self.rank, names))
 
     def subgroup(self, axes: Axes, indices: Sequence[int], label: str | None = None) -> AxisGroup:
         """A group of some ranks along an axis or several, by their indices in the group over these, this rank among
@@ -188,43 +168,46 @@ class ParallelContext:
         """
         names = self.grid.axes(axes)
         key: tuple[str | int, ...] = (label or "", *names, *indices)
-        group = self._groups.get(key)
-        if group is None:
-            along_axes = self.grid.group(self.rank, names)
-            ranks = tuple(along_axes[index] for index in indices)
-            process_group = self._connect((*names, label) if label else names, ranks) if len(ranks) > 1 else None
-            counted = (label,) if label else names
-            group = self._groups[key] = AxisGroup(counted, ranks, ranks.index(self.rank), process_group)
-        return group
+        if key in self._groups:
+            return self._groups[key]
+        along_axes = self.grid.group(self.rank, names)
+        return self._make_group(key, (label,) if label else names, [along_axes[index] for index in indices])
 
     def background_group(self, label: str, timeout: timedelta) -> AxisGroup:
         """All ranks over gloo, apart from the groups of training: for objects that a thread exchanges meanwhile.
 
         The first call for a label creates it: all ranks must make it.
         """
-        group = self._groups.get((label,))
-        if group is None:
-            ranks, process_group = tuple(range(self.world_size)), None
-            if self.world_size > 1 and dist.get_backend() in BACKENDS:
-                process_group = self._connect((label,), ranks, timeout, dist.Backend.GLOO)
-            elif self.world_size > 1:
-                process_group = dist.group.WORLD
-            group = self._groups[(label,)] = AxisGroup((label,), ranks, self.rank, process_group)
-        return group
+        key = (label,)
+        return self._groups.get(key) or self._make_group(key, key, range(self.world_size), timeout, dist.Backend.GLOO)
 
-    def _connect(
+    def _make_group(
         self,
+        key: tuple[str | int, ...],
         names: tuple[str, ...],
-        ranks: tuple[int, ...],
+        members: Sequence[int],
         timeout: timedelta | None = None,
         backend: str | None = None,
-    ) -> dist.ProcessGroup:
-        name = f"colossus/{self._number}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
-        process_group = new_process_group(ranks, ranks.index(self.rank), name, timeout or self.timeout, backend)
-        self._own_groups.append(process_group)
-        if dist.get_backend(process_group) == dist.Backend.GLOO:
-            dist.barrier(process_group)  # a rank that ends early must not end one that is still connecting to it
-        return process_group
+    ) -> AxisGroup:
+        """The world or an axis of the mesh, where a group over axes is one of these; else a new one."""
+        if self.closed:
+            raise ValueError("this ParallelContext is closed")
+        ranks = tuple(members)
+        process_group: dist.ProcessGroup | None = None
+        if len(ranks) > 1:
+            is_of_axes = key == names and (backend is None or dist.get_backend() not in BACKENDS)
+            if is_of_axes and ranks == tuple(range(self.world_size)):
+                process_group = dist.group.WORLD
+            elif is_of_axes and len(names) == 1:
+                process_group = self.mesh.get_group(names[0])
+            else:
+                name = f"colossus/{self._number}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
+                process_group = new_process_group(ranks, ranks.index(self.rank), name, timeout or self.timeout, backend)
+                self._own_groups.append(process_group)
+                if dist.get_backend(process_group) == dist.Backend.GLOO:
+                    dist.barrier(process_group)  # a rank that ends early must not end one that is connecting to it
+        group = self._groups[key] = AxisGroup(names, ranks, ranks.index(self.rank), process_group)
+        return group
 
     def _axis_groups(self) -> list[dist.ProcessGroup]:
         """The mesh's own groups, without the world where an axis spans all ranks."""
@@ -262,21 +245,13 @@ class ParallelContext:
         _stack.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self in _stack:
             _stack.remove(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelContext:
         """A copied model lives in the same context."""
         return self
-
-    def __copy__(self) -> ParallelContext:
-        """Another object with the same groups."""
-        copied = object.__new__(type(self))
-        vars(copied).update(vars(self))
-        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled model belongs to its rank and plan: it is loaded into the current context, which must be alike."""
@@ -308,13 +283,12 @@ def one_rank() -> ParallelContext:
 
 def _context_like(grid: RankGrid, rank: int, options: LayerOptions, seed: int) -> ParallelContext:
     """The current context, if it is what a pickled one was; without parallelism a new one."""
-    current = current_context()
     if grid.world_size == 1:
         return ParallelContext(grid, seed=seed, options=options)
-    if (current.grid, current.rank, current.options) == (grid, rank, options):
-        return current
-    raise ValueError(
-        f"this is a shard of a model of rank {rank} of {grid.world_size} ({factors(grid.sizes)}), and can be loaded on "
-        f"that rank of that plan only, while it runs; here is rank {current.rank} of {current.world_size}. What "
-        f"colossus.checkpoint.full_state_dict gives is whole: load_full_state_dict loads it under any plan"
-    )
+    current = current_context()
+    if (current.grid, current.rank, current.options) != (grid, rank, options):
+        raise ValueError(
+            f"this is a shard of a model of rank {rank} of {grid.world_size}, and is loaded by that rank of that plan "
+            f"only; what colossus.checkpoint.full_state_dict gives is whole, and loaded under any plan"
+        )
+    return current

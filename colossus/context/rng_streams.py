@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ Position = tuple[int, int, dict[tuple[int, str], int]]
 class RngStreams:
     """All random numbers of a run, as functions of its seed.
 
-    Its state is the position (step, microbatch), how many draws each name has made there, and the named generators.
+    Its state is the position (step, microbatch) and how many draws each name has made there.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -32,7 +31,6 @@ class RngStreams:
         self.microbatch = 0
         self._calls: dict[tuple[int, str], int] = {}
         self._replaying = False
-        self._named: dict[str, torch.Generator] = {}
 
     def key(self, stream: str, *parts: object) -> int:
         """Key of ``stream`` that does not depend on the position (initialisation, data order)."""
@@ -94,28 +92,3 @@ class RngStreams:
         finally:
             self.step, self.microbatch, self._calls = current
             self._replaying = was_replaying
-
-    def named(self, name: str, *coordinates: object, device: torch.device | str = "cpu") -> torch.Generator:
-        """A stateful generator kept under ``name``: the same on ranks that give the same coordinates."""
-        if name not in self._named:
-            generator = torch.Generator(device)
-            generator.manual_seed(self.key(f"named/{name}", *coordinates))
-            self._named[name] = generator
-        return self._named[name]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "step": self.step,
-            "microbatch": self.microbatch,
-            "calls": dict(self._calls),
-            "named": {name: (str(g.device), g.get_state()) for name, g in self._named.items()},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seed, self.step, self.microbatch = state["seed"], state["step"], state["microbatch"]
-        self._calls = dict(state["calls"])
-        self._named = {}
-        for name, (device, value) in state["named"].items():
-            self._named[name] = torch.Generator(device)
-            self._named[name].set_state(value)

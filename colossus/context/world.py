@@ -1,4 +1,4 @@
-"""The process group of all ranks: joined, or taken as it is."""
+"""The device of a rank, and the process group of all ranks: joined, or taken as it is."""
 
 from __future__ import annotations
 
@@ -11,12 +11,46 @@ import torch
 from torch import distributed as dist
 
 from colossus.arithmetic import factors
-from colossus.context.device import require_own_device
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup, set_timeout
+from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
 
 #: whose ranks are other processes
 BACKENDS = dist.Backend.GLOO, dist.Backend.NCCL
+
+
+def pick_device(wanted: str, backend: str = "auto") -> torch.device:
+    """``auto`` is CUDA when there is any: the device with the number of the local rank; under gloo ranks take turns.
+
+    Where a rank that torchrun or srun has started sees one device only, perhaps each of its neighbours sees another
+    (SLURM's ``--gpus-per-task``, a script that sets ``CUDA_VISIBLE_DEVICES`` by rank); where they do not, NCCL says so.
+
+    Args:
+        backend: ``comm.backend``.
+
+    Raises:
+        ValueError: when CUDA is asked for and absent, or there are fewer devices than local ranks.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        note = explain_visible(os.environ, 0)
+        raise ValueError(
+            f"device = 'cuda', but torch finds no CUDA device here{note and f' ({note})'}; use device='auto' or 'cpu'"
+        )
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if backend == "gloo" or (count == 1 and may_be_of_one_rank(os.environ)):
+        local %= count
+    if local >= count:
+        note = explain_visible(os.environ, count)
+        raise ValueError(
+            f"local rank {local} has no CUDA device: {counted(count)} here{note and f' ({note})'}; use --nproc {count} "
+            f"or fewer. NCCL refuses two ranks on one device; comm.backend='gloo' lets ranks share devices, slowly: "
+            f"what they send each other goes through the memory of the host"
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
 
 
 def choose_backend(wanted: str, device_type: str) -> str:
@@ -45,8 +79,7 @@ def join_world(grid: RankGrid, rank: int, device: torch.device, wanted: str, tim
         Whether it was made here, and so is to be destroyed here.
 
     Raises:
-        ValueError: when the processes that run are not those of the grid, or none were launched, or for a backend that
-            cannot join them.
+        ValueError: when the processes that run are not those of the grid, or none were launched.
     """
     backend = choose_backend(wanted, device.type)
     if device.type == "cuda" and torch.cuda.is_available():  # else a mesh takes that of the local rank's number
@@ -59,18 +92,10 @@ def join_world(grid: RankGrid, rank: int, device: torch.device, wanted: str, tim
                 f"`colossus launch`, torchrun or srun"
             )
         store = _fresh_store(rank, grid.world_size, timeout)
-        if backend == "nccl":
-            require_own_device(store, rank, device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=grid.world_size, timeout=timeout)
     if dist.get_world_size() != grid.world_size:
         raise ValueError(
             f"{factors(grid.sizes)} = {grid.world_size}, but {dist.get_world_size()} processes are running"
-        )
-    joined_by = dist.get_backend()
-    if wanted != "auto" and joined_by in BACKENDS and joined_by != wanted:
-        raise ValueError(
-            f"comm.backend = {wanted!r}, but the process group that exists already is of {joined_by}: make it with "
-            f"torch.distributed.init_process_group({wanted!r}), or leave comm.backend at 'auto'"
         )
     if dist.get_rank() != rank:
         raise ValueError(f"the context was given rank {rank}, the process group says {dist.get_rank()}")

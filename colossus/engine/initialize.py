@@ -14,9 +14,9 @@ from torch import nn
 from colossus.comm import log, shared_memory
 from colossus.config import Config, load_config, resolve_sizes
 from colossus.construct.build_model import build
-from colossus.context.device import pick_device
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
+from colossus.context.world import pick_device
 from colossus.data.loader import Loaders
 from colossus.data.make_loaders import loaders_of
 from colossus.data_parallel.strategy import Strategy

@@ -20,8 +20,7 @@ from colossus.gradients.host_transfer import LateValue
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import full_model_order
 from colossus.layout.split_parameter import as_shards
-from colossus.schedule.executor import StepTotals
-from colossus.schedule.observer import StepObserver
+from colossus.schedule.executor import StepObserver, StepTotals
 
 
 class OptimizerStep:

@@ -23,8 +23,7 @@ from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
 from colossus.nest import tensors
 from colossus.random import GlobalRng, hash_key
-from colossus.schedule.executor import WgradTasks
-from colossus.schedule.observer import StepObserver
+from colossus.schedule.executor import StepObserver, WgradTasks
 from colossus.schedule.partition import MUST_NAME_ALL, MetaTensorGuard
 from colossus.schedule.pipeline import PipelineRuntime
 from colossus.sharded_tensor.regions import without_sequence

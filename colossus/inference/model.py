@@ -15,8 +15,8 @@ from colossus.checkpoint.weight_sources import open_weights
 from colossus.comm import collectives, shared_memory
 from colossus.config import Config, model_options
 from colossus.construct.build_model import build
-from colossus.context.device import pick_device
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.world import pick_device
 from colossus.engine.inputs import batch_axes
 from colossus.error_place import add_place
 from colossus.inference.config import Source, generation_config

@@ -36,21 +36,15 @@ _MIRROR: dict[str, Kind] = {
     "send_gradient": "receive_gradient",
     "receive_gradient": "send_gradient",
 }
-_DESCRIPTIONS = {
-    "forward": "forward of microbatch {0} on stage {1}",
-    "backward": "backward of microbatch {0} on stage {1}",
-    "backward_input": "backward of inputs of microbatch {0} on stage {1}",
-    "backward_weight": "backward of weights of microbatch {0} on stage {1}",
-    "send_activation": "send of the activation of microbatch {0} from stage {1} to stage {2}",
-    "receive_activation": "receive of the activation of microbatch {0} from stage {2} on stage {1}",
-    "send_gradient": "send of the gradient of microbatch {0} from stage {1} to stage {2}",
-    "receive_gradient": "receive of the gradient of microbatch {0} from stage {2} on stage {1}",
-    "reduce": "reduce of stage {1}",
-    "step": "step",
+_COMPUTES = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward of inputs",
+    "backward_weight": "backward of weights",
 }
 
 
-@dataclass(frozen=True, repr=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Action:
     """One thing a rank does.
 
@@ -76,18 +70,17 @@ class Action:
         assert self.peer is not None
         return Action(_MIRROR[self.kind], self.peer, self.microbatch, self.stage)
 
-    def __str__(self) -> str:
-        return _DESCRIPTIONS.get(self.kind, repr(self)).format(self.microbatch, self.stage, self.peer)
+    @property
+    def message(self) -> str:
+        """What a transfer carries, in the same words at both ends."""
+        ends = (self.stage, self.peer) if self.kind in SENDS else (self.peer, self.stage)
+        what = self.kind.rpartition("_")[2]
+        return f"{what} of microbatch {self.microbatch} from stage {ends[0]} to stage {ends[1]}"
 
-    def __repr__(self) -> str:
-        if self.kind == "step":
-            return "step()"
-        arguments = [f"stage={self.stage}"]
-        if self.kind != "reduce":
-            arguments.append(f"microbatch={self.microbatch}")
-        if self.peer is not None:
-            arguments.append(f"peer={self.peer}")
-        return f"{self.kind}({', '.join(arguments)})"
+    def __str__(self) -> str:
+        if self.kind in TRANSFERS:
+            return f"{self.kind.partition('_')[0]} of the {self.message}"
+        return f"{_COMPUTES.get(self.kind, self.kind)} of microbatch {self.microbatch} on stage {self.stage}"
 
 
 #: the actions of each rank of the pipeline, in the order in which it runs them

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
+import math
 from collections.abc import Sequence
 
 #: "parameters", or the number of blocks of each stage
@@ -38,17 +38,19 @@ def split_chain(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     the sum of a rank's stages smaller; but a pipeline in its steady state waits for its slowest stage.
 
     Args:
-        costs: of each block, at least 0.
-
-    Raises:
-        ValueError: for more stages than blocks, or none.
+        costs: of each block, at least 0; of at least as many blocks as stages.
     """
     num_blocks = len(costs)
-    if not 1 <= num_stages <= num_blocks:
-        raise ValueError(f"{num_blocks} blocks cannot be cut into {num_stages} stages of at least one block each")
+    assert 1 <= num_stages <= num_blocks
     before = [0, *itertools.accumulate(costs)]
-    possible = sorted({stop - start for start, stop in itertools.combinations(before, 2)})
-    limit = possible[bisect.bisect_left(possible, True, key=lambda most: _stages_needed(costs, most) <= num_stages)]
+    # the smallest largest cost of the stages of the first blocks, for one stage more in each turn
+    largest = [0.0, *[math.inf] * num_blocks]
+    for _ in range(num_stages):
+        largest = [
+            min((max(largest[start], before[stop] - before[start]) for start in range(stop)), default=math.inf)
+            for stop in range(num_blocks + 1)
+        ]
+    limit = largest[num_blocks]
 
     # stop -> (squared costs, squared numbers of blocks, bounds) of the best split of the blocks before it
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
@@ -64,18 +66,6 @@ def split_chain(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
                 following[stop] = min(options)
         best = following
     return best[num_blocks][2]
-
-
-def _stages_needed(costs: Sequence[int], most: int) -> float:
-    """How many stages of at most this cost hold the blocks; each takes as many as it can."""
-    if max(costs) > most:
-        return float("inf")
-    stages, held = 1, 0
-    for cost in costs:
-        if held + cost > most:
-            stages, held = stages + 1, 0
-        held += cost
-    return stages
 
 
 def _stated_bounds(counts: Sequence[int], names: Sequence[str], num_stages: int) -> tuple[int, ...]:

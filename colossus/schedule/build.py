@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import LAST_USE, Action, Actions, Kind, made_by, needs, placement
@@ -46,16 +46,10 @@ def make_schedule(kind: str | Callable[..., Actions], stages: int, microbatches:
     except TypeError as error:
         raise ValueError(f"schedule {name} takes ({', '.join(signature.parameters)}): {error}") from None
     lists = schedule(stages, microbatches, **options)
-    problem = None
-    if not isinstance(lists, list | tuple) or not all(isinstance(own, list | tuple) for own in lists):
-        problem = f"gives {type(lists).__name__}, not a list of actions for each rank"
-    elif len(lists) != stages:
-        problem = f"gives lists for {len(lists)} ranks, not for {stages}"
-    elif strange := [item for own in lists for item in own if not isinstance(item, Action)]:
-        problem = f"holds {strange[0]!r}, which is no Action(kind, stage, microbatch)"
-    if problem:
-        raise ValueError(f"schedule {name} {problem}")
     bound: Bound | None = getattr(schedule, "in_flight", None)
+    is_list = isinstance(lists, list | tuple) and all(isinstance(own, list | tuple) for own in lists)
+    if not is_list or len(lists) != stages or not all(isinstance(each, Action) for own in lists for each in own):
+        raise ValueError(f"schedule {name} must give a list of Action(kind, stage, microbatch) for each rank")
     compute = [list(own) for own in lists]
     try:
         check(compute, microbatches, bound(stages, microbatches, **options) if bound else None)
@@ -98,15 +92,17 @@ def complete(actions: Actions) -> Actions:
     rank_of = placement(actions)
     spans = play(actions, lambda action: _TIMES[action.kind])
     made_at = {made_by(span.action): span.end for own in spans for span in own}
-    events: list[list[tuple[_Event, Action]]] = [[] for _ in actions]
+    # by rank, actions and their places in the common order: (time, whether it is of this rank alone, ...), so that
+    # transfers come before compute actions that start at the same time; of transfers, (whether the boundary between the
+    # stages is odd, boundary, whether it is a gradient, microbatch), so that neighbouring ones form no chain
+    events: list[list[tuple[tuple[float, bool, bool, int, bool, int], Action]]] = [[] for _ in actions]
     for rank, own in enumerate(spans):
         last_of_stage = {span.action.stage: index for index, span in enumerate(own) if span.action.kind in LAST_USE}
         for index, span in enumerate(own):
             action = span.action
-            # sorting is stable, and the boundary of a local action is its place in the list
-            events[rank].append((_Event(span.start, True, False, index, False, 0), action))
+            events[rank].append(((span.start, True, False, index, False, 0), action))
             if last_of_stage.get(action.stage) == index:
-                events[rank].append((_Event(span.end, True, False, index, False, 0), Action("reduce", action.stage)))
+                events[rank].append(((span.end, True, False, index, False, 0), Action("reduce", action.stage)))
             for need in needs(action, max(rank_of)):
                 if rank_of[need.stage] == rank:
                     continue
@@ -114,19 +110,7 @@ def complete(actions: Actions) -> Actions:
                 receive = Action(kind, action.stage, action.microbatch, need.stage)
                 boundary = min(receive.stage, need.stage)
                 is_gradient = kind == "receive_gradient"
-                event = _Event(made_at[need], False, boundary % 2 == 1, boundary, is_gradient, need.microbatch)
-                events[rank].append((event, receive))
-                events[rank_of[need.stage]].append((event, receive.mirror()))
+                place = made_at[need], False, boundary % 2 == 1, boundary, is_gradient, need.microbatch
+                events[rank].append((place, receive))
+                events[rank_of[need.stage]].append((place, receive.mirror()))
     return [[*(action for _, action in sorted(own, key=lambda pair: pair[0])), Action("step")] for own in events]
-
-
-class _Event(NamedTuple):
-    """A place in the common order. Transfers come before the compute actions that start at the same time."""
-
-    time: float
-    is_local: bool
-    #: boundaries between stages in two rounds, the even ones first, so that neighbouring transfers form no chain
-    is_odd: bool
-    boundary: int
-    is_gradient: bool
-    microbatch: int

@@ -22,8 +22,6 @@ def check(actions: Actions, microbatches: int, bound: Sequence[int] | None = Non
         play(actions, lambda action: 0.0)
     except Deadlock as deadlock:
         raise ValueError(_explain(actions, deadlock.waiting_at)) from None
-    if bound is not None and len(bound) != len(actions):
-        raise ValueError(f"the bound on activations in flight has {len(bound)} numbers for {len(actions)} ranks")
     for rank, most in enumerate(bound or ()):
         for index, held in enumerate(in_flight(actions[rank])):
             if held > most:
@@ -51,19 +49,14 @@ def _require_complete(actions: Actions, microbatches: int) -> None:
                     raise ValueError(
                         f"{_where(rank, index, action)} is done already by action {first}; drop one of them"
                     )
-    if not rank_of:
-        raise ValueError("no rank computes anything: a schedule holds a list of actions for each rank")
-    if lacking := sorted(set(range(max(rank_of) + 1)) - rank_of.keys()):
-        raise ValueError(f"no rank has stage {lacking[0]} of {max(rank_of) + 1}: give it to one")
     if idle := sorted(set(range(len(actions))) - set(rank_of.values())):
         raise ValueError(f"rank {idle[0]} of {len(actions)} has no stage: give it one, or use fewer ranks")
+    if lacking := sorted(set(range(max(rank_of) + 1)) - rank_of.keys()):
+        raise ValueError(f"no rank has stage {lacking[0]} of {max(rank_of) + 1}: give it to one")
     for stage, rank in sorted(rank_of.items()):
         for microbatch in range(microbatches):
-            missing = [
-                kind
-                for kind in ("forward", "backward_input", "backward_weight")
-                if (kind, stage, microbatch) not in done_by
-            ]
+            halves = ("forward", "backward_input", "backward_weight")
+            missing = [kind for kind in halves if (kind, stage, microbatch) not in done_by]
             if missing:
                 kind = "backward" if missing == ["backward_input", "backward_weight"] else missing[0]
                 lacks = Action(kind, stage, microbatch)  # type: ignore[arg-type]
@@ -72,13 +65,11 @@ def _require_complete(actions: Actions, microbatches: int) -> None:
 
 def _malformed(action: Action, microbatches: int) -> str | None:
     """What is wrong with an action, wherever it is."""
-    if action.kind not in COMPUTE:
+    if action.kind not in COMPUTE or action.peer is not None:
         return (
             f"a schedule gives compute actions only ({', '.join(sorted(COMPUTE))}); sends, receives, reductions and "
             f"the step are put in"
         )
-    if action.peer is not None:
-        return "only sends and receives have a peer; leave it out"
     if not isinstance(action.stage, int) or action.stage < 0:
         return f"a stage is a whole number from 0, got {action.stage!r}"
     if not isinstance(action.microbatch, int) or not 0 <= action.microbatch < microbatches:
@@ -99,7 +90,7 @@ def _explain(actions: Actions, waiting_at: dict[int, int]) -> str:
     """
     rank_of = placement(actions)
     behind = {made_by(action) for rank, index in waiting_at.items() for action in actions[rank][index:]}
-    found: list[str] = []
+    others = ""
     for rank, index in sorted(waiting_at.items()):
         waits = actions[rank][index]
         need = next(need for need in needs(waits, max(rank_of)) if need in behind)
@@ -108,8 +99,8 @@ def _explain(actions: Actions, waiting_at: dict[int, int]) -> str:
         if holder == rank:  # the first cause: others wait for this rank, or for each other
             return f"{_where(rank, index, waits)} needs the {needed} before it, which is action {at}; swap them"
         blocker = _where(holder, waiting_at[holder], actions[holder][waiting_at[holder]])
-        found.append(
+        others = others or (
             f"{_where(rank, index, waits)} waits for ever for the {needed}: rank {holder} has it as action {at}, "
             f"behind {blocker}; move one of the two"
         )
-    return found[0]
+    return others

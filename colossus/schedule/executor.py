@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,8 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from colossus.layers.model_parallel import ModelParallel
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action
-from colossus.schedule.observer import StepObserver
-from colossus.schedule.transport import Transport, ValueSpec, batch_signature, flatten_value, gradients, unflatten_value
+from colossus.schedule.transport import Transport, ValueSpec, batch_signature, flatten_value, unflatten_value
 
 #: (stage, microbatch)
 StageMicrobatch = tuple[int, int]
@@ -57,6 +56,37 @@ class Stages(Protocol):
         """No more gradients come for a stage: start those of its reductions that have not been started."""
 
 
+class StepObserver:
+    """Base of what is called while a step runs on this rank: override what you need, and append it to
+    ``engine.observers``. What is around steps is a `colossus.engine.fit.Hook`.
+
+    Attributes:
+        needs_samples: whether `before_forward` wants the samples.
+    """
+
+    needs_samples = False
+
+    def before_forward(self, stage: int, microbatch: int, samples: Any) -> None:
+        """A stage is about to run; it has ended before another one begins.
+
+        Args:
+            samples: this rank's shard of the microbatch, the same for all stages, with all tokens of its sequences;
+                None unless ``needs_samples``.
+        """
+
+    def after_forward(self, stage: int, microbatch: int, output: Any) -> None:
+        """A stage has run; of the last stage, the loss has not."""
+
+    def after_action(self, action: Action, began: float, ended: float) -> None:
+        """An action of the schedule is done; times in seconds of `time.perf_counter`."""
+
+    def before_update(self) -> None:
+        """Gradients are complete, divided and clipped; the optimizer has not stepped.
+
+        Also in a step that it will skip because some of them are not finite.
+        """
+
+
 @dataclass
 class StepTotals:
     """Sums over the microbatches of a step on this rank, not yet over ranks; zeros on ranks without the last stage.
@@ -68,11 +98,6 @@ class StepTotals:
     loss_sum: Tensor
     tokens: Tensor
     peak_in_flight: int
-
-    @classmethod
-    def zeros(cls, device: torch.device) -> StepTotals:
-        loss_sum, tokens = torch.zeros(2, dtype=torch.float64, device=device)
-        return cls(loss_sum, tokens, 0)
 
 
 @dataclass
@@ -147,14 +172,15 @@ class Executor:
         state = _State(batches, batch_signature(batches[0]), loss_scale)
         if self.transport is not None:
             self.transport.step_id = step_id
-        last_backwards = _last_backwards(actions)
-        early = _receives_after(actions) if self.transport is not None and self.transport.receives_early else None
+        # stage -> index of the action that completes its gradients
+        last_backwards = {action.stage: index for index, action in enumerate(actions) if action.kind in LAST_USE}
+        early = _receives_after(actions) if self.transport is not None and self.transport.links.takes_early else {}
         for index, action in enumerate(actions):
             began = time.perf_counter() if self.observers else 0.0
-            if early is not None and action.kind in COMPUTE:
-                for receive in next(early):
-                    self.transport.post_receive(receive, state.batch_shape, early=True)  # type: ignore[union-attr]
-            if index in last_backwards:
+            for receive in early.get(index, ()):
+                if not self.transport.post_receive(receive, state.batch_shape, early=True):  # type: ignore[union-attr]
+                    break
+            if last_backwards.get(action.stage) == index:
                 self.stages.before_last_backward(action.stage)
                 self._do(action, state)
                 self.stages.after_last_backward(action.stage)
@@ -168,42 +194,34 @@ class Executor:
         return StepTotals(_total(state.loss_sums, zero), _total(state.counts, zero), state.peak_in_flight)
 
     def _do(self, action: Action, state: _State) -> None:
-        key = action.stage, action.microbatch
-        kind = action.kind
+        kind, key = action.kind, (action.stage, action.microbatch)
         if kind == "forward":
             self._forward(key, state)
-        elif kind in LAST_USE or kind == "backward_input":
+        elif kind in COMPUTE:
             self.stages.before_backward(*key, kind)
-            self._run_backward(kind, key, state)
+            if kind == "backward":
+                with self.stages.full_backward():
+                    self._backward(key, state)
+            elif kind == "backward_input":  # what the weights' half needs is held until then
+                with self.stages.deferred_wgrad() as tasks:
+                    self._backward(key, state)
+                state.wgrad_tasks[key] = tasks
+            else:
+                with torch.no_grad():
+                    self.stages.run_wgrad(state.wgrad_tasks.pop(key))
+            state.in_flight -= kind in LAST_USE
             self.stages.after_backward(*key, kind)
         elif kind == "reduce":
             self.stages.reduce(action.stage)
         elif kind != "step":  # the optimizer steps in the engine, once it has the norm of all gradients
-            self._transfer(action, key, state)
-
-    def _run_backward(self, kind: str, key: StageMicrobatch, state: _State) -> None:
-        if kind == "backward":
-            with self.stages.full_backward():
-                self._backward(key, state)
-        elif kind == "backward_input":
-            with self.stages.deferred_wgrad() as tasks:
-                self._backward(key, state)
-            state.wgrad_tasks[key] = tasks
-            return  # what the weights' half needs is held until then
-        else:
-            with torch.no_grad():
-                self.stages.run_wgrad(state.wgrad_tasks.pop(key))
-        state.in_flight -= 1
-
-    def _transfer(self, action: Action, key: StageMicrobatch, state: _State) -> None:
-        assert self.transport is not None
-        if action.kind == "send_activation":
-            spec, tensors = state.outputs.pop(key)
-            self.transport.send_value(action, spec, tensors, state.batch_shape)
-        elif action.kind == "send_gradient":
-            self.transport.send(action, state.input_gradients.pop(key))
-        else:
-            self.transport.post_receive(action, state.batch_shape)
+            assert self.transport is not None
+            if kind == "send_activation":
+                spec, tensors = state.outputs.pop(key)
+                self.transport.send_value(action, spec, tensors, state.batch_shape)
+            elif kind == "send_gradient":
+                self.transport.send(action, state.input_gradients.pop(key))
+            else:
+                self.transport.post_receive(action, state.batch_shape)
 
     def _forward(self, key: StageMicrobatch, state: _State) -> None:
         stage, microbatch = key
@@ -225,7 +243,12 @@ class Executor:
             state.loss_sums.append(loss.detach())
             state.counts.append(count)
             if torch.is_grad_enabled():
-                state.edges[key] = [_edge_of_loss(loss, microbatch)]
+                if not loss.requires_grad:
+                    raise ValueError(
+                        f"the loss of microbatch {microbatch} does not require a gradient: is a result detached, or "
+                        f"computed under no_grad, or are all parameters frozen?"
+                    )
+                state.edges[key] = [get_gradient_edge(loss)]
             return
         spec, tensors = flatten_value(out, self.parallel, f"stage {stage}")
         edges = [
@@ -257,16 +280,9 @@ class Executor:
         if edges:  # given tensors, backward would turn off torch function modes, which a recomputed forward needs
             torch.autograd.backward(edges, output_gradients)
         if stage:
-            state.input_gradients[key] = gradients(state.roots.pop(key))
-
-
-def _edge_of_loss(loss: Tensor, microbatch: int) -> GradientEdge:
-    if not loss.requires_grad:
-        raise ValueError(
-            f"the loss of microbatch {microbatch} does not require a gradient: nothing that it was computed from does. "
-            f"Is a result detached, or computed under no_grad, or are all parameters frozen?"
-        )
-    return get_gradient_edge(loss)
+            roots = state.roots.pop(key)  # those that were not used have zeros
+            grads = [root.grad if root.grad is not None else torch.zeros_like(root) for root in roots]
+            state.input_gradients[key] = grads
 
 
 def forward_only(actions: Sequence[Action], microbatches: int) -> list[Action]:
@@ -278,23 +294,16 @@ def forward_only(actions: Sequence[Action], microbatches: int) -> list[Action]:
     return [action for action in actions if action.kind in kinds and action.microbatch < microbatches]
 
 
-def _last_backwards(actions: Sequence[Action]) -> set[int]:
-    """Indices of the actions that complete the gradients of a stage."""
-    return set({action.stage: index for index, action in enumerate(actions) if action.kind in LAST_USE}.values())
-
-
-def _receives_after(actions: Sequence[Action]) -> Iterator[list[Action]]:
-    """For each compute action the receives between it and the next one: posted early, they overlap with it."""
+def _receives_after(actions: Sequence[Action]) -> dict[int, list[Action]]:
+    """Index of each compute action -> the receives between it and the next one: posted early, they overlap with it."""
+    out: dict[int, list[Action]] = {}
     receives: list[Action] = []
-    is_first = True
-    for action in actions:
+    for index, action in enumerate(actions):
         if action.kind in COMPUTE:
-            if not is_first:
-                yield receives
-            receives, is_first = [], False
+            receives = out[index] = []
         elif action.kind in ("receive_activation", "receive_gradient"):
             receives.append(action)
-    yield receives
+    return out
 
 
 def _total(values: list[Tensor], zero: Tensor) -> Tensor:

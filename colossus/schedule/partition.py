@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from colossus.construct.build_model import keep_attributes_on_meta
 from colossus.error_place import located_error
-from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks, run_blocks
+from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks
 from colossus.layout.parameter import record_full_order, spec_of
 from colossus.schedule.bounds import Split, name_ranges, stage_bounds
 
@@ -28,15 +28,13 @@ class Partition:
         bounds: stage s runs ``blocks[bounds[s]:bounds[s + 1]]``.
         rank_of: stage -> index along the pipeline axis.
         stages_of: name of a parameter -> the stages that use it, ascending.
-        names: of all parameters of the whole model, in the order of ``named_parameters``.
-        sizes: name of a parameter -> number of elements of the whole parameter.
+        sizes: name of a parameter -> number of elements of the whole parameter, in the order of the whole model.
     """
 
     blocks: tuple[NamedBlock, ...]
     bounds: tuple[int, ...]
     rank_of: Mapping[int, int]
     stages_of: Mapping[str, tuple[int, ...]]
-    names: tuple[str, ...]
     sizes: Mapping[str, int]
 
     @property
@@ -50,18 +48,13 @@ class Partition:
     def blocks_of(self, stage: int) -> tuple[NamedBlock, ...]:
         return self.blocks[self.bounds[stage] : self.bounds[stage + 1]]
 
-    def forward_of(self, stage: int) -> Callable[[Any], Any]:
-        """A function that runs the blocks of a stage in turn, each on what the one before returned."""
-        calls = [block.call for block in self.blocks_of(stage)]
-        return lambda x: run_blocks(calls, x)
-
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Pipeline ranks that hold a parameter, each once, the one of its lowest stage first."""
         return tuple(dict.fromkeys(self.rank_of[stage] for stage in self.stages_of[name]))
 
     def parameters_on(self, stage: int) -> list[str]:
         """Names of the parameters that a stage uses, in the order of the whole model."""
-        return [name for name in self.names if stage in self.stages_of[name]]
+        return [name for name in self.sizes if stage in self.stages_of[name]]
 
     def describe(self) -> list[str]:
         """One line per stage: its rank, its blocks, and the elements of its whole parameters."""
@@ -105,7 +98,7 @@ def make_partition(model: nn.Module, rank_of: Mapping[int, int], split: Split = 
     elements = [sum(sizes[name] for name in block.parameters) for block in blocks]
     bounds = stage_bounds(split, [block.name for block in blocks], elements, num_stages)
     stages_of = _stages_by(blocks, bounds, lambda block: block.parameters)
-    return Partition(blocks, bounds, dict(rank_of), stages_of, tuple(sizes), sizes)
+    return Partition(blocks, bounds, dict(rank_of), stages_of, sizes)
 
 
 def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:

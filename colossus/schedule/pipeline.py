@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,11 +12,10 @@ from colossus.comm.links import Links
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import ModelParallel
-from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks
+from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks, run_blocks
 from colossus.schedule.actions import Action, placement
 from colossus.schedule.build import make_schedule
-from colossus.schedule.executor import Executor, Stages, forward_only
-from colossus.schedule.observer import StepObserver
+from colossus.schedule.executor import Executor, Stages, StepObserver, forward_only
 from colossus.schedule.partition import Partition, keep_stages_of, make_partition
 from colossus.schedule.transport import Transport
 
@@ -39,7 +39,6 @@ class PipelineRuntime:
         self.rank = context.index("pipeline")
         self.actions: Sequence[Action] = actions[self.rank]
         self.partition: Partition | None = None
-        self._forward_actions: dict[int, list[Action]] = {}
         self._links: Links | None = None
 
     @property
@@ -66,7 +65,8 @@ class PipelineRuntime:
         """Stage -> what runs it, for the stages of this rank."""
         if self.partition is None:
             return {0: model}
-        return {stage: self.partition.forward_of(stage) for stage in self.partition.stages_on(self.rank)}
+        stages = self.partition.stages_on(self.rank)
+        return {stage: partial(run_blocks, [b.call for b in self.partition.blocks_of(stage)]) for stage in stages}
 
     def parameters_on(self, stage: int, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that a stage of this rank uses."""
@@ -99,7 +99,7 @@ class PipelineRuntime:
         if self.partition is None:
             return []
         held = dict(model.named_parameters())
-        ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.names if name in held}
+        ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.sizes if name in held}
         return [(held[name], ranks) for name, ranks in ranks_of.items() if len(ranks) > 1]
 
     def make_executor(
@@ -121,9 +121,7 @@ class PipelineRuntime:
 
     def forward_actions(self, microbatches: int) -> list[Action]:
         """The actions of this rank in an evaluation of at most as many microbatches as a step has."""
-        if microbatches not in self._forward_actions:
-            self._forward_actions[microbatches] = forward_only(self.actions, microbatches)
-        return self._forward_actions[microbatches]
+        return forward_only(self.actions, microbatches)
 
     def close(self) -> None:
         if self._links is not None:

@@ -7,8 +7,7 @@ backend once buffers are full; then both ranks are held while the value is trans
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,7 +57,6 @@ class Times:
         backward_input: the dgrad of a split backward.
         backward_weight: the wgrad of a split backward.
         transfer: a value on the wire between two ranks.
-        stages: a factor on the compute actions of each stage; None is 1 for all.
     """
 
     forward: float = 1.0
@@ -66,19 +64,10 @@ class Times:
     backward_input: float = 1.0
     backward_weight: float = 1.0
     transfer: float = 0.0
-    stages: Sequence[float] | None = None
-
-    def __post_init__(self) -> None:
-        named = {name: getattr(self, name) for name in (*sorted(COMPUTE), "transfer")}
-        for name, value in [*named.items(), *(("stages", factor) for factor in self.stages or ())]:
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"{name}: a time is a finite number of at least 0, got {value!r}")
 
     def of(self, action: Action) -> float:
         """The time for which the action holds its rank."""
-        if action.kind not in COMPUTE:
-            return 0.0  # of a transfer only the wire takes time
-        return float(getattr(self, action.kind) * (self.stages[action.stage] if self.stages is not None else 1.0))
+        return float(getattr(self, action.kind)) if action.kind in COMPUTE else 0.0  # a transfer takes the wire alone
 
 
 @dataclass(frozen=True)
@@ -99,7 +88,8 @@ class Simulation:
     @cached_property
     def bubbles(self) -> list[float]:
         """For each rank the share of the makespan in which it computes nothing."""
-        return [1.0 - busy / self.makespan if self.makespan else 0.0 for busy in map(_busy, self.spans)]
+        busy = [sum(s.end - s.start for s in own if s.action.kind in COMPUTE) for own in self.spans]
+        return [1.0 - each / self.makespan if self.makespan else 0.0 for each in busy]
 
     @property
     def bubble(self) -> float:
@@ -117,14 +107,8 @@ def simulate(actions: Actions, times: Times | None = None, *, blocking: bool = F
 
     Args:
         blocking: a send and its receive hold both their ranks; by default transfers overlap with computing.
-
-    Raises:
-        ValueError: when ``times.stages`` has another length than the schedule has stages.
     """
     times = times or Times()
-    num_stages = len(placement(actions))
-    if times.stages is not None and len(times.stages) != num_stages:
-        raise ValueError(f"times.stages has {len(times.stages)} factors for {num_stages} stages")
     return Simulation(play(actions, times.of, transfer=times.transfer, blocking=blocking))
 
 
@@ -136,94 +120,78 @@ def play(actions: Actions, duration: Duration, *, transfer: float = 0.0, blockin
     Raises:
         Deadlock: when the ranks wait for each other for ever.
     """
-    player = _Player(actions, duration, transfer, blocking)
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(len(actions)):
-            while player.advance(rank):
-                moved = True
-    waiting_at = {
-        rank: len(player.spans[rank]) for rank, own in enumerate(actions) if len(player.spans[rank]) < len(own)
-    }
-    if waiting_at:
-        raise Deadlock(waiting_at)
-    return player.spans
+    rank_of = placement(actions)
+    last_stage = max(rank_of, default=0)
+    has_transfers = any(action.kind in TRANSFERS for own in actions for action in own)
+    spans: list[list[Span]] = [[] for _ in actions]
+    now = [0.0] * len(actions)
+    #: (what made it, rank) -> when it was on that rank
+    available: dict[tuple[Action, int], float] = {}
 
+    def next_of(rank: int) -> Action | None:
+        return actions[rank][len(spans[rank])] if len(spans[rank]) < len(actions[rank]) else None
 
-class _Player:
-    """How far each rank has come, and which results are on which rank since when."""
-
-    def __init__(self, actions: Actions, duration: Duration, transfer: float, blocking: bool) -> None:
-        self.actions, self.duration, self.transfer, self.blocking = actions, duration, transfer, blocking
-        self.rank_of = placement(actions)
-        self.last_stage = max(self.rank_of, default=0)
-        self.has_transfers = any(action.kind in TRANSFERS for own in actions for action in own)
-        self.spans: list[list[Span]] = [[] for _ in actions]
-        self.now = [0.0] * len(actions)
-        #: (what made it, rank) -> when it was on that rank
-        self.available: dict[tuple[Action, int], float] = {}
-
-    def advance(self, rank: int) -> bool:
-        """Do the next action of ``rank`` if it can be done."""
-        action = self._next(rank)
-        if action is None:
-            return False
-        if self.blocking and action.kind in TRANSFERS:
-            return self._meet(rank, action)
-        ready = self._ready(rank, action)
-        if ready is None:
-            return False
-        start = max(self.now[rank], ready)
-        self._record(rank, action, start, start + self.duration(action))
-        if action.kind in SENDS:
-            self._deliver(action, start + self.transfer)
-        return True
-
-    def _next(self, rank: int) -> Action | None:
-        position = len(self.spans[rank])
-        return self.actions[rank][position] if position < len(self.actions[rank]) else None
-
-    def _ready(self, rank: int, action: Action) -> float | None:
+    def ready(rank: int, action: Action) -> float | None:
         """When everything that the action needs is there; None as long as that is not known."""
         latest = 0.0
-        for need in needs(action, self.last_stage):
+        for need in needs(action, last_stage):
             # without transfers in the lists, results are kept under the rank that made them
-            holder = rank if self.has_transfers else self.rank_of[need.stage]
-            time = self.available.get((need, holder))
-            if time is None:
+            at = available.get((need, rank if has_transfers else rank_of[need.stage]))
+            if at is None:
                 return None
-            latest = max(latest, time)
+            latest = max(latest, at)
         return latest
 
-    def _meet(self, rank: int, action: Action) -> bool:
+    def run(rank: int, action: Action, start: float, end: float) -> None:
+        spans[rank].append(Span(action, start, end))
+        now[rank] = end
+        if action.kind in COMPUTE:
+            available[made_by(action), rank] = end
+
+    def deliver(send: Action, time: float) -> None:
+        assert send.peer is not None
+        for sent in needs(send, last_stage):
+            available[sent, rank_of[send.peer]] = time
+
+    def meet(rank: int, action: Action) -> bool:
         """A send and its receive, when both ranks have come to them."""
         assert action.peer is not None
-        other = self.rank_of.get(action.peer)
-        mirror = action.mirror()
-        if other is None or self._next(other) != mirror:
+        other, mirror = rank_of.get(action.peer), action.mirror()
+        if other is None or next_of(other) != mirror:
             return False
         send, sender = (action, rank) if action.kind in SENDS else (mirror, other)
-        ready = self._ready(sender, send)
-        if ready is None:
+        since = ready(sender, send)
+        if since is None:
             return False
-        start = max(self.now[rank], self.now[other], ready)
-        self._record(rank, action, start, start + self.transfer)
-        self._record(other, mirror, start, start + self.transfer)
-        self._deliver(send, start + self.transfer)
+        start = max(now[rank], now[other], since)
+        run(rank, action, start, start + transfer)
+        run(other, mirror, start, start + transfer)
+        deliver(send, start + transfer)
         return True
 
-    def _deliver(self, send: Action, time: float) -> None:
-        assert send.peer is not None
-        for sent in needs(send, self.last_stage):
-            self.available[sent, self.rank_of[send.peer]] = time
+    def advance(rank: int) -> bool:
+        """Do the next action of a rank if it can be done."""
+        action = next_of(rank)
+        if action is None:
+            return False
+        if blocking and action.kind in TRANSFERS:
+            return meet(rank, action)
+        since = ready(rank, action)
+        if since is None:
+            return False
+        start = max(now[rank], since)
+        run(rank, action, start, start + duration(action))
+        if action.kind in SENDS:
+            deliver(action, start + transfer)
+        return True
 
-    def _record(self, rank: int, action: Action, start: float, end: float) -> None:
-        self.spans[rank].append(Span(action, start, end))
-        self.now[rank] = end
-        if action.kind in COMPUTE:
-            self.available[made_by(action), rank] = end
-
-
-def _busy(own: list[Span]) -> float:
-    return sum(span.end - span.start for span in own if span.action.kind in COMPUTE)
+    ranks, moved = range(len(actions)), True
+    while moved:
+        moved = False
+        for rank in ranks:
+            while advance(rank):
+                moved = True
+    waiting_at = {rank: len(spans[rank]) for rank in ranks if next_of(rank) is not None}
+    if waiting_at:
+        raise Deadlock(waiting_at)
+    return spans

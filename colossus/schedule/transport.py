@@ -21,7 +21,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 _CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TensorSpec:
     """One tensor of a value.
 
@@ -36,12 +36,19 @@ class TensorSpec:
     needs_gradient: bool
     placement: Placement | None
 
+    def __repr__(self) -> str:
+        kind = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return kind if self.needs_gradient else f"{kind} (no gradient)"
+
 
 @dataclass(frozen=True)
 class RepeatedTensor:
     """The tensor that the value holds already at this index of its tensors: sent once, it stays one tensor."""
 
     index: int
+
+    def __repr__(self) -> str:
+        return f"tensor {self.index} again"
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class ValueSpec:
         return [leaf for leaf in self.tensors if leaf.needs_gradient]
 
     def __str__(self) -> str:
-        return f"{tree_unflatten([_describe_leaf(leaf) for leaf in self.leaves], self.tree)}"
+        return str(tree_unflatten(self.leaves, self.tree))
 
 
 def flatten_value(value: Any, parallel: ModelParallel, where: str) -> tuple[ValueSpec, list[Tensor]]:
@@ -86,10 +93,6 @@ def flatten_value(value: Any, parallel: ModelParallel, where: str) -> tuple[Valu
         if isinstance(item, Tensor) and id(item) in index_of:
             leaves.append(RepeatedTensor(index_of[id(item)]))
         elif isinstance(item, Tensor):
-            if item.layout is not torch.strided:
-                raise ValueError(
-                    f"{where} returned a tensor of layout {item.layout}; what goes on is dense: .to_dense()"
-                )
             index_of[id(item)] = len(tensors)
             placement, local = placement_of(item), plain(item)
             if placement is not None:
@@ -135,21 +138,6 @@ def batch_signature(batch: Any) -> tuple[Any, ...]:
     return str(tree), tuple(tensors), torch.is_grad_enabled()
 
 
-def gradients(roots: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of the roots of `unflatten_value`; zeros for those that were not used."""
-    return [root.grad if root.grad is not None else torch.zeros_like(root) for root in roots]
-
-
-def _describe_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, RepeatedTensor):
-        return f"tensor {leaf.index} again"
-    if not isinstance(leaf, TensorSpec):
-        return leaf
-    return (
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{'' if leaf.needs_gradient else ' (no gradient)'}"
-    )
-
-
 class Transport:
     """The transfers of one rank.
 
@@ -158,13 +146,11 @@ class Transport:
         rank_of: stage -> index of the rank that has it.
 
     Attributes:
-        receives_early: whether receives are to be posted before their turn.
         step_id: identifies the step, the same on all ranks of a model; two ranks that disagree get an error.
     """
 
     def __init__(self, links: Links, rank_of: Mapping[int, int]) -> None:
-        self._links, self._rank_of = links, rank_of
-        self.receives_early = links.takes_early
+        self.links, self._rank_of = links, rank_of
         self.step_id: object = None
         #: by the stage that makes the value, and the shape of the batch
         self._specs: dict[tuple[int, Hashable], ValueSpec] = {}
@@ -182,8 +168,8 @@ class Transport:
         known = self._specs.get((action.stage, shape))
         if known is None:
             self._specs[action.stage, shape] = spec
-            self._links.send_object(self._peer(action), spec, f"description of the {_message_name(action)}")
-        elif known != spec and repr(known) != repr(spec):  # a NaN is not equal to itself
+            self.links.send_object(self._peer(action), spec, f"description of the {action.message}")
+        elif known != spec:
             raise ValueError(
                 f"stage {action.stage} returned {spec} for microbatch {action.microbatch}, but {known} for an "
                 f"earlier one of the same shape: what goes between stages must look the same for batches of one shape. "
@@ -197,32 +183,34 @@ class Transport:
         if action.kind == "send_gradient":  # that of an activation is waited for when its gradient has come
             self._flush(action.kind, action.stage, action.microbatch - 1)
         key = action.kind, action.stage, action.microbatch
-        self._unflushed[key] = self._links.send(self._peer(action), tensors, _message_name(action), self.step_id)
+        self._unflushed[key] = self.links.send(self._peer(action), tensors, action.message, self.step_id)
 
     # -- receiving ----------------------------------------------------------------------------------------
 
-    def post_receive(self, action: Action, shape: Hashable, *, early: bool = False) -> None:
+    def post_receive(self, action: Action, shape: Hashable, *, early: bool = False) -> bool:
         """Post the receive of a stage's input, or of the gradient of its output, unless it has been posted.
 
         Args:
-            early: before its turn; only done where the spec of its value is known already.
+            early: before its turn; not done where the spec of its value has to come first.
+
+        Returns:
+            Whether it has been posted. Those that follow must not be posted before it: messages have no tags.
         """
         if action in self._posted:
-            return
+            return True
         is_gradient = action.kind == "receive_gradient"
         made_by = action.stage if is_gradient else action.peer
         assert made_by is not None
         spec = self._specs.get((made_by, shape))
         if spec is None:
             if early:
-                return
-            spec = self._links.recv_object(self._peer(action), f"description of the {_message_name(action)}")
+                return False
+            spec = self.links.receive_object(self._peer(action), f"description of the {action.message}")
             self._specs[made_by, shape] = spec
         tensors = spec.differentiable if is_gradient else spec.tensors
-        self._posted[action] = (
-            spec,
-            self._links.receive(self._peer(action), tensors, _message_name(action), self.step_id),
-        )
+        incoming = self.links.receive(self._peer(action), tensors, action.message, self.step_id)
+        self._posted[action] = spec, incoming
+        return True
 
     def wait_value(self, stage: int, microbatch: int) -> tuple[ValueSpec, list[Tensor]]:
         """A stage's input, once it is there."""
@@ -250,10 +238,3 @@ class Transport:
     def _peer(self, action: Action) -> int:
         assert action.peer is not None
         return self._rank_of[action.peer]
-
-
-def _message_name(action: Action) -> str:
-    """The same at both ends: of a send, and of the receive that mirrors it."""
-    what = "activation" if action.kind.endswith("activation") else "gradient"
-    stages = (action.stage, action.peer) if action.kind.startswith("send") else (action.peer, action.stage)
-    return f"{what} of microbatch {action.microbatch} from stage {stages[0]} to stage {stages[1]}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm.autograd import first_order, uncompiled
-from colossus.comm.ring import rotate
+from colossus.comm.links import rotate
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.sequence_parallel.kernels import AttentionTile, attention_tiles, block_backward, block_forward

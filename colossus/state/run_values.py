@@ -184,14 +184,12 @@ def _by_name(hooks: Sequence[SavedHook]) -> Iterator[tuple[str, SavedHook]]:
 def _rng_state(context: ParallelContext) -> dict[str, Any]:
     devices = _devices(context)
     of_torch, (version, numbers, gauss), of_numpy = GlobalRng(tuple(devices.values())).get_state()
-    position = context.rng.state_dict()
     return {
-        "step": position["step"],
-        "microbatch": position["microbatch"],
+        "step": context.rng.step,
+        "microbatch": context.rng.microbatch,
         "torch": dict(zip(devices, of_torch, strict=True)),
         "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
         "numpy": of_numpy,
-        "named": {name: [device.partition(":")[0], state] for name, (device, state) in position["named"].items()},
     }
 
 
@@ -205,6 +203,4 @@ def _set_rng(state: Mapping[str, Any], context: ParallelContext) -> None:
     version, numbers, gauss = state["python"]
     of_torch = [state["torch"][kind] for kind in devices]
     GlobalRng(tuple(devices.values())).set_state((of_torch, (version, tuple(numbers.tolist()), gauss), state["numpy"]))
-    named = {name: (str(known[kind]), value) for name, (kind, value) in state["named"].items() if kind in known}
-    position = {"seed": context.rng.seed, "step": state["step"], "microbatch": state["microbatch"], "calls": {}}
-    context.rng.load_state_dict({**position, "named": named})
+    context.rng.move_to(state["step"], state["microbatch"])

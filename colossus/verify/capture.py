@@ -22,7 +22,7 @@ from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.layout import Box
 from colossus.layout.parameter import LogicalParameter
 from colossus.nest import tensors
-from colossus.schedule.observer import StepObserver
+from colossus.schedule.executor import StepObserver
 from colossus.sharded_tensor.regions import local, to_whole
 from colossus.state.parameters import buffers_of, parameter_boxes
 

@@ -19,7 +19,7 @@ from colossus.engine.results import StepResult
 from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import LogicalParameter, logical_parameters, spec_of
-from colossus.schedule.observer import StepObserver
+from colossus.schedule.executor import StepObserver
 from colossus.verify.capture import (
     ForwardCapture,
     Held,

@@ -76,7 +76,7 @@ def _both_ways_through_the_host(context: ParallelContext, shared: bool) -> None:
     if context.rank:
         link.send_object(0, {"a": 1}, "object")
     else:
-        assert link.recv_object(1, "object") == {"a": 1}
+        assert link.receive_object(1, "object") == {"a": 1}
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -135,7 +135,7 @@ def _other_size(context: ParallelContext) -> None:
 
 
 def test_a_message_of_another_size_is_told() -> None:
-    words = "rank 0 sent message 1 of 448 bytes where the activation of microbatch 3, message 1 of 832 bytes, is due"
+    words = r"rank 0 sent something else \(448 bytes\) where the activation of microbatch 3 \(832 bytes\) is due"
     with pytest.raises(RankError, match=words):
         run(_other_size)
 
@@ -150,7 +150,7 @@ def _other_step(context: ParallelContext) -> None:
 
 
 def test_a_message_of_another_step_is_told() -> None:
-    with pytest.raises(RankError, match="rank 0 sent something else where the activation of microbatch 3 is due"):
+    with pytest.raises(RankError, match=r"rank 0 sent something else .* where the activation of microbatch 3"):
         run(_other_step)
 
 

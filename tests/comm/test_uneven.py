@@ -62,7 +62,7 @@ def all_cases(context: ParallelContext, through_memory: bool, is_staged: bool) -
     staged = on_host.pretend() if is_staged else on_host.Staged
     for case in range(3):
         exchanged(context, case, through_memory)
-    assert staged.copies == staged.returned == (12 if is_staged else 0)
+    assert staged.copies == staged.returned == (15 if is_staged else 0)
 
 
 @pytest.mark.parametrize("is_staged", [False, True], ids=["", "through the host"])

@@ -16,8 +16,7 @@ from torch import distributed as dist
 
 from colossus.comm.collectives import all_gather
 from colossus.config.schema import Parallel
-from colossus.context.grid import RankGrid, build_grid
-from colossus.context.layer_options import LayerOptions
+from colossus.context.grid import LayerOptions, RankGrid, build_grid
 from colossus.context.parallel_context import ParallelContext, current_context
 
 THREE = RankGrid({"data": 2, "row": 2, "col": 2}, {"tensor": ("row", "col"), "data": ("data",)})

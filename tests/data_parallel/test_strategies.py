@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.schedule.actions import Action
-from colossus.schedule.observer import StepObserver
+from colossus.schedule.executor import StepObserver
 
 STEPS, BATCH, CLIP = 5, 12, 0.5
 LR, MOMENTUM = 0.05, 0.9

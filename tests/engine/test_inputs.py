@@ -11,7 +11,7 @@ from helpers.training import batch_of, config_of
 
 import colossus
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.schedule.observer import StepObserver
+from colossus.schedule.executor import StepObserver
 
 PADDED = dict(sequence=dict(size=2, mode="ring", pad=True))
 SIZES: dict[str, Any] = dict(vocab_size=256, seq_len=6)

@@ -209,7 +209,7 @@ class Odd(nn.Module):
 WRONG = {
     "object": r"stage 0 returned object at \['config'\]; what goes on to the next stage is a tensor, or a nest",
     "detached": r"stage 0 returned float64\[2, 5, 10\] \(no gradient\), of which nothing requires a gradient",
-    "changing": r"stage 0 returned \(.float64\[2, 5, 10\]., .tensor 0 again.\) for microbatch 2, but float64",
+    "changing": r"stage 0 returned \(float64\[2, 5, 10\], tensor 0 again\) for microbatch 2, but float64",
 }
 
 
@@ -247,5 +247,5 @@ def _other_batches(rank: int) -> None:
 
 
 def test_ranks_with_batches_of_other_shapes() -> None:
-    with pytest.raises(RankError, match="do not run the same program on batches of the same shape"):
+    with pytest.raises(RankError, match=r"sent something else .* or were given other batches"):
         run_ranks(2, _other_batches, with_context=False, timeout=30)

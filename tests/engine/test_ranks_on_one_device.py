@@ -26,8 +26,7 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import links
 from colossus.config import ConfigError, load_config
 from colossus.context import groups
-from colossus.context.device import pick_device
-from colossus.context.world import choose_backend
+from colossus.context.world import choose_backend, pick_device
 from colossus.launch.checks import check_devices
 
 PLANS: dict[str, dict[str, Any]] = {

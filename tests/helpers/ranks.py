@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from colossus.comm import log
-from colossus.context.grid import RankGrid
-from colossus.context.layer_options import LayerOptions
+from colossus.context.grid import LayerOptions, RankGrid
 from colossus.context.local_ranks import RanksFailed, run_local_ranks
 from colossus.context.parallel_context import ParallelContext
 

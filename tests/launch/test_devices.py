@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.launching import TINY
-from torch import distributed as dist
 
-from colossus.context.device import pick_device, require_own_device
 from colossus.context.visible_devices import explain_visible
+from colossus.context.world import pick_device
 from colossus.launch import command
 
 Devices = Callable[..., None]
@@ -127,13 +125,3 @@ def test_each_local_rank_has_its_device(devices: Devices, monkeypatch: pytest.Mo
     assert pick_device("auto") == torch.device("cpu")
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES= hides all devices"):
         pick_device("cuda")
-
-
-def test_two_ranks_on_one_device_are_refused_before_nccl_hears_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, device = dist.HashStore(), torch.device("cuda", 0)
-    ids = iter(("11-22", "33-44", "11-22"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=next(ids)))
-    require_own_device(store, 0, device)
-    require_own_device(store, 1, device)
-    with pytest.raises(ValueError, match=r"ranks 0 and 2 are on the same device \(GPU-11-22\), which NCCL refuses"):
-        require_own_device(store, 2, device)

@@ -29,8 +29,8 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 2) -> Actions:
 def simulated(name: str, stages: int, microbatches: int, chunks: int = 2) -> Simulation:
     """With a stage's time in proportion to its share of the model."""
     actions = make(name, stages, microbatches, chunks)
-    num_stages = len(placement(actions))
-    return simulate(actions, Times(stages=[stages / num_stages] * num_stages))
+    share = stages / len(placement(actions))
+    return simulate(actions, Times(share, 2 * share, share, share))
 
 
 def ends(simulation: Simulation) -> dict[tuple[str, int, int], tuple[float, float]]:
@@ -129,10 +129,10 @@ def test_gradients_are_reduced_as_soon_as_they_are_complete() -> None:
         ("interleaved", 2, 4, dict(chunks=0), "chunks must be a whole number of at least 1, got 0"),
         ("zb-v", 2, 4, dict(chunks=3), "schedule 'zb-v' takes .stages, microbatches.: .*chunks"),
         ("1f1", 2, 4, {}, "no schedule named '1f1'. Did you mean '1f1b'"),
-        (lambda stages, microbatches: None, 2, 4, {}, "gives NoneType, not a list of actions for each rank"),
-        (lambda stages, microbatches: [[]], 2, 4, {}, "gives lists for 1 ranks, not for 2"),
-        (lambda stages, microbatches: [["F0"], []], 2, 4, {}, "holds 'F0', which is no Action"),
-        (lambda stages, microbatches: [[], []], 2, 4, {}, "no rank computes anything"),
+        (lambda stages, microbatches: None, 2, 4, {}, "must give a list of Action"),
+        (lambda stages, microbatches: [[]], 2, 4, {}, "must give a list of Action"),
+        (lambda stages, microbatches: [["F0"], []], 2, 4, {}, "must give a list of Action"),
+        (lambda stages, microbatches: [[], []], 2, 4, {}, "rank 0 of 2 has no stage"),
     ],
 )
 def test_wrong_arguments(kind: Any, stages: int, microbatches: int, options: dict[str, Any], message: str) -> None:

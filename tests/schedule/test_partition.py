@@ -208,13 +208,13 @@ def test_every_parameter_is_on_one_stage_or_tied(num_stages: int, tied: bool, ro
     options = {**SIZES, "tie_embeddings": tied, "positions": "rotary" if rotary else "learned"}
     model = meta(lambda: GPT(**options))
     made = make_partition(model, straight(num_stages))
-    assert made.names == tuple(name for name, _ in model.named_parameters())
+    assert tuple(made.sizes) == tuple(name for name, _ in model.named_parameters())
     for name, stages in made.stages_of.items():
         shared = tied and name == "embedding.weight" and num_stages > 1
         assert stages == ((0, num_stages - 1) if shared else stages[:1]), name
         assert made.ranks_of(name) == stages
     listed = {name for stage in range(num_stages) for name in made.parameters_on(stage)}
-    assert listed == set(made.names)
+    assert listed == set(made.sizes)
     assert made.num_stages == num_stages
 
 
@@ -254,7 +254,7 @@ def test_the_same_start_without_the_rest(factory: Callable[[], nn.Module], name:
     state = whole.state_dict()
     for rank in sorted(set(rank_of.values())):
         model, made = stage_of(factory, rank_of, rank, split=split)
-        own = [key for key in made.names if rank in made.ranks_of(key)]
+        own = [key for key in made.sizes if rank in made.ranks_of(key)]
         assert [key for key, _ in model.named_parameters()] == own
         for key, parameter in model.named_parameters():
             assert torch.equal(parameter, wanted[key]), key

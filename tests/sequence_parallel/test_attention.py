@@ -19,8 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colossus.comm import accounting, shared_memory
-from colossus.comm import ring as comm_ring
+from colossus.comm import accounting, links, shared_memory
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
@@ -223,7 +222,7 @@ def _exact_as_on_an_accelerator(context: ParallelContext, cases: list[Case], til
     kernels.MASKED_TILE = tile
     if context.size("ring") > 1:
         shared_memory.enable(False)
-        comm_ring._links_of(context.group("ring"), torch.device("cpu")).has_batches = True
+        links._ring_of(context.group("ring"), torch.device("cpu")).has_batches = True
     _exact(context, cases)
 
 

@@ -44,7 +44,7 @@ def mirror() -> None:
         sent: Sequence[int], group: AxisGroup, device: torch.device, words: Sequence[int] = ()
     ) -> tuple[uneven.Lengths, list[list[int]]]:
         agree(sent, group, device, words)
-        return uneven.Lengths(tuple(sent), tuple(sent), None), [list(words)] * group.size
+        return uneven.Lengths(tuple(sent), tuple(sent), (tuple(sent),) * group.size), [list(words)] * group.size
 
     def to_the_first(self: RowExchange, number: int, table: Any, ids: Tensor) -> tuple[Tensor, list[int]]:
         order, counts = by_target(self, number, table, ids)

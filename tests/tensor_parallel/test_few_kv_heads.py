@@ -20,8 +20,7 @@ from colossus.comm import accounting
 from colossus.comm.accounting import Traffic
 from colossus.config import load_config
 from colossus.construct.build_model import build
-from colossus.context.grid import build_grid
-from colossus.context.layer_options import LayerOptions
+from colossus.context.grid import LayerOptions, build_grid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.models.gpt import GPT

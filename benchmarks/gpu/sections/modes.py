@@ -13,7 +13,7 @@ from helpers.ranks import grid_of
 from benchmarks.gpu import layer_cases
 from benchmarks.gpu.ranks import RankPool
 from benchmarks.gpu.section import Case, Figures
-from colossus.context.layer_options import LayerOptions
+from colossus.context.grid import LayerOptions
 from colossus.context.parallel_context import ParallelContext
 from colossus.registry import TENSOR_MODES
 

@@ -114,7 +114,7 @@ def messages(group: AxisGroup, device: torch.device) -> None:
     if group.index:
         links.send_object(0, {"a": 1}, "object")
     else:
-        assert links.recv_object(1, "object") == {"a": 1}
+        assert links.receive_object(1, "object") == {"a": 1}
     links.close()
 
 

@@ -12,7 +12,7 @@ from helpers.modes import Mode
 from helpers.ranks import grid_of
 from torch import Tensor
 
-from colossus.context.layer_options import LayerOptions
+from colossus.context.grid import LayerOptions
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import DTYPES, Precision
 from colossus.registry import TENSOR_MODES

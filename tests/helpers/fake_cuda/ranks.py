@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
+import pickle
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 from torch.utils._python_dispatch import _disable_current_modes
 
+from colossus.comm.links import Links
 from colossus.construct import allocate
 from colossus.construct.allocate import trace_constructor
 from colossus.context import parallel_context
+from colossus.context.groups import AxisGroup
 from colossus.context.local_ranks import RanksFailed, run_local_ranks
 from colossus.layers import deferred_wgrad
 
@@ -45,6 +50,29 @@ def _real_trace(*args: Any) -> Any:
         return trace_constructor(*args)
 
 
+def _travel_by_store(store: dist.Store) -> None:
+    """Objects between the stages of a pipeline go through the store; in a collective, other ranks have this one's."""
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+    def key(group: AxisGroup, source: int, to: int) -> str:
+        link = f"{group} from {group.ranks[source]} to {group.ranks[to]}"
+        return f"object {next(numbers[link])} of {link}"
+
+    def send(self: Links, to: int, value: Any, label: str) -> None:
+        store.set(key(self._group, self._group.index, to), pickle.dumps(value).hex())
+
+    def receive(self: Links, source: int, label: str) -> Any:
+        return pickle.loads(bytes.fromhex(store.get(key(self._group, source, self._group.index)).decode()))
+
+    def gather(value: Any, out: list[Any] | None, dst: int, group: Any) -> None:
+        if out is not None:
+            out[:] = [value] * len(out)
+
+    Links.send_object, Links.receive_object = send, receive  # type: ignore[method-assign]
+    dist.gather_object = gather  # type: ignore[assignment]
+    dist.all_gather_object = dist.broadcast_object_list = lambda *args, **options: None  # type: ignore[assignment]
+
+
 def run_fake_ranks(world: int, body: Callable[..., Any], *args: Any, ranks: Sequence[int] = (0,)) -> list[Any]:
     """``body(rank, *args)`` on some ranks of a world, each in a process of its own; their results, in this order.
 
@@ -63,6 +91,7 @@ def run_fake_ranks(world: int, body: Callable[..., Any], *args: Any, ranks: Sequ
             store = dist.FileStore(str(Path(folder) / "store"), world)
             store.set_timeout(PATIENCE)
             dist.init_process_group("fake", store=store, rank=rank, world_size=world)
+            _travel_by_store(store)
             parallel_context.init_device_mesh = _real_mesh  # type: ignore[attr-defined]
             allocate.trace_constructor = _real_trace
             deferred_wgrad.Tensor = FakeTensor  # type: ignore[misc, assignment]  # plain is what is of no type of ours
