@@ -177,7 +177,7 @@ def _by_name(hooks: Sequence[SavedHook]) -> Iterator[tuple[str, SavedHook]]:
 
 # -- random generators ------------------------------------------------------------------------------------
 #
-# The global ones, and those that were named (`RngStreams.named`). All else is drawn by keys, and needs the step alone.
+# The global ones. All else is drawn by keys, and needs the step alone.
 # Under another plan they are seeded from (seed, data rank, step), so that no number comes again.
 
 
