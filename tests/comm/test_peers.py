@@ -78,24 +78,6 @@ def test_a_message_that_is_too_large_is_none_of_ours() -> None:
     assert "a message of 1001 bytes, where at most 1000 are expected" in told
 
 
-def _many_links(context: ParallelContext) -> list[int]:
-    """Files that are open each time that links were made and closed again."""
-    group, files = context.group("data"), []
-    for number in range(4):
-        links = PeerLinks(group, 1000, 10.0)
-        links.send(1 - group.index, 1, number)
-        links.receive(1 - group.index, 1, number)
-        links.close()
-        all_gather_object(0, group)
-        files.append(len(os.listdir("/proc/self/fd")))
-    return files
-
-
-def test_closed_links_leave_no_file() -> None:
-    for files in run_ranks(2, _many_links, plan=grid(data=2)):
-        assert files[-1] <= files[1] + 1  # one that is about to be closed may be counted; a leak is one for each link
-
-
 def _death(rank: int, sends_first: bool) -> str:
     context = ParallelContext(grid(data=3), rank)
     links = PeerLinks(context.group("data"), MOST, 30.0)

@@ -332,19 +332,6 @@ def test_values_of_our_parameters_come_from_their_names(name: str) -> None:
         build(_use(act), ParallelContext(grid()))
 
 
-def test_outside_of_a_build_with_one_process_a_layer_draws_at_once() -> None:
-    torch.manual_seed(0)
-    a = layers.Linear(4, 4)
-    b = layers.Linear(4, 4)
-    torch.manual_seed(0)
-    c = layers.Linear(4, 4)
-    assert not a.weight.is_meta
-    assert torch.equal(a.weight, c.weight)
-    assert not torch.equal(a.weight, b.weight)
-    nn.init.zeros_(a.weight)  # here it is an ordinary parameter
-    assert a.weight.sum() == 0
-
-
 def _outside(context: ParallelContext) -> None:
     with context, pytest.raises(ValueError, match=r"a Linear parameter of shape .* is made outside of a build"):
         layers.Linear(4, 4)

@@ -49,22 +49,6 @@ def test_groups_follow_the_order_of_their_axes() -> None:
     assert results[0]["col,row"][0] == [0, 2, 1, 3]
 
 
-def _odd_history(context: ParallelContext) -> tuple[float, list[int]]:
-    if context.index("data") == 0:  # groups that the other half of the ranks never makes
-        context.group(("col", "row"))
-    total = torch.ones(1)
-    group = context.group(("col", "data"))
-    dist.all_reduce(total, group=group.process_group)
-    return total.item(), list(group.ranks)
-
-
-def test_ranks_may_have_made_other_groups_before() -> None:
-    """Pipeline stages differ in which groups they need; a later common group must still come about."""
-    for rank, (total, ranks) in enumerate(run_ranks(8, _odd_history, plan=THREE, timeout=15)):
-        assert total == 4.0
-        assert ranks == THREE.group(rank, ("col", "data"))
-
-
 def _silent_rank(rank: int) -> tuple[float, str]:
     context = ParallelContext(grid(data=2, tensor=2), rank, timeout_seconds=1.0)
     errors = []

@@ -134,34 +134,6 @@ def test_the_average_is_evaluated_and_the_own_come_back(plan: str) -> None:
         assert seen.distances["consensus_distance_relative"] == pytest.approx(distance / norm, rel=1e-9)
 
 
-LOW = dict(params="bf16", compute="bf16", reduce="fp32", optimizer="fp32")
-
-
-def low(rank: int, precision: Any) -> tuple[float, float]:
-    """The loss of the average, and of an engine that has it from the start."""
-    engine = colossus.initialize(settings_of(dict(data=2, strategy=dict(type=Apart)), precision))
-    engine.train_step(own_part(engine, 0))
-    before = stored(engine)
-    assert {value.dtype for value in before} == {torch.float32}
-    with torch.inference_mode():
-        loss = engine.eval_step(own_part(engine, 7)).loss
-    assert is_same(stored(engine), before)
-    with engine.strategy.evaluation():
-        mean = whole(engine)
-    engine.train_step(own_part(engine, 1))  # what compute takes is of the replica again
-    engine.close()
-    other = colossus.initialize(settings_of(dict(data=2), precision))
-    load_full_state_dict(other.model, mean, other.context)
-    of_mean = other.eval_step(own_part(other, 7)).loss
-    other.close()
-    return loss, of_mean
-
-
-def test_what_compute_takes_follows_the_average() -> None:
-    for loss, of_mean in run_ranks(2, low, LOW, with_context=False):
-        assert loss == of_mean
-
-
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -259,38 +231,3 @@ def test_own_numbers_are_marked(tmp_path: Path) -> None:
 
 
 # -- scales and counts of each replica -----------------------------------------------------------------------------
-
-
-def scales(rank: int, folder: Path) -> list[tuple[float, int, int]]:
-    """Of the loss under fp16, and steps skipped: as they were saved, in a run of as many replicas, in one of exact."""
-    seen = []
-
-    def look(engine: Any) -> None:
-        scaler, watch = engine.loss_scaler.state_dict(), engine.run.gradient_watch.state_dict()
-        seen.append((scaler["scale"], scaler["growth_tracker"], watch["num_skipped"]))
-
-    for strategy in (dict(type=Apart), dict(type=Apart), None):
-        parallel = dict(data=2) if strategy is None else dict(data=2, strategy=strategy)
-        engine = colossus.initialize(settings_of(parallel, "fp16", checkpoint=dict(dir=str(folder))))
-        if not seen:
-            for step in range(2):
-                if step == rank:  # what comes back from it overflows
-                    engine.loss_scaler.scale.fill_(2.0**120)
-                assert engine.train_step(own_part(engine, step)).skipped == (step == rank)
-                if step == rank:
-                    engine.loss_scaler.scale.fill_(2.0 ** (10 + rank))
-            look(engine)
-            path = engine.checkpoints.save().wait().path
-        engine.checkpoints.load(path)
-        look(engine)
-        engine.close()
-    return seen
-
-
-def test_a_replica_scales_and_counts_for_itself(tmp_path: Path) -> None:
-    one, other = run_ranks(2, scales, tmp_path, with_context=False)
-    assert one[0] != other[0]
-    assert one[0][2] == other[0][2] == 1
-    assert one[1:3] == [one[0]] * 2
-    assert other[1:3] == [other[0]] * 2
-    assert one[3] == other[3] == one[0], "replicas that are equal have the first's"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from helpers.modes import BATCH, MODES, own
-from helpers.training import batch_of, config_of
 from torch import Tensor, nn
 
 import colossus
@@ -78,19 +76,3 @@ def test_products_are_taken_in_bfloat16_and_gradients_are_not(mode: str) -> None
 
     for found in MODES[mode].run(body):
         assert found == []
-
-
-def test_a_block_around_steps_keeps_no_casts_of_weights() -> None:
-    """torch keeps them until the outermost block ends: a step would compute with the weights of the one before."""
-
-    def losses(around: bool) -> list[float]:
-        engine = colossus.initialize(config_of({}, 3, "fp32", optimizer=dict(lr=0.05)))
-        with torch.autocast("cpu", dtype=torch.bfloat16) if around else nullcontext():
-            found = []
-            for step in range(3):
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    found += [engine.train_step(batch_of(step)).loss, engine.eval_step(batch_of(step)).loss]
-        engine.close()
-        return found
-
-    assert losses(True) == losses(False)

@@ -207,21 +207,3 @@ def test_tables_wait_for_their_ids() -> None:
 
 
 # -- batches of a loop of one's own --------------------------------------------------------------------------------
-
-
-def from_the_host(rank: int, plan: dict[str, Any]) -> list[list[str]]:
-    config = config_of(plan, 9, "bf16", device="cuda", **ONE_BLOCK)
-    engine = colossus.initialize(config)
-    share = BATCH // engine.context.size("data")
-    batch = {key: x[:share] for key, x in batch_of(0).items()}
-    found = steps_of(engine, batch, 3)[1:]
-    engine.eval_step(batch)
-    assert all(x.device.type == "cpu" for x in batch.values())
-    engine.close()
-    return found
-
-
-@pytest.mark.parametrize("plan", [{}, *long(dict(data=2, tensor=dict(mode="2d", size=4)), dict(sequence=2))], ids=str)
-def test_a_batch_of_the_host_goes_to_the_device_and_is_not_waited_for(plan: dict[str, Any]) -> None:
-    world = 8 if "tensor" in plan else plan.get("sequence", 1)
-    assert run_fake_ranks(world, from_the_host, plan) == [[[]] * 2]

@@ -90,42 +90,6 @@ def test_what_is_left_out_of_a_sum_is_added_to_the_next() -> None:
             assert gap < 2**-7
 
 
-#: of steps: scales of the loss, whether they are skipped
-SCALES = [(1.0, False), (2.0, False), (4.0, True), (2.0, False), (2.0, False), (4.0, False)]
-
-
-def _scaled(context: ParallelContext) -> dict[str, tuple[list[Tensor], Tensor]]:
-    """Of each kind: what steps apply, and the errors at the end."""
-    found = {}
-    for kind in KINDS:
-        summed, memory = made(kind, context, 1, FORCED)
-        applied = []
-        for step, (scale, is_skipped) in enumerate(SCALES):
-            memory.begin(step, torch.tensor(scale))
-            flat = gradients(step, context.rank)
-            flat[:-NUM_FLAGS] *= scale
-            if is_skipped:
-                flat[0] = math.inf
-            out = summed.start(flat).wait()[:-NUM_FLAGS] / scale
-            memory.end(torch.tensor(is_skipped))
-            if not is_skipped:
-                applied.append(out)
-        found[kind] = applied, torch.cat([view.flatten() for view in memory.errors.values()])
-    return found
-
-
-def test_errors_follow_the_scale_of_the_loss_and_skipped_steps() -> None:
-    """The scale changes, a step is skipped: still what is applied and what is left is all there was."""
-    of_ranks = run_ranks(2, _scaled, plan=grid(data=2))
-    sums = [sum(gradients(step, rank) for rank in range(2))[:-NUM_FLAGS] for step in range(len(SCALES))]
-    given = [one for one, (_, is_skipped) in zip(sums, SCALES, strict=True) if not is_skipped]
-    largest = max(float(one.abs().max()) for one in given)
-    for kind in KINDS:
-        left = sum(found[kind][1] for found in of_ranks)
-        assert left.abs().max() > 1e-5 * largest
-        torch.testing.assert_close(sum(of_ranks[0][kind][0]) + left, sum(given), rtol=0, atol=1e-10 * largest)
-
-
 # -- runs -----------------------------------------------------------------------------------------------------
 
 STEPS = 3

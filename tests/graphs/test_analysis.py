@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from colossus.graphs.analysis import consensus, contraction, mixing, product
+from colossus.graphs.analysis import contraction, mixing, product
 from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.graph_checks import problems_of
 
@@ -73,21 +73,6 @@ def test_the_product_is_in_the_order_of_steps() -> None:
     graph = make_graph([IRREGULAR, [[0.2, 0, 0], [0.8, 1, 0.5], [0, 0, 0.5]]], 3)
     x = np.array([1.0, -2.0, 4.0])
     assert np.allclose(product(graph) @ x, mix(graph, x), rtol=0, atol=1e-15)
-
-
-def test_steps_to_consensus() -> None:
-    for spec, replicas, peers, steps in [
-        ("complete", 5, 1, 1),
-        ("exponential", 8, 1, 3),
-        ("exponential", 64, 1, 6),
-        ("exponential", 9, 2, 2),
-        ({"type": "hierarchical", "per_host": 3}, 12, 1, 4),
-    ]:
-        found = consensus(make_graph(spec, replicas, peers))
-        assert (found.steps, found.is_exact) == (steps, True), spec
-    ring = consensus(make_graph("ring", 6))
-    assert (ring.steps, ring.is_exact) == (int(np.ceil(np.log(1e-6) / np.log(2 / 3))), False)
-    assert consensus(make_graph([[1, 0], [0, 1]], 2)).steps is None
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])

@@ -97,18 +97,6 @@ def test_bipartite_exponential_is_pairs() -> None:
     assert {to for step in range(10) for to, _ in graph.at(step).targets(1)} == {2, 0, 4, 30, 6, 28, 10, 24, 18, 16}
 
 
-def test_static_ones() -> None:
-    ring = make_graph("ring", 5).at(3).matrix
-    assert np.allclose(ring[0], [1 / 3, 1 / 3, 0, 0, 1 / 3])
-    star = make_graph("star", 5).at(3).matrix
-    assert np.allclose(star[0], 1 / 5)
-    assert np.allclose(star[2], [1 / 5, 0, 4 / 5, 0, 0])
-    torus = make_graph("torus", 12).at(0)  # 3 x 4
-    assert sorted(to for to, _ in torus.targets(0)) == [1, 3, 4, 8]
-    assert {weight for _, weight in torus.targets(0)} == {1 / 5}
-    assert sorted(to for to, _ in make_graph({"type": "torus", "rows": 2}, 12).at(0).targets(7)) == [1, 6, 8]
-
-
 def test_hierarchical_is_inside_and_between_in_turn() -> None:
     graph = make_graph({"type": "hierarchical", "per_host": 3}, 12)
     assert [to for to, _ in graph.at(0).targets(4)] == [3, 5]

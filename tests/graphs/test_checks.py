@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colossus.config import ConfigError, as_source, load_config
+from colossus.config import ConfigError, load_config
 from colossus.graphs.graph import make_graph
 
 HALVES = [[0.5, 0.5], [0.5, 0.5]]
@@ -161,12 +161,3 @@ def test_function_and_its_edges() -> None:
     assert make_graph({"type": edges, "shift": 0}, 5, 1).at(0).targets(4) == [(0, 0.5)]
     assert make_graph({"type": edges, "shift": 0}, 5, 2).at(7).targets(3) == [(0, 1 / 3), (4, 1 / 3)]
     assert make_graph({"type": alternating, "period": 300}, 4).period == 300
-
-
-def test_the_resolved_config_is_loaded_again(tmp_path: Any) -> None:
-    options = {"type": "sgp", "graph": np.array(IRREGULAR)}
-    config = load_config({"parallel": {"data": 3, "strategy": options}, "train": {"global_batch_size": 3}})
-    path = tmp_path / "resolved.py"
-    path.write_text(as_source(config))
-    assert "[0.5, 0.2, 0.25]" in path.read_text()
-    assert load_config(str(path)).parallel.strategy.options["graph"] == IRREGULAR

@@ -101,24 +101,6 @@ def test_what_a_config_says_wrong(
         load_config(_config(type="hf", **model))
 
 
-def test_a_dry_run_tells_of_it_and_finds_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without a process; headers are enough."""
-    monkeypatch.chdir(tmp_path)
-    folder = make_folder(tmp_path / "gpt2", dict(GPT2, vocab_size=256))
-    text = 'model = dict(type="hf", path="gpt2")\ndata = dict(type="PythonStdlib")\n'
-    (tmp_path / "config.py").write_text(text + 'train = dict(steps=1, global_batch_size=2)\ndevice = "cpu"\n')
-    assert main(["config", "config.py"]) == 0
-    assert "model = dict(\n    type='GPT'," in capsys.readouterr().out
-    assert main(["launch", "config.py", "--dry-run"]) == 0
-    assert "weights     of a model folder of Hugging Face, gpt2\n" in capsys.readouterr().out
-    (folder / "model.safetensors").write_bytes(b"")
-    assert main(["launch", "config.py", "--dry-run"]) == 2
-    err = capsys.readouterr().err
-    assert "checkpoint.weights = 'gpt2': gpt2/model.safetensors: is truncated or changed" in err
-
-
 def test_weights_that_do_not_fit_are_told_before_a_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

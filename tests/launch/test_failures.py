@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import colossus
 from colossus.config import ConfigError, load_config
 from colossus.context.grid import RankGrid
 from colossus.launch import failures, rank_failure
@@ -188,24 +187,6 @@ def test_the_record_of_a_stuck_rank_holds_its_stack(tmp_path: Path) -> None:
         assert "endless_loop_of_the_user" in stuck.traceback
     leave.set()
     thread.join()
-
-
-@pytest.mark.parametrize(("room", "is_left_out"), [("launch", True), ("verify", True), ("engine", False)])
-def test_frames_of_what_surrounds_a_run_are_left_out(room: str, is_left_out: bool) -> None:
-    filename = str(Path(colossus.__file__).parent / room / "some.py")
-    space: dict[str, Any] = {}
-    exec(compile("def call(function):\n    function()\n", filename, "exec"), space)
-
-    def broken_step_of_the_user() -> None:
-        raise ValueError("boom")
-
-    with pytest.raises(ValueError, match="boom") as caught:
-        space["call"](broken_step_of_the_user)
-    error = caught.value
-    assert error.__traceback__ is not None
-    held = failures.of_exception(error.with_traceback(error.__traceback__.tb_next), 0)
-    assert "broken_step_of_the_user" in held.traceback
-    assert (filename not in held.traceback) == is_left_out
 
 
 # -- out of memory --------------------------------------------------------------------------------------------

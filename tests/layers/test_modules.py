@@ -320,24 +320,3 @@ def lora_of_plain_linears(context: ParallelContext) -> None:
 def test_lora_inside_of_a_pair_needs_a_split_linear(mode: str) -> None:
     with pytest.raises(RankError, match=r"colossus.layers.Linear\(.., split='column'\)"):
         MODES[mode].run(lora_of_plain_linears)
-
-
-def test_what_stands_in_for_a_fused_linear_must_return_as_many() -> None:
-    """One tensor with a batch of three would be unpacked in silence."""
-
-    def body(context: ParallelContext) -> list[str]:
-        said = []
-        for name, change in {
-            "attention.qkv": lambda block: setattr(block.attention, "qkv", nn.Linear(HIDDEN, 3 * HIDDEN)),
-            "mlp": lambda block: setattr(block, "mlp", nn.LSTM(HIDDEN, HIDDEN)),
-        }.items():
-            net = nn.Sequential(layers.TransformerBlock(HIDDEN, HEADS, None, WIDE))
-            change(net[0])
-            with pytest.raises(ValueError, match="returned") as error:
-                net(torch.zeros(3, TOKENS, HIDDEN))
-            said.append(f"{name}: {error.value}")
-        return said
-
-    for said in PLAIN.run(body):
-        assert "a Linear returned a Tensor of shape (3, 6, 72); it must return 3 tensors" in said[0]
-        assert "a LSTM returned a tuple; it must return one tensor" in said[1]

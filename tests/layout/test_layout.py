@@ -6,7 +6,6 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from helpers.dense import points, spread
 from helpers.ranks import run_ranks
@@ -17,7 +16,6 @@ from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation, gradient_axes
 from colossus.layout.layout import Layout
-from colossus.layout.parameter import ParameterSpec
 from colossus.layout.redistribute import gather, shard
 
 NAMES = ("a", "b", "c")
@@ -165,28 +163,6 @@ def test_gradient_axes_complete_the_gradient(case: tuple[Layout, Layout, dict[st
         total = sum(local[member] for member in ranks.group(rank, axes))
         box = parameter.box(tuple(true.shape), grid, ranks.coordinates(rank))
         torch.testing.assert_close(total, true[slice(*box[0])], rtol=0, atol=1e-9)
-
-
-def test_gradient_axes_of_1d() -> None:
-    norm, column = Layout.whole(1), Layout((("tensor",), ()))
-    user = Activation(batch=("data",)).at(3)
-    assert gradient_axes(norm, user) == ("data",)
-    assert gradient_axes(norm, Activation(batch=("data",), tokens=("tensor",)).at(3)) == ("data", "tensor")
-    assert gradient_axes(norm, Activation(batch=("data",), grad_partial=("tensor",)).at(3)) == ("data", "tensor")
-    assert gradient_axes(column, Activation(batch=("data",), features=("tensor",)).at(3)) == ("data",)
-    assert gradient_axes(norm, Activation(partial=("tensor",)).at(2)) == ()
-
-
-def test_two_uses_that_disagree_are_an_error() -> None:
-    spec = ParameterSpec.plain((4, 4))
-    spec.record(("data", "tensor"))
-    spec.record(("tensor", "data"))  # the same sum
-    assert spec.gradient_axes == ("data", "tensor")
-    spec.name = "block.weight"
-    with pytest.raises(
-        ValueError, match=r"block\.weight is used under two layouts: .* over \(data, tensor\) .* over no"
-    ):
-        spec.record(())
 
 
 # -- activations ----------------------------------------------------------------------------------------------

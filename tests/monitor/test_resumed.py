@@ -14,7 +14,7 @@ import pytest
 from helpers.launched.fake_engine import FakeEngine
 
 from colossus.checkpoint.writer import SavedCheckpoint
-from colossus.engine.fit import Hook, fit
+from colossus.engine.fit import fit
 from colossus.monitor import display as display_module
 from colossus.monitor.display import Display
 from colossus.monitor.metrics import Metrics
@@ -59,18 +59,6 @@ def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it_is_saved(
     engine.checkpoints.on_save_after = {1, 2}
     fit(engine, [metrics])
     assert flushed == [[1], [1, 2]]
-
-
-def test_what_training_waited_is_in_the_next_row(tmp_path: Path) -> None:
-    engine = FakeEngine(steps=4, validation=False)
-
-    class Waits(Hook):
-        def on_step_end(self, _: Any, result: Any) -> None:
-            engine.checkpoints.stall_seconds += 0.25 * (result.step == 2)
-
-    fit(engine, [Metrics(tmp_path / "metrics.jsonl"), Waits()])
-    rows = rows_of(tmp_path / "metrics.jsonl")
-    assert [row.get("checkpoint_stall_seconds") for row in rows] == [None, None, 0.25, None]
 
 
 SAVED = SavedCheckpoint(Path("runs/x/checkpoints/step-00000100"), 100, 12_345_678, 0.0123, 1.5)

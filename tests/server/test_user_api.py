@@ -178,27 +178,3 @@ def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 4
     assert losses[-1] < 0.2
-
-
-def test_what_was_received_is_of_one_time_whatever_is_prefetched_next() -> None:
-    """In a process of its own: the servers of a lone process are there until it ends."""
-
-    def body(context: ParallelContext) -> None:
-        handle = ps.init(torch.zeros(1000, 3), "w")
-        for round_ in range(5):
-            ps.prefetch(handle)
-            received = ps.receive(handle)
-            ps.send(handle, torch.ones(1000, 3)).wait()
-            ps.prefetch(handle).wait()
-            assert torch.equal(received.wait(), torch.full((1000, 3), float(round_)))
-            assert torch.equal(ps.receive(handle).wait(), torch.full((1000, 3), round_ + 1.0))
-        for into in (torch.empty(4, 1000, 3), torch.empty(1000, 3, dtype=torch.int64)):
-            ps.prefetch(handle).wait()
-            with pytest.raises(ValueError, match="does not go into"):
-                ps.receive(handle, into)
-        with pytest.raises(ValueError, match="does not go into"):
-            ps.receive(handle, torch.empty(5, 3), ids=torch.tensor([2]))
-        with pytest.raises(ValueError, match="has no optimizer"):
-            ps.send(handle, torch.ones(1000, 3), "gradient")
-
-    run_ranks(1, body)

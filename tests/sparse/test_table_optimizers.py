@@ -12,7 +12,6 @@ from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.tables import (
     CLASSES,
-    DIM,
     RULES,
     SAMPLES,
     STEPS,
@@ -30,7 +29,6 @@ from helpers.tables import (
 from torch import Tensor, nn
 
 import colossus
-from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.nonfinite import NonFiniteGradients
 
@@ -52,55 +50,7 @@ def config_of(
     return config if optimizer is None else config | {"optimizer": optimizer}
 
 
-def alone(body: Callable[..., Any], *args: Any) -> Any:
-    """On one rank."""
-    return run_ranks(1, lambda rank: body(*args), with_context=False)[0]
-
-
 # -- lazy, and what that is not -----------------------------------------------------------------------------------
-
-
-class Lookup(nn.Module):
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.table = layers.Embedding(9, DIM, sparse=sparse)
-        self.out = nn.Linear(DIM, CLASSES)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.table(ids).mean(1))
-
-
-def adam_on(sparse: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Ids 0..2, then 3..5: the table after each step, and its state."""
-    engine = colossus.initialize(
-        config_of(dict(type="AdamW", lr=0.1, weight_decay=0.5)), model=lambda: Lookup(sparse), loss_fn=loss_fn
-    )
-    held = [engine.model.table.weight.detach().clone()]
-    for first in (0, 3):
-        ids = torch.arange(SAMPLES).remainder(3).view(-1, 1) + first
-        engine.train_step((ids, torch.zeros(SAMPLES, dtype=torch.int64)))
-        held.append(engine.model.table.weight.detach().clone())
-    state = {key: value.clone() for key, value in engine.optimizer.state[engine.model.table.weight].items()}
-    engine.close()
-    return held, state
-
-
-def test_lazy_adam_is_not_dense_adam() -> None:
-    lazy, state = alone(adam_on, True)
-    dense, dense_state = alone(adam_on, False)
-    assert torch.equal(lazy[0], dense[0])
-    # the first touch of a row: averages begin alike, and no weight decays
-    assert not torch.equal(lazy[1][:3], lazy[0][:3])
-    assert torch.equal(lazy[1][3:], lazy[0][3:])
-    assert torch.equal(lazy[2][:3], lazy[1][:3])
-    assert torch.equal(lazy[2][6:], lazy[0][6:])
-    assert not state["exp_avg"][6:].any()
-    # dense: rows of the first step move on in the second, and rows that no step has looked up decay
-    assert ((dense[2][:3] - dense[1][:3]).abs() > 1e-3).all()
-    torch.testing.assert_close(dense[2][6:], dense[0][6:] * (1 - 0.1 * 0.5) ** 2, rtol=1e-12, atol=0)
-    # what the dense averages of the first rows have decayed by in the second step
-    torch.testing.assert_close(dense_state["exp_avg"][:3], 0.9 * state["exp_avg"][:3], rtol=1e-12, atol=0)
-    assert ((lazy[2] - dense[2]).abs() > 1e-3).any(1).all()
 
 
 # -- whose optimizer ---------------------------------------------------------------------------------------------

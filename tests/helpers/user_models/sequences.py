@@ -12,7 +12,6 @@ from helpers.user_models.cases import (
     WIDTH,
     Batch,
     classify,
-    draw,
     integers,
     tokens,
     user_model,
@@ -112,35 +111,6 @@ class PositionWise(nn.Sequential):
         super().__init__(
             nn.Linear(WIDTH, WIDTH), nn.GELU(), Block(kit), kit.RMSNorm(WIDTH), Block(kit), nn.Linear(WIDTH, CLASSES)
         )
-
-
-def translated(step: int) -> Batch:
-    given = {"source": draw(step, 8, 6, WIDTH), "target": draw(step + 3, 8, TOKENS, WIDTH)}
-    return {"inputs": given, "labels": integers(step, CLASSES, 8, TOKENS)}
-
-
-@user_model(translated, classify, refused=MIXES)
-class CrossAttention(nn.Module):
-    """Two sequences of other lengths."""
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__()
-        self.encoder, self.cross = Block(kit), PairAttention(kit)
-        self.block, self.head = Block(kit), nn.Linear(WIDTH, CLASSES)
-
-    def bottom(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {**given, "source": self.encoder(given["source"])}
-
-    def top(self, given: dict[str, Tensor]) -> Tensor:
-        x = given["target"]
-        out: Tensor = self.head(self.block(x + self.cross(x, given["source"])))
-        return out
-
-    def forward(self, given: dict[str, Tensor]) -> Tensor:
-        return self.top(self.bottom(given))
-
-    def pipeline_blocks(self) -> list[Any]:
-        return [PipelineBlock(self.bottom, "encoder"), PipelineBlock(self.top, "cross", "block", "head")]
 
 
 def padded(step: int) -> Batch:
