@@ -300,7 +300,7 @@ def test_a_reader_that_goes_is_no_error(rotary: Source, tmp_path: Path) -> None:
 def test_a_folder_of_hugging_face_continues_its_text(tmp_path: Path, capfd: Captured) -> None:
     """Written from a checkpoint: the same tokens, up to the one that its config says ends a text."""
     from colossus.checkpoint.weight_sources import open_weights
-    from colossus.hf.conversion import to_hf
+    from colossus.hf.hf_writer import to_hf
     from colossus.inference import find_source, generate, load_model
 
     source = save(tmp_path / "ours", MODELS["llama"])
