@@ -30,8 +30,8 @@ A model that was a class of your own is taken from --config FILE, never imported
 mixes tokens by nothing but colossus.layers.Attention, and counts no positions by itself, its class says so by
 key_value_cache = True; else whole sequences are computed for each token.
 
-Several prompts walk together, a longer one token by token from where the shortest ends. The speeds are of the first
-step (prefill), and of the tokens made after it (decode).
+Several prompts walk together, a longer one token by token from where the shortest ends. The speed is of the
+tokens made after the first step.
 
 exit codes: 0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage, 130 stopped by Ctrl-C; what was
             generated is printed

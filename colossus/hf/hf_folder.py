@@ -59,11 +59,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path.parent}: there is no {path.name} in it") from None
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DamagedCheckpoint(f"{path}: cannot be read: {reason}") from None
+        raise DamagedCheckpoint(f"{path}: cannot be read: {error}") from None
     if not isinstance(body, dict):
         raise DamagedCheckpoint(f"{path}: holds a {type(body).__name__} where an object is expected")
     return body

@@ -513,8 +513,8 @@ def test_batch() -> None:
         (
             dict(),
             dict(pipeline=8),
-            "model.num_layers = 4 gives 6 blocks (embedding, layers, head), fewer than the stages of "
-            "parallel.pipeline.size = 8; every stage needs a block",
+            "model.num_layers = 4 gives 6 blocks (layers and both ends), fewer than parallel.pipeline.size = 8; every "
+            "stage needs a block",
         ),
     ],
 )

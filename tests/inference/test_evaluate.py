@@ -242,7 +242,6 @@ def test_wrong_usage(
 ) -> None:  # fmt: skip
     """Each in words, before a process starts; damaged checkpoints with 1."""
     root, _ = runs
-    assert "optimizer.lr: evaluate trains nothing" in refused(capsys, root / "one", "optimizer.lr=0.1")
     assert "3 processes" in refused(capsys, root / "tensor", "--nproc", "3")
     assert "model.num_layers" in refused(capsys, root / "one", "parallel.pipeline=9")
     assert "there is no such folder" in refused(capsys, tmp_path / "nowhere")

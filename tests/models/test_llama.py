@@ -50,7 +50,6 @@ def test_llama_is_expressible(kind: str) -> None:
 
 
 REFUSED = [
-    (dict(positions="learned", rotary_base=5e5), "model.rotary_base = 500000.0 says how positions are rotated, but"),
     (dict(head_dim=7), "model.head_dim = 7 is not a multiple of 2, of which rotary positions turn pairs"),
     (dict(hidden_size=30), "model.hidden_size = 30 is not a multiple of 2 x model.num_heads = 8 "),
     (dict(rotary_scaling=dict(factor=2.0, low_freq_factor=4.0)), "low_freq_factor = 4.0 is not below high_freq_factor"),

@@ -122,12 +122,12 @@ def test_padded_tokens_under_recomputation_and_dropout() -> None:
 # -- what is refused ------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (dict(sequence=2), {}, r"parallel.sequence.size = 2 splits .* 9 tokens \(8 patches and the class token\)"),
+    (dict(sequence=2), {}, "parallel.sequence.size = 2: no tokens that could be split"),
     ({}, dict(image_size=9), r"image_size: height = 9 is not a multiple of model.patch_size: height = 2; .* 8 or 10"),
     ({}, dict(patch_size="2"), "model.patch_size: must be a tuple"),
     ({}, dict(seq_len=9), "model.seq_len: no such key"),
     (dict(tensor=5), {}, r"model.num_heads = 12 is not a multiple of parallel.tensor.size = 5"),
-    (dict(pipeline=5), {}, r"4 blocks \(patches, layers, head\), fewer than the stages of parallel.pipeline.size = 5"),
+    (dict(pipeline=5), {}, r"4 blocks \(layers and both ends\), fewer than parallel.pipeline.size = 5"),
 ]
 
 
