@@ -259,7 +259,7 @@ def _recorded(source: Source, config_file: str | None, sections: Sequence[str]) 
 
 
 def _without_tokenizer(data: Any) -> Any:
-    """Data without the tokenizer files by which it reads text: those that the run was given may be gone."""
+    """Data without tokenizer files: those that the run was given may be gone."""
     if not isinstance(data, Mapping):
         return data
     kept = {key: value for key, value in data.items() if key != "tokenizer" or value == BYTES}

@@ -38,11 +38,10 @@ def on_ranks(
     ``close``; it answers what the first rank does.
 
     Args:
-        threads: of each rank, unless ``OMP_NUM_THREADS`` says another number; by default as many as `colossus launch`
-            gives one: the sums of a matmul depend on them in their last bits.
+        threads: of each rank, unless ``OMP_NUM_THREADS`` says another number; by default as `colossus launch` gives.
 
     Raises:
-        CheckpointError, FloatingPointError: from here and from a call, what all ranks refuse.
+        CheckpointError, FloatingPointError: what all ranks refuse.
         RanksFailed: for any other error on one of several.
     """
     count, given = world_size(config.parallel), os.environ.get("OMP_NUM_THREADS", "")
