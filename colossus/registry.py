@@ -127,7 +127,7 @@ MODEL_OPTIONS = Registry(
     },
 )
 #: options of ``dict(type=.., **options)`` -> (our own model, the path of its weights, that of its tokenizer), or None
-MODEL_SOURCES = Registry("source of models", {"hf": "colossus.hf.model_config:resolve"})
+MODEL_SOURCES = Registry("source of models", {"hf": "colossus.hf.hf_source:resolve"})
 HF_FAMILIES = Registry(
     "model type of Hugging Face",
     {
@@ -137,12 +137,12 @@ HF_FAMILIES = Registry(
     },
 )
 #: folders of weights that are no checkpoints of ours, by what tells them
-WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.weight_format:HuggingFace"})
+WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.hf_source:HuggingFace"})
 #: what `colossus checkpoint convert --to` writes
 WEIGHT_WRITERS = Registry(
     "form of weights",
     {
-        "hf": "colossus.hf.conversion:to_hf",
+        "hf": "colossus.hf.hf_writer:to_hf",
         "colossus": "colossus.checkpoint.weights_only:to_colossus",
     },
 )

@@ -20,7 +20,7 @@ def make_parser() -> Parser:
         "  colossus verify config.py parallel.tensor.mode=2d parallel.tensor.size=4 parallel.data=1\n"
         "  colossus verify config.py model.num_layers=2 train.global_batch_size=8 --steps 1   # small, so quick\n\n"
         "The model must fit into one process in float64: verify a small one (fewer layers, smaller batch), it has\n"
-        "the same code. Dropout is turned off in both runs, and reported. The optimizer is that of the file; weights\n"
+        "the same code. Dropout is turned off in both runs. The optimizer is that of the file; weights\n"
         "whose gradient is rounding noise are not compared after its steps. Hooks of the file do not run.\n\n"
         "exit codes: 0 they agree, 1 failed at run time, 2 wrong config or usage, 3 they differ,\n"
         "            130 stopped by Ctrl-C\n",

@@ -4,68 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from colossus.checkpoint.weight_sources import LABELS
 from colossus.hf.family import HEAD, TABLE, Family, Key, Row, module, row
 from colossus.registry import HF_FAMILIES
 
-_LENGTH = "original_max_position_embeddings"
-#: of the kinds of scaling, as our options name them, too
-_KEYS = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH), "linear": ("factor",)}
-
 
 def read_rope(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Our ``rotary_scaling``, and ``rotary_base`` where it is not in ``rope_theta``.
+    """Our ``rotary_base`` and ``rotary_scaling``, whose own options check the kind and its keys.
 
     transformers 5 has ``rope_parameters`` with the base in it, 4 has ``rope_theta`` and ``rope_scaling``.
     """
-    given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
-    for key, value in given.items():
-        if not isinstance(value, Mapping):
-            problems.append(f"{key} = {value!r}: an object is needed")
-            return {}
-    old, new = (_standard(each, config) if each else {} for each in given.values())
-    if old and new and old != new:
-        differ = sorted(key for key in old.keys() | new if old.get(key) != new.get(key))
-        pairs = ", ".join(f"{key} = {old.get(key)!r} and {new.get(key)!r}" for key in differ)
-        problems.append(f"rope_scaling and rope_parameters differ: {pairs}: take one of the two out, the wrong one")
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        problems.append(f"rope_scaling = {given!r}: an object is needed")
         return {}
-    key, rope = ("rope_parameters", new) if new else ("rope_scaling", old)
+    rope = {key: value for key, value in given.items() if value is not None}
+    old_kind = rope.pop("type", "default")
+    kind = rope.pop("rope_type", old_kind)
+    base = rope.pop("rope_theta", config.get("rope_theta"))
+    found = {} if base is None else {"rotary_base": base}
     partial = (rope.pop("partial_rotary_factor", None), config.get("partial_rotary_factor"))
     if any(factor not in (None, 1.0) for factor in partial):
         problems.append("partial_rotary_factor: colossus rotates whole heads only")
-    kind = rope.pop("rope_type", "default")
-    found = {"rotary_base": rope.pop("rope_theta")} if "rope_theta" in rope else {}
     if kind == "default":
         return found
-    if not isinstance(kind, str) or kind not in _KEYS:
-        problems.append(f"{key}.rope_type = {kind!r}: colossus has 'default', {', '.join(map(repr, _KEYS))}")
-    elif wrong := sorted({*_KEYS[kind]} ^ rope.keys()):
-        problems.append(f"{key} of type {kind}: {', '.join(wrong)} is missing, or not known")
+    length = config.get("max_position_embeddings")
+    if kind == "llama3" and length is not None:
+        rope.setdefault("original_max_position_embeddings", length)
     return found | {"rotary_scaling": {**rope, "rope_type": kind}}
-
-
-def _standard(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """With the keys of transformers 5, and what it fills in."""
-    found = {key: value for key, value in rope.items() if value is not None and key != "type"}
-    found.setdefault("rope_type", rope.get("type") or "default")
-    length = config.get(_LENGTH) or config.get("max_position_embeddings")
-    if config.get("rope_theta") is not None:
-        found.setdefault("rope_theta", config["rope_theta"])
-    if found["rope_type"] == "llama3" and length is not None:
-        found.setdefault(_LENGTH, length)
-    return found
 
 
 def write_rope(options: Any) -> dict[str, Any]:
     """The keys that transformers 4 and 5 read, beside ``rope_theta``."""
     held, scaling = options.rotary_scaling, None
     if held is not None:
-        scaling = {**{key: getattr(held, key) for key in _KEYS[held.rope_type]}, "rope_type": held.rope_type}
-    parameters = {"rope_theta": options.rotary_base, **(scaling or {"rope_type": "default"})}
-    return {"rope_scaling": scaling, "rope_parameters": parameters}
+        scaling = held.model_dump(include={"rope_type", "factor"} if held.rope_type == "linear" else None)
+    return {
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": options.rotary_base, **(scaling or {"rope_type": "default"})},
+    }
 
 
 @HF_FAMILIES.register("llama")
@@ -181,18 +160,6 @@ class GPT2(Family):
         ]
 
 
-#: as transformers 5 calls the modules, and may write them
-_NEW_NAMES = (
-    ("vit.encoder.layer.", "vit.layers."),
-    ("attention.attention.query", "attention.q_proj"),
-    ("attention.attention.key", "attention.k_proj"),
-    ("attention.attention.value", "attention.v_proj"),
-    ("attention.output.dense", "attention.o_proj"),
-    ("intermediate.dense", "mlp.fc1"),
-    ("output.dense", "mlp.fc2"),
-)
-
-
 @HF_FAMILIES.register("vit")
 class ViT(Family):
     """``ViTOptions`` with a class token, layer norms and biases."""
@@ -246,7 +213,7 @@ class ViT(Family):
         places, pixels = options.num_tokens, channels * math.prod(options.patch_size)
         patches, kernel = "vit.embeddings.patch_embeddings.projection", (hidden, channels, *options.patch_size)
         layer = "vit.encoder.layer.*"
-        rows = [
+        return [
             row("vit.embeddings.cls_token", "class_token.weight", hidden, file_shape=(1, 1, hidden)),
             row(
                 "vit.embeddings.position_embeddings",
@@ -269,11 +236,3 @@ class ViT(Family):
             # which the base model does not have, and a run may begin with a new one
             *module("classifier", "head", options.num_classes, hidden, may_be_missing=True),
         ]
-        return [replace(each, other_names=_new_names(each.name)) for each in rows]
-
-
-def _new_names(name: str) -> tuple[str, ...]:
-    new = name
-    for old, other in _NEW_NAMES:
-        new = new.replace(old, other)
-    return (new, new.removeprefix("vit.")) if new != name else ()

@@ -35,11 +35,6 @@ class Key:
     default: Any = None
     choices: Mapping[str, str] | None = None
 
-    def written(self, value: Any) -> Any:
-        if self.choices is None:
-            return value
-        return next(theirs for theirs, ours in self.choices.items() if ours == value)
-
 
 @dataclass(frozen=True)
 class Part:
@@ -170,7 +165,12 @@ class Family(ABC):
 
     def to_config(self, options: Any) -> dict[str, Any]:
         """What ``config.json`` says of a model of ours that has no differences: the inverse of `to_spec`."""
-        return {**self.required, **{key.theirs: key.written(getattr(options, key.ours)) for key in self.keys}}
+        config = dict(self.required)
+        for key in self.keys:
+            value = getattr(options, key.ours)
+            choices = (key.choices or {}).items()
+            config[key.theirs] = next((theirs for theirs, ours in choices if ours == value), value)
+        return config
 
     def differences(self, options: Any) -> list[str]:
         """What keeps a model of ours from being one of these: each as ``norm = 'rmsnorm' (not 'layernorm')``."""

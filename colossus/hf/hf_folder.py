@@ -7,43 +7,110 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import numpy as np
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.manifest import (
-    ITEM_BYTES,
     SAFETENSORS_DTYPES,
     TOKENIZER_FILE,
     FileEntry,
     Manifest,
     TensorEntry,
 )
+from colossus.checkpoint.weight_sources import LABELS, TOKEN_IDS
+from colossus.config.errors import explain
 from colossus.hf.family import Family, Row
-from colossus.hf.model_config import CONFIG, INDEX, SINGLE, beside_of, options_of, read_json, spec_of
+from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+#: keys of a config that colossus has nothing for
+_REFUSED = {"quantization_config": "quantised weights", "auto_map": "code of the model's own"}
 #: what safetensors calls a dtype -> torch's name
 _DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items() if not name.startswith("complex")}
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 #: names that an error lists of each kind
 _MOST_LISTED = 4
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a safetensors file, row-major.
+def is_hf_folder(path: Path) -> bool:
+    """Whether it is meant as one: it has a config with a ``model_type``, or weights under their names."""
+    if not path.is_dir():
+        return False
+    if any((path / name).exists() for name in (SINGLE, INDEX)):
+        return True
+    try:
+        return "model_type" in read_json(path / CONFIG)
+    except CheckpointError:
+        return False
 
-    Attributes:
-        dtype: by torch's name.
-        offset: of its first byte in the file.
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object out of a JSON file.
+
+    Raises:
+        DamagedCheckpoint: there is none.
     """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path}: cannot be read: {error}") from None
+    if not isinstance(body, dict):
+        raise DamagedCheckpoint(f"{path}: holds a {type(body).__name__} where an object is expected")
+    return body
+
+
+def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """The family of a config, and our model with ``given`` options laid over what the config says.
+
+    Raises:
+        CheckpointError: naming the keys and values that colossus has no model for.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in HF_FAMILIES:
+        known = ", ".join(HF_FAMILIES.names())
+        raise CheckpointError(f"{path / CONFIG}: model_type = {kind!r}: colossus reads {known}")
+    family: Family = HF_FAMILIES.get(kind)()
+    problems = [f"{key}: colossus reads no {what}" for key, what in _REFUSED.items() if config.get(key)]
+    spec = family.to_spec(config, given, problems)
+    if not problems:
+        try:
+            options_of(spec)
+        except ValidationError as error:
+            theirs = {key.ours: key.theirs for key in family.keys}
+            for option_path, problem in explain(error, MODEL_OPTIONS.get(spec["type"])).items():
+                option, dot, inside = option_path.partition(".")
+                problems.append(f"{theirs.get(option, option)}{dot}{inside}: {problem}")
+    if problems:
+        raise CheckpointError(f"{path / CONFIG}: {'; '.join(problems)}")
+    return family, spec | dict(given)
+
+
+def options_of(spec: Mapping[str, Any]) -> Any:
+    """The checked options of ``dict(type=.., **options)``."""
+    return MODEL_OPTIONS.get(spec["type"])(**{key: value for key, value in spec.items() if key != "type"})
+
+
+def beside_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a ``config.json`` is none of the model's: ids of special tokens, names of classes."""
+    tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {key: config[key] for key in tokens if config.get(key) is not None}
+    names = ("id2label", "label2id")
+    labels = {key: config[key] for key in names if isinstance(config.get(key), Mapping) and config[key]}
+    return {title: found for title, found in ((TOKEN_IDS, ids), (LABELS, labels)) if found}
+
+
+# -- its tensors -----------------------------------------------------------------------------------------
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file, row-major: its dtype by torch's name, and the offset of its first byte."""
 
     file: str
     dtype: str
@@ -51,26 +118,16 @@ class StoredTensor:
     offset: int
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Where a tensor of theirs is, and which."""
-
-    tensor: Row
-    stored: StoredTensor
-
-
-@dataclass(frozen=True)
-class HFFolder:
+class HFFolder(NamedTuple):
     """A model folder whose tensors are those that its config tells of.
 
     Attributes:
-        path: of the folder.
-        placed: in the order of the model.
-        manifest: what it holds, by our names: tensors without chunks, files without checksums, the model's options.
+        placed: each tensor of the model, in its order, with where it is.
+        manifest: what the folder holds, by our names: tensors without chunks, files without checksums, the model's
+            options.
     """
 
-    path: Path
-    placed: Sequence[Placed]
+    placed: list[tuple[Row, StoredTensor]]
     manifest: Manifest
 
 
@@ -100,14 +157,14 @@ def read_folder(path: Path) -> HFFolder:
         config={"model": {"type": spec["type"], **options.model_dump()}, **beside_of(config)},
         files={name: FileEntry((path / name).stat().st_size, 0) for name in files},
         tensors={
-            f"model/{part.name}": TensorEntry(each.stored.dtype, part.shape, ())
-            for each in placed
-            for part in each.tensor.parts
+            f"model/{part.name}": TensorEntry(there.dtype, part.shape, ())
+            for tensor, there in placed
+            for part in tensor.parts
         },
         aliases=family.aliases(options),
         tokenizer=TOKENIZER_FILE if (path / TOKENIZER_FILE).is_file() else None,
     )
-    return HFFolder(path, placed, manifest)
+    return HFFolder(placed, manifest)
 
 
 def _stored(path: Path) -> dict[str, StoredTensor]:
@@ -121,11 +178,9 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
         raise DamagedCheckpoint(f"{path / INDEX}: has no weight_map")
     stored: dict[str, StoredTensor] = {}
     for file in sorted({str(file) for file in by_name.values()}):
-        if not _FILE_NAME.fullmatch(file):
+        if Path(file).name != file:
             raise DamagedCheckpoint(f"{path / INDEX}: names a file {file!r}, which is no plain file name")
-        stored |= {name: tensor for name, tensor in _header(path, file).items() if by_name.get(name) == file}
-    if lost := [name for name in by_name if name not in stored]:
-        raise DamagedCheckpoint(f"{path / INDEX}: says that {lost[0]} is in {by_name[lost[0]]}, where it is not")
+        stored |= _header(path, file)
     return stored
 
 
@@ -158,58 +213,49 @@ def _header(folder: Path, name: str) -> dict[str, StoredTensor]:
 
 
 def _without_weights(path: Path) -> str:
-    inside = sorted(each.name for each in path.iterdir())
-    for name in inside:
+    for name in sorted(each.name for each in path.iterdir()):
         if name.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt")):
             return (
                 f"has {name} and no {SINGLE}: a pickle can run code, so colossus opens none. Convert it once with "
                 f"transformers, if you trust it: AutoModel...from_pretrained(folder).save_pretrained(new_folder, "
                 f"safe_serialization=True)"
             )
-    others = [name for name in inside if name.endswith(".safetensors")]
-    more = f"; it has {listed(others)}" if others else ""
-    return f"has neither {SINGLE} nor {INDEX}{more}"
+    return f"has neither {SINGLE} nor {INDEX}"
 
 
-def _place(path: Path, family: Family, tensors: Sequence[Row], stored: Mapping[str, StoredTensor]) -> list[Placed]:
-    """Each tensor of the model where it is.
+def _place(
+    path: Path, family: Family, tensors: Sequence[Row], stored: Mapping[str, StoredTensor]
+) -> list[tuple[Row, StoredTensor]]:
+    """Each tensor of the model with where it is.
 
     Raises:
         CheckpointError: naming what is missing, left over, of another shape or dtype.
     """
-    placed: list[Placed] = []
+    placed: list[tuple[Row, StoredTensor]] = []
     used: set[str] = set()
     missing: list[str] = []
-    wrong: list[str] = []
-    different: list[tuple[str, str]] = []
+    problems: list[str] = []
     for tensor in tensors:
-        known = dict.fromkeys((tensor.name, tensor.name.removeprefix(family.prefix), *tensor.other_names))
-        there_are = [name for name in known if name in stored]
+        known = (tensor.name, tensor.name.removeprefix(family.prefix), *tensor.other_names)
         used.update(known)
-        if not there_are:
+        name = next((each for each in known if each in stored), None)
+        if name is None:
             missing += [] if tensor.may_be_missing else [tensor.name]
             continue
-        found, *copies = there_are
-        different += [(found, copy) for copy in copies if not _are_equal(path, stored[found], stored[copy])]
-        there = stored[found]
+        there = stored[name]
         if there.shape != tensor.shape:
-            wrong.append(f"{found} has shape {list(there.shape)}, {CONFIG} says {list(tensor.shape)}")
+            problems.append(f"{name} has shape {list(there.shape)}, {CONFIG} says {list(tensor.shape)}")
         elif there.dtype not in _FLOATS:
-            wrong.append(f"{found} has dtype {there.dtype}, which are no weights that can be trained")
-        placed.append(Placed(tensor, there))
+            problems.append(f"{name} has dtype {there.dtype}, which are no weights that can be trained")
+        placed.append((tensor, there))
     extra = [
         name
-        for name in stored
-        if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored)
+        for name in stored.keys() - used
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored)
     ]
-    problems = wrong[:_MOST_LISTED]
-    for title, names in (("missing", missing), (f"not in a {family.model_type}", extra)):
+    problems = problems[:_MOST_LISTED]
+    for title, names in (("missing", missing), (f"not in a {family.model_type}", sorted(extra))):
         problems += [f"{len(names)} {title}: {listed(names)}"] if names else []
-    problems += [
-        f"{first} and {second} are one parameter, but their numbers differ: where the head is no copy of the table, "
-        f'write "tie_word_embeddings": false into {CONFIG} (tie_embeddings=False of our models)'
-        for first, second in different[:1]
-    ]
     if problems:
         raise CheckpointError(f"{path}: is not the {family.architecture} of its {CONFIG}: {'; '.join(problems)}")
     return placed
@@ -218,13 +264,3 @@ def _place(path: Path, family: Family, tensors: Sequence[Row], stored: Mapping[s
 def listed(names: Sequence[str]) -> str:
     """The first of some names."""
     return ", ".join(names[:_MOST_LISTED]) + (", .." if len(names) > _MOST_LISTED else "")
-
-
-def _are_equal(folder: Path, *tensors: StoredTensor) -> bool:
-    """Whether two tensors are the same to the byte."""
-    one, other = tensors
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    num_bytes = math.prod(one.shape) * ITEM_BYTES.get(one.dtype, 0)
-    first, second = (np.memmap(folder / each.file, np.uint8, "r", each.offset, num_bytes) for each in tensors)
-    return first.data == second.data

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.manifest import Chunk
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
@@ -28,17 +27,15 @@ class HFReader(CheckpointReader):
     Attributes:
         folder: of the model.
         manifest: ``tensors`` by our names, without chunks; ``config`` with the model; files without checksums.
-        model_folder: what is where in it.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        self.model_folder = read_folder(self.folder)
-        self.manifest = self.model_folder.manifest
+        placed, self.manifest = read_folder(self.folder)
         self._places = {
-            f"model/{part.name}": (placed, first)
-            for placed in self.model_folder.placed
-            for part, first in placed.tensor.located()
+            f"model/{part.name}": (tensor, stored, first)
+            for tensor, stored in placed
+            for part, first in tensor.located()
         }
         self._boxes = BoxReader()
         self._descriptors: dict[str, int] = {}
@@ -51,23 +48,14 @@ class HFReader(CheckpointReader):
         """
         entry = self.entry(key)
         assert len(box) == len(entry.shape)
-        placed, first = self._places[key]
-        rows = placed.tensor.rows
+        tensor, stored, first = self._places[key]
+        rows = tensor.rows
         # the whole array of the file, of which the parameter is a part that begins at 0
         start = (-first, *(0 for _ in rows[1:]))
-        if placed.tensor.transposed:
+        if tensor.transposed:
             start, box, out = start[::-1], box[::-1], out.T
-        chunk = Chunk(placed.stored.file, placed.stored.offset, start, rows)
+        chunk = Chunk(stored.file, stored.offset, start, rows)
         self._read_chunk(key, chunk, DTYPES[entry.dtype], box, out)
 
     def verify(self, group: AxisGroup | None = None, on_block: Callable[[], None] = lambda: None) -> None:
-        """That the files still have their sizes: Hugging Face's folders have no checksums."""
-        for name, entry in self.manifest.files.items():
-            try:
-                size = (self.folder / name).stat().st_size
-            except OSError as error:
-                raise CheckpointError(f"{self.folder / name}: cannot be read: {error.strerror or error}") from None
-            if size != entry.num_bytes:
-                raise DamagedCheckpoint(
-                    f"{self.folder / name}: has {size} bytes, it had {entry.num_bytes} when it was opened"
-                )
+        """Nothing: Hugging Face's folders have no checksums. What is wrong with headers and sizes was found before."""

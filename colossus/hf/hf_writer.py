@@ -7,38 +7,24 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from pydantic import ValidationError
+from torch import Tensor
 
 from colossus.checkpoint.durable import new_folder, require_new, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.rank_errors import on_all_ranks
+from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.state_dict import WholeTensor, stream_state_dict, whole_tensors
-from colossus.checkpoint.tensor_file import make_header, write_file
-from colossus.checkpoint.weight_sources import (
-    GENERATION,
-    TOKEN_IDS,
-    Assets,
-    write_assets,
-)
+from colossus.checkpoint.tensor_file import DTYPES, make_header, write_file
+from colossus.checkpoint.weight_sources import GENERATION, TOKEN_IDS, Assets, read_assets, write_assets
 from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, split_into_shards
-from colossus.context.parallel_context import ParallelContext
 from colossus.hf.family import Family, Row, family_of
-from colossus.hf.hf_folder import listed
-from colossus.hf.model_config import CONFIG, INDEX, SINGLE
+from colossus.hf.hf_folder import CONFIG, INDEX, SINGLE, listed
 from colossus.registry import MODEL_OPTIONS
 from colossus.state.replicas import exported
-
-
-class Trained(Protocol):
-    """An engine, or whatever has a model under a plan."""
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def context(self) -> ParallelContext: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,7 @@ class FolderPlan:
 
 
 def save(
-    engine: Trained,
+    engine: Any,
     target: Path | str,
     *,
     dtype: torch.dtype | None = None,
@@ -84,6 +70,7 @@ def save(
     Of replicas with parameters of their own it is the average.
 
     Args:
+        engine: or whatever else has a ``model`` under a plan and its ``context``.
         dtype: of the weights; None is that in which the engine holds them.
         max_shard_bytes: of one file, unless a single tensor is larger.
         on_tensor: called on rank 0 with the bytes of each tensor that is written.
@@ -121,6 +108,34 @@ def save(
     return target
 
 
+def to_hf(
+    reader: CheckpointReader,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    on_tensor: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write the weights that a reader has as a model folder, without ranks; see `save`.
+
+    Raises:
+        CheckpointError: when the model is none of Hugging Face's that colossus writes, the target is there, or cannot
+            be written.
+    """
+    spec = dict(reader.manifest.config.get("model") or {})
+    kind = str(spec.pop("type", "model that its checkpoint says nothing of"))
+    try:
+        options = MODEL_OPTIONS.get(kind)(**spec) if kind in MODEL_OPTIONS else None
+    except ValidationError as error:
+        raise CheckpointError(f"{reader.folder}: its model cannot be understood: {error}") from None
+    names = reader.manifest.names("model")
+    entries = {name: reader.entry(f"model/{name}") for name in names}
+    known = {name: WholeTensor({name: (0, 0)}, each.shape, DTYPES[each.dtype]) for name, each in entries.items()}
+    plan = plan_folder(kind, options, known, dtype, max_shard_bytes, read_assets(reader.folder, reader.manifest.config))
+    parts = ((name, reader.tensor(f"model/{name}")) for name in plan.part_names)
+    write_folder(target, plan, parts, on_tensor=on_tensor)
+
+
 def plan_folder(
     kind: str,
     options: Any,
@@ -140,16 +155,12 @@ def plan_folder(
     """
     family = family_of(kind, options)
     tensors = family.tensors(options)
-    _require_same_names(family, options, tensors, known)
+    _require_same_names(family, tensors, known)
     dtypes = {each.name: dtype or known[each.parts[0].name].dtype for each in tensors}
     shards = split_into_shards(
         tensors, lambda each: math.prod(each.shape) * dtypes[each.name].itemsize, max_shard_bytes
     )
-    files = (
-        [SINGLE]
-        if len(shards) == 1
-        else [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
-    )
+    files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
     of_weights = str(max(dtypes.values(), key=lambda each: each.itemsize)).removeprefix("torch.")
     config = {
         "model_type": family.model_type,
@@ -159,20 +170,24 @@ def plan_folder(
         "dtype": of_weights,
         "torch_dtype": of_weights,  # its name before transformers 5
     }
-    return FolderPlan(config, dict(zip(files, shards, strict=True)), dtypes, assets)
+    by_file = dict(zip(files if len(files) > 1 else [SINGLE], shards, strict=True))
+    return FolderPlan(config, by_file, dtypes, assets)
 
 
-def _require_same_names(family: Family, options: Any, tensors: Sequence[Row], known: Mapping[str, WholeTensor]) -> None:
+def _require_same_names(family: Family, tensors: Sequence[Row], known: Mapping[str, WholeTensor]) -> None:
     wanted = {part.name: part.shape for tensor in tensors for part in tensor.parts}
     here = {name: each.shape for name, each in known.items()}
     for title, names in (
-        ("it has no", [name for name in wanted if name not in here]),
-        (f"a {family.model_type} has no", [name for name in here if name not in wanted]),
-        ("of another shape than its options say is", [n for n in wanted if n in here and wanted[n] != here[n]]),
+        ("it has no", wanted.keys() - here.keys()),
+        (f"a {family.model_type} has no", here.keys() - wanted.keys()),
+        (
+            "of another shape than its options say is",
+            {name for name, shape in wanted.items() if here.get(name) != shape},
+        ),
     ):
         if names:
             raise CheckpointError(
-                f"the model cannot be written for Hugging Face: {title} {listed(names)}. "
+                f"the model cannot be written for Hugging Face: {title} {listed(sorted(names))}. "
                 f"Adapters and other modules of your own are merged, or taken out, before"
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.components import is_text
 from colossus.config.loading import read_file, validate, with_tokenizer
 from colossus.config.overrides import apply_overrides
-from colossus.config.plans import check_names, describe_sizes, world_size
+from colossus.config.plans import check_names, describe_plan, world_size
 from colossus.config.section import Named
 from colossus.config.training import LOW, PrecisionSection
 from colossus.registry import DATASETS, MODELS, SCHEDULES
@@ -24,8 +23,6 @@ from colossus.registry import DATASETS, MODELS, SCHEDULES
 _EVALUATE_SECTIONS = ("model", "data", "parallel", "schedule", "train", "comm", "device")
 #: keys of the section train that say how to train
 _OF_TRAINING = ("activation_checkpoint", "steps", "schedule_steps", "eval_every", "eval_batches")
-#: keys that mean something to text
-_GENERATE_KEYS = ("parallel", "train.precision", "comm", "device")
 _DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -65,7 +62,7 @@ class Sampling:
         temperature: logits are divided by it: below 1 likely tokens become likelier.
         top_k: only as many of the likeliest tokens (and those as likely as the last of them); None: all.
         top_p: only the likeliest tokens whose probabilities together reach it, at least one; 1: all.
-        greedy: the likeliest token, the first of equals; the rest means nothing then.
+        greedy: the likeliest token, the first of equals, whatever the rest says.
         seed: of the random numbers, which are a function of it, the row of the prompt, and the position of the token.
 
     Raises:
@@ -79,21 +76,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.seed < 0:
-            problems.append(f"seed = {self.seed}: it must be 0 or more")
-        if not self.greedy:
-            if not (self.temperature > 0 and math.isfinite(self.temperature)):
-                problems.append(
-                    f"temperature = {self.temperature}: it divides the logits, so it must be above 0 and finite; for "
-                    f"the likeliest token take greedy"
-                )
-            if self.top_k is not None and self.top_k < 1:
-                problems.append(f"top_k = {self.top_k}: at least 1; leave it out for all tokens")
-            if not 0 < self.top_p <= 1:
-                problems.append(f"top_p = {self.top_p}: above 0 and at most 1 (1 keeps all)")
-        if problems:
-            raise ConfigError(problems)
+        allowed = (
+            ("seed", self.seed >= 0, "0 or more"),
+            ("temperature", 0 < self.temperature < math.inf, "above 0 and finite; for the likeliest token take greedy"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1; leave it out for all tokens"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (1 keeps all)"),
+        )
+        for key, is_allowed, what in allowed:
+            if not is_allowed:
+                raise ConfigError(f"{key} = {getattr(self, key)}: it must be {what}")
 
 
 # -- generation -------------------------------------------------------------------------------------------
@@ -109,12 +100,6 @@ def generation_config(source: Source, overrides: Sequence[str] = (), config_file
     Raises:
         ConfigError: for a plan that does not fit the model, or means nothing without training.
     """
-    for text in overrides:
-        if not text.partition("=")[0].startswith(_GENERATE_KEYS):
-            keys = ", ".join(f"{key}.." for key in _GENERATE_KEYS)
-            raise ConfigError(
-                f"{text}: generate trains nothing, and the model is that of the checkpoint; it takes {keys}"
-            )
     values = _recorded(source, config_file, ("model",))
     values["train"] = {"precision": _recorded_precision(source)}
     stated = validate(apply_overrides(values, overrides))
@@ -139,7 +124,7 @@ def _require_generation(config: Config) -> None:
         f"parallel.zero = {parallel.zero.stage}": parallel.zero.stage,
         "parallel.strategy": "strategy" in parallel.model_fields_set,
     }
-    for key in [key for key, is_given in given.items() if is_given]:
+    if key := next((key for key, is_given in given.items() if is_given), None):
         raise ConfigError(
             f"{key} splits tokens, or what training needs, but generate makes one token after the other: take "
             f"parallel.tensor or parallel.pipeline, which split the model, or parallel.data, which splits the prompts"
@@ -159,18 +144,13 @@ def prompt_problems(prompts: Sequence[Sequence[int]], positions: int | None, voc
     """Why a model with so many positions and tokens cannot continue these prompts."""
     problems = [] if prompts else ["there is no prompt"]
     for number, tokens in enumerate(prompts, 1):
+        largest = max(tokens, default=0)
         if not tokens:
             problems.append(f"prompt {number} is empty: a model continues at least one token")
-        if positions is not None and len(tokens) > positions:
-            problems.append(
-                f"prompt {number} has {len(tokens)} tokens, but the model has learned {positions} positions"
-            )
-        largest = max(tokens, default=0)
-        if vocab_size is not None and largest >= vocab_size:
-            problems.append(
-                f"prompt {number} has the token {largest}, but the model has the tokens 0..{vocab_size - 1}: is it the "
-                f"tokenizer that made its training data?"
-            )
+        elif positions is not None and len(tokens) > positions:
+            problems.append(f"prompt {number} has {len(tokens)} tokens, the model has learned {positions} positions")
+        elif vocab_size is not None and largest >= vocab_size:
+            problems.append(f"prompt {number} has the token {largest}, the model has the tokens 0..{vocab_size - 1}")
     return problems
 
 
@@ -190,11 +170,9 @@ def evaluation_config(
     Raises:
         ConfigError: for what is no config, a plan that does not fit, code that the checkpoint names.
     """
-    keys = [text.partition("=")[0] for text in overrides]
-    for key in keys:
-        if key.partition(".")[0] in ("optimizer", "lr_schedule", "checkpoint", "hooks", "name"):
-            raise ConfigError(f"{key}: evaluate trains nothing, and takes the weights of {source.folder}; leave it out")
-    values = _recorded(source, config_file, _EVALUATE_SECTIONS, without_data=bool({"data", "data.type"} & set(keys)))
+    keys = {text.partition("=")[0] for text in overrides}
+    sections = [key for key in _EVALUATE_SECTIONS if key != "data" or not {"data", "data.type"} & keys]
+    values = _recorded(source, config_file, sections)
     plan, train = dict(values.get("parallel") or {}), dict(values.get("train") or {})
     plan.pop("strategy", None)  # no replica tells another of a gradient
     if nproc is not None:
@@ -212,7 +190,7 @@ def evaluation_config(
             f"data.path=..., say, or --config FILE"
         )
     config = _with_its_tokenizer(config, source)
-    most = config.train.eval_batches if {"train", "train.eval_batches"} & set(keys) else None
+    most = config.train.eval_batches if {"train", "train.eval_batches"} & keys else None
     train_section = config.train.model_copy(update={"eval_batches": most})
     return config.model_copy(update={"name": "evaluate", "train": train_section})
 
@@ -250,28 +228,19 @@ def _with_its_tokenizer(config: Config, source: Source) -> Config:
 
 
 def describe(config: Config) -> str:
-    """``one process, fp32``, or ``tensor 2 (2d), bf16``."""
-    parallel, tensor = config.parallel, config.parallel.tensor
-    sizes = describe_sizes(parallel.model_copy(update={"data": None} if parallel.data == 1 else {}))
-    plan = "one process" if world_size(parallel) == 1 else f"{sizes}{f' ({tensor.mode})' if tensor.size > 1 else ''}"
+    """``one process, fp32``, or ``data 1 x tensor 2 (2d), bf16``."""
+    plan = "one process" if world_size(config.parallel) == 1 else describe_plan(config)
     return f"{plan}, {config.train.precision.compute}"
 
 
-def _recorded(
-    source: Source, config_file: str | None, sections: Sequence[str], without_data: bool = False
-) -> dict[str, Any]:
+def _recorded(source: Source, config_file: str | None, sections: Sequence[str]) -> dict[str, Any]:
     """Sections of the config file, else those that the checkpoint records: of colossus, by their names.
-
-    Args:
-        without_data: the options that are recorded are of other data.
 
     Raises:
         ConfigError: where the checkpoint has the name of a class or an object of a user instead, or no model.
     """
     values = read_file(Path(config_file)) if config_file is not None else source.manifest.config
     found = {key: values[key] for key in sections if values.get(key) is not None}
-    if without_data:
-        found.pop("data", None)
     if not found.get("model"):
         raise ConfigError(f"{config_file or source.folder} has no model: give --config FILE, a config file with it")
     if config_file is not None:
@@ -289,7 +258,7 @@ def _recorded(
 
 
 def _without_tokenizer(data: Any) -> Any:
-    """Data without the tokenizer files by which it reads text: those that the run was given may be gone."""
+    """Data without tokenizer files: those that the run was given may be gone."""
     if not isinstance(data, Mapping):
         return data
     kept = {key: value for key, value in data.items() if key != "tokenizer" or value == BYTES}
@@ -306,10 +275,10 @@ def _imported_names(section: Any) -> Iterator[str]:
 
 
 def _recorded_precision(source: Source) -> dict[str, Any]:
-    """That of the run; of a folder that does not say, that of most of its tensors."""
+    """That of the run; of a folder that does not say, that of its first weight."""
     of_run = (source.manifest.config.get("train") or {}).get("precision")
     if isinstance(of_run, Mapping):
         return dict(of_run)
-    counts = Counter(entry.dtype for key, entry in source.manifest.tensors.items() if key.startswith("model/"))
-    name = next((_DTYPES[dtype] for dtype, _ in counts.most_common() if dtype in _DTYPES), "fp32")
+    dtypes = (entry.dtype for key, entry in source.manifest.tensors.items() if key.startswith("model/"))
+    name = next((_DTYPES[dtype] for dtype in dtypes if dtype in _DTYPES), "fp32")
     return PrecisionSection.keys_of(name) or {}

@@ -8,6 +8,7 @@ and each is what it would be alone.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,17 +116,9 @@ class Decoding:
         return token
 
 
-def generate(
-    model: TextModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int = 256,
-    sampling: Sampling | None = None,
-    stop: Collection[int] = (),
-    num_ids: int | None = None,
-) -> list[list[int]]:
-    """The tokens behind each prompt, without it; the arguments are those of `Decoding`. Collective."""
-    decoding = Decoding(model, prompts, max_tokens=max_tokens, sampling=sampling, stop=stop, num_ids=num_ids)
+def generate(model: TextModel, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """The tokens behind each prompt, without it; the options are those of `Decoding`. Collective."""
+    decoding = Decoding(model, prompts, **options)
     while not decoding.is_done:
         decoding.step()
     return [tokens[len(prompt) :] for tokens, prompt in zip(decoding.tokens, prompts, strict=True)]

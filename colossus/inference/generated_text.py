@@ -1,17 +1,12 @@
-"""From text to tokens, and back to standard output as they come. No torch.
-
-``bytes``: UTF-8. ``tokenizer.json``: by the library `tokenizers`, an optional extra. None: tokens are numbers.
-"""
+"""From text to tokens, and back to standard output as they come. No torch."""
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import importlib
 import json
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,49 +16,62 @@ from colossus.data.tokenizer import load_tokenizer
 from colossus.inference.config import Source
 
 _REPLACEMENT = "\ufffd"
-#: control characters but new line and tab (category Cc), and those that order letters from right to left by force
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-class ByteTokenizer:
-    """One token for each byte of UTF-8.
+class TextStream:
+    """The text behind a prompt as its tokens come: a character when it is whole, and nothing is taken back.
+
+    What a token adds may depend on those before it (a decoder takes the space where a text begins), so it is the
+    difference between two texts: of the last tokens that are shown, with and without those that came after them.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> None:
+        self._decode, self._ids, self._num_shown = decode, list(prompt), len(prompt)
+
+    def push(self, token: int) -> str:
+        """The text that is certain with one more token; empty in the middle of a character."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        return "" if text.endswith(_REPLACEMENT) else self._show(text)
+
+    def finish(self) -> str:
+        """What is left when no more tokens come."""
+        return self._show(self._decode(self._ids))
+
+    def _show(self, text: str) -> str:
+        new = text[len(self._decode(self._ids[: self._num_shown])) :]
+        if new:
+            del self._ids[: self._num_shown]
+            self._num_shown = len(self._ids)
+        return new
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """How text becomes tokens, and tokens text.
 
     Attributes:
         num_ids: ids from this on stand for nothing.
         stop: ids that end a text.
     """
 
-    num_ids = 256
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    num_ids: int
     stop: tuple[int, ...] = ()
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt; bytes of a shell or a pipe that are no UTF-8 stay."""
-        return list(text.encode("utf-8", "surrogateescape"))
 
-    def stream(self, prompt: Sequence[int] = ()) -> _ByteStream:
-        """What gives the text behind the tokens of a prompt."""
-        return _ByteStream()
-
-
-class _ByteStream:
-    """Bytes to text: a character comes when it is whole, invalid bytes as U+FFFD, as ``bytes.decode("replace")``."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        """The text that is certain with one more token; empty in the middle of a character."""
-        return self._decoder.decode(bytes([token])) if 0 <= token < 256 else self.finish() + _REPLACEMENT
-
-    def finish(self) -> str:
-        """What is left when no more tokens come."""
-        left = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return left
+def byte_tokenizer() -> Tokenizer:
+    """One token for each byte of UTF-8; in prompts of a shell or a pipe also of what is none."""
+    return Tokenizer(
+        encode=lambda text: list(text.encode("utf-8", "surrogateescape")),
+        decode=lambda ids: bytes(ids).decode("utf-8", "replace"),
+        num_ids=256,
+    )
 
 
-class FileTokenizer:
-    """A ``tokenizer.json`` of Hugging Face; attributes and methods are those of `ByteTokenizer`.
+def file_tokenizer(file: Path, token_ids: Mapping[str, Any], *, adds_special: bool = True) -> Tokenizer:
+    """A ``tokenizer.json`` of Hugging Face.
 
     Args:
         token_ids: ``eos_token_id`` and the like, where no file beside it says them.
@@ -72,60 +80,17 @@ class FileTokenizer:
     Raises:
         ConfigError: without the library `tokenizers`, and for a file that it cannot read.
     """
-
-    def __init__(self, file: Path, token_ids: Mapping[str, Any] | None = None, *, adds_special: bool = True) -> None:
-        try:
-            self._tokenizer = load_tokenizer(file.read_bytes(), f"the tokenizer {file}")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--tokenizer: {error}; prompts of numbers need no tokenizer: --tokens 1,2,3") from None
-        self._adds_special = adds_special
-        self.num_ids = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.stop = special_ids(file.parent, token_ids or {}, "eos_token_id")
-        self._start = special_ids(file.parent, token_ids or {}, "bos_token_id")[:1]
-
-    def encode(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(_printable(text), add_special_tokens=self._adds_special).ids
-        return ids or list(self._start)
-
-    def stream(self, prompt: Sequence[int] = ()) -> _FileStream:
-        return _FileStream(self._tokenizer, prompt)
-
-
-class _FileStream:
-    """The library's `DecodeStream`, which keeps to itself what is no character yet.
-
-    Args:
-        prompt: ids before the first, whose text is known: what a token adds depends on those before it (a decoder
-            takes the space of the first of all).
-    """
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self._tokenizer, self._library = tokenizer, importlib.import_module("tokenizers.decoders")
-        self._begin()
-        for token in prompt:
-            self.push(token)
-
-    def _begin(self) -> None:
-        self._stream, self._kept = self._library.DecodeStream(skip_special_tokens=True), list[int]()
-
-    def push(self, token: int) -> str:
-        self._kept.append(token)
-        try:
-            text = self._stream.step(self._tokenizer, token)
-        except Exception:  # bytes that can be no character any more, for which the library raises a bare one
-            return self.finish()
-        if text is None:
-            return ""
-        self._kept.clear()
-        return str(text)
-
-    def finish(self) -> str:
-        text = str(self._tokenizer.decode(self._kept, skip_special_tokens=True))
-        self._begin()
-        return text
-
-
-Tokenizer = ByteTokenizer | FileTokenizer
+    try:
+        library = load_tokenizer(file.read_bytes(), f"the tokenizer {file}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tokenizer: {error}; prompts of numbers need no tokenizer: --tokens 1,2,3") from None
+    start = special_ids(file.parent, token_ids, "bos_token_id")[:1]
+    return Tokenizer(
+        encode=lambda text: library.encode(text, add_special_tokens=adds_special).ids or list(start),
+        decode=library.decode,
+        num_ids=1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1),
+        stop=special_ids(file.parent, token_ids, "eos_token_id"),
+    )
 
 
 def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
@@ -141,12 +106,12 @@ def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
             f"PATH of a {TOKENIZER_FILE}, or the prompt as numbers, --tokens 1,2,3"
         )
     if name == BYTES:
-        return ByteTokenizer()
+        return byte_tokenizer()
     file = Path(name).expanduser() if given is not None else source.folder / name
     file = file / TOKENIZER_FILE if file.is_dir() else file
     # as the model has seen text begin: Hugging Face's with its template, our datasets' without
     is_theirs = source.is_foreign or (bool(source.token_ids) and source.manifest.is_weights_only)
-    return FileTokenizer(file, source.token_ids, adds_special=is_theirs)
+    return file_tokenizer(file, source.token_ids, adds_special=is_theirs)
 
 
 def special_ids(folder: Path, token_ids: Mapping[str, Any], key: str) -> tuple[int, ...]:
@@ -164,12 +129,12 @@ def special_ids(folder: Path, token_ids: Mapping[str, Any], key: str) -> tuple[i
 
 
 class Texts:
-    """The prompts and what follows them, printed: the text of one prompt as its tokens come, of several under headings
-    at the end. Without a tokenizer tokens are numbers with commas.
+    """The prompts and what follows them: the text of one prompt is printed as its tokens come, of several at the end.
+    Without a tokenizer tokens are numbers with commas.
 
     Args:
         prompts: as text; None where they were given as tokens.
-        out: where to print, without what a terminal would obey; None prints nothing.
+        out: where to print; None prints nothing.
     """
 
     def __init__(
@@ -179,15 +144,16 @@ class Texts:
         tokenizer: Tokenizer | None,
         out: TextIO | None,
     ) -> None:
-        self._prompts = None if prompts is None else [_printable(prompt) for prompt in prompts]
-        self._shown = self._prompts or [",".join(map(str, each)) for each in tokens]
+        self._prompts = prompts
+        self._shown = prompts or [",".join(map(str, each)) for each in tokens]
         self._out, self._is_streamed = out, len(tokens) == 1
-        self.prompt_tokens, self._streams = tokens, [tokenizer.stream(each) if tokenizer else None for each in tokens]
+        self.prompt_tokens = tokens
+        self._streams = [TextStream(tokenizer.decode, each) if tokenizer else None for each in tokens]
         self.tokens: list[list[int]] = [[] for _ in tokens]
         self.texts = ["" for _ in tokens]
         self.ended: list[str | None] = [None] * len(tokens)
-        #: when, and tokens made by then: at the beginning, after the first step, after the last one
-        self._marks = [(time.perf_counter(), 0)]
+        #: when the first step and the last one had ended, and tokens made by then
+        self._marks: list[tuple[float, int]] = []
         if self._is_streamed:
             self._write(self._shown[0])
 
@@ -199,7 +165,7 @@ class Texts:
                 stream = self._streams[row]
                 self._add_text(row, f",{token}" if stream is None else stream.push(token))
         self.ended = list(ended)
-        self._marks[2:] = [(time.perf_counter(), sum(map(len, self.tokens)))]
+        self._marks[1:] = [(time.perf_counter(), sum(map(len, self.tokens)))]
 
     def finish(self) -> None:
         """Nothing more comes: what is there is printed."""
@@ -212,14 +178,12 @@ class Texts:
             heading = f"{'' if row == 0 else chr(10)}--- prompt {row + 1} of {count} ---\n"
             self._write(end if self._is_streamed else heading + text + end)
 
-    def speeds(self) -> dict[str, float | None]:
-        """Tokens per second of all prompts together: of the first step (prefill), made after it (decode)."""
-        taken = min(map(len, self.prompt_tokens)) * len(self.prompt_tokens)
-        (began, _), *later = self._marks
-        return {
-            "prefill": taken / (later[0][0] - began) if later else None,
-            "decode": (later[1][1] - later[0][1]) / (later[1][0] - later[0][0]) if len(later) > 1 else None,
-        }
+    def tokens_per_second(self) -> float | None:
+        """Of all prompts together, made after the first step."""
+        if len(self._marks) < 2:
+            return None
+        (began, before), (ended, after) = self._marks
+        return (after - before) / (ended - began)
 
     def as_data(self) -> list[dict[str, Any]]:
         """One entry for each prompt."""
@@ -241,10 +205,5 @@ class Texts:
 
     def _write(self, text: str) -> None:
         if self._out is not None:
-            # a model may have learned escape sequences, or to turn lines around
-            self._out.write(_OBEYED.sub(_REPLACEMENT, text.replace("\r", "")) if self._out.isatty() else text)
+            self._out.write(text)
             self._out.flush()
-
-
-def _printable(prompt: str) -> str:
-    return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,16 +17,14 @@ from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.world import pick_device
 from colossus.engine.inputs import batch_axes
-from colossus.error_place import add_place
 from colossus.inference.config import Source, generation_config
 from colossus.layers import to_whole
-from colossus.layers.embedding import Embedding, PositionEmbedding
+from colossus.layers.embedding import PositionEmbedding
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.layers.pipeline_block import run_blocks
 from colossus.models.transformer import Transformer
 from colossus.registry import MODELS
-from colossus.schedule.partition import MetaTensorGuard
 from colossus.schedule.pipeline import PipelineRuntime
 from colossus.state.parameters import known_weights, load_matched, parameter_boxes, require_same_model
 
@@ -40,7 +37,7 @@ class TextModel:
         context: ranks, axes, groups.
         row_multiple: a batch has a multiple of so many rows, which ranks share out.
         num_positions: what comes behind so many tokens the model has no position for; None without an end.
-        vocab_size: it has an embedding for so many ids; None where that cannot be seen.
+        vocab_size: None of a model that does not say.
         can_cache: whether a token can be computed from a cache of those before it: where the model's class says so by
             ``key_value_cache = True``, as ours do. Where not, whole sequences are.
     """
@@ -58,8 +55,7 @@ class TextModel:
         self._world = context.group(context.grid.names)
         positions = [each.num_positions for each in module.modules() if isinstance(each, PositionEmbedding)]
         self.num_positions = min(positions, default=None)
-        rows = [each.num_embeddings for each in module.modules() if isinstance(each, (Embedding, nn.Embedding))]
-        self.vocab_size = getattr(model_options(config), "vocab_size", max(rows, default=None))
+        self.vocab_size = getattr(model_options(config), "vocab_size", None)
         self.can_cache = bool(getattr(module, "key_value_cache", False))
 
     def logits(self, ids: Tensor, cache: KeyValueCache | None = None, *, only_last: bool = True) -> Tensor | None:
@@ -76,20 +72,13 @@ class TextModel:
         local = ids[self.rows(len(ids))].to(self.context.device, non_blocking=True)
         info = BatchInfo(cache=cache, only_last_token=only_last)
         with torch.inference_mode(), self.context, self._parallel.batch(info), self._autocast:
-            try:
-                out = self._run(local)
-            except BaseException as error:
-                add_place(error)
-                raise
+            out = self._run(local)
             if cache is not None:
                 cache.advance(ids.shape[1])
             if not self._stages.has_last:
                 return None
-            if not isinstance(out, Tensor) or out.dim() != 3:
-                raise ValueError(
-                    f"{type(self.module).__name__} returned {tuple(out.shape) if isinstance(out, Tensor) else out!r} "
-                    f"for ids {tuple(local.shape)}: a language model returns logits [batch, tokens, vocabulary]"
-                )
+            if getattr(out, "ndim", None) != 3:
+                raise ValueError(f"{type(self.module).__name__}: its output is no logits [batch, tokens, vocabulary]")
             logits = to_whole(out)
             return logits[:, -1:] if only_last else logits
 
@@ -135,15 +124,12 @@ class _Stages:
     def __init__(self, pipeline: PipelineRuntime, module: nn.Module) -> None:
         self._forwards = pipeline.stage_forwards(module)
         self._last_stage = pipeline.last_stage
-        self._to_guard = set(self._forwards)
         self.has_last = self._last_stage in self._forwards
         self.output: Any = None
         self._nothing = torch.zeros(())
 
     def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
-        with MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
-            out = self._forwards[stage](value if stage else batch)
-        self._to_guard.discard(stage)
+        out = self._forwards[stage](value if stage else batch)
         if stage != self._last_stage:
             return out
         self.output = out

@@ -1,8 +1,5 @@
-"""Who holds a model: this process, or processes of it, one for each rank of a plan, that answer to it.
-
-The process that was started has the prompts, and prints. So what ends it (Ctrl-C, a closed pipe) loses nothing, and
-ends the ranks in no collective.
-"""
+"""Who holds a model: this process, or processes of it, one for each rank of a plan, that answer to it. What ends this
+process (Ctrl-C, a closed pipe) ends the ranks in no collective."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,16 +21,13 @@ from colossus.config import Config
 from colossus.config.plans import world_size
 from colossus.context.local_ranks import LocalRanks
 from colossus.context.world import choose_backend
-from colossus.engine.initialize import make_engine
-from colossus.engine.results import EvalResult
 from colossus.inference.config import Source
 from colossus.inference.decoding import Decoding
 from colossus.inference.model import load_model
-from colossus.launch.checks import is_ours
 
 T = TypeVar("T")
-#: what a rank gives as an answer, as all ranks do: what our code refuses
-_REFUSALS = (DamagedCheckpoint, CheckpointError, FloatingPointError, ValueError)
+#: what a rank gives as an answer, as all ranks do
+_REFUSALS = (DamagedCheckpoint, CheckpointError, FloatingPointError)
 
 
 @contextmanager
@@ -45,26 +38,18 @@ def on_ranks(
     ``close``; it answers what the first rank does.
 
     Args:
-        threads: of each rank, unless ``OMP_NUM_THREADS`` says another number; by default as many as `colossus launch`
-            gives one: the sums of a matmul depend on them in their last bits.
+        threads: of each rank, unless ``OMP_NUM_THREADS`` says another number; by default as `colossus launch` gives.
 
     Raises:
-        ValueError, FloatingPointError: from here and from a call, what our code refuses on all ranks.
+        CheckpointError, FloatingPointError: what all ranks refuse.
         RanksFailed: for any other error on one of several.
     """
     count, given = world_size(config.parallel), os.environ.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdecimal() and int(given) else threads or machine.threads_per_rank(count)
     if count == 1:
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        try:
-            made = make()
-            try:
-                yield lambda work: work(made)
-            finally:
-                made.close()
-        finally:
-            torch.set_num_threads(before)
+        with closing(make()) as made:
+            yield lambda work: work(made)
         return
     uses_cuda = config.device != "cpu" and torch.cuda.is_available()
     sys.stdout.flush()  # what is buffered would be printed again by forked ranks
@@ -101,8 +86,6 @@ class _Rank:
             self._made = self._made or self._make()
             return work(self._made)
         except _REFUSALS as error:
-            if not isinstance(error, (CheckpointError, FloatingPointError)) and not is_ours(error):
-                raise  # of a user's own code, with its traceback
             return next(kind for kind in _REFUSALS if isinstance(error, kind))(str(error))
 
 
@@ -116,15 +99,3 @@ def _end_with(parent: int) -> None:
 def decoding_of(source: Source, config: Config, **options: Any) -> Decoding:
     """Prompts on their way through the model of a checkpoint; the options are those of `Decoding`."""
     return Decoding(load_model(source, config), **options)
-
-
-def evaluate(config: Config, folder: Path) -> EvalResult:
-    """The weights of a folder on the validation data of a config, as the engine of its run evaluates them."""
-    with on_ranks(config, partial(make_engine, config)) as call:
-        return call(partial(_evaluate, folder))
-
-
-def _evaluate(folder: Path, engine: Any) -> EvalResult:
-    engine.checkpoints.load_weights(folder)
-    found: EvalResult = engine.evaluate()
-    return found

@@ -9,8 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from colossus.inference.config import (
     training_data,
 )
 from colossus.inference.generated_text import Texts, special_ids, tokenizer_of
-from colossus.launch.checks import check_data, check_devices, check_model, is_ours
+from colossus.launch.checks import check_data, check_devices, check_model
 from colossus.launch.command import worker_variables
 
 if TYPE_CHECKING:
@@ -54,12 +53,6 @@ def _exit_code(name: str, work: Callable[[], None]) -> int:
     except (DamagedCheckpoint, FloatingPointError) as error:
         return _say(f"{name} failed: {error}", FAILED)
     except (ConfigError, CheckpointError) as error:
-        return _say(str(error), USAGE)
-    except BrokenPipeError:
-        raise
-    except ValueError as error:
-        if not is_ours(error):
-            raise
         return _say(str(error), USAGE)
     except RuntimeError as error:
         from colossus.context.local_ranks import RanksFailed  # imports torch
@@ -94,17 +87,7 @@ def generate(
     json: bool = False,
     **sampling: Any,
 ) -> int:
-    """Continue prompts: text to standard output as it comes, facts to standard error.
-
-    Args:
-        overrides: of the plan.
-        prompts: text; ``-``, or none and no tokens either, is standard input.
-        tokens: prompts as ids.
-        max_tokens: to make of each prompt.
-        tokenizer: "bytes" or a path; None: as the checkpoint records.
-        config_file: with the model.
-        json: print one JSON object at the end, in place of text.
-        sampling: of `Sampling`.
+    """Continue prompts: text to standard output as it comes, facts to standard error; arguments as of the command.
 
     Returns:
         0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage.
@@ -130,19 +113,21 @@ def generate(
         stop = of_text.stop if of_text is not None else special_ids(source.folder, source.token_ids, "eos_token_id")
         options = {"prompts": ids, "max_tokens": max_tokens, "sampling": how, "stop": stop}
         options["num_ids"] = of_text.num_ids if of_text is not None else None
-        with _decoding(source, config, **options) as step:
+        # torch is imported here
+        from colossus.inference.ranks import decoding_of, on_ranks
+
+        sizes = (math.prod(entry.shape) for key, entry in source.manifest.tensors.items() if key.startswith("model/"))
+        threads = 1 if world_size(config.parallel) == 1 and sum(sizes) < _FEW_PARAMETERS else None
+        with on_ranks(config, partial(decoding_of, source, config, **options), threads) as call:
+            call(bool)  # each rank loads the model before anything is printed
             with contextlib.suppress(AttributeError, ValueError):
                 sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
             said = Texts(texts, ids, of_text, None if json else sys.stdout)
             try:
                 while None in said.ended:
-                    said.add(*step())
-            except BrokenPipeError:
-                raise
-            except BaseException:  # Ctrl-C, or a failure: what there is is not lost
+                    said.add(*call(_step))
+            finally:  # after Ctrl-C or a failure, too: what there is is not lost
                 _conclude(said, json, source, config, how)
-                raise
-            _conclude(said, json, source, config, how)
 
     return _exit_code("generate", work)
 
@@ -151,26 +136,12 @@ def _read(prompts: Sequence[str]) -> list[str]:
     """The prompts, with standard input in the place of ``-``, without the newline at its end that ``echo`` adds."""
     if prompts.count("-") > 1:
         raise ConfigError("--prompt - is given twice, but there is one standard input")
-    return [_standard_input() if each == "-" else each for each in (prompts or ["-"])]
-
-
-def _standard_input() -> str:
-    if sys.stdin.isatty():
+    if (not prompts or "-" in prompts) and sys.stdin.isatty():
         _say("the prompt is read from here; Ctrl-D ends it (or give --prompt TEXT)")
-    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
-
-
-@contextmanager
-def _decoding(source: Source, config: Config, **options: Any) -> Iterator[Callable[[], Any]]:
-    """Inside, a function that takes one step of a `Decoding` with these options, see `_step`."""
-    # torch is imported here
-    from colossus.inference.ranks import decoding_of, on_ranks
-
-    sizes = (math.prod(entry.shape) for key, entry in source.manifest.tensors.items() if key.startswith("model/"))
-    threads = 1 if world_size(config.parallel) == 1 and sum(sizes) < _FEW_PARAMETERS else None
-    with on_ranks(config, partial(decoding_of, source, config, **options), threads) as call:
-        call(bool)  # each rank loads the model before anything is printed
-        yield lambda: call(_step)
+    return [
+        sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n") if each == "-" else each
+        for each in (prompts or ["-"])
+    ]
 
 
 def _step(decoding: Decoding) -> tuple[list[int | None], list[str | None]]:
@@ -179,20 +150,18 @@ def _step(decoding: Decoding) -> tuple[list[int | None], list[str | None]]:
 
 
 def _conclude(texts: Texts, as_json: bool, source: Source, config: Config, how: Sampling) -> None:
-    """Print what is left of texts, or all of them as JSON, and why some have ended, and the speeds."""
+    """Print what is left of texts, or all of them as JSON, and why some have ended, and the speed."""
     texts.finish()
-    speeds = texts.speeds()
+    speed = texts.tokens_per_second()
     if as_json:
         about = {"checkpoint": str(source.folder), "step": source.manifest.step, "plan": describe(config)}
-        rates = {f"{key}_tokens_per_second": speed for key, speed in speeds.items()}
-        results = {"seed": how.seed, **rates, "results": texts.as_data()}
+        results = {"seed": how.seed, "tokens_per_second": speed, "results": texts.as_data()}
         print(json_module.dumps({**about, **results}, indent=2))
     for row, ended in enumerate(texts.ended):
         if ended == "positions":
-            made = len(texts.tokens[row])
-            _say(f"prompt {row + 1} stopped after {made} tokens: the model has learned no more positions")
-    shown = [f"{key}: {speed:.1f} tokens/s" for key, speed in speeds.items() if speed is not None]
-    _say("; ".join(shown) or "nothing was generated")
+            _say(f"prompt {row + 1} stopped: the model has learned no more positions")
+    if speed is not None:
+        _say(f"{speed:.1f} tokens/s")
 
 
 # -- evaluate ---------------------------------------------------------------------------------------------
@@ -207,15 +176,7 @@ def evaluate(
     nproc: int | None = None,
     json: bool = False,
 ) -> int:
-    """Evaluate a checkpoint's model on all of its run's validation data, under its plan, and print the numbers.
-
-    Args:
-        checkpoint: a checkpoint, a folder of them, a run folder, or a model folder of Hugging Face.
-        overrides: of data, plan, model, ...
-        config_file: takes the place of the recorded config.
-        split: ``validation`` or ``train``.
-        nproc: processes; 1 is this one, without the plan.
-        json: print one JSON object.
+    """Evaluate a checkpoint's model on its run's validation data, under its plan; arguments as of the command.
 
     Returns:
         0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage.
@@ -235,13 +196,15 @@ def evaluate(
                 f"there is no {split} data: {loaders.validation_missing}; --split train evaluates the training data"
             )
         # torch is imported here
-        from colossus.inference import ranks
+        from colossus.engine.initialize import make_engine
+        from colossus.inference.ranks import on_ranks
 
         _say(f"{_title(source)}: {describe(config)}")
         if loaders is not None:
             _say(f"{split} data: {loaders.description.partition('; validation: ')[2]}")
         began = time.perf_counter()
-        numbers = _numbers(ranks.evaluate(config, source.folder), config, loaders)
+        with on_ranks(config, partial(make_engine, config)) as call:
+            numbers = _numbers(call(partial(_evaluate, source.folder)), config, loaders)
         numbers["seconds"] = time.perf_counter() - began
         if json:
             about = {"checkpoint": str(source.folder), "step": source.manifest.step, "split": split}
@@ -253,6 +216,13 @@ def evaluate(
             print(f"{key.replace('_', ' '):<14} {shown}")
 
     return _exit_code("evaluate", work)
+
+
+def _evaluate(folder: Path, engine: Any) -> EvalResult:
+    """On a rank: the weights of a folder on the validation data, as the engine of its run evaluates them."""
+    engine.checkpoints.load_weights(folder)
+    found: EvalResult = engine.evaluate()
+    return found
 
 
 def _numbers(summary: EvalResult, config: Config, loaders: Loaders | None) -> dict[str, Any]:

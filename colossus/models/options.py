@@ -1,23 +1,171 @@
-"""Options of the models that come with colossus. No torch."""
+"""Sizes and choices of the models that come with colossus, and whether they fit a plan. No torch."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from colossus.arithmetic import either, nearest_multiples, not_a_multiple
-from colossus.layers.block_options import RotaryScaling
-from colossus.models.transformer_options import Count, Probability, TransformerOptions, shardings_of
-from colossus.registry import SEQUENCE_MODES
+from colossus.arithmetic import not_a_multiple
+from colossus.layers.block_options import RotaryScaling, default_ffn_size, default_norm_eps
+from colossus.layout.activation import Activation
+from colossus.registry import MLPS, NORMS, SEQUENCE_MODES, TENSOR_MODES, Registry
 from colossus.sequence_parallel.modes import cheaper, length_multiple
+from colossus.tensor_parallel.attention_heads import head_problems, indivisible_heads, uneven_kv_heads
+from colossus.tensor_parallel.choose_sharding import Shardings
+
+Count = Annotated[int, Field(ge=1)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _known(registry: Registry, name: str) -> str:
+    if name not in registry:
+        raise ValueError(registry.missing(name))
+    return name
+
+
+def shardings_of(tensor: Any) -> Shardings | None:
+    """The shardings of a ``parallel.tensor`` section; None when its sizes do not fit the mode."""
+    mode = TENSOR_MODES.get(tensor.mode)
+    try:
+        sizes = mode.axis_sizes(tensor.size, tensor.depth, tensor.shape)
+    except ValueError:
+        return None
+    split_tokens = tensor.sequence_sharded and mode.splits_tokens
+    return Shardings.of(mode, Activation(), sizes, sequence_sharded=split_tokens, keep=tensor.gathered == "keep")
+
+
+class TransformerOptions(BaseModel):
+    """What every transformer of colossus can be told, and whether it fits a plan.
+
+    Attributes:
+        token_key: the option that must divide where tensor ranks split tokens; None of a model that pads them.
+        counted: what the loss counts, in words: speeds are in these per second.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    token_key: ClassVar[str | None] = None
+    counted: ClassVar[str] = "tokens"
+
+    #: transformer blocks
+    num_layers: Count = 4
+    #: features between blocks
+    hidden_size: Count = 128
+    #: heads of the queries
+    num_heads: Count = 4
+    #: key/value heads (grouped-query attention); default ``num_heads``
+    num_kv_heads: Count = Field(default_factory=lambda values: values["num_heads"])
+    #: features of a head; default ``hidden_size / num_heads``
+    head_dim: Count = Field(default_factory=lambda values: max(1, values["hidden_size"] // values["num_heads"]))
+    #: gelu, gelu_tanh or swiglu
+    mlp: Annotated[str, AfterValidator(partial(_known, MLPS))] = "gelu"
+    #: features inside of the MLP; by default 4 x hidden_size, of swiglu about 8/3 x
+    ffn_hidden_size: Count = Field(
+        default_factory=lambda values: default_ffn_size(values["mlp"], values["hidden_size"])
+    )
+    #: layernorm or rmsnorm
+    norm: Annotated[str, AfterValidator(partial(_known, NORMS))] = "layernorm"
+    #: of all norms; default 1e-5 for layernorm and 1e-6 for rmsnorm
+    norm_eps: Annotated[float, Field(gt=0)] = Field(default_factory=lambda values: default_norm_eps(values["norm"]))
+    #: after the embedding, attention and MLP
+    dropout: Probability = 0.0
+    #: of attention weights
+    attention_dropout: Probability = 0.0
+    #: whether linears and layernorms have biases
+    bias: bool = True
+    #: of every block; see train.activation_checkpoint
+    activation_checkpoint: Literal["none", "full", "selective"] = "none"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_default(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        derived = ("num_kv_heads", "head_dim", "ffn_hidden_size", "norm_eps")
+        return {key: item for key, item in value.items() if not (key in derived and item is None)}
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether positions are rotated in attention."""
+        return False
+
+    @property
+    def num_blocks(self) -> int:
+        """Into how many stages a pipeline can cut the model at most: its layers and its two ends."""
+        return self.num_layers + 2
+
+    def check(self, parallel: Any) -> list[str]:
+        """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
+        given = self.head_dim if "head_dim" in self.model_fields_set else None
+        problems = head_problems(
+            self.hidden_size, self.num_heads, self.num_kv_heads, given, rotary=self.is_rotary, prefix="model."
+        )
+        return [
+            *problems,
+            *self._check_pipeline(parallel),
+            *self.check_sequence(parallel),
+            *self._check_tensor(parallel.tensor),
+        ]
+
+    def _check_pipeline(self, parallel: Any) -> list[str]:
+        if parallel.pipeline.size <= self.num_blocks:
+            return []
+        return [
+            f"model.num_layers = {self.num_layers} gives {self.num_blocks} blocks (layers and both ends), fewer than "
+            f"parallel.pipeline.size = {parallel.pipeline.size}; every stage needs a block"
+        ]
+
+    def check_sequence(self, parallel: Any) -> list[str]:
+        """What is wrong with these sizes under ``parallel.sequence``."""
+        if parallel.sequence.size == 1:
+            return []
+        return [f"parallel.sequence.size = {parallel.sequence.size}: no tokens that could be split enter this model"]
+
+    def _check_tensor(self, tensor: Any) -> list[str]:
+        """Sizes that the tensor mode does not divide: of each the one line about the most ranks. Layers check others
+        when the model is built on the meta device before a launch."""
+        shardings = shardings_of(tensor) if tensor.size > 1 else None
+        if shardings is None:
+            return []  # sizes that the mode cannot take are refused with the plan
+        undivided: dict[str, tuple[int, tuple[str, ...]]] = {}
+
+        def check(key: str, axes: tuple[str, ...]) -> None:
+            ways = shardings.ways(axes)
+            if getattr(self, key) % ways and ways > undivided.get(key, (1, ()))[0]:
+                undivided[key] = ways, axes
+
+        hidden, wide = "hidden_size", "ffn_hidden_size"
+        divisible = dict.fromkeys(("query", "key", "value"), tensor.size)  # heads are split whole: see below
+        linears: list[tuple[str, str, str, dict[str, int]]] = [
+            ("column", hidden, "", divisible),
+            ("column", hidden, wide, {"": self.ffn_hidden_size}),
+            ("row", wide, hidden, {"": self.hidden_size}),
+        ]
+        for split, inside, outside, outputs in linears:
+            chosen = shardings.choose(split, getattr(self, inside), outputs)
+            for misfit in chosen if isinstance(chosen, list) else ():
+                check(inside if misfit.name == "in_features" else outside, misfit.axes)
+        for misfit in indivisible_heads(self.num_heads, self.num_kv_heads, shardings):
+            check(misfit.name, misfit.axes)
+        if tensor.sequence_sharded and self.token_key is not None:
+            check(self.token_key, shardings.regions.residual.tokens)
+        problems = []
+        for key, (ways, axes) in undivided.items():
+            value = getattr(self, key)
+            ranks = f"the {ways} ranks of {' x '.join(axes)} (parallel.tensor.mode = {tensor.mode})"
+            by = f"parallel.tensor.size = {ways}" if ways == tensor.size else ranks
+            if key == "num_kv_heads" and value < ways:
+                problems.append(uneven_kv_heads(value, by, prefix="model."))
+            else:
+                problems.append(not_a_multiple(f"model.{key}", value, by, ways))
+        return problems
 
 
 class DecoderOptions(TransformerOptions):
     """What every language model here can be told."""
 
-    block_names: ClassVar[str] = "embedding, layers, head"
     token_key: ClassVar[str | None] = "seq_len"
     #: tables with a row for each position from the first: a model with fewer takes the first rows of another's
     positions_by_row: ClassVar[tuple[str, ...]] = ("positions.weight",)
@@ -65,31 +213,16 @@ class DecoderOptions(TransformerOptions):
         ring, ulysses = (math.prod(sizes[axis] for axis in axes) for axes in (mode.ring, mode.ulysses))
         step = length_multiple(ring, ulysses)
         if self.seq_len % step and not sequence.pad:
-            halves = f" (two chunks for each of the {ring} ranks of the ring)" if ring > 1 else ""
-            by = f"{step}, into which parallel.sequence.size = {sequence.size} in mode {mode.name} cuts it{halves}"
+            by = f"{step}, into which parallel.sequence.size = {sequence.size} in mode {mode.name} cuts it"
             problems.append(f"{not_a_multiple('model.seq_len', self.seq_len, by, step)}; or parallel.sequence.pad=True")
         ways = self._head_ways(parallel) * ulysses
-        for key, heads in (("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)):
-            if heads % ways and ulysses > 1:
-                near = either(nearest_multiples(heads, ways))
-                tensor = f" x {ways // ulysses} of the tensor mode" if ways > ulysses else ""
-                problems.append(
-                    f"model.{key} = {heads} is not a multiple of {ways}: parallel.sequence.mode = {mode.name} gives "
-                    f"each of its {ulysses} ranks{tensor} whole heads; use mode 'ring', or {near} heads"
-                )
+        by = f"{ways}, the ranks of parallel.tensor and mode {mode.name} that get whole heads"
+        for key in ("num_heads", "num_kv_heads"):
+            if ulysses > 1 and getattr(self, key) % ways:
+                problems.append(not_a_multiple(f"model.{key}", getattr(self, key), by, ways))
         if self.attention_dropout:
             problems.append(
                 f"model.attention_dropout = {self.attention_dropout} is not there under parallel.sequence; set it to 0"
-            )
-        return problems
-
-    def check(self, parallel: Any) -> list[str]:
-        """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
-        problems = super().check(parallel)
-        if self.sparse_embeddings and self.tie_embeddings:
-            problems.append(
-                "model.sparse_embeddings = True, but model.tie_embeddings = True shares the table with a head, whose "
-                "softmax gives all rows a gradient: set tie_embeddings=False, or leave sparse_embeddings out"
             )
         return problems
 
@@ -103,16 +236,6 @@ class GPTOptions(DecoderOptions):
     @property
     def is_rotary(self) -> bool:
         return self.positions == "rotary"
-
-    def check(self, parallel: Any) -> list[str]:
-        """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
-        default = type(self).model_fields
-        return super().check(parallel) + [
-            f"model.{key} = {getattr(self, key)!r} says how positions are rotated, but model.positions = "
-            f"{self.positions!r}; set positions='rotary', or leave {key} out"
-            for key in ("rotary_base", "rotary_scaling")
-            if not self.is_rotary and getattr(self, key) != default[key].default
-        ]
 
 
 class LlamaOptions(DecoderOptions):
@@ -132,8 +255,7 @@ class LlamaOptions(DecoderOptions):
 
 def _side(value: Any) -> Any:
     """A side of a square as (height, width)."""
-    is_side = isinstance(value, int) and not isinstance(value, bool)
-    return (value, value) if is_side else tuple(value) if isinstance(value, list) else value
+    return (value, value) if type(value) is int else tuple(value) if isinstance(value, list) else value
 
 
 #: height and width; a number is both
@@ -143,8 +265,6 @@ Sides = Annotated[tuple[Count, Count], BeforeValidator(_side)]
 class ViTOptions(TransformerOptions):
     """Options of the vision transformer: ``model = dict(type="ViT", image_size=224, patch_size=16, ...)``."""
 
-    block_names: ClassVar[str] = "patches, layers, head"
-    samples: ClassVar[str] = "images"
     counted: ClassVar[str] = "images"
 
     #: of an image, or a side
@@ -177,7 +297,6 @@ class ViTOptions(TransformerOptions):
         return (self.in_channels, *self.image_size)
 
     def check(self, parallel: Any) -> list[str]:
-        """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
         problems = [
             not_a_multiple(f"model.image_size: {name}", side, f"model.patch_size: {name} = {patch}", patch)
             for name, side, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True)
@@ -198,14 +317,3 @@ class ViTOptions(TransformerOptions):
                 f"has the label {label}, but model.num_classes = {self.num_classes} (labels 0..{self.num_classes - 1})"
             )
         return problems
-
-    def check_sequence(self, parallel: Any) -> list[str]:
-        size = parallel.sequence.size
-        if size == 1:
-            return []
-        token = " and the class token" if self.pool == "token" else ""
-        return [
-            f"parallel.sequence.size = {size} splits the tokens of a batch before it enters the model, but ViT takes "
-            f"images and makes its {self.num_tokens} tokens ({self.num_patches} patches{token}) of them: use "
-            f"parallel.tensor.sequence_sharded"
-        ]

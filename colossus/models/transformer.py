@@ -14,7 +14,7 @@ from colossus.context.parallel_context import current_context
 from colossus.layers.block import TransformerBlock, make_norm
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import PipelineBlock, run_blocks
-from colossus.models.transformer_options import TransformerOptions
+from colossus.models.options import TransformerOptions
 
 Options = TypeVar("Options", bound=TransformerOptions)
 

@@ -136,9 +136,5 @@ class ViT(Transformer[ViTOptions]):
 
 def labels_of(batch: Any) -> Tensor:
     """Of (images, labels), or a dict with ``labels``."""
-    labels = batch.get("labels") if isinstance(batch, dict) else batch[1] if len(batch) == 2 else None
-    if not isinstance(labels, Tensor):
-        raise located_error(
-            "ViT: a batch is (images, labels), or dict(inputs=images, labels=...) with a class for each image"
-        )
+    labels: Tensor = batch["labels"] if isinstance(batch, dict) else batch[1]
     return labels

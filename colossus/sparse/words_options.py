@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from colossus.models.options import GPTOptions
-from colossus.models.transformer_options import Count
+from colossus.models.options import Count, GPTOptions
 
 
 class WordsOptions(GPTOptions):

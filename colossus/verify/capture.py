@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -48,19 +47,15 @@ class Held(NamedTuple):
 
 def held_weights(engine: Engine) -> list[Held]:
     """This rank's boxes of all parameters, and its buffers."""
-    found = list(_held_parameters(engine, lambda param: param.data))
+    found = list(held_parameters(engine, lambda param: param.data))
     for name, entry in buffers_of(engine.model).items():
         assert isinstance(entry.held, Tensor)
         found.append(Held(name, tuple((0, size) for size in entry.shape), entry.held.detach().cpu().clone()))
     return found
 
 
-def held_gradients(engine: Engine) -> list[Held]:
-    """This rank's boxes of all gradients that there are."""
-    return list(_held_parameters(engine, lambda param: param.grad))
-
-
-def _held_parameters(engine: Engine, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Held]:
+def held_parameters(engine: Engine, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Held]:
+    """This rank's boxes of parameters, or of their gradients where there are some."""
     for each in parameter_boxes(engine.model, engine.context, (), replicas_differ=False):
         whole = tensor_of(each.parameter)
         if whole is not None:
@@ -112,7 +107,7 @@ class ForwardCapture(StepObserver):
         self._outputs: dict[tuple[int, str], dict[int, dict[tuple[int, ...], Tensor]]] = {}
         for name, module in _visible_modules(model):
             if name:
-                module.register_forward_hook(self._hook(name))
+                module.register_forward_hook(lambda module, args, output, name=name: self._record(name, output))
 
     def before_forward(self, stage: int, microbatch: int, samples: Any) -> None:
         if microbatch not in self._samples:  # before the model can write to them
@@ -139,9 +134,6 @@ class ForwardCapture(StepObserver):
         samples = [key for microbatch in order for key in self._samples[microbatch]]
         self._outputs, self._samples = {}, {}
         return samples, outputs
-
-    def _hook(self, name: str) -> Callable[..., None]:
-        return lambda module, args, output: self._record(name, output)
 
     @torch.no_grad()
     def _record(self, name: str, output: Any) -> None:
@@ -193,61 +185,34 @@ def sample_keys(batch: Any) -> list[str]:
     """A hash for each sample of a batch: equal keys mean equal bits, wherever the sample stands in which batch."""
     leaves = [leaf for _, leaf in tensors(batch) if leaf.dim()]
     leaves = [leaf.detach().cpu().contiguous() for leaf in leaves if len(leaf) == len(leaves[0])]
-    return [_hash([leaf[row] for leaf in leaves]) for row in range(len(leaves[0]) if leaves else 0)]
-
-
-def _hash(sample: list[Tensor]) -> str:
-    found = hashlib.blake2b(digest_size=12)
-    for x in sample:
-        found.update(x.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    samples = zip(*leaves, strict=True)
+    return [
+        hashlib.blake2b(b"".join(x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in sample)).hexdigest()
+        for sample in samples
+    ]
 
 
 # -- dropout ----------------------------------------------------------------------------------------------
 
 #: functions of torch.nn.functional that draw masks: the argument that is the rate, and its position
-_DRAWING = {
-    "dropout": ("p", 1),
-    "dropout1d": ("p", 1),
-    "dropout2d": ("p", 1),
-    "dropout3d": ("p", 1),
-    "alpha_dropout": ("p", 1),
-    "feature_alpha_dropout": ("p", 1),
-    "scaled_dot_product_attention": ("dropout_p", 4),
-}
+_DRAWING = {"dropout": ("p", 1), "scaled_dot_product_attention": ("dropout_p", 4)}
 
 
-def disable_dropout(model: nn.Module) -> dict[str, None]:
-    """Turn dropout off in this process from here on, in modules and in calls of ``F.*``: its masks differ between plans
-    by design. A name imported out of torch.nn.functional (``from torch.nn.functional import dropout``) is not reached.
-
-    Returns:
-        The names of modules that had a rate, and of functions as they are called with one.
-    """
-    found: dict[str, None] = {}
-    for name, module in model.named_modules():
+def disable_dropout(model: nn.Module) -> None:
+    """Turn dropout off in this process from here on, in modules and in calls of ``F.dropout`` and
+    ``F.scaled_dot_product_attention``: its masks differ between plans by design."""
+    for module in model.modules():
         key = "p" if isinstance(module, Dropout | _DropoutNd) else "dropout"
         if key == "p" or isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-            if getattr(module, key):
-                found[name or MODEL] = None
             setattr(module, key, 0.0)
     for name, (key, place) in _DRAWING.items():
-        setattr(F, name, _without_rate(f"torch.nn.functional.{name}", getattr(F, name), key, place, found))
-    return found
+        setattr(F, name, _without_rate(getattr(F, name), key, place))
 
 
-def _without_rate(
-    name: str, function: Callable[..., Any], key: str, place: int, found: dict[str, None]
-) -> Callable[..., Any]:
-    @functools.wraps(function)
+def _without_rate(function: Callable[..., Any], key: str, place: int) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        rate = args[place] if len(args) > place else kwargs.get(key, 0.5 if key == "p" else 0.0)
-        if rate:
-            found[name] = None
         if len(args) > place:
-            args = (*args[:place], 0.0, *args[place + 1 :])
-        else:
-            kwargs[key] = 0.0
-        return function(*args, **kwargs)
+            return function(*args[:place], 0.0, *args[place + 1 :], **kwargs)
+        return function(*args, **{**kwargs, key: 0.0})
 
     return call

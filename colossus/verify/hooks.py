@@ -10,51 +10,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import StepResult
 from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layout.parameter import LogicalParameter, logical_parameters, spec_of
+from colossus.layout.parameter import LogicalParameter, logical_parameters
 from colossus.schedule.executor import StepObserver
-from colossus.verify.capture import (
-    ForwardCapture,
-    Held,
-    Output,
-    disable_dropout,
-    held_gradients,
-    held_weights,
-)
-from colossus.verify.difference import FLOOR, difference_of, difference_of_rows, factor_of, norm_of
+from colossus.verify.capture import ForwardCapture, Held, Output, disable_dropout, held_parameters, held_weights
 from colossus.verify.verify_report import Finding
+
+FLOOR = 1e-3
+"""What is small against all of its kind is compared on the scale of this fraction of their common norm."""
 
 SMALL, NOISE = 1e-6, 1e-9
 """An element of a gradient below `SMALL` of its parameter's root mean square, or below `NOISE` of that of all
 gradients, may be rounding for the most part."""
 
 
-class Recorder(Hook):
+class Recorder(Hook, StepObserver):
     """Turns dropout off, and sees every step of a run.
 
     Gradients are taken before the optimizer sees them, and divided by the factor of clipping: that factor is a
     function of the global norm, so that one wrong gradient would otherwise change all of them.
     """
 
-    def __init__(self) -> None:
-        self._gradients: list[Held] = []
-
     def on_train_start(self, engine: Engine) -> None:
-        self.without_dropout = disable_dropout(engine.model)
-        self.capture = ForwardCapture(engine)
-        engine.observers += [self.capture, _BeforeUpdate(self, engine)]
+        disable_dropout(engine.model)
+        self._engine, self.capture = engine, ForwardCapture(engine)
+        engine.observers += [self.capture, self]
         torch.set_default_dtype(torch.float64)  # what a forward makes without naming a dtype
         self.start(engine, held_weights(engine))
 
-    def take_gradients(self, engine: Engine) -> None:
-        self._gradients = held_gradients(engine)
+    def before_update(self) -> None:
+        self._gradients = list(held_parameters(self._engine, lambda param: param.grad))
 
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
         limit = engine.config.train.clip_grad_norm
@@ -74,19 +65,10 @@ class Recorder(Hook):
         raise NotImplementedError
 
 
-class _BeforeUpdate(StepObserver):
-    def __init__(self, recorder: Recorder, engine: Engine) -> None:
-        self._recorder, self._engine = recorder, engine
-
-    def before_update(self) -> None:
-        self._recorder.take_gradients(self._engine)
-
-
 class Reference(Recorder):
     """In one process: writes ``step-N.pt``, where step 0 is what the run starts from, and ``samples.json``."""
 
     def __init__(self, folder: str) -> None:
-        super().__init__()
         self._folder, self._order, self._samples = Path(folder), dict[str, None](), dict[int, list[str]]()
 
     def start(self, engine: Engine, weights: list[Held]) -> None:
@@ -131,7 +113,6 @@ class Comparison(Recorder):
     """
 
     def __init__(self, folder: str, tolerance: float) -> None:
-        super().__init__()
         self._folder, self._tolerance = Path(folder), tolerance
         self._findings: list[Finding] = []
         self._samples: dict[int, list[str]] = {}
@@ -139,7 +120,6 @@ class Comparison(Recorder):
         self._num_left_out = 0
 
     def start(self, engine: Engine, weights: list[Held]) -> None:
-        self._engine = engine
         self._compare("start", 0, weights, self._read(0)["weights"])
 
     def step(
@@ -160,16 +140,9 @@ class Comparison(Recorder):
 
     def on_train_end(self, engine: Engine) -> None:
         context = engine.context
-        norms = [
-            name or type(module).__name__
-            for name, module in engine.model.named_modules()
-            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
-        ]
         out = {
             "batch_shard": context.index(model_parallel_of(context).regions.whole.batch),
             "samples": self._samples,
-            "dropout": [*self.without_dropout],
-            "batch_norms": norms,
             "left_out": self._num_left_out,
             "findings": [asdict(each) for each in self._findings],
         }
@@ -212,19 +185,16 @@ class Comparison(Recorder):
         found = difference_of(held.value, other, scale, at, mask)
         if not found.relative <= self._tolerance:
             index = [number + start for number, (start, _) in zip(found.index, held.box, strict=True)]
-            details = self._details(at.kind, held.logical)
-            found = replace(found, index=index, factor=factor_of(held.value, other), details=details)
+            found = replace(found, index=index, details=self._details(at.kind, held.logical))
         self._add(found)
 
     def _details(self, kind: str, logical: LogicalParameter | None) -> list[str]:
         if logical is None:
             return []
-        spec, context = spec_of(logical.parameter), self._engine.context
         split = f"layout {logical.layout}" if logical.layout.shard_axes else "whole on every rank"
-        origin = "a plain parameter" if spec.is_plain else f"made by {spec.description.partition(' ')[0]}"
-        lines = [f"shape {list(logical.shape)}, {split}, {origin}"]
+        lines = [f"shape {list(logical.shape)}, {split}"]
         if kind == "gradient":
-            axes = " x ".join(gradient_sum_axes(logical.parameter, context))
+            axes = " x ".join(gradient_sum_axes(logical.parameter, self._engine.context))
             lines.append(f"its gradient is summed over {axes}" if axes else "its gradient needs no sum over ranks")
         return lines
 
@@ -271,3 +241,61 @@ class Comparison(Recorder):
                     name = self.capture.classes[each.title.partition(",")[0]]
                     found = replace(found, details=[f"class {name}", *found.details])
                 self._add(found)
+
+
+# -- how far tensors of the two runs are apart ------------------------------------------------------------
+
+
+def difference_of(
+    plan: Tensor, reference: Tensor, scale: float, at: Finding, comparable: Tensor | None = None
+) -> Finding:
+    """Compare tensors of one shape in float64, on the scale max(norm of ``reference``, ``scale``).
+
+    Args:
+        at: what is compared.
+        comparable: mask of the elements that count, of the same shape; by default all do.
+    """
+    plan, reference = plan.double(), reference.double()
+    difference = (plan - reference).abs()
+    if comparable is not None:
+        difference = difference.masked_fill(~comparable, 0.0)
+    if not difference.numel():
+        return at
+    # equal infinities and two NaN in one place are no difference
+    same = (plan == reference) | (plan.isnan() & reference.isnan())
+    difference = difference.masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+    distance, scale = torch.linalg.vector_norm(difference).item(), max(norm_of([reference]), scale)
+    index = torch.unravel_index(difference.argmax(), difference.shape)
+    return replace(
+        at,
+        relative=distance / scale if scale else (math.inf if distance else 0.0),
+        absolute=difference[index].item(),
+        index=[int(number) for number in index],
+        plan=plan[index].item(),
+        reference=reference[index].item(),
+    )
+
+
+def difference_of_rows(plan: Tensor, reference: Tensor, tolerance: float, at: Finding) -> Finding:
+    """Compare two `row_fingerprints`: the first row beyond the tolerance, else the one that is farthest off.
+
+    A row is compared on the scale of its own norm, but at least of `FLOOR` times the largest row's.
+    """
+    difference = (plan - reference).abs().nan_to_num(nan=math.inf).amax(1)
+    norms = reference[:, 0]
+    relative = torch.where(difference == 0, 0.0, difference / norms.clamp(min=FLOOR * norms.max().item()))
+    is_beyond = ~(relative <= tolerance)
+    row = int((is_beyond.int() if is_beyond.any() else relative).argmax())
+    return replace(
+        at,
+        relative=relative[row].item(),
+        absolute=difference[row].item(),
+        sample=row,
+        plan=plan[row, 0].item(),
+        reference=reference[row, 0].item(),
+    )
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """Common norm of the finite elements."""
+    return math.sqrt(sum(each.double().nan_to_num(0.0, 0.0, 0.0).square().sum().item() for each in tensors))

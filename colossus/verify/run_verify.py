@@ -78,9 +78,8 @@ def _launch(config: Config, file: Path, is_reference: bool) -> int:
     """One of the two runs; its ranks' output goes to a file."""
     processes = 1 if is_reference else world_size(config.parallel)
     what = "one process" if is_reference else describe_plan(config)
-    print(
-        f"{config.name}: {what}, float64, {processes} process{'' if processes == 1 else 'es'} ... ", end="", flush=True
-    )
+    number = f"{processes} process{'' if processes == 1 else 'es'}"
+    print(f"{config.name}: {what}, float64, no dropout, {number} ... ", end="", flush=True)
     since = time.monotonic()
     output = file.with_suffix(".txt")
     with command.contained(output):

@@ -408,7 +408,7 @@ def test_batch() -> None:
             dict(tensor=dict(mode="3d", shape=(3, 1, 4))),
             "train.global_batch_size = 32 is not a multiple of data 1 x microbatches 1 x 12",
         ),
-        ({}, dict(pipeline=8), "model.num_layers = 4 gives 6 blocks (embedding, layers, head), fewer than the stages"),
+        ({}, dict(pipeline=8), "model.num_layers = 4 gives 6 blocks (layers and both ends), fewer than"),
     ],
 )
 def test_what_does_not_divide(options: dict[str, Any], parallel: dict[str, Any], words: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from colossus.hf.model_config import CONFIG, INDEX, SINGLE, options_of, spec_of
+from colossus.hf.hf_folder import CONFIG, INDEX, SINGLE, options_of, spec_of
 
 GPT2: dict[str, Any] = dict(
     model_type="gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=6, vocab_size=11, eos_token_id=3, resid_pdrop=0.0,

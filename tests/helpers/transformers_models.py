@@ -126,13 +126,26 @@ def step_of(model: Any, batch: dict[str, Tensor], folder: Path) -> Step:
     return Step(logits.detach(), loss.item(), by_our_names(gradients, folder))
 
 
+#: what transformers 5 calls the modules of a ViT, and how it writes them
+_OLD_NAMES = (
+    ("vit.layers.", "vit.encoder.layer."),
+    ("attention.q_proj", "attention.attention.query"),
+    ("attention.k_proj", "attention.attention.key"),
+    ("attention.v_proj", "attention.attention.value"),
+    ("attention.o_proj", "attention.output.dense"),
+    ("mlp.fc1", "intermediate.dense"),
+    ("mlp.fc2", "output.dense"),
+)
+
+
 def by_our_names(theirs: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """Tensors of theirs as our parameters. That they are the right ones, logits show."""
     found = {}
-    for placed in read_folder(folder).placed:
-        names = [placed.tensor.name, *placed.tensor.other_names]
-        value = next(theirs[name] for name in names if name in theirs).reshape(placed.tensor.rows)
-        value = value.T if placed.tensor.transposed else value
-        for part, first in placed.tensor.located():
+    for new, old in _OLD_NAMES:
+        theirs = {name.replace(new, old) if name.startswith("vit.") else name: each for name, each in theirs.items()}
+    for tensor, _ in read_folder(folder).placed:
+        value = theirs[tensor.name].reshape(tensor.rows)
+        value = value.T if tensor.transposed else value
+        for part, first in tensor.located():
             found[part.name] = value[first : first + part.shape[0]].clone()
     return found

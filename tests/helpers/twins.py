@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.layers.block_options import RotaryScaling
-from colossus.models.options import DecoderOptions, GPTOptions, LlamaOptions, ViTOptions
-from colossus.models.transformer_options import TransformerOptions
+from colossus.models.options import DecoderOptions, GPTOptions, LlamaOptions, TransformerOptions, ViTOptions
 
 
 def options_of(kind: str, hidden: int, heads: int, wide: int) -> GPTOptions:

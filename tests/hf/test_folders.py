@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder, random_tensors
+from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder
 from hypothesis import event, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from colossus.checkpoint import CheckpointError, DamagedCheckpoint
-from colossus.hf.hf_folder import read_folder
-from colossus.hf.model_config import options_of, spec_of
+from colossus.hf.hf_folder import options_of, read_folder, spec_of
 from colossus.registry import HF_FAMILIES
 
 Damage = Callable[[Path], Any]
@@ -66,7 +65,7 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "overlapping": (_header(lambda b: b[WPE].update(data_offsets=[0, 192])), r"invalid offset for tensor"),
     "an unknown dtype": (_header(lambda b: b[WPE].update(dtype="F4")), r"invalid shape, data type"),
     "no file": (lambda folder: (folder / "model.safetensors").unlink(), r"has neither model.safetensors nor model.saf"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), r"there is no config.json in it"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"config.json: cannot be read: .* No such file"),
     "config cut": (_bytes(lambda data: data[:9], "config.json"), r"config.json: cannot be read"),
     "config a list": (_bytes(lambda data: b"[]", "config.json"), r"holds a list where an object is expected"),
 }
@@ -123,21 +122,9 @@ def test_what_is_wrong_is_told(name: str, tmp_path: Path) -> None:
 LLAMA_REFUSED = [
     (dict(hidden_act="gelu"), r"hidden_act = 'gelu': known are 'silu', 'swish'"),
     (dict(attention_bias=True), r"attention_bias = True, mlp_bias = False: colossus has one value for them"),
-    (
-        dict(rope_scaling=dict(type="dynamic", factor=2.0)),
-        r"rope_scaling.rope_type = 'dynamic': colossus has 'default'",
-    ),
-    (dict(rope_scaling=dict(type="linear")), r"rope_scaling of type linear: factor is missing"),
-    (
-        dict(rope_scaling=dict(type="linear", factor=2.0), rope_parameters=dict(rope_theta=1e4, rope_type="default")),
-        r"rope_scaling and rope_parameters differ: factor = 2.0 and None, rope_theta = None and 10000.0, rope_type = '",
-    ),
-    (
-        dict(rope_theta=5e5, rope_scaling=dict(rope_type="default"), rope_parameters=dict(rope_theta=1e4)),
-        r"rope_scaling and rope_parameters differ: rope_theta = 500000.0 and 10000.0: take one of the two out",
-    ),
-    (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), r"rope_parameters.rope_type = 'yarn'"),
-    (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), r"rope_scaling of type llama3: high_freq_factor, low"),
+    (dict(rope_scaling=dict(type="dynamic", factor=2.0)), r"rotary_scaling.rope_type: .*'dynamic'"),
+    (dict(rope_scaling=dict(type="linear")), r"rotary_scaling.factor: is missing"),
+    (dict(rope_parameters=dict(rope_type="yarn", factor=2.0, beta_fast=1)), r"rotary_scaling.*beta_fast"),
     (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), r"partial_rotary_factor"),
     (dict(rope_theta=0.5), r"rope_theta: must be greater than 1, got 0.5"),
     (
@@ -211,10 +198,6 @@ INDEXED: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
         lambda names: names.update({WPE: "../x.safetensors"}),
         r"names a file '../x.safetensors', which is no plai",
     ),
-    "another file": (
-        lambda names: names.update({WPE: next(file for file in names.values() if file != names[WPE])}),
-        r"says that transformer.wpe.weight is in model-0000\d-of-00003.safetensors, where it is not",
-    ),
     "nothing": (lambda names: names.clear(), r"has no weight_map"),
 }
 
@@ -230,21 +213,6 @@ def test_an_index_that_is_wrong(name: str, tmp_path: Path) -> None:
     index.write_text(json.dumps(body))
     with pytest.raises(DamagedCheckpoint, match=said):
         read_folder(folder)
-
-
-@pytest.mark.parametrize("files", [1, 3])
-def test_a_tied_head_that_is_no_copy(files: int, tmp_path: Path) -> None:
-    """transformers takes both then; a copy to the byte is one parameter."""
-    tensors = random_tensors(GPT2)
-    table = tensors["transformer.wte.weight"]
-    read_folder(make_folder(tmp_path / "same", GPT2, {**tensors, "lm_head.weight": table.clone()}, files))
-    other = table.clone()
-    other[-1, -1] += 1
-    told = r"transformer.wte.weight and lm_head.weight are one parameter, but .* differ: .*\(tie_embeddings=False"
-    with pytest.raises(CheckpointError, match=told):
-        read_folder(make_folder(tmp_path / "other", GPT2, {**tensors, "lm_head.weight": other}, files))
-    untied = dict(GPT2, tie_word_embeddings=False)
-    assert read_folder(make_folder(tmp_path / "untied", untied, {**tensors, "lm_head.weight": other}, files)).placed
 
 
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:

@@ -167,10 +167,3 @@ def test_in_fp32_and_of_unchanged_transformers(tmp_path: Path) -> None:
             (mine,) = run_ranks(1, logits_of, tmp_path / kind, kind, precision, dtype, with_context=False)
             assert mine.dtype == dtype
             assert gap(mine, wanted) < most, f"{kind} in {precision}"
-
-
-def test_names_that_transformers_5_has_for_a_vit(folders: Path, tmp_path: Path) -> None:
-    make_model("vit").save_pretrained(tmp_path / "new", save_original_format=False)
-    assert "vit.layers.0.attention.q_proj.weight" in stored(tmp_path / "new")
-    new, old = (colossus.checkpoint.read_state_dict(path) for path in (tmp_path / "new", folders / "vit"))
-    assert all(torch.equal(new[name], value) for name, value in old.items())

@@ -18,9 +18,8 @@ from colossus.checkpoint import CheckpointError, read_state_dict
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import load_config
 from colossus.engine.initialize import make_engine
-from colossus.hf.hf_folder import read_folder
+from colossus.hf.hf_folder import options_of, read_folder
 from colossus.hf.hf_reader import HFReader
-from colossus.hf.model_config import options_of
 from colossus.monitor.display import Display
 
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "vit": VIT}

@@ -92,5 +92,3 @@ def test_what_means_nothing_is_refused(options: dict[str, float]) -> None:
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"{name} = {value}"):
         Sampling(**options)  # type: ignore[arg-type]
-    if name != "seed":  # a greedy choice looks at nothing else
-        Sampling(**options, greedy=True)  # type: ignore[arg-type]

@@ -20,10 +20,6 @@ VIT: dict[str, Any] = dict(
     type="ViT", num_layers=2, hidden_size=24, num_heads=4, image_size=(8, 12), patch_size=(4, 4), in_channels=3,
     num_classes=10,
 )  # fmt: skip
-WORDS: dict[str, Any] = dict(
-    type="WordsLM", trunk="gpt", num_layers=2, hidden_size=24, num_heads=4, vocab_size=53, seq_len=12, num_samples=8,
-    sparse_embeddings=False,
-)  # fmt: skip
 #: for so many ranks that nothing smaller divides
 WIDE: dict[str, Any] = dict(
     type="GPT", num_layers=1, hidden_size=256, num_heads=16, vocab_size=517, seq_len=16, dropout=0.1
@@ -62,13 +58,9 @@ CASES: dict[str, Case] = {
     "GPT, 3d of 4 x 4 x 4, data 8": (512, dict(data=8, tensor=dict(mode="3d", size=64)), 128, CUBE, {}),
 }
 MORE: dict[str, Case] = {
-    **{f"{model['type']}, {tensor}": of(tensor, model) for model in (GPT, LLAMA, VIT, WORDS) for tensor in TENSOR},
-    "GPT, full": alone(GPT, **recomputed(type="full")),
+    **{f"{model['type']}, {tensor}": of(tensor, model) for model in (GPT, LLAMA, VIT) for tensor in TENSOR},
     "Llama": alone(LLAMA),
-    "WordsLM": alone(WORDS),
     "2d of 16 x 16, data 2": (512, dict(data=2, tensor=dict(mode="2d", size=256)), 64, WIDE, {}),
-    "2d of 2 x 8, data 32": (512, dict(data=32, tensor=dict(mode="2d", size=16, shape=[2, 8])), 128, WIDE, {}),
-    "1d of 16, data 32": (512, dict(data=32, tensor=dict(mode="1d", size=16)), 128, WIDE, {}),
 }
 
 

@@ -149,8 +149,7 @@ def test_lengths_that_do_not_divide_are_padded(name: str) -> None:
         (
             dict(sequence=ulysses(2), tensor=2),
             dict(num_kv_heads=2, seq_len=16),
-            "model.num_kv_heads = 2 is not a multiple of 4: parallel.sequence.mode = ulysses gives each of its 2 ranks "
-            "x 2 of the tensor mode whole heads",
+            "model.num_kv_heads = 2 is not a multiple of 4, the ranks of parallel.tensor and mode ulysses that get",
         ),
         (dict(sequence=dict(size=6, mode="hybrid", ulysses=4)), {}, "parallel.sequence.ulysses = 4 does not divide"),
         (dict(sequence=dict(size=4, ulysses=2)), {}, "parallel.sequence.ulysses = 2 means nothing in mode"),

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from helpers.training import config_of, run_cases
 
+import colossus
 from colossus import layers
-from colossus.config.schema import Parallel
-from colossus.models.options import GPTOptions
+from colossus.models.gpt import GPT
 from colossus.sparse import sampled_softmax as log_uniform
 
 HIDDEN, CLASSES = 5, 23
@@ -115,9 +115,8 @@ def test_accidental_hits_and_labels_that_do_not_count(monkeypatch: pytest.Monkey
 
 
 def test_a_tied_table_is_dense() -> None:
-    (problem,) = GPTOptions(sparse_embeddings=True).check(Parallel())
-    assert problem.startswith("model.sparse_embeddings = True, but model.tie_embeddings = True shares the table")
-    assert not GPTOptions(sparse_embeddings=True, tie_embeddings=False).check(Parallel())
+    with pytest.raises(ValueError, match="cannot be tied to an embedding with sparse=True"):
+        colossus.build(lambda: GPT(sparse_embeddings=True))
 
 
 def test_a_gpt_with_a_sparse_table_trains_as_with_a_dense_one() -> None:

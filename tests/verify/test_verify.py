@@ -126,15 +126,8 @@ def test_modules_that_run_again_in_backward_are_watched_once(verify: Verify) -> 
     assert counts(out)["outputs of modules"] == 7
 
 
-DROPPING = [
-    ("nn.Dropout(0.4)", "middle"),
-    ("Dropping()", "torch.nn.functional.dropout"),
-    ("nn.Identity()", ""),
-]
-
-
-@pytest.mark.parametrize(("middle", "named"), DROPPING)
-def test_dropout_is_turned_off_and_named(verify: Verify, middle: str, named: str) -> None:
+@pytest.mark.parametrize("middle", ["nn.Dropout(0.4)", "Dropping()"])
+def test_dropout_is_turned_off(verify: Verify, middle: str) -> None:
     text = """
     class Dropping(nn.Module):
         def forward(self, x):
@@ -142,10 +135,6 @@ def test_dropout_is_turned_off_and_named(verify: Verify, middle: str, named: str
     """
     code, out, _ = verify(textwrap.dedent(text) + NET, "parallel.data=2", middle=middle)
     assert code == 0, out
-    if named:
-        assert out.startswith(f"note: dropout is off here, its masks differ between plans by design: {named}\n")
-    else:
-        assert "dropout" not in out
 
 
 # -- what is wrong --------------------------------------------------------------------------------------------
@@ -181,17 +170,14 @@ HALVED = """
 """
 
 
-@pytest.mark.parametrize(("ranks", "clue"), [("[1]", ""), ("[0, 1]", "it is 0.5 times that of one process (2 is")])
-def test_a_gradient_that_is_halved(verify: Verify, ranks: str, clue: str) -> None:
+def test_a_gradient_that_is_halved(verify: Verify) -> None:
     """With clipping: the factor, which the wrong gradient changes, must not make the others differ."""
-    text = textwrap.dedent(HALVED).replace("{ranks}", ranks) + NET
+    text = textwrap.dedent(HALVED).replace("{ranks}", "[1]") + NET
     code, out, _ = verify(text, "parallel.data=2", "train.clip_grad_norm=0.01", middle="Halved()")
     assert code == 3
     assert out.startswith("DIFFERENT at step 1: the gradient of middle.weight\n")
-    assert "shape [16], whole on every rank, a plain parameter" in out
+    assert "shape [16], whole on every rank\n" in out
     assert "its gradient is summed over data" in out
-    assert clue in out
-    assert ("times that of one process" in out) == bool(clue)
     assert "then also" not in out
     assert "losses" in out
 
@@ -218,7 +204,6 @@ def test_the_shard_of_a_split_parameter_is_named(verify: Verify) -> None:
     assert "DIFFERENT at step 1: the gradient of up.weight\n  on rank 1 (tensor 1)\n" in out
     assert "shape [16, 6], layout [" in out
     assert "Shard(tensor)" in out
-    assert "it is 2 times that of one process (2 is the size of tensor: a sum over it too many?)" in out
 
 
 WRONG_LOSSES = [
@@ -245,7 +230,7 @@ def test_data_that_depends_on_the_plan(verify: Verify, own: str) -> None:
     code, out, _ = verify(text, "parallel.data=2")
     assert code == 3
     assert out.startswith("DIFFERENT at step 1: the samples\n")
-    assert re.search(r"  \d of the 8 samples under the plan are not among the 8 that one process takes", out)
+    assert re.search(r"  \d of 8 samples under the plan are none of those of one process", out)
 
 
 def test_a_model_that_splits_by_hand(verify: Verify) -> None:
@@ -276,15 +261,7 @@ def test_an_optimizer_that_takes_a_norm(verify: Verify) -> None:
     code, out, _ = verify(text, "parallel.tensor=2")
     assert code == 3
     assert out.startswith("DIFFERENT at step 1: up.weight after the optimizer\n")
-    assert "optimizer _Normed" in out
     assert verify(text, "parallel.data=2")[0] == 0, "whole parameters: nothing wrong with it"
-
-
-def test_batch_norm_is_named_as_depending_on_the_plan(verify: Verify) -> None:
-    code, out, _ = verify(NET, "parallel.data=2", middle="nn.BatchNorm1d(16)")
-    assert code == 3
-    assert "note: BatchNorm takes its statistics over the samples that a rank holds at once, so middle" in out
-    assert "DIFFERENT at step 1: the output of middle\n" in out
 
 
 def test_the_tolerance_decides(verify: Verify) -> None:
@@ -298,7 +275,6 @@ def test_the_tolerance_decides(verify: Verify) -> None:
     code, out, _ = verify(off, "parallel.data=2", middle="Off()")
     assert code == 3
     assert "relative difference 1e-06 (tolerance 1e-09)" in out
-    assert "of the size of float32 rounding" in out
     code, out, _ = verify(off, "parallel.data=2", "--tolerance", "1e-4", middle="Off()")
     assert code == 0
     assert re.search(r"outputs of modules +\d+ +[1-9.]+e-06 ", out)
@@ -408,8 +384,8 @@ def test_launched_runs_are_compared_and_leave_nothing(tmp_path: Path) -> None:
     )
     assert (code, err) == (3, "")
     lines = out.splitlines()
-    assert lines[0].startswith("user: one process, float64, 1 process ... done in ")
-    assert lines[1].startswith("user: data 1 x tensor 2 (1d), float64, 2 processes ... done in ")
+    assert lines[0].startswith("user: one process, float64, no dropout, 1 process ... done in ")
+    assert lines[1].startswith("user: data 1 x tensor 2 (1d), float64, no dropout, 2 processes ... done in ")
     assert "DIFFERENT at step 1: the gradient of middle.weight\n" in out
     assert leftovers(tmp_path) == []
 
