@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.hosts import needs_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
@@ -21,7 +20,6 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 from benchmarks import (  # noqa: E402
     common,
     pipeline,
-    strategies_on_hosts,
     tensor,
     tensor_block,
     train_step,
@@ -287,24 +285,6 @@ def test_blocks_alternate_and_ratios_are_taken_within_a_block() -> None:
     series = common.alternate({name: lambda name=name: runner(name) for name in seconds}, 3)  # type: ignore[misc]
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert common.ratio(series, "b", "a") == Spread(2.0, 2.0, 2.5)
-
-
-@pytest.mark.long
-@needs_hosts
-def test_strategies_on_hosts(tmp_path: Path) -> None:
-    arguments = ["--hosts", "2", "--rate", "1gbit", "--steps", "16", "--seconds", "0.5"]
-    names = ["all_reduce", "sgp", "sgp overlap=1", "local_sgd period=4"]
-    text, payload = smoke("strategies_on_hosts", tmp_path, *arguments, "--strategies", *names)
-    assert all(name in text for name in names)
-    rows = {row["strategy"]: row for row in payload["rows"]}
-    assert [row["steps"] for row in rows.values()] == [16, 16, 16, 16]
-    for name, row in rows.items():
-        expected = strategies_on_hosts.expected_bytes(name, 2, row["parameters"])
-        assert expected is not None
-        assert row["counted"] == pytest.approx(expected / 1e6, rel=0.02), name
-        # a message may leave in the step after its own; headers, scalars
-        assert 0.85 * row["counted"] < row["wire"] < 1.3 * row["counted"] + 0.01, name
-        assert 1.0 < row["equal_time_loss"] < 6.0, name
 
 
 @pytest.mark.long

@@ -168,30 +168,3 @@ def test_the_program_without_a_device(tmp_path: Path) -> None:
     assert (found["passed"], found["failed"], found["left out"]) == (1, 0, 1)
     assert {row["section"] for row in found["rows"]} == {"device"}
     assert "no CUDA device" in found["rows"][0]["detail"]
-
-
-def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "find_devices", lambda: (0, "this torch is built for the CPU only"))
-    for arguments, said in (
-        (["--only", "layer"], "there is no section 'layer'; there are device"),
-        (["--budget", "0"], "--budget is seconds"),
-        (["--device", "cuda"], "--device cuda: this torch is built for the CPU only"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            program.main(arguments)
-        assert ended.value.code == 2
-        assert said in capsys.readouterr().err
-    monkeypatch.setattr(program, "missing_packages", lambda: ["pydantic"])
-    with pytest.raises(SystemExit):
-        program.main([])
-    assert "has no pydantic: install them there" in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.setattr(program.importlib.metadata, "version", lambda name: "2.9.1+cu128")
-    with pytest.raises(SystemExit) as ended:
-        program.main([])
-    assert ended.value.code == 2
-    assert "has no torch 2.11 or newer (its torch is 2.9.1+cu128)" in capsys.readouterr().err
-    for version in ("2.11.0+cu130", "2.13.0a0+git1", "3.0"):
-        monkeypatch.setattr(program.importlib.metadata, "version", lambda name, version=version: version)
-        assert program.missing_packages() == []
-    assert f'"torch>={program.OLDEST_TORCH}"' in (ROOT / "pyproject.toml").read_text()

@@ -9,21 +9,17 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.fake_cuda import Waits, run_fake_ranks
+from helpers.fake_cuda import run_fake_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import timing  # noqa: E402
 from benchmarks.gpu.one_process_ring import OneProcessRing  # noqa: E402
-from benchmarks.gpu.sections import blocks, feeding, kernels, step  # noqa: E402
+from benchmarks.gpu.sections import blocks, kernels, step  # noqa: E402
 from benchmarks.gpu.sections.kernels import Attention  # noqa: E402
-from benchmarks.peers.ours import ColossusCase  # noqa: E402
-from benchmarks.peers.plain import PlainCase  # noqa: E402
 from benchmarks.sequence_cases import AttentionCase  # noqa: E402
 from benchmarks.tensor_cases import CASES, PLAIN  # noqa: E402
 from benchmarks.tensor_worker import Worker  # noqa: E402
@@ -88,38 +84,6 @@ def test_a_loss_that_is_not_torchs_fails() -> None:
 # -- on a device ----------------------------------------------------------------------------------------------
 
 SMALL = Workload(hidden=16, layers=1, heads=2, tokens=8, batch=2, vocab=12, device="cuda")
-
-
-def on_device(rank: int) -> dict[str, Any]:
-    """Body of a rank: what the sections run on a device. Reads give zeros, so no numbers are compared."""
-    found: dict[str, Any] = {}
-    both = PlainCase(SMALL, 0, 1, low=True), ColossusCase(SMALL, 0, 1, precision="bf16")
-    for case in both:
-        case.run(0)
-    with Waits(allowed=True) as waits:
-        for case in both:
-            case.run(1)
-    found["waits"] = waits.found
-    with patch.object(timing, "BLOCKS", (1, 1)), patch.object(timing, "MOST_CALLS", 1):
-        with (
-            patch.object(step, "workload_for", lambda device, variant: SMALL),
-            patch.object(step, "check"),
-            patch.object(step, "SLOWEST", float("inf")),  # the times are those of fake tensors
-        ):
-            found["figures"] = step._run(step.Variant("fp32"), CUDA, {}, 0.0)
-        found["feeding"] = feeding._run(CUDA, feeding.of_tokens(False), 0, 0.0, judged=False)
-        found["ring"] = kernels._attention(Attention("bf16", 2, 32), CUDA, 0.0)
-    return found
-
-
-@pytest.mark.long
-def test_steps_and_rings_run_on_a_device_and_nobody_waits_while_the_clock_runs() -> None:
-    (found,) = run_fake_ranks(1, on_device)
-    assert found["waits"] == []
-    assert 0 < found["figures"]["MFU"] < 1
-    assert found["figures"]["GiB at most"] == 0
-    assert found["ring"]["off by"] == 0
-    assert found["feeding"]["MB of a batch"] == 2 * 4 * 16 * 8 / 1e6
 
 
 def blocks_on_device(rank: int, names: list[str]) -> list[tuple[int, bool]]:

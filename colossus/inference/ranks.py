@@ -47,9 +47,13 @@ def on_ranks(
     count, given = world_size(config.parallel), os.environ.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdecimal() and int(given) else threads or machine.threads_per_rank(count)
     if count == 1:
+        before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        with closing(make()) as made:
-            yield lambda work: work(made)
+        try:
+            with closing(make()) as made:
+                yield lambda work: work(made)
+        finally:
+            torch.set_num_threads(before)
         return
     uses_cuda = config.device != "cpu" and torch.cuda.is_available()
     sys.stdout.flush()  # what is buffered would be printed again by forked ranks

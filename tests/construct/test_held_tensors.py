@@ -81,29 +81,6 @@ def test_hooks_after_gradients_set_in_a_constructor_hold() -> None:
     assert run_ranks(3, body) == [wanted] * 3
 
 
-def test_an_array_that_is_refilled_has_the_values_of_each_copy() -> None:
-    class Refilled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-            array = np.zeros((3, 3), dtype=np.float32)
-            shared = torch.from_numpy(array)
-            with torch.no_grad():
-                for value, linear in enumerate((self.first, self.second), start=1):
-                    array[:] = value
-                    linear.weight.copy_(shared)
-                    linear.bias.copy_(shared[0])
-                array[:] = 7
-            self.register_buffer("sum", torch.zeros(3, 3) + torch.as_tensor(array))
-            array[:] = 8
-            self.last = shared
-
-    model = build(Refilled, ParallelContext(grid()))
-    values = [model.first.weight, model.first.bias, model.second.weight, model.second.bias, model.sum, model.last]
-    for value, wanted in zip(values, (1, 1, 2, 2, 7, 8), strict=True):
-        assert value.eq(wanted).all(), wanted
-
-
 class Loaded(nn.Module):
     """Weights from a file, in all the ways a constructor may read one."""
 

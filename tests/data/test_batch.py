@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossus.data.batch import batch_size_of, map_batch, slice_batch, split_microbatches
-from colossus.nest import leaves
+from colossus.data.batch import batch_size_of, split_microbatches
 
 
 class Pair(NamedTuple):
@@ -64,17 +62,3 @@ def test_the_size_is_not_guessed() -> None:
     with pytest.raises(ValueError, match="no tensor"):
         batch_size_of({"a": ["x", "y"], "b": torch.tensor(1)})
     assert batch_size_of((np.zeros((7, 2)), torch.zeros(7))) == 7
-
-
-class Encoding(UserDict[str, Any]):
-    """As the BatchEncoding of transformers: a mapping that is no dict."""
-
-
-def test_mappings_of_any_class_become_dicts() -> None:
-    batch = Encoding({"ids": torch.arange(4), "more": OrderedDict(mask=torch.ones(4)), "names": [*"abcd"]})
-    for piece in (slice_batch(batch, 1, 3), map_batch(lambda t: t[1:3], batch)):
-        assert (type(piece), type(piece["more"])) == (dict, dict)
-        assert piece["ids"].tolist() == [1, 2]
-        assert piece["more"]["mask"].tolist() == [1.0, 1.0]
-    assert slice_batch(batch, 1, 3)["names"] == ["b", "c"]
-    assert [path for path, _ in leaves(batch, "batch")][:2] == ["batch['ids']", "batch['more']['mask']"]

@@ -167,13 +167,3 @@ def test_a_model_that_writes_to_its_input_is_refused() -> None:
         RankError, match=r"the model writes to its input in place \(inputs, \[12, 6\]\): under a pipeline"
     ):
         run_ranks(2, train, factory, dict(pipeline=2), dict(microbatches=1), with_context=False, timeout=30)
-
-
-def test_hooks_of_a_model_that_is_never_called_are_refused() -> None:
-    def hooked() -> nn.Module:
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        model.register_forward_hook(lambda module, args, out: out * 2)
-        return model
-
-    with pytest.raises(RankError, match="Sequential has hooks of its own, but a pipeline calls its blocks"):
-        run_ranks(2, train, hooked, dict(pipeline=2), dict(microbatches=1), with_context=False, timeout=30)

@@ -195,7 +195,7 @@ TABLE: dict[str, Bad] = {
         overrides="parallel.data=3",
     ),
     "square": bad("parallel.tensor.size = 6 is not a square", text="parallel = dict(tensor=dict(mode='2d', size=6))"),
-    "stages": bad("fewer than the stages of parallel.pipeline.size = 9", overrides="parallel.pipeline=9"),
+    "stages": bad("fewer than parallel.pipeline.size = 9", overrides="parallel.pipeline=9"),
     "split of stages": bad(
         "split = [1, 1]: 1 + 1 = 2, but the model has 4 blocks",
         overrides="parallel.pipeline=2 parallel.pipeline.split=[1,1]",

@@ -14,7 +14,7 @@ from helpers.hosts import needs_hosts, start_on
 from helpers.launching import children, finish, has_rows, launch, rows_of, wait_for
 from helpers.long import long
 
-from benchmarks.hosts import PORT, Host, make_hosts
+from benchmarks.hosts import Host, make_hosts
 
 Nodes = tuple[list[ForkedPython], Path]
 EXACT = "train.precision=fp64"
@@ -66,20 +66,6 @@ def test_a_run_on_two_hosts_is_that_of_one(two_hosts: list[Host], tmp_path: Path
     for name in ("loss", "validation_loss"):
         wanted = [row[name] for row in alone if name in row and "loss" in row]
         assert [row[name] for row in rows if name in row] == pytest.approx(wanted, rel=1e-12)
-
-
-@needs_hosts
-@pytest.mark.long
-def test_of_several_networks_the_endpoint_s_is_taken(tmp_path: Path) -> None:
-    """A host's own name means an address that others cannot reach, though it is not the loopback's."""
-    made = "ip link add office type veth peer name plug; ip link set plug up; ip link set office up"
-    with make_hosts(2, own_name_is="10.99.0.1") as hosts:
-        for host in hosts:
-            host.run(["sh", "-c", f"{made}; ip address add 10.99.0.1/24 dev office"])
-        endpoint = ("--rdzv-endpoint", f"{hosts[0].address}:{PORT}")
-        launchers = start_on(hosts, tmp_path, "parallel.strategy=sgp", "comm.timeout_seconds=20", *endpoint)
-        ended = [finish(launcher) for launcher in launchers]
-    assert [(code, err) for code, _, err in ended] == [(0, "")] * 2
 
 
 @needs_hosts

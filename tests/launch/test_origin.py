@@ -13,7 +13,7 @@ from helpers.launching import TINY
 from colossus.checkpoint.folder import LATEST, name_of
 from colossus.checkpoint.manifest import MANIFEST, Manifest
 from colossus.config import ConfigError, load_config
-from colossus.launch import command, failures, run_folder
+from colossus.launch import command, run_folder
 from colossus.launch.resume import Origin, RunStart, choose
 
 pytestmark = pytest.mark.usefixtures("no_processes")
@@ -105,21 +105,6 @@ def test_a_run_folder_that_is_named_goes_on_or_is_begun_anew(capsys: pytest.Capt
         assert (lost / "metrics.lost.jsonl").read_text().count("\n") == 5
         assert not (lost / "metrics.jsonl").exists()
         (lost / "metrics.jsonl").write_text('{"step": 1}\n' * 5)
-
-
-def test_a_refused_launch_leaves_nothing() -> None:
-    Path("file").write_text("")
-    saved("held/new", 3)
-    for folder in ("file", "held/new"):
-        overrides = ["checkpoint.every=5", f"checkpoint.dir={folder}"]
-        for options in ({"run_dir": "new"}, {}):
-            with pytest.raises(ConfigError):
-                chosen(*overrides, **options).take()
-        assert not Path("new").exists()
-        assert not Path("runs").exists()
-    failures.write(Path("failed"), failures.FailureRecord(0, "error", "E", "m", "t"))
-    run_folder.prepare(Path("failed")).close()
-    assert not (Path("failed") / "failures").exists()
 
 
 @pytest.mark.parametrize("key", ["dir", "resume"])

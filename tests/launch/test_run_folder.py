@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import subprocess
 import sys
@@ -24,28 +22,6 @@ from helpers.launching import (
 )
 
 from colossus.launch import run_folder
-
-
-def _make(root: Path, gate: str, answers: str) -> None:
-    run_folder.time.strftime = lambda form: "20260101-000000"  # type: ignore[assignment]
-    while not os.path.exists(gate):
-        pass
-    Path(answers, str(os.getpid())).write_text(str(run_folder.default_folder("sweep", root, make=True)))
-
-
-def test_launches_in_one_second_have_a_folder_each(tmp_path: Path) -> None:
-    (tmp_path / "answers").mkdir()
-    fork = multiprocessing.get_context("fork")
-    arguments = (tmp_path / "runs", str(tmp_path / "gate"), str(tmp_path / "answers"))
-    launches = [fork.Process(target=_make, args=arguments) for _ in range(6)]
-    for process in launches:
-        process.start()
-    (tmp_path / "gate").touch()
-    for process in launches:
-        process.join(20)
-    folders = {answer.read_text() for answer in (tmp_path / "answers").iterdir()}
-    assert folders == {str(folder) for folder in (tmp_path / "runs").iterdir()}
-    assert len(folders) == 6
 
 
 def test_a_second_launch_into_the_folder_of_a_live_run_exits_with_2(tmp_path: Path) -> None:

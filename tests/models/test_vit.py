@@ -6,88 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.modes import BATCH, MODES, own
 from helpers.training import assert_same_numbers, assert_same_run, config_of, run_cases, run_plan
-from helpers.twins import PlainViT
-from torch import Tensor, nn
+from torch import Tensor
 
 import colossus
-from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import load_config
-from colossus.context.parallel_context import ParallelContext
 from colossus.models.vit import ViT
 
 #: 8 patches and the class token, which 2 and 4 ranks do not divide
 SIZES: dict[str, Any] = dict(
     num_layers=2, hidden_size=24, num_heads=12, image_size=(8, 6), patch_size=(2, 3), in_channels=3, num_classes=5
 )
-IMAGES = torch.randn(BATCH, 3, 8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-class Mixes(nn.Module):
-    """A user's own block, which would see padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = layers.Linear(24, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert x.shape[1:] == (9, 24)
-        return x + self.linear(x.mean(1, keepdim=True))
-
-
-class PlainMixes(Mixes):
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.linear = nn.Linear(24, 24)
-
-
-def differences(context: ParallelContext) -> list[str]:
-    """Of logits from plain torch's: as it is, and with modules of the user's own."""
-    found = []
-    for kind in ("as it is", "a block of the user's", "patches and norm of the user's"):
-        ours: Any = colossus.build(lambda kind=kind: changed(ViT(**SIZES), kind), context, dtype=torch.float64)
-        twin = PlainViT(**SIZES)
-        if kind == "a block of the user's":
-            twin.blocks[0] = PlainMixes()
-        if kind == "patches and norm of the user's":
-            twin.patches, twin.norm = Stem(), nn.LayerNorm(24)
-        twin.double().load_state_dict(full_state_dict(ours, context))
-        logits = layers.to_whole(ours(own(context, IMAGES)))
-        wanted = own(context, twin(IMAGES))
-        error = (logits - wanted).abs().max().item()
-        if error > 1e-12:
-            found.append(f"{kind}: {error:.1e}")
-    return found
-
-
-class Stem(nn.Module):
-    """Patches by a convolution of the user's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 24, (2, 3), (2, 3))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.conv(images).flatten(2).transpose(1, 2)
-
-
-def changed(model: Any, kind: str) -> Any:
-    if kind == "a block of the user's":
-        model.blocks[0] = Mixes()
-    if kind == "patches and norm of the user's":
-        model.patches, model.norm = Stem(), nn.LayerNorm(24)
-    return model
-
-
-@pytest.mark.rest("1d_sequence", "2d_2x3")
-@pytest.mark.parametrize("mode", ["1d_sequence", "2d_2x3", "3d_2x1x2"])
-def test_it_is_plain_torch_whatever_a_user_changes(mode: str) -> None:
-    for found in MODES[mode].run(differences):
-        assert not found, "\n".join(found)
-
-
 # -- in training ----------------------------------------------------------------------------------------------
 
 TRAINED: dict[str, Any] = dict(type="ViT", **SIZES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -13,10 +12,7 @@ from typing import Any
 import pytest
 from helpers.launched.fake_engine import FakeEngine
 
-from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.engine.fit import fit
-from colossus.monitor import display as display_module
-from colossus.monitor.display import Display
 from colossus.monitor.metrics import Metrics
 from colossus.monitor.tensorboard import TensorBoard
 
@@ -59,26 +55,6 @@ def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it_is_saved(
     engine.checkpoints.on_save_after = {1, 2}
     fit(engine, [metrics])
     assert flushed == [[1], [1, 2]]
-
-
-SAVED = SavedCheckpoint(Path("runs/x/checkpoints/step-00000100"), 100, 12_345_678, 0.0123, 1.5)
-
-
-def test_plain_lines_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(display_module.time, "monotonic", lambda: float(next(clock)))
-    stream = io.StringIO()
-    shown = Display(tmp_path, stream)
-    engine = resumed(100, steps=104, log_every=1, validation=False)
-    fit(engine, [shown])
-    shown.on_checkpoint(engine, SAVED)  # type: ignore[arg-type]
-    lines = stream.getvalue().splitlines()
-    assert lines[1] == ("resumed from runs/first/checkpoints/step-00000003 at step 100, saved under data 2 x tensor 2")
-    # ten seconds a step: three steps are left after the first
-    assert [line.split("  ")[0] for line in lines[2:6]] == [f"step {step}/104" for step in (101, 102, 103, 104)]
-    assert [line.split("  ")[-1] for line in lines[2:6]] == ["left 0:30", "left 0:20", "left 0:10", "left 0:00"]
-    assert lines[6].startswith("done: 104 steps (4 of them since it was resumed) in ")
-    assert lines[7] == "step 100/104  checkpoint 12.3 MB  complete after 1.50 s  training waited 0.012 s"
 
 
 @pytest.mark.parametrize("step", [0, 3])

@@ -167,19 +167,6 @@ def test_rows_follow_torch() -> None:
         torch.testing.assert_close(rows, table.weight.detach()[wanted], rtol=1e-13, atol=1e-14)
 
 
-def test_tensors_that_are_not_contiguous_or_are_narrower() -> None:
-    with local_servers(2) as [worker]:
-        whole = torch.randn(5, 4)
-        made([worker], {"w": whole.t()}, optimizer=dict(type="sgd", lr=1.0))
-        into = torch.zeros(5, 4)
-        worker.pull({"w": into.t()}).wait()
-        assert torch.equal(into, whole)
-        worker.push({"w": torch.ones(4, 5, dtype=torch.bfloat16)}, "gradient").wait()
-        low = torch.zeros(4, 5, dtype=torch.bfloat16)
-        worker.pull({"w": low}).wait()
-        assert torch.equal(low, (whole.t() - 1).bfloat16())
-
-
 def test_a_tensor_is_there_until_all_have_freed_it() -> None:
     with local_servers(2, 2) as [worker, other]:
         made([worker, other], {"w": torch.ones(4)})

@@ -132,25 +132,3 @@ def test_stale_synchronous_workers() -> None:
         assert finished == [steps, steps, 5]
         assert 0 < max(leads) <= most
         workers[0].clock(steps, 0).wait()  # the others have closed
-
-
-def test_whom_a_call_waits_for() -> None:
-    """A call that depends on others can be waited for with a time-out, and the servers say whom they wait for."""
-    with local_servers(2, 3) as workers:
-        made(workers, {"w": torch.zeros(4)}, optimizer=dict(type="sgd", lr=1.0))
-        workers[0].accumulate(0, {"w": torch.ones(4)}).wait()
-        workers[2].accumulate(0, {"w": torch.ones(4)}).wait()
-        squares, clock = workers[0].squares(0, ["w"]), workers[2].clock(3, 1)
-        with pytest.raises(
-            RuntimeError,
-            match=r"timeout: rank 1 did not come to the servers within 0\.02 s .*: server 0 waits for those that have "
-            r"not given their part of 'w' in step 0",
-        ):
-            workers[0].wait_or_name_missing(squares, 0.02)
-        assert workers[2].waiting_for() == [(0, [0, 1], "have finished fewer than 2 steps")]
-        assert not workers[1].waiting_for()
-        workers[1].accumulate(0, {"w": torch.ones(4)}).wait()
-        assert workers[0].wait_or_name_missing(squares, 9.0)["w"] == pytest.approx(36.0)
-        workers[0].clock(2, 9).wait()
-        workers[1].clock(2, 9).wait()
-        clock.wait(9.0)

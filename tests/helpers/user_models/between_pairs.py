@@ -61,16 +61,6 @@ class LearnedScaleBetween(Stack):
         super().__init__(self.Scaled(kit), Block(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT, "use colossus.layers.Dropout"))
-class DropoutOfTorchBetween(Stack):
-    class Dropped(Pair):
-        def between(self, h: Tensor) -> Tensor:
-            return F.dropout(h, 0.0)
-
-    def __init__(self, kit: Any) -> None:
-        super().__init__(self.Dropped(kit), Block(kit))
-
-
 @user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT_FEATURES, "split_heads"))
 class ViewIntoHeads(Stack):
     class Viewed(Pair):
