@@ -33,7 +33,15 @@ def to_tensors(batch: Batch, device: torch.device | None = None) -> Batch:
             return leaf.to(device, non_blocking=True)
         return leaf
 
-    return map_leaves(convert, batch)
+    return map_leaves(convert, batch, is_leaf=_has_nothing_to_convert)
+
+
+#: what the lists of a batch hold beside arrays, for which a look at each takes as long as to read it
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
+
+
+def _has_nothing_to_convert(value: Any) -> bool:
+    return type(value) is list and _PLAIN.issuperset(map(type, value))
 
 
 def batch_size_of(batch: Batch) -> int:
