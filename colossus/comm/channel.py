@@ -96,8 +96,8 @@ class Channel:
             f"{DTYPES[mine[2]]}, rank {self._ranks[rank]} runs #{theirs[0]} with {theirs[1]} bytes of "
             f"{DTYPES[theirs[2]]}: the ranks do not run the same program. Every rank must call the same layers in the "
             f"same order, with tensors of the same shapes and dtypes: look for what depends on the rank or on the data "
-            f"(an `if` in a forward, a batch of another size, a layer that only some ranks call, other numbers of rows: "
-            f"in place of x[mask] compute all rows and choose with torch.where)"
+            f"(an `if` in a forward, a batch of another size, a layer that only some ranks call, other numbers of "
+            f"rows: in place of x[mask] compute all rows and choose with torch.where)"
         )
 
     @contextlib.contextmanager
