@@ -24,7 +24,7 @@ from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, sp
 from colossus.hf.family import Family, Row, family_of
 from colossus.hf.hf_folder import CONFIG, INDEX, SINGLE, listed
 from colossus.registry import MODEL_OPTIONS
-from colossus.state.replicas import exported
+from colossus.state.replicas import common_weights
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def save(
             it cannot be written.
     """
     target = Path(target).expanduser()
-    with exported(engine):
+    with common_weights(engine):
         context = engine.context
         world = context.group(context.grid.names)
         known = whole_tensors(engine.model, context)

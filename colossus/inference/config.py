@@ -27,7 +27,7 @@ _DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": 
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """Weights and what is known of them: the folder of a checkpoint, or of Hugging Face."""
 
     folder: Path
@@ -44,14 +44,14 @@ class Source:
         return self.manifest.config.get("token_ids") or {}
 
 
-def find_source(path: Path | str) -> Source:
+def find_source(path: Path | str) -> WeightSource:
     """The model that a user means: a checkpoint, a folder of them, a run folder, or a folder of Hugging Face.
 
     Raises:
         CheckpointError: when there is none, or it is not whole.
     """
     found = find_weights(path)
-    return Source(found, manifest_of(found))
+    return WeightSource(found, manifest_of(found))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Sampling:
 # -- generation -------------------------------------------------------------------------------------------
 
 
-def generation_config(source: Source, overrides: Sequence[str] = (), config_file: str | None = None) -> Config:
+def generation_config(source: WeightSource, overrides: Sequence[str] = (), config_file: str | None = None) -> Config:
     """A config of the checkpoint's model under one process, unless the overrides say otherwise.
 
     Args:
@@ -158,7 +158,7 @@ def prompt_problems(prompts: Sequence[Sequence[int]], positions: int | None, voc
 
 
 def evaluation_config(
-    source: Source, overrides: Sequence[str] = (), config_file: str | None = None, *, nproc: int | None = None
+    source: WeightSource, overrides: Sequence[str] = (), config_file: str | None = None, *, nproc: int | None = None
 ) -> Config:
     """The config of a checkpoint's run, with all of its validation data, unless the overrides say otherwise.
 
@@ -206,7 +206,7 @@ def training_data(config: Config) -> Config:
     return config.model_copy(update={"data": Named(**{**data.spec(), "validation": validation})})
 
 
-def _with_its_tokenizer(config: Config, source: Source) -> Config:
+def _with_its_tokenizer(config: Config, source: WeightSource) -> Config:
     """Text becomes ids by the tokenizer.json that the checkpoint holds, where nothing names another.
 
     Raises:
@@ -233,7 +233,7 @@ def describe(config: Config) -> str:
     return f"{plan}, {config.train.precision.compute}"
 
 
-def _recorded(source: Source, config_file: str | None, sections: Sequence[str]) -> dict[str, Any]:
+def _recorded(source: WeightSource, config_file: str | None, sections: Sequence[str]) -> dict[str, Any]:
     """Sections of the config file, else those that the checkpoint records: of colossus, by their names.
 
     Raises:
@@ -274,7 +274,7 @@ def _imported_names(section: Any) -> Iterator[str]:
         yield from _imported_names(section.get("validation"))
 
 
-def _recorded_precision(source: Source) -> dict[str, Any]:
+def _recorded_precision(source: WeightSource) -> dict[str, Any]:
     """That of the run; of a folder that does not say, that of its first weight."""
     of_run = (source.manifest.config.get("train") or {}).get("precision")
     if isinstance(of_run, Mapping):

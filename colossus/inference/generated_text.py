@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
 from colossus.config import ConfigError
 from colossus.data.tokenizer import load_tokenizer
-from colossus.inference.config import Source
+from colossus.inference.config import WeightSource
 
 _REPLACEMENT = "\ufffd"
 
@@ -93,7 +93,7 @@ def file_tokenizer(file: Path, token_ids: Mapping[str, Any], *, adds_special: bo
     )
 
 
-def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
+def tokenizer_of(source: WeightSource, given: str | None) -> Tokenizer:
     """The tokenizer that a user names ("bytes", a tokenizer.json, or a folder with one), else that of the checkpoint.
 
     Raises:

@@ -17,7 +17,7 @@ from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.world import pick_device
 from colossus.engine.inputs import batch_axes
-from colossus.inference.config import Source, generation_config
+from colossus.inference.config import WeightSource, generation_config
 from colossus.layers import to_whole
 from colossus.layers.embedding import PositionEmbedding
 from colossus.layers.kv_cache import KeyValueCache
@@ -140,7 +140,7 @@ class _Stages:
 
 
 def load_model(
-    source: Source, config: Config | None = None, *, overrides: Sequence[str] = (), config_file: str | None = None
+    source: WeightSource, config: Config | None = None, *, overrides: Sequence[str] = (), config_file: str | None = None
 ) -> TextModel:
     """The model of a checkpoint, with its weights, under a plan. Collective over the ranks of the plan.
 
@@ -176,7 +176,7 @@ def load_model(
 
 
 @torch.no_grad()
-def _load(source: Source, module: nn.Module, context: ParallelContext) -> None:
+def _load(source: WeightSource, module: nn.Module, context: ParallelContext) -> None:
     world = context.group(context.grid.names)
     with on_all_ranks(world, lambda: open_weights(source.folder)) as reader:
         reader.verify(world)

@@ -21,7 +21,7 @@ from colossus.config import Config
 from colossus.config.plans import world_size
 from colossus.context.local_ranks import LocalRanks
 from colossus.context.world import choose_backend
-from colossus.inference.config import Source
+from colossus.inference.config import WeightSource
 from colossus.inference.decoding import Decoding
 from colossus.inference.model import load_model
 
@@ -100,6 +100,6 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def decoding_of(source: Source, config: Config, **options: Any) -> Decoding:
+def decoding_of(source: WeightSource, config: Config, **options: Any) -> Decoding:
     """Prompts on their way through the model of a checkpoint; the options are those of `Decoding`."""
     return Decoding(load_model(source, config), **options)

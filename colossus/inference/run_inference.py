@@ -20,7 +20,7 @@ from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import world_size
 from colossus.inference.config import (
     Sampling,
-    Source,
+    WeightSource,
     describe,
     evaluation_config,
     find_source,
@@ -68,7 +68,7 @@ def _say(line: str, code: int = DONE) -> int:
     return code
 
 
-def _title(source: Source) -> str:
+def _title(source: WeightSource) -> str:
     return str(source.folder) if source.is_foreign else f"{source.folder}, step {source.manifest.step}"
 
 
@@ -149,7 +149,7 @@ def _step(decoding: Decoding) -> tuple[list[int | None], list[str | None]]:
     return decoding.step(), decoding.ended
 
 
-def _conclude(texts: Texts, as_json: bool, source: Source, config: Config, how: Sampling) -> None:
+def _conclude(texts: Texts, as_json: bool, source: WeightSource, config: Config, how: Sampling) -> None:
     """Print what is left of texts, or all of them as JSON, and why some have ended, and the speed."""
     texts.finish()
     speed = texts.tokens_per_second()

@@ -102,7 +102,7 @@ def buffer_means(run: Run) -> dict[int, Tensor]:
     return {id(buffer): mean.to(buffer.dtype) for buffer, mean in average.buffers()}
 
 
-def exported(holder: object) -> AbstractContextManager[Any]:
+def common_weights(holder: object) -> AbstractContextManager[Any]:
     """Around what reads the weights of an engine to give them away: inside, all replicas have the same (`Strategy.
     export`). Of anything else that has a model, nothing changes."""
     strategy = getattr(holder, "strategy", None)

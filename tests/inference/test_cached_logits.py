@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colossus.config.plans import world_size
 from colossus.inference import Sampling, generate, load_model
-from colossus.inference.config import Source, generation_config
+from colossus.inference.config import WeightSource, generation_config
 from colossus.inference.decoding import Decoding
 from colossus.layers.kv_cache import KeyValueCache
 
@@ -39,11 +39,11 @@ PLANS = {
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WeightSource]:
     return {name: save(tmp_path_factory.mktemp(name), model) for name, model in MODELS.items()}
 
 
-def in_parts(source: Source, overrides: list[str]) -> dict[str, Any]:
+def in_parts(source: WeightSource, overrides: list[str]) -> dict[str, Any]:
     """Of a rank: logits of its rows computed in parts, and where they lie; what is held; the text."""
     model = load_model(source, overrides=overrides)
     try:
@@ -75,12 +75,12 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colossus.layers.kv_cache._MORE", MORE)
 
 
-def run_plans(rank: int, sources: dict[str, Source], plans: dict[str, list[str]]) -> Any:
+def run_plans(rank: int, sources: dict[str, WeightSource], plans: dict[str, list[str]]) -> Any:
     torch.set_grad_enabled(True)
     return {(name, plan): in_parts(source, plans[plan]) for name, source in sources.items() for plan in plans}
 
 
-def check(sources: dict[str, Source], plans: dict[str, list[str]]) -> None:
+def check(sources: dict[str, WeightSource], plans: dict[str, list[str]]) -> None:
     by_world: dict[int, dict[str, list[str]]] = defaultdict(dict)
     for plan, overrides in plans.items():
         by_world[world_size(generation_config(sources["gpt"], overrides).parallel)][plan] = overrides
@@ -130,11 +130,11 @@ def check_memory(found: list[dict[str, Any]], name: str, plan: str) -> None:
 
 
 @pytest.mark.long
-def test_parts_equal_whole_forwards_under_every_plan(sources: dict[str, Source]) -> None:
+def test_parts_equal_whole_forwards_under_every_plan(sources: dict[str, WeightSource]) -> None:
     check(sources, PLANS)
 
 
-def test_a_ragged_batch_is_what_its_rows_are_alone(sources: dict[str, Source]) -> None:
+def test_a_ragged_batch_is_what_its_rows_are_alone(sources: dict[str, WeightSource]) -> None:
     for source in sources.values():
         model = load_model(source)
         greedy = Sampling(greedy=True)
@@ -144,7 +144,7 @@ def test_a_ragged_batch_is_what_its_rows_are_alone(sources: dict[str, Source]) -
         model.close()
 
 
-def test_rows_end_by_themselves(sources: dict[str, Source]) -> None:
+def test_rows_end_by_themselves(sources: dict[str, WeightSource]) -> None:
     """A row that has ended changes nothing of the others."""
     model = load_model(sources["llama"])
     free = generate(model, PROMPTS, max_tokens=9, sampling=SAMPLING)
@@ -160,7 +160,7 @@ def test_rows_end_by_themselves(sources: dict[str, Source]) -> None:
     model.close()
 
 
-def test_learned_positions_end_a_text(sources: dict[str, Source]) -> None:
+def test_learned_positions_end_a_text(sources: dict[str, WeightSource]) -> None:
     """All positions are used: the last token is chosen behind the last of them."""
     model = load_model(sources["gpt"])
     decoding = Decoding(model, PROMPTS, max_tokens=100)
@@ -182,7 +182,7 @@ def test_an_attention_that_is_called_twice_in_a_forward_is_refused() -> None:
         cache.attend(attention, *torch.ones(3, 1, 1, 2, 4))
 
 
-def test_logits_that_are_no_numbers_are_told(sources: dict[str, Source]) -> None:
+def test_logits_that_are_no_numbers_are_told(sources: dict[str, WeightSource]) -> None:
     model = load_model(sources["gpt"])
     with torch.no_grad():
         model.module.get_parameter("norm.weight").fill_(float("nan"))

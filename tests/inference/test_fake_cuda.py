@@ -9,7 +9,7 @@ from helpers.fake_cuda import Waits, run_fake_ranks
 from helpers.inference import MODELS, save
 from helpers.long import but
 
-from colossus.inference.config import Sampling, Source, generation_config
+from colossus.inference.config import Sampling, WeightSource, generation_config
 from colossus.inference.decoding import Decoding
 from colossus.inference.model import load_model
 
@@ -23,12 +23,12 @@ PLANS: dict[str, tuple[int, list[str]]] = {
 }
 
 
-def generated(rank: int, sources: list[Source], overrides: list[str]) -> list[list[list[str]]]:
+def generated(rank: int, sources: list[WeightSource], overrides: list[str]) -> list[list[list[str]]]:
     """What waits in each step of a decoding, of each model."""
     return [_generated(source, overrides) for source in sources]
 
 
-def _generated(source: Source, overrides: list[str]) -> list[list[str]]:
+def _generated(source: WeightSource, overrides: list[str]) -> list[list[str]]:
     model = load_model(source, generation_config(source, [*overrides, "device=cuda"]))
     assert all(each.is_cuda for each in model.module.parameters())
     sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9)

@@ -19,19 +19,19 @@ from colossus.checkpoint.manifest import MANIFEST
 from colossus.cli.main import main
 from colossus.config import load_config
 from colossus.inference import find_source, generate, load_model, ranks
-from colossus.inference.config import Source
+from colossus.inference.config import WeightSource
 
 TEXT = dict(type="GPT", num_layers=1, hidden_size=16, num_heads=2, vocab_size=259, seq_len=40)
 ROTARY = {**TEXT, "positions": "rotary"}
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> WeightSource:
     return save(tmp_path_factory.mktemp("texts"), TEXT)
 
 
 @pytest.fixture(scope="module")
-def rotary(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def rotary(tmp_path_factory: pytest.TempPathFactory) -> WeightSource:
     return save(tmp_path_factory.mktemp("rotary"), ROTARY, precision="fp32")
 
 
@@ -51,7 +51,7 @@ def data(capfd: Captured, *words: str) -> dict[str, Any]:
     return found
 
 
-def test_one_prompt_is_printed_with_its_text(texts: Source, capfd: Captured) -> None:
+def test_one_prompt_is_printed_with_its_text(texts: WeightSource, capfd: Captured) -> None:
     folder = str(texts.folder.parent)
     code, out, err = run(capfd, folder, "--prompt", "déf", "--tokenizer", "bytes", "--max-tokens", "20", "--seed", "3")
     assert code == 0
@@ -72,7 +72,7 @@ def test_one_prompt_is_printed_with_its_text(texts: Source, capfd: Captured) -> 
     assert "prompt 1 stopped: the model has learned no more positions" in err
 
 
-def test_several_prompts_come_whole(texts: Source, capfd: Captured) -> None:
+def test_several_prompts_come_whole(texts: WeightSource, capfd: Captured) -> None:
     """On ranks of their own, with a batch that is repeated until it divides: the same text."""
     folder, words = (
         str(texts.folder),
@@ -91,7 +91,7 @@ def test_several_prompts_come_whole(texts: Source, capfd: Captured) -> None:
     assert "data 2, fp64" in run(capfd, folder, "parallel.data=2", *words)[2]
 
 
-def test_numbers_in_and_numbers_out(texts: Source, capfd: Captured) -> None:
+def test_numbers_in_and_numbers_out(texts: WeightSource, capfd: Captured) -> None:
     folder = str(texts.folder)
     code, out, _ = run(capfd, folder, "--tokens", "258,0,7", "--max-tokens", "5", "--greedy")
     assert code == 0
@@ -103,7 +103,7 @@ def test_numbers_in_and_numbers_out(texts: Source, capfd: Captured) -> None:
     assert (found["text"], found["prompt"]) == (None, None)
 
 
-def test_standard_input_is_the_prompt(texts: Source, capfd: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_is_the_prompt(texts: WeightSource, capfd: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in ([], ["--prompt", "-"]):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines\xff\n")))
         found = data(capfd, str(texts.folder), "--tokenizer", "bytes", "--max-tokens", "1", *words)
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_is_refused_before_a_process_starts(
-    name: str, texts: Source, capfd: Captured, monkeypatch: pytest.MonkeyPatch
+    name: str, texts: WeightSource, capfd: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "on_ranks", None)
     words, message = REFUSED[name]
@@ -131,7 +131,7 @@ def test_what_is_refused_before_a_process_starts(
     assert message in err
 
 
-def test_refused_prompts_and_checkpoints(texts: Source, tmp_path: Path, capfd: Captured) -> None:
+def test_refused_prompts_and_checkpoints(texts: WeightSource, tmp_path: Path, capfd: Captured) -> None:
     folder = str(texts.folder)
     vit = dict(type="ViT", image_size=8, patch_size=4, num_layers=1, hidden_size=16, num_heads=2, num_classes=3)
     images = str(save(tmp_path / "images", vit).folder)
@@ -208,7 +208,7 @@ LOOP = ["--tokenizer", "bytes", "--prompt", "abc", "--max-tokens", "1000000"]
 
 
 @pytest.mark.parametrize("plan", [[], ["parallel.tensor=2"]], ids=["one", "1d"])
-def test_ctrl_c_ends_cleanly(rotary: Source, tmp_path: Path, plan: list[str]) -> None:
+def test_ctrl_c_ends_cleanly(rotary: WeightSource, tmp_path: Path, plan: list[str]) -> None:
     words = [sys.executable, "-m", "colossus", "generate", str(rotary.folder), *plan, *LOOP]
     process = start(words, tmp_path)
     wait_for(lambda: len(process.outputs[0]) > 20, process.pid)  # type: ignore[union-attr]
@@ -227,7 +227,7 @@ def test_ctrl_c_ends_cleanly(rotary: Source, tmp_path: Path, plan: list[str]) ->
     assert not any(map(is_running, ranks))
 
 
-def test_ranks_end_with_what_has_started_them(rotary: Source, tmp_path: Path) -> None:
+def test_ranks_end_with_what_has_started_them(rotary: WeightSource, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "colossus", "generate", str(rotary.folder), "parallel.tensor=2", *LOOP]
     process = start(words, tmp_path)
     wait_for(lambda: len(process.outputs[0]) > 20, process.pid)  # type: ignore[union-attr]
@@ -236,7 +236,7 @@ def test_ranks_end_with_what_has_started_them(rotary: Source, tmp_path: Path) ->
     wait_for(lambda: not any(map(is_running, ranks)), *ranks)
 
 
-def test_a_reader_that_goes_is_no_error(rotary: Source, tmp_path: Path) -> None:
+def test_a_reader_that_goes_is_no_error(rotary: WeightSource, tmp_path: Path) -> None:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:  # a process whose standard output nobody reads

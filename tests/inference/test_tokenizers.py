@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from colossus.checkpoint.manifest import MANIFEST, Manifest
 from colossus.config import ConfigError
-from colossus.inference.config import Source
+from colossus.inference.config import WeightSource
 from colossus.inference.generated_text import TextStream, byte_tokenizer, file_tokenizer, special_ids, tokenizer_of
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -107,10 +107,10 @@ def test_what_begins_and_ends_a_text_is_what_the_files_say(folder: Path, tmp_pat
     assert file_tokenizer(file, {}).stop == special_ids(tmp_path, {}, "eos_token_id") == (5, 6)
 
 
-def source(folder: Path, tokenizer: str | None, *, saved: bool = False) -> Source:
+def source(folder: Path, tokenizer: str | None, *, saved: bool = False) -> WeightSource:
     if saved:
         (folder / MANIFEST).touch()
-    return Source(folder, Manifest(0, 0.0, {}, {}, {}, {}, {}, tokenizer=tokenizer))
+    return WeightSource(folder, Manifest(0, 0.0, {}, {}, {}, {}, {}, tokenizer=tokenizer))
 
 
 def test_which_tokenizer_it_is(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

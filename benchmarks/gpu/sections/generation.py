@@ -14,7 +14,7 @@ from helpers.inference import LENGTH, MODELS, save
 from benchmarks.gpu.ranks import RankPool
 from benchmarks.gpu.section import Case, Figures
 from colossus.inference import Sampling, generate, load_model
-from colossus.inference.config import Source
+from colossus.inference.config import WeightSource
 
 PROMPTS = ([3, 1, 4, 1, 5], [9], [2, 6, 5])
 SAMPLINGS = (None, Sampling(temperature=0.9, top_k=30, top_p=0.95, seed=7))
@@ -40,12 +40,12 @@ def cases(device: torch.device, budget: float) -> Iterator[Case]:
     host.close()
 
 
-def _saved(rank: int, device: torch.device, folder: str, model: dict[str, Any]) -> Source:
+def _saved(rank: int, device: torch.device, folder: str, model: dict[str, Any]) -> WeightSource:
     Path(folder).mkdir()
     return save(Path(folder), model)
 
 
-def _same_text(pool: RankPool, host: RankPool, source: Source, plan: str) -> Figures:
+def _same_text(pool: RankPool, host: RankPool, source: WeightSource, plan: str) -> Figures:
     world, overrides = PLANS[plan]
     shared = ["comm.backend=gloo"] if pool.device.type == "cuda" else []
     exact = (
@@ -58,7 +58,7 @@ def _same_text(pool: RankPool, host: RankPool, source: Source, plan: str) -> Fig
     return {"tokens": sum(len(tokens) for texts in wanted for tokens in texts)}
 
 
-def _text(rank: int, device: torch.device, source: Source, overrides: list[str]) -> list[list[list[int]]]:
+def _text(rank: int, device: torch.device, source: WeightSource, overrides: list[str]) -> list[list[list[int]]]:
     model = load_model(source, overrides=overrides)
     found = [generate(model, PROMPTS, max_tokens=LENGTH - 5, sampling=sampling) for sampling in SAMPLINGS]
     model.context.close()
