@@ -11,7 +11,7 @@ from torch import Tensor
 
 import colossus
 from colossus.checkpoint.state_dict import read_state_dict
-from colossus.inference.config import Source, find_source
+from colossus.inference.config import WeightSource, find_source
 
 LENGTH = 12
 MODELS: dict[str, dict[str, Any]] = {
@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def save(folder: Path, model: dict[str, Any], **train: Any) -> Source:
+def save(folder: Path, model: dict[str, Any], **train: Any) -> WeightSource:
     """A checkpoint of one process, its initial weights grown so that logits differ by whole numbers."""
     config = dict(
         parallel=dict(data=1),
@@ -42,7 +42,7 @@ def save(folder: Path, model: dict[str, Any], **train: Any) -> Source:
     return find_source(folder)
 
 
-def plain(source: Source, model: dict[str, Any]) -> PlainGPT:
+def plain(source: WeightSource, model: dict[str, Any]) -> PlainGPT:
     """The oracle with the weights of the checkpoint."""
     options = {key: value for key, value in model.items() if key != "type"}
     if model["type"] == "Llama":
