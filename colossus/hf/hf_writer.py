@@ -90,9 +90,8 @@ def save(
         options = getattr(engine.model, "options", None)
         kind = next((name for name in MODEL_OPTIONS.names() if MODEL_OPTIONS.get(name) is type(options)), None)
         is_writer = context.is_logging_rank
-
-        assets = getattr(getattr(engine, "checkpoints", None), "assets", Assets())
-        plan = plan_folder(kind or type(engine.model).__name__, options, known, dtype, max_shard_bytes, assets)
+        kind = kind or type(engine.model).__name__
+        plan = plan_folder(kind, options, known, dtype, max_shard_bytes, engine.checkpoints.assets)
         on_all_ranks(world, lambda: require_new(target) if is_writer else None, tells_ranks=False)
         parts = stream_state_dict(engine.model, context, order=plan.part_names)
 
