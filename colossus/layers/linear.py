@@ -17,6 +17,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, rows_of
 from colossus.sharded_tensor.regions import move, unwrap
 from colossus.sharded_tensor.tensor import wrap
+from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans, product
 from colossus.tensor_parallel.mode import MatmulSharding
 
@@ -129,6 +130,7 @@ class Linear(MatmulLayer):
         self.out_features = sum(self.outputs.values())
         self.split = split
         self.is_fused = isinstance(out_features, Mapping)
+        self.shared_input: SharedInput | None = None
         self.sharding = self.choose_sharding(split, self.in_features, self.outputs)
         features = self.sharding.y.features if self.sharding else ()
         inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)
@@ -142,7 +144,10 @@ class Linear(MatmulLayer):
         local, at = unwrap(x, self.parallel)
         self.require_batch(local)
         target = self.parallel.regions.inner if self.split == "column" else at.return_layout
-        y = self._product(local, at.activation, target)
+        source = at.activation
+        if self.shared_input is not None and x.requires_grad and torch.is_grad_enabled():
+            local, source = self.shared_input.take(x, local, source, self), self.sharding.x
+        y = self._product(local, source, target)
         placement = at.moved(target, local.dim())
         if not self.is_fused:
             return wrap(y, placement)
@@ -170,3 +175,42 @@ class Linear(MatmulLayer):
         where = f", weight {self.sharding.weight}" if self.sharding else ""
         split = f", split={self.split!r}" if self.split else ""
         return f"{self.in_features}, {outputs}, bias={self.bias is not None}{split}{where}"
+
+
+class SharedInput:
+    """What linears of one input share: x is moved to where they multiply once, and so is the sum of their gradients.
+
+    A fused linear does that by itself. Of others (the query, key and value of a model that has three linears) each
+    would move x, and sum its gradient over the ranks, on its own.
+    """
+
+    def __init__(self, num_linears: int) -> None:
+        self._num_linears, self._num_left = num_linears, 0
+        self._x: Tensor | None = None
+        self._moved: Tensor | None = None
+        self._version = -1
+
+    def take(self, x: Tensor, local: Tensor, source: Activation, linear: Linear) -> Tensor:
+        """``local``, the rank's part of x, as the linears multiply it: kept from the first of them until the last."""
+        assert linear.sharding is not None
+        if self._moved is None or self._x is not x or self._version != x._version:
+            self._moved = move(to_product_dtype(local), source, linear.sharding.x, linear.parallel)
+            self._x, self._version, self._num_left = x, x._version, self._num_linears
+        moved = self._moved
+        self._num_left -= 1
+        if self._num_left <= 0:
+            self._x = self._moved = None
+        return moved
+
+
+def share_input(linears: Sequence[Linear]) -> None:
+    """Tell linears that are given the same tensor that they are; those that multiply x in one layout share its move."""
+    by_layout: dict[Activation, list[Linear]] = {}
+    for linear in linears:
+        if linear.sharding is not None and linear.split == "column":
+            by_layout.setdefault(linear.sharding.x, []).append(linear)
+    for group in by_layout.values():
+        if len(group) > 1:
+            shared = SharedInput(len(group))
+            for linear in group:
+                linear.shared_input = shared

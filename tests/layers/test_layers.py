@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.modes import MODES, own
 from helpers.ranks import RankError, run_ranks
 from torch import Tensor, nn
 
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
+from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
+from colossus.layers.linear import share_input
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -55,6 +58,53 @@ def test_cross_entropy_of_a_split_vocabulary(ranks: int, vocabulary: int) -> Non
         torch.testing.assert_close(whole, logits.detach(), rtol=1e-12, atol=1e-12)
         for mine, other in ((loss, want.detach()), (dx, held.grad), (dw, leaf.grad)):
             torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+
+
+class _Gated(nn.Module):
+    """A gate and a value of one input, twice."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.gate = layers.Linear(24, 48, split="column")
+        self.value = layers.Linear(24, 48, split="column", bias=False)
+        self.down = layers.Linear(48, 24, split="row")
+        if shared:
+            share_input([self.gate, self.value])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + self.down(torch.tanh(self.gate(x)) * self.value(x))
+        return x
+
+
+@pytest.mark.parametrize("name", ["1d", "2d_2x3", "3d"])
+def test_columns_of_one_input_move_it_once(name: str) -> None:
+    """As one process computes it, with fewer collectives than when each moves it."""
+    x, dy = numbers(12, 6, 24), numbers(12, 6, 24, seed=1)
+
+    def body(context: ParallelContext) -> list[tuple[Any, ...]]:
+        return [one(context, shared) for shared in (True, False)]
+
+    def one(context: ParallelContext, shared: bool) -> tuple[Any, ...]:
+        model = colossus.build(lambda: _Gated(shared), context, dtype=torch.float64)
+        held = own(context, x).clone().requires_grad_()
+        with accounting.count() as moved:
+            y = model(held)
+            y.backward(own(context, dy))
+        return own(context, x), y.detach(), own(context, dy), held.grad, full_state_dict(model, context), moved.calls()
+
+    for found in MODES[name].run(body):
+        for held, y, dy_, dx, state, _ in found:
+            leaf = held.clone().requires_grad_()
+            want = leaf
+            for _ in range(2):
+                gate = F.linear(want, state["gate.weight"], state["gate.bias"])
+                hidden = torch.tanh(gate) * F.linear(want, state["value.weight"])
+                want = want + F.linear(hidden, state["down.weight"], state["down.bias"])
+            want.backward(dy_)
+            torch.testing.assert_close(y, want.detach(), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(dx, leaf.grad, rtol=1e-12, atol=1e-12)
+        assert found[0][-1] < found[1][-1]
 
 
 # -- what must be refused ------------------------------------------------------------------------------------
