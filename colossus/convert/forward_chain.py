@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map
 
 from colossus.convert.forward_flow import ForwardFlow, standing_in
-from colossus.convert.forward_parts import BlockCall, Discarded, ForwardChain, call_model
+from colossus.convert.forward_parts import BlockCall, Discarded, ForwardChain, call_model, first_of
 from colossus.layers.pipeline_block import is_chain
 from colossus.random import GLOBAL_RNG
 
@@ -58,7 +58,7 @@ def make_chain(model: nn.Module, example: Any, blocks: str | Sequence[str] | Non
             if any(parameter is model.get_parameter(other) for other in owned[0])
         }
         tried = _Trial(model, calls, discarded, owned, shapes)
-        tried.require_same_output(example, seen.output)
+        tried.require_same_output(example, seen.output, wanted[-1])
         buffers = seen.buffers(wanted, tried.flow.uses)
     both = tuple([*names, *of_buffers] for names, of_buffers in zip(owned, buffers, strict=True))
     model.pipeline_blocks = ForwardChain(model, calls, discarded, both, shapes)  # type: ignore[assignment, arg-type]
@@ -182,7 +182,7 @@ class _Forward:
                         f"computed (of a cache of keys and values: config.use_cache = False)"
                     )
             extras = len(block.out) - 1 if isinstance(block.out, tuple) else None
-            hidden = block.out if extras is None else block.out[0]
+            hidden = first_of(block.out)
             if not isinstance(hidden, Tensor):
                 self._refuse(f"{block.name} returns a {type(block.out).__name__}, neither a tensor nor a tuple of one")
             calls.append(BlockCall(block.name, slots[0], extras))
@@ -228,8 +228,9 @@ class _Forward:
 class _Trial(ForwardChain):
     """The chain run on the example: what it discards must not reach the model's output."""
 
-    def require_same_output(self, example: Any, output: Any) -> None:
+    def require_same_output(self, example: Any, output: Any, last_call: _Call) -> None:
         """That the output has the same shapes as that of the model, and nothing in it is computed from zeros."""
+        hidden = torch.empty_like(first_of(last_call.out), device="meta")
         with ForwardFlow(self._model) as flow:
             value = self.before(example)
         self.flow = flow = ForwardFlow(self._model)
@@ -238,9 +239,15 @@ class _Trial(ForwardChain):
             flow.after_last = True
             return flow.mark(hidden, stale=False)
 
-        with flow:
-            hidden = torch.empty_like(value[0])
-            out = self._replay(value, last)
+        try:
+            with flow:
+                out = self._replay(value, last)
+        except Exception as error:
+            refuse(
+                self._model,
+                f"what it does outside of its blocks fails where they return hidden states alone ({error})",
+                error,
+            )
         found, structure = tree_flatten_with_path(out)
         wanted, wanted_structure = tree_flatten(output)
         if structure != wanted_structure or list(map(_shape, wanted)) != [_shape(leaf) for _, leaf in found]:
@@ -258,8 +265,8 @@ class _Trial(ForwardChain):
         return self.flow.mark(torch.empty(shape, dtype=dtype, device="meta"), stale=True)
 
 
-def refuse(model: nn.Module, found: str) -> NoReturn:
-    raise ValueError(f"{type(model).__name__} is no chain of blocks: {found}.\n{_HOW}")
+def refuse(model: nn.Module, found: str, cause: Exception | None = None) -> NoReturn:
+    raise ValueError(f"{type(model).__name__} is no chain of blocks: {found}.\n{_HOW}") from cause
 
 
 def _shape(leaf: Any) -> Any:

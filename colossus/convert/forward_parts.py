@@ -58,6 +58,9 @@ class Discarded:
     name: str
     structure: TreeSpec
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Discarded:
+        return self  # torch warns where a structure is copied
+
 
 class ForwardChain:
     """``model.pipeline_blocks`` of a model that is not changed: returns the blocks.
@@ -130,7 +133,7 @@ class ForwardChain:
         block, (leaves, tree) = self._blocks[number], self._arguments[number]
         args, kwargs = tree_unflatten([*leaves[: block.slot], hidden, *leaves[block.slot + 1 :]], tree)
         out = self._model.get_submodule(block.name)(*args, **kwargs)
-        return out if block.extras is None else out[0], inputs, record
+        return first_of(out), inputs, record
 
     def after(self, value: Value) -> Any:
         """The model's output."""
@@ -202,6 +205,11 @@ class ForwardChain:
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     """A model called with its input: a dict is its keyword arguments."""
     return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+
+
+def first_of(out: Any) -> Any:
+    """The hidden states in what a block returns."""
+    return out[0] if isinstance(out, tuple) else out
 
 
 def parameter_of(model: nn.Module, name: str) -> Tensor:
