@@ -142,7 +142,8 @@ class _Forward:
         )
 
     def _children(self, name: str) -> list[str]:
-        return [f"{name}.{leaf}" for leaf in self.model.get_submodule(name)._modules]
+        children = self.model.get_submodule(name)._modules.items()
+        return [f"{name}.{leaf}" for leaf, child in children if child is not None]
 
     def _lists(self) -> Iterator[list[str]]:
         for name, module in self.model.named_modules():
