@@ -129,7 +129,9 @@ class Swapper:
         weight, is_transposed = module._parameters.get("weight"), is_conv1d(module)
         more: dict[str, Any] = {}
         if weight is not None:
-            more = {"dtype": weight.dtype, "init": value_of(weight, is_transposed=is_transposed)}
+            more["dtype"] = weight.dtype
+        if weight is not None and id(weight) not in self._parameters:  # else a layer made before has its values
+            more["init"] = value_of(weight, is_transposed=is_transposed)
         if module._parameters.get("bias") is not None:
             more["bias_init"] = value_of(module._parameters["bias"])  # type: ignore[arg-type]
         if not is_linear(module):
