@@ -25,6 +25,7 @@ def parallelize(
     *,
     example: Any = None,
     blocks: str | Sequence[str] | None = None,
+    defaults: Mapping[str, str] | None = None,
 ) -> Callable[[], nn.Module]:
     """A factory for `colossus.initialize` of a model that knows nothing of colossus.
 
@@ -49,6 +50,7 @@ def parallelize(
             pairs to be found, and for a pipeline; of transformers' models it is made from their config.
         blocks: for a pipeline: the name of the list of blocks, or the names of the blocks; by default the longest list
             of one class.
+        defaults: rules that count where no other does; read once the model is made.
 
     Returns:
         The factory. A batch whose inputs are a dict of names of arguments calls the model with these.
@@ -64,7 +66,7 @@ def parallelize(
                 "colossus.initialize(model=...) or colossus.build(...)"
             )
         model = factory()
-        return _converted(model, rules or {}, example, blocks) if isinstance(model, nn.Module) else model
+        return _converted(model, rules or {}, defaults or {}, example, blocks) if isinstance(model, nn.Module) else model
 
     return make
 
@@ -90,7 +92,11 @@ def conversion_of(model: nn.Module) -> Conversion | None:
 
 
 def _converted(
-    model: nn.Module, rules: Mapping[str, str], example: Any, blocks: str | Sequence[str] | None
+    model: nn.Module,
+    rules: Mapping[str, str],
+    defaults: Mapping[str, str],
+    example: Any,
+    blocks: str | Sequence[str] | None,
 ) -> nn.Module:
     for module in model.modules():  # what a cache of keys and values would keep, a train step never reads
         if getattr(getattr(module, "config", None), "use_cache", False):
@@ -100,7 +106,7 @@ def _converted(
     kinds, reasons, note = dict(given), {}, ""
     if current_context().size("tensor") > 1:
         planned = _by_own_plan(model, linears)
-        kinds = planned | kinds
+        kinds = _by_rules(defaults, linears) | planned | kinds
     swapper = Swapper(model, kinds, reasons)
     model = swapper.run()
     vars(model)["_colossus_conversion"] = Conversion(swapper.swaps, (), note)
