@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from colossus.construct.allocate import is_building
 from colossus.context.parallel_context import current_context
+from colossus.convert.forward_chain import make_chain
 from colossus.convert.swap import COLUMN, HEAD, KINDS, ROW, WHOLE, Swap, Swapper, is_linear
 from colossus.registry import nearest
 
@@ -101,17 +103,38 @@ def _converted(
     for module in model.modules():  # what a cache of keys and values would keep, a train step never reads
         if getattr(getattr(module, "config", None), "use_cache", False):
             module.config.use_cache = False  # type: ignore[union-attr]
+    context = current_context()
+    example = example_of(model) if example is None else example
+    if context.size("pipeline") > 1:
+        make_chain(model, example, blocks)
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     given = _by_rules(rules, linears)
     kinds, reasons, note = dict(given), {}, ""
-    if current_context().size("tensor") > 1:
+    if context.size("tensor") > 1:
         planned = _by_own_plan(model, linears)
         kinds = _by_rules(defaults, linears) | planned | kinds
     swapper = Swapper(model, kinds, reasons)
     model = swapper.run()
     vars(model)["_colossus_conversion"] = Conversion(swapper.swaps, (), note)
-    model.register_forward_pre_hook(_name_arguments, with_kwargs=True)
+    if context.size("pipeline") == 1:  # else its blocks are called, and not the model
+        model.register_forward_pre_hook(_name_arguments, with_kwargs=True)
     return model
+
+
+def example_of(model: nn.Module) -> dict[str, Tensor] | None:
+    """What a model of transformers can be called with, two samples, on the meta device; None of any other."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", None)
+    if config is None or name is None:
+        return None
+    if name == "pixel_values" and hasattr(config, "num_channels"):
+        size = config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        return {name: torch.zeros(2, config.num_channels, height, width, device="meta")}
+    if name != "input_ids":
+        return None
+    ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
+    return {name: ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {name: ids}
 
 
 def _by_rules(rules: Mapping[str, str], linears: Sequence[str]) -> dict[str, str]:
