@@ -9,8 +9,9 @@ the next run. The first run in which nothing is refused has the pairs.
 from __future__ import annotations
 
 import re
+import traceback
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -58,14 +59,10 @@ def find_pairs(model: nn.Module, example: Any, parallel: ModelParallel, whole: C
     """
     linears = {name: module for name, module in model.named_modules() if is_linear(module) and name not in whole}
     reasons = _not_alone(model, linears)
-    try:
-        run_on_meta(model, example)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} does not run on the meta device, so no pairs are found: {error}"
-        ) from error
+    experts = _not_on_meta(model, example)
     while True:
-        trial = _Trial(model, parallel, {name: each for name, each in linears.items() if name not in reasons})
+        candidates = {name: each for name, each in linears.items() if name not in reasons}
+        trial = _Trial(model, parallel, candidates, experts)
         refused = trial.run(example)
         if not refused:
             return Pairs(trial.roles, trial.shared(), reasons | trial.reasons)
@@ -73,6 +70,36 @@ def find_pairs(model: nn.Module, example: Any, parallel: ModelParallel, whole: C
             for other, why in refused.items():
                 if _of_any_layer(name) == _of_any_layer(other):
                     reasons.setdefault(name, why)
+
+
+def _not_on_meta(model: nn.Module, example: Any) -> dict[str, Callable[..., Any]]:
+    """Stand-ins for modules without linears whose forward needs values: experts, which tokens are sent to.
+
+    Raises:
+        ValueError: for a forward that fails for another reason.
+    """
+    names = {id(module): name for name, module in model.named_modules() if not any(map(is_linear, module.modules()))}
+    stand_ins: dict[str, Callable[..., Any]] = {}
+    while True:
+        try:
+            run_on_meta(model, example, stand_ins)
+        except Exception as error:
+            frames = reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
+            inside = next((x for frame in frames if id(x := frame.f_locals.get("self")) in names), None)
+            more = {name: _like_first for name, each in model.named_modules() if type(each) is type(inside)}
+            if not more.keys() - stand_ins.keys():
+                raise ValueError(
+                    f"{type(model).__name__} does not run on the meta device, so no pairs are found: {_told(error)}"
+                ) from error
+            stand_ins |= more
+        else:
+            return stand_ins
+
+
+def _like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if sources := _NONE.union(*map(_sources, tensors_of((x, args, kwargs)))):
+        raise _Refused(sources, "its features reach a module that does not run on the meta device")
+    return _on_meta(x.shape, x.dtype)
 
 
 def _of_any_layer(name: str) -> str:
@@ -117,9 +144,15 @@ class _Trial(TorchFunctionMode):
         reasons: name of a linear that was neither -> why.
     """
 
-    def __init__(self, model: nn.Module, parallel: ModelParallel, linears: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel: ModelParallel,
+        linears: Mapping[str, nn.Module],
+        stand_ins: Mapping[str, Callable[..., Any]],
+    ) -> None:
         super().__init__()
-        self._model, self._parallel, self.linears = model, parallel, linears
+        self._model, self._parallel, self.linears, self._stand_ins = model, parallel, linears, stand_ins
         self.roles: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
         self._calls: Counter[str] = Counter()
@@ -134,7 +167,7 @@ class _Trial(TorchFunctionMode):
 
     def run(self, example: Any) -> dict[str, str]:
         """Name of a column -> why it cannot be one; nothing for a run in which all could."""
-        calls: dict[str, Any] = {name: partial(self._linear, name, each) for name, each in self.linears.items()}
+        calls = {**self._stand_ins, **{name: partial(self._linear, name, each) for name, each in self.linears.items()}}
         for name, module in self._model.named_modules():
             if type(module) is nn.Dropout:
                 calls[name] = partial(_dropped, module)
@@ -214,8 +247,7 @@ class _Trial(TorchFunctionMode):
         return self._made(local, local.shape[0] * self._inner_ways // self._samples_ways, out_features)
 
     def _made(self, x: Tensor, samples: int, features: int) -> Tensor:
-        with _disable_current_modes():  # on meta, so that nothing branches on its values
-            return torch.empty((samples, *x.shape[1:-1], features), dtype=x.dtype, device="meta")
+        return _on_meta((samples, *x.shape[1:-1], features), x.dtype)
 
     # -- what is between them -----------------------------------------------------------------------------
 
@@ -237,6 +269,12 @@ class _Trial(TorchFunctionMode):
             if isinstance(leaf, ShardedTensor):
                 vars(leaf)["_sources"] = sources
         return out
+
+
+def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor without values, on which nothing may branch; in a `ForwardFlow` one of its own would get some."""
+    with _disable_current_modes():
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _sources(x: Any) -> frozenset[str]:
@@ -268,4 +306,5 @@ def _told(error: Exception | list[IndivisibleSize]) -> str:
     if isinstance(error, list):
         return "; ".join(map(str, error))
     what, _, place = str(error).partition("\n")
-    return " ".join(filter(None, (what.partition(". Its input is")[0], place.partition("\n")[0])))
+    what = re.sub(r" \([a-z](?:[^()]|\([^()]*\))*\)", "", what.partition(". Its input is")[0])
+    return " ".join(filter(None, (what, place.partition("\n")[0])))
