@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -28,8 +29,18 @@ def run_on_meta(
     flow = ForwardFlow(model)
     with _disable_current_modes(), GLOBAL_RNG.preserved(), torch.no_grad(), _attributes_kept(model):
         example = tree_map(_with_values, example)
-        with standing_in(model, calls or {}), flow:
+        with standing_in(model, calls or {}), flow, _HideDevice():
             return call_model(model, example), flow
+
+
+class _HideDevice(TorchFunctionMode):
+    """Says of a tensor on meta that it is on the CPU: there is no autocast of the meta device, say."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return torch.device("cpu") if isinstance(out, torch.device) and out.type == "meta" else out
 
 
 def _with_values(leaf: Any) -> Any:
