@@ -34,7 +34,7 @@ class Dropout(Layer):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0.0:
+        if not self.training or self.p == 0.0 or not x.numel():
             return x
         placement = placement_of(x)
         return wrap(self.drop(plain(x), placement or self.parallel.whole_placement), placement)
