@@ -45,10 +45,11 @@ class Dropout(Layer):
         key = rng.key("dropout", rng.step, self.full_name, rng.next_call(self.full_name))
         numbers = ElementNumbers.of(x, placement, self.parallel)
 
-        def draw() -> Tensor:
-            return keep_mask(key, numbers, self.p).reshape(x_shape)
+        shape, device, p, scale = x.shape, x.device, self.p, 1.0 / (1.0 - self.p)
 
-        x_shape, scale = x.shape, 1.0 / (1.0 - self.p)
+        def draw() -> Tensor:
+            return keep_mask(key, numbers, p, device).reshape(shape)
+
         if x.requires_grad and not torch.compiler.is_compiling() and torch.is_grad_enabled() and is_hooked():
             out: Tensor = _WithoutSavedMask.apply(x, draw, scale)
             return out

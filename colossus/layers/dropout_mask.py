@@ -24,13 +24,13 @@ class ElementNumbers:
     """Where the elements of a rank's tensor are in the whole one, and in the global batch.
 
     Attributes:
-        samples: [samples], their numbers in the global batch; of a tensor without samples one, -1.
+        samples: their numbers in the global batch; of a tensor without samples one, -1.
         rows: for each dim between samples and columns the numbers of its elements.
         columns: of the last dim.
     """
 
-    samples: Tensor
-    rows: tuple[Tensor, ...]
+    samples: range
+    rows: tuple[range | Tensor, ...]
     columns: range | Tensor
 
     @classmethod
@@ -64,7 +64,7 @@ class ElementNumbers:
                 dims.append(_numbers_along(size // outer, outer, own, x, parallel))
         *rows, columns = dims or [range(1)]
         samples = range(first, first + count) if has_samples else range(-1, 0)
-        return cls(_as_tensor(samples, x.device), tuple(_as_tensor(each, x.device) for each in rows), columns)
+        return cls(samples, tuple(rows), columns)
 
 
 class _Part(NamedTuple):
@@ -115,18 +115,18 @@ def _numbers_along(
     return times(range(size * outer // done), size * outer // done)
 
 
-def keep_mask(key: int, numbers: ElementNumbers, p: float) -> Tensor:
+def keep_mask(key: int, numbers: ElementNumbers, p: float, device: torch.device) -> Tensor:
     """Which elements are kept, [samples, *rows, columns]; each is dropped with probability ``p``, up to 2^-17.
 
     Args:
         key: 63 bits of all that the mask depends on beside the elements.
     """
-    keys = _mixed(_mixed(numbers.samples + _signed(key)) + _signed(key >> 32))
+    keys = _mixed(_mixed(_as_tensor(numbers.samples, device) + _signed(key)) + _signed(key >> 32))
     for each in numbers.rows:
-        keys = _mixed(keys.unsqueeze(-1) + each)
+        keys = _mixed(keys.unsqueeze(-1) + _as_tensor(each, device))
     columns = numbers.columns
     span = columns if isinstance(columns, range) else range(int(columns.max()) + 1)
-    pairs = _as_tensor(range(span.start // 2, (span.stop + 1) // 2), keys.device)
+    pairs = _as_tensor(range(span.start // 2, (span.stop + 1) // 2), device)
     # mixed first: the rows, whose keys are random, would else be windows of one sequence, some of which overlap
     bits = _mixed(keys.unsqueeze(-1) + _mixed(pairs)).view(torch.int16)
     keep = bits >= min(round(p * 2**16), 2**16 - 1) - 2**15
