@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -38,7 +39,19 @@ def running_on_meta(model: nn.Module, example: Any) -> Iterator[Any]:
         The example, ones in the place of tensors on meta.
     """
     with _disable_current_modes(), GLOBAL_RNG.preserved(), torch.no_grad(), _attributes_kept(model):
-        yield tree_map(_with_values, example)
+        example = tree_map(_with_values, example)
+        with _HideDevice():
+            yield example
+
+
+class _HideDevice(TorchFunctionMode):
+    """Says of a tensor on meta that it is on the CPU: there is no autocast of the meta device, say."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return torch.device("cpu") if isinstance(out, torch.device) and out.type == "meta" else out
 
 
 def _with_values(leaf: Any) -> Any:
