@@ -72,7 +72,7 @@ class Masked(nn.Module):
         def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
             x = self.embed(ids)
             x = x + self.shift
-            return x, (ids > 9).to(x.dtype)[..., None] / 3
+            return x, (ids > 9).to(self.shift.dtype)[..., None] / 3
 
     class Block(nn.Module):
         def __init__(self) -> None:
