@@ -124,7 +124,9 @@ class _Copy:
             placeholder = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
             self._memo[id(parameter)] = placeholder
         for module in self._model.modules():
-            self._memo |= {id(hook): hook for hooks in hooks_of(module) for hook in hooks.values() if is_of_colossus(hook)}
+            self._memo |= {
+                id(hook): hook for hooks in hooks_of(module) for hook in hooks.values() if is_of_colossus(hook)
+            }
         copied = self._convert(self._model)
         for module in copied.modules():
             _clean(module)
