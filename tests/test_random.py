@@ -15,12 +15,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from colossus.context.rng_streams import RngStreams
 from colossus.random import GLOBAL_RNG, GlobalRng, hash_key
 
-CPU = torch.device("cpu")
-
-
-def draw(rng: RngStreams, stream: str = "dropout", *parts: object) -> list[float]:
-    return torch.rand(4, generator=rng.at_position(stream, CPU, *parts)).tolist()
-
 
 positions = st.tuples(st.integers(0, 1000), st.integers(0, 64))
 keys = st.lists(st.one_of(st.integers(-5, 5), st.text("ab/=", max_size=3)), max_size=3)
@@ -30,22 +24,18 @@ keys = st.lists(st.one_of(st.integers(-5, 5), st.text("ab/=", max_size=3)), max_
 def test_a_draw_depends_on_its_key_alone(seed: int, position: tuple[int, int], parts: list[object]) -> None:
     first, second = RngStreams(seed), RngStreams(seed)
     second.move_to(7, 3)  # another history
-    draw(second, "dropout", "other")
     second.next_call("x")
     first.move_to(*position)
     second.move_to(*position)
-    assert draw(first, "dropout", *parts) == draw(second, "dropout", *parts)
-    assert draw(first, "dropout", *parts) == draw(first, "dropout", *parts)
+    assert first.key("dropout", *parts) == second.key("dropout", *parts)
 
 
 def test_every_part_of_the_key_matters() -> None:
     seen = {}
-    grid = itertools.product((0, 1), ("dropout", "data"), (0, 1), (0, 1), ((), ("a",), ("b",), ("a", "b"), ("ab",)))
-    for seed, stream, step, microbatch, parts in grid:
-        rng = RngStreams(seed)
-        rng.move_to(step, microbatch)
-        seen[tuple(draw(rng, stream, *parts))] = True
-    assert len(seen) == 2 * 2 * 2 * 2 * 5
+    grid = itertools.product((0, 1), ("dropout", "data"), ((), ("a",), ("b",), ("a", "b"), ("ab",)))
+    for seed, stream, parts in grid:
+        seen[RngStreams(seed).key(stream, *parts)] = True
+    assert len(seen) == 2 * 2 * 5
 
 
 def test_hash_is_pinned() -> None:
@@ -61,12 +51,13 @@ def test_replay_repeats_and_puts_back() -> None:
     rng.move_to(4, 2)
     rng.next_call("a")
     at = rng.snapshot()
-    first = [(rng.next_call("a"), draw(rng)), (rng.next_call("a"), draw(rng))]
+    first = [rng.next_call("a"), rng.next_call("a")]
+    assert first == [1, 2]
     rng.move_to(9, 0)
     assert (rng.next_call("a"), rng.next_call("b")) == (0, 0)  # counted by name and position
     later = rng.snapshot()
     with rng.replay(at):
-        assert [(rng.next_call("a"), draw(rng)), (rng.next_call("a"), draw(rng))] == first
+        assert [rng.next_call("a"), rng.next_call("a")] == first
     assert rng.snapshot() == later
     with pytest.raises(RuntimeError), rng.replay(at):
         raise RuntimeError
@@ -81,7 +72,8 @@ class Noise(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(self.rng.next_call("noise"))
-        return x * torch.rand(3, generator=self.rng.at_position("dropout", CPU, self.seen[-1]))
+        generator = torch.Generator().manual_seed(self.rng.key("noise", self.seen[-1]))
+        return x * torch.rand(3, generator=generator)
 
 
 def test_several_uses_under_torchs_own_checkpoint_are_an_error() -> None:
@@ -109,7 +101,7 @@ def test_global_generators_are_seeded_and_put_back() -> None:
     state = GLOBAL_RNG.get_state()
     following = _drawn()
     GLOBAL_RNG.set_state(state)
-    draw(RngStreams())  # which draws from none of them
+    RngStreams().key("init")  # which draws from none of them
 
     @GLOBAL_RNG.preserved(5)
     def fails() -> None:

@@ -20,8 +20,9 @@ def make_parser() -> Parser:
         "  colossus verify config.py parallel.tensor.mode=2d parallel.tensor.size=4 parallel.data=1\n"
         "  colossus verify config.py model.num_layers=2 train.global_batch_size=8 --steps 1   # small, so quick\n\n"
         "The model must fit into one process in float64: verify a small one (fewer layers, smaller batch), it has\n"
-        "the same code. Dropout is turned off in both runs. The optimizer is that of the file; weights\n"
-        "whose gradient is rounding noise are not compared after its steps. Hooks of the file do not run.\n\n"
+        "the same code. torch.nn.Dropout and F.dropout are turned off in both runs, colossus.layers.Dropout\n"
+        "drops the same in both. The optimizer is that of the file; weights whose gradient is rounding noise are\n"
+        "not compared after its steps. Hooks of the file do not run.\n\n"
         "exit codes: 0 they agree, 1 failed at run time, 2 wrong config or usage, 3 they differ,\n"
         "            130 stopped by Ctrl-C\n",
     )

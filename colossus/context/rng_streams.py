@@ -1,6 +1,6 @@
 """Random streams as functions of what they are for, not of the order in which they are asked.
 
-A draw is keyed by (seed, stream, step, microbatch, whatever the caller adds: module name, sharded coordinates).
+A draw is keyed by (seed, stream, whatever the caller adds: step, module name, how often the module has drawn).
 Two ranks that name the same key draw the same numbers; recomputation, another schedule or a resumed run
 name the same key and therefore draw the same numbers again.
 """
@@ -33,14 +33,8 @@ class RngStreams:
         self._replaying = False
 
     def key(self, stream: str, *parts: object) -> int:
-        """Key of ``stream`` that does not depend on the position (initialisation, data order)."""
+        """Key of ``stream``, which does not depend on the position."""
         return hash_key(self.seed, stream, *parts)
-
-    def at_position(self, stream: str, device: torch.device, *parts: object) -> torch.Generator:
-        """A fresh generator for (seed, stream, step, microbatch, parts)."""
-        generator = torch.Generator(device)
-        generator.manual_seed(hash_key(self.seed, stream, self.step, self.microbatch, *parts))
-        return generator
 
     def move_to(self, step: int, microbatch: int) -> None:
         """Set the position for a forward pass: draws from here on belong to this microbatch of this step."""

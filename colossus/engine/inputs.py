@@ -75,7 +75,12 @@ class Inputs:
             ValueError: when the samples do not divide, or there are no tokens to split over the sequence ranks.
         """
         microbatches = split_microbatches(batch, num_microbatches)
-        info = BatchInfo(num_tokens=sequence_length(batch) if self._sequence is not None else None)
+        size = batch_size_of(batch)
+        info = BatchInfo(
+            num_tokens=sequence_length(batch) if self._sequence is not None else None,
+            microbatch_size=size // num_microbatches,
+            first_sample=self._context.index("data") * size,
+        )
         return StepBatch(batch, microbatches, info)
 
     def split_evenly(self, batch: Any, max_microbatches: int) -> Iterator[tuple[StepBatch, int]]:

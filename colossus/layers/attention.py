@@ -21,9 +21,8 @@ from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
-from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import attend
-from colossus.sharded_tensor.placement import local_mask
+from colossus.sharded_tensor.placement import Place, Placement, local_mask
 from colossus.sharded_tensor.regions import local, require_sequences
 from colossus.sharded_tensor.tensor import placement_of, plain, wrap
 from colossus.tensor_parallel.attention_heads import are_replicated, head_problems, indivisible_heads, uneven_kv_heads
@@ -225,10 +224,24 @@ class Attention(Layer):
         rate = self._dropout_rate()
         if rate == 0.0 or not isinstance(self.dropout, Dropout):
             return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)
-        # torch's attention draws its dropout mask from the global generator: seed that as our own dropout's
-        generator = self.dropout.generator(torch.device("cpu"), inner)
-        with GlobalRng((query.device,), torch_only=True).preserved(generator.initial_seed()):
-            return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)
+        return self._attend_dropping(query, key, value, mask, inner)
+
+    def _attend_dropping(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation
+    ) -> Tensor:
+        """Attention of which some weights are dropped, as `Dropout` does: torch's kernel would draw a mask of its own.
+
+        The weights [batch, heads, tokens, tokens] are kept for backward.
+        """
+        if mask is None and self.causal:
+            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_()
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+        scores = query @ key.transpose(-2, -1) * self.head_dim**-0.5
+        if mask is not None:
+            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
+        weights = torch.ops.aten._safe_softmax(scores, -1)  # 0 for a query that may look at nothing
+        heads = (("features", Place(weights.dim() - 3)),) if inner.features else ()
+        return self.dropout.drop(weights, Placement(self.parallel, inner, inner, heads)) @ value
 
 
 def _same_document(documents: Tensor, mask: Tensor | None) -> Tensor:

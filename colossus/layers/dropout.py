@@ -1,7 +1,8 @@
-"""Dropout whose mask is a function of seed, step, microbatch, module and shard, not of the order of draws."""
+"""Dropout whose mask is a function of seed, step, sample, module and element, not of the order of draws."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,17 +10,21 @@ from torch import Tensor
 
 from colossus.comm.autograd import is_hooked
 from colossus.error_place import located_error
+from colossus.layers.dropout_mask import ElementNumbers, keep_mask
 from colossus.layers.layer import Layer
-from colossus.layout.activation import Activation
+from colossus.sharded_tensor.placement import Placement
 from colossus.sharded_tensor.tensor import placement_of, plain, wrap
 
 
 class Dropout(Layer):
-    """``torch.nn.Dropout``, exact under parallelism.
+    """``torch.nn.Dropout``, the same under every plan.
 
-    The mask depends on the seed, the step, the microbatch, the module's name, how often it was called in this forward
-    pass, and the rank's coordinates on the axes that split its input. Ranks that hold the same shard draw the same
-    mask, ranks that hold different shards draw different ones, and recomputation draws the same again.
+    Whether an element is dropped depends on the seed, the step, its sample in the global batch, the module's name, how
+    often it was called in this forward pass, and the element's place in the sample, as of token and feature. So ranks
+    that hold the same element drop it alike, whatever else they hold, and recomputation draws the same again.
+
+    Shape:
+        any, dim 0 the samples (see `ElementNumbers.of`).
     """
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
@@ -29,49 +34,42 @@ class Dropout(Layer):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0.0:
+        if not self.training or self.p == 0.0 or not x.numel():
             return x
         placement = placement_of(x)
-        activation = placement.activation if placement is not None else self.parallel.regions.whole
-        return wrap(self._drop(plain(x), activation), placement)
+        return wrap(self.drop(plain(x), placement or self.parallel.whole_placement), placement)
 
-    def _drop(self, x: Tensor, activation: Activation) -> Tensor:
-        """A plain local tensor laid out as ``activation``, some of its elements zero."""
-        generator, keep = self.generator(x.device, activation), 1.0 - self.p
-        if x.requires_grad and not torch.compiler.is_compiling() and torch.is_grad_enabled() and is_hooked():
-            out: Tensor = _WithoutSavedMask.apply(x, generator, keep)
-            return out
-        return x * _draw(x, generator, keep) * (1.0 / keep)
-
-    def generator(self, device: torch.device, activation: Activation) -> torch.Generator:
+    def drop(self, x: Tensor, placement: Placement) -> Tensor:
+        """A plain local tensor that is split as ``placement`` says, some elements zero, the others over 1 - p."""
         rng = self.context.rng
-        coordinates = self.context.coordinates
-        shard = [f"{axis}={coordinates[axis]}" for axis in activation.shard_axes]
-        call = rng.next_call(self.full_name)
-        return rng.at_position("dropout", device, self.full_name, call, *shard)
+        key = rng.key("dropout", rng.step, self.full_name, rng.next_call(self.full_name))
+        numbers = ElementNumbers.of(x, placement, self.parallel)
+
+        shape, device, p, scale = x.shape, x.device, self.p, 1.0 / (1.0 - self.p)
+
+        def draw() -> Tensor:
+            return keep_mask(key, numbers, p, device).reshape(shape)
+
+        if x.requires_grad and not torch.compiler.is_compiling() and torch.is_grad_enabled() and is_hooked():
+            out: Tensor = _WithoutSavedMask.apply(x, draw, scale)
+            return out
+        return x * draw() * scale
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
 
-def _draw(x: Tensor, generator: torch.Generator, keep: float) -> Tensor:
-    # contiguous, not in the strides of x: the same numbers would fall on other elements
-    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    return mask.bernoulli_(keep, generator=generator)
-
-
 class _WithoutSavedMask(torch.autograd.Function):
-    """Dropout for where activations are recomputed: its mask follows from its seed, and is drawn again in backward.
+    """Dropout for where activations are recomputed: its mask follows from its key, and is drawn again in backward.
 
     A mask that is saved behind a collective would make the recomputation repeat that for the mask alone.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, generator: torch.Generator, keep: float) -> Tensor:
-        ctx.generator, ctx.keep = generator, keep
-        return x * _draw(x, generator, keep) * (1.0 / keep)
+    def forward(ctx: Any, x: Tensor, draw: Callable[[], Tensor], scale: float) -> Tensor:
+        ctx.draw, ctx.scale = draw, scale
+        return x * draw() * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mask = _draw(grads[0], ctx.generator.manual_seed(ctx.generator.initial_seed()), ctx.keep)
-        return grads[0] * (1.0 / ctx.keep) * mask, None, None
+        return grads[0] * ctx.draw() * ctx.scale, None, None

@@ -31,11 +31,15 @@ class BatchInfo:
         num_tokens: length of its sequences without padding, where tokens are split over the sequence axis; None where
             they are not, and for a layer that is called outside of the engine: then a sequence has the tokens that the
             ranks hold.
+        microbatch_size: samples of a microbatch of this data rank; 0 outside of the engine.
+        first_sample: number in the global batch of the first sample of this data rank.
         cache: of a model that decodes: the tokens it is called with follow those that are in the cache.
         only_last_token: the model may leave out all logits but those of the last token of each sample.
     """
 
     num_tokens: int | None = None
+    microbatch_size: int = 0
+    first_sample: int = 0
     cache: KeyValueCache | None = None
     only_last_token: bool = False
 

@@ -235,7 +235,7 @@ def refusal(name: str, error: MixesPartsError, x: Any) -> str:
 
 _SPOKEN = {"__getitem__": "indexing", "__setitem__": "assigning by index", "__matmul__": "@", "__rmatmul__": "@"}
 _HINTS = {
-    "dropout": " colossus.layers.Dropout drops differently on each rank.",
+    "dropout": " colossus.layers.Dropout(p) drops the same under every plan.",
     **dict.fromkeys(
         ("view", "reshape", "unflatten"),
         " For the heads of an attention leave their number open, view(.., -1, head_dim), or use "

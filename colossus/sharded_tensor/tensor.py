@@ -174,7 +174,7 @@ def _placement_of_result(
     if isinstance(kwargs.get("out"), Tensor):
         raise MixesPartsError("writes into a tensor (out=): take what it returns")
     if call.name in RANDOM:
-        if base.split_axes:
+        if base.split_axes and call.get("p", default=1) and call.get("training", "train", default=True):
             raise MixesPartsError("draws the same numbers for the parts of all tensor ranks")
         return base
     if base.split_axes and not torch.is_grad_enabled() and any(x.requires_grad for x in operands):  # noqa: SIM102

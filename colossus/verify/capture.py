@@ -15,7 +15,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from colossus.comm import collectives
 from colossus.engine.engine import Engine
 from colossus.engine.inputs import sequence_length
-from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.layout import Box
@@ -198,11 +197,12 @@ def sample_keys(batch: Any) -> list[str]:
 _DRAWING = {"dropout": ("p", 1), "scaled_dot_product_attention": ("dropout_p", 4)}
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Turn dropout off in this process from here on, in modules and in calls of ``F.dropout`` and
-    ``F.scaled_dot_product_attention``: its masks differ between plans by design."""
+def disable_torch_dropout(model: nn.Module) -> None:
+    """Turn off the dropout of torch's modules, ``F.dropout`` and ``F.scaled_dot_product_attention`` in this process
+    from here on: its masks follow from a generator, and so from the plan, as those of `colossus.layers.Dropout` do not.
+    """
     for module in model.modules():
-        key = "p" if isinstance(module, Dropout | _DropoutNd) else "dropout"
+        key = "p" if isinstance(module, _DropoutNd) else "dropout"
         if key == "p" or isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             setattr(module, key, 0.0)
     for name, (key, place) in _DRAWING.items():

@@ -19,7 +19,7 @@ from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import LogicalParameter, logical_parameters
 from colossus.schedule.executor import StepObserver
-from colossus.verify.capture import ForwardCapture, Held, Output, disable_dropout, held_parameters, held_weights
+from colossus.verify.capture import ForwardCapture, Held, Output, disable_torch_dropout, held_parameters, held_weights
 from colossus.verify.verify_report import Finding
 
 FLOOR = 1e-3
@@ -31,14 +31,14 @@ gradients, may be rounding for the most part."""
 
 
 class Recorder(Hook, StepObserver):
-    """Turns dropout off, and sees every step of a run.
+    """Turns torch's own dropout off, and sees every step of a run.
 
     Gradients are taken before the optimizer sees them, and divided by the factor of clipping: that factor is a
     function of the global norm, so that one wrong gradient would otherwise change all of them.
     """
 
     def on_train_start(self, engine: Engine) -> None:
-        disable_dropout(engine.model)
+        disable_torch_dropout(engine.model)
         self._engine, self.capture = engine, ForwardCapture(engine)
         engine.observers += [self.capture, self]
         torch.set_default_dtype(torch.float64)  # what a forward makes without naming a dtype

@@ -79,7 +79,7 @@ def _launch(config: Config, file: Path, is_reference: bool) -> int:
     processes = 1 if is_reference else world_size(config.parallel)
     what = "one process" if is_reference else describe_plan(config)
     number = f"{processes} process{'' if processes == 1 else 'es'}"
-    print(f"{config.name}: {what}, float64, no dropout, {number} ... ", end="", flush=True)
+    print(f"{config.name}: {what}, float64, {number} ... ", end="", flush=True)
     since = time.monotonic()
     output = file.with_suffix(".txt")
     with command.contained(output):

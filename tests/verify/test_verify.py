@@ -127,7 +127,7 @@ def test_modules_that_run_again_in_backward_are_watched_once(verify: Verify) -> 
 
 
 @pytest.mark.parametrize("middle", ["nn.Dropout(0.4)", "Dropping()"])
-def test_dropout_is_turned_off(verify: Verify, middle: str) -> None:
+def test_torchs_dropout_is_turned_off(verify: Verify, middle: str) -> None:
     text = """
     class Dropping(nn.Module):
         def forward(self, x):
@@ -135,6 +135,22 @@ def test_dropout_is_turned_off(verify: Verify, middle: str) -> None:
     """
     code, out, _ = verify(textwrap.dedent(text) + NET, "parallel.data=2", middle=middle)
     assert code == 0, out
+
+
+def test_our_dropout_is_the_same_and_on(verify: Verify) -> None:
+    text = """
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = layers.Dropout(0.4)
+        def forward(self, x):
+            y = self.drop(x)
+            assert 0.2 < (layers.to_whole(y) == 0).double().mean() < 0.6
+            return y
+    """
+    for plan in (["parallel.data=2", "schedule.microbatches=2"], ["parallel.tensor.mode=2d", "parallel.tensor.size=4"]):
+        code, out, _ = verify(textwrap.dedent(text) + NET, *plan, middle="Dropping()")
+        assert code == 0, out
 
 
 # -- what is wrong --------------------------------------------------------------------------------------------
@@ -384,8 +400,8 @@ def test_launched_runs_are_compared_and_leave_nothing(tmp_path: Path) -> None:
     )
     assert (code, err) == (3, "")
     lines = out.splitlines()
-    assert lines[0].startswith("user: one process, float64, no dropout, 1 process ... done in ")
-    assert lines[1].startswith("user: data 1 x tensor 2 (1d), float64, no dropout, 2 processes ... done in ")
+    assert lines[0].startswith("user: one process, float64, 1 process ... done in ")
+    assert lines[1].startswith("user: data 1 x tensor 2 (1d), float64, 2 processes ... done in ")
     assert "DIFFERENT at step 1: the gradient of middle.weight\n" in out
     assert leftovers(tmp_path) == []
 

@@ -1,0 +1,156 @@
+"""Masks of dropout as a function of what is dropped: of each element's sample, token and feature in the whole tensor.
+
+A generator's numbers follow from how many were drawn before, so its mask follows from the split. Here each element is
+hashed by itself, so that a rank draws the elements it holds, and ranks under another plan draw the same. The hash is
+lowbias32 (Wellons, "Prospecting for Hash Functions", 2018) in 32-bit integers that wrap; each gives two elements 16
+bits. On a CPU it takes a tenth of the time of ``bernoulli_``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from colossus.layers.model_parallel import ModelParallel
+from colossus.sharded_tensor.placement import Place, Placement
+
+
+@dataclass(frozen=True)
+class ElementNumbers:
+    """Where the elements of a rank's tensor are in the whole one, and in the global batch.
+
+    Attributes:
+        samples: their numbers in the global batch; of a tensor without samples one, -1.
+        rows: for each dim between samples and columns the numbers of its elements.
+        columns: of the last dim.
+    """
+
+    samples: range
+    rows: tuple[range | Tensor, ...]
+    columns: range | Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, placement: Placement, parallel: ModelParallel) -> ElementNumbers:
+        """Of a plain local tensor: dim 0 is the samples, or samples times what is flattened behind them.
+
+        A tensor whose dim 0 is no multiple of the samples, like one of positions, has none: all samples share its mask.
+        Outside of an engine dim 0 is taken for samples.
+        """
+        context, info, shape = parallel.context, parallel.batch_info, x.shape
+        data = context.grid.axes("data")
+        axes = tuple(axis for axis in placement.activation.batch if axis not in data)
+        parts = _parts(placement)
+        count = info.microbatch_size // context.size(axes) or shape[0]
+        of_rows = tuple(axis for part in parts if part.place.dim == 0 for axis in part.axes)
+        if of_rows and (not info.microbatch_size or (len(shape) == 2 and shape[0] % count)):
+            # [samples, features], of which a layout of tokens splits the samples further
+            axes, count = axes + of_rows, shape[0]
+            parts = [part for part in parts if part.place.dim > 0]
+        first = context.index(axes) * count
+        if info.microbatch_size:
+            first += info.first_sample + context.rng.microbatch * info.microbatch_size
+        else:
+            first += context.index(data) * context.size(axes) * count
+        has_samples = shape[0] % count == 0
+        dims: list[range | Tensor] = []
+        for dim, size in enumerate(shape):
+            own = [part for part in parts if part.place.dim == dim]
+            outer = count if dim == 0 and has_samples else 1
+            if dim > 0 or size > outer or own or not has_samples:
+                dims.append(_numbers_along(size // outer, outer, own, x, parallel))
+        *rows, columns = dims or [range(1)]
+        samples = range(first, first + count) if has_samples else range(-1, 0)
+        return cls(samples, tuple(rows), columns)
+
+
+class _Part(NamedTuple):
+    """A dim that is split, samples apart: where it is, over which axes, and how long it is where the last is padded."""
+
+    place: Place
+    axes: tuple[str, ...]
+    total: int | None = None
+
+
+def _parts(placement: Placement) -> list[_Part]:
+    places, activation = dict(placement.places), placement.activation
+    sequence, tokens = placement.parallel.regions.whole.tokens, activation.tokens
+    parts = []
+    if places.get("sequence") != places.get("tokens"):
+        tokens = tuple(axis for axis in tokens if axis not in sequence)
+        if "sequence" in places:
+            parts.append(_Part(places["sequence"], sequence))
+    if "tokens" in places:
+        parts.append(_Part(places["tokens"], tokens))
+    if "features" in places:
+        parts.append(_Part(places["features"], activation.features, placement.num_features))
+    return sorted(parts, key=lambda part: part.place.before)
+
+
+def _numbers_along(
+    size: int, outer: int, parts: Sequence[_Part], x: Tensor, parallel: ModelParallel
+) -> range | Tensor:
+    """The numbers in the whole dim of a rank's ``size`` elements, without the ``outer`` samples it is flattened with."""
+    context, sequence, num_tokens = parallel.context, parallel.sequence, parallel.batch_info.num_tokens
+    numbers, done = torch.zeros(1, dtype=torch.int32, device=x.device), outer
+
+    def times(own: range | Tensor, total: int) -> Tensor:
+        return (numbers.unsqueeze(-1) * total + _as_tensor(own, x.device)).flatten()
+
+    if not parts:
+        return range(size)
+    for place, axes, total in parts:
+        count, ways, index = place.count(x.shape), context.size(axes), context.index(axes)
+        own: range | Tensor = range(index * count, (index + 1) * count)
+        if sequence is not None and set(axes) & set(sequence.axes):
+            own, total = sequence.positions(count, index, ways, x.device), num_tokens
+        elif count == size:
+            return own
+        numbers = times(range(place.before // done), place.before // done)
+        numbers = times(own, total or count * ways)
+        done = place.before * count
+    return times(range(size * outer // done), size * outer // done)
+
+
+def keep_mask(key: int, numbers: ElementNumbers, p: float, device: torch.device) -> Tensor:
+    """Which elements are kept, [samples, *rows, columns]; each is dropped with probability ``p``, up to 2^-17.
+
+    Args:
+        key: 63 bits of all that the mask depends on beside the elements.
+    """
+    keys = _mixed(_mixed(_as_tensor(numbers.samples, device) + _signed(key)) + _signed(key >> 32))
+    for each in numbers.rows:
+        keys = _mixed(keys.unsqueeze(-1) + _as_tensor(each, device))
+    columns = numbers.columns
+    span = columns if isinstance(columns, range) else range(int(columns.max()) + 1)
+    pairs = _as_tensor(range(span.start // 2, (span.stop + 1) // 2), device)
+    # mixed first: the rows, whose keys are random, would else be windows of one sequence, some of which overlap
+    bits = _mixed(keys.unsqueeze(-1) + _mixed(pairs)).view(torch.int16)
+    keep = bits >= min(round(p * 2**16), 2**16 - 1) - 2**15
+    skipped = span.start % 2
+    keep = keep[..., skipped : skipped + len(span)]
+    return keep if isinstance(columns, range) else keep.index_select(-1, columns)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """lowbias32 of 32-bit integers, in place. Their shift keeps the sign, which is masked away."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= 0x846CA68B - 2**32
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
+
+
+def _signed(word: int) -> int:
+    """The low 32 bits as a signed integer."""
+    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
+
+
+def _as_tensor(numbers: range | Tensor, device: torch.device) -> Tensor:
+    if isinstance(numbers, Tensor):
+        return numbers.int()
+    return torch.arange(numbers.start, numbers.stop, dtype=torch.int32, device=device)

@@ -1,0 +1,373 @@
+"""`find_pairs`: which linears of models that are not changed become pairs, and that pairs train as in plain torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from helpers.ranks import grid_of, run_ranks
+from helpers.training import assert_close_states, packed, relative, unpacked
+from torch import Tensor, nn
+
+import colossus
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.context.grid import LayerOptions
+from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.convert.pairs import Pairs, find_pairs
+from colossus.convert.swap import Swapper
+from colossus.layers.linear import share_input
+from colossus.layers.model_parallel import ModelParallel, model_parallel_of
+from colossus.registry import TENSOR_MODES
+
+transformers.logging.set_verbosity_error()
+
+BATCH, TOKENS, VOCAB = 4, 7, 53
+_SIZES: dict[str, Any] = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=28)
+_LM: dict[str, Any] = dict(**_SIZES, vocab_size=VOCAB, max_position_embeddings=16, use_cache=False)
+_NO_DROPOUT: dict[str, Any] = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+MODES = {"1d": (2,), "2d": (2, 2), "2.5d": (2, 2, 2), "3d": (2, 2, 2)}
+IDS = torch.randint(3, VOCAB, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
+WORDS = {"input_ids": IDS[:2], "attention_mask": torch.tensor([[1] * TOKENS, [1] * 4 + [0] * 3])}
+IMAGES = {"pixel_values": torch.ones(2, 3, 8, 12)}
+
+
+def llama(**more: Any) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LM, **{"num_key_value_heads": 2, **more}))
+
+
+def qwen3() -> nn.Module:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_LM, num_key_value_heads=2, head_dim=6))
+
+
+def mixtral() -> nn.Module:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_LM, num_key_value_heads=4))
+
+
+def gpt2() -> nn.Module:
+    sizes: dict[str, Any] = dict(n_embd=24, n_layer=2, n_head=4, n_positions=16, vocab_size=VOCAB, use_cache=False)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+
+
+def bert(**more: Any) -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**_LM, **more))
+
+
+def neox() -> nn.Module:
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**_LM))
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(**_SIZES, **_NO_DROPOUT, image_size=[8, 12], patch_size=4, num_labels=5)
+    return transformers.ViTForImageClassification(config)
+
+
+def t5() -> nn.Module:
+    sizes: dict[str, Any] = dict(d_model=24, d_kv=6, d_ff=28, num_heads=4, vocab_size=VOCAB, use_cache=False)
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, num_layers=2, dropout_rate=0.0))
+
+
+class Gated(nn.Module):
+    """A gate and dropout between a pair, a connection that skips it, and a norm that breaks up the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 12)
+        self.gate, self.up, self.down = nn.Linear(12, 20), nn.Linear(12, 20), nn.Linear(20, 12)
+        self.wide, self.norm, self.narrow = nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 12)
+        self.between, self.scale = nn.Dropout(0.0), nn.Parameter(torch.ones(1))
+        self.twice, self.head = nn.Linear(12, 12), nn.Linear(12, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.down(self.between(F.silu(self.gate(x)) * self.up(x) * self.scale))
+        x = x + self.narrow(self.norm(self.wide(x)))
+        return self.head(self.twice(self.twice(x).relu()))
+
+
+def parallel_of(mode: str) -> ModelParallel:
+    plan = grid_of(tensor=dict(zip(TENSOR_MODES.get(mode).axes, MODES[mode], strict=True)))
+    return model_parallel_of(ParallelContext(plan, options=LayerOptions(tensor_mode=mode), connect=False))
+
+
+def pairs_of(make: Callable[[], nn.Module], example: Any, mode: str) -> Pairs:
+    with torch.device("meta"):
+        model = make()
+    return find_pairs(model, example, parallel_of(mode))
+
+
+def of_any_layer(by_name: Any) -> dict[str, str]:
+    return {re.sub(r"\.\d+\.", ".", name): value for name, value in by_name.items()}
+
+
+def columns_and_rows(columns: str, rows: str) -> dict[str, str]:
+    return dict.fromkeys(columns.split(), "column") | dict.fromkeys(rows.split(), "row")
+
+
+_OF_LLAMA = columns_and_rows(
+    "model.layers.self_attn.q_proj model.layers.self_attn.k_proj model.layers.self_attn.v_proj "
+    "model.layers.mlp.gate_proj model.layers.mlp.up_proj",
+    "model.layers.self_attn.o_proj model.layers.mlp.down_proj",
+)
+_OF_BERT = "bert.encoder.layer."
+_FEED_FORWARD_OF_BERT = columns_and_rows(f"{_OF_BERT}intermediate.dense", f"{_OF_BERT}output.dense")
+TABLES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, str]]] = {
+    "llama": (llama, IDS[:2], _OF_LLAMA),
+    "llama, eager": (
+        lambda: llama(attn_implementation="eager", num_key_value_heads=4),
+        IDS[:2],
+        _OF_LLAMA,
+    ),
+    "qwen3": (qwen3, IDS[:2], _OF_LLAMA),
+    "mixtral": (mixtral, IDS[:2], {name: each for name, each in _OF_LLAMA.items() if "mlp" not in name}),
+    "gpt2": (gpt2, IDS[:2], columns_and_rows("transformer.h.mlp.c_fc", "transformer.h.mlp.c_proj")),
+    "bert": (
+        lambda: bert(**_NO_DROPOUT),
+        WORDS,
+        _FEED_FORWARD_OF_BERT
+        | columns_and_rows(
+            f"{_OF_BERT}attention.self.query {_OF_BERT}attention.self.key {_OF_BERT}attention.self.value",
+            f"{_OF_BERT}attention.output.dense",
+        ),
+    ),
+    "bert, dropout of attention": (bert, WORDS, _FEED_FORWARD_OF_BERT),
+    "neox": (
+        neox,
+        WORDS,
+        columns_and_rows(
+            "gpt_neox.layers.attention.query_key_value gpt_neox.layers.mlp.dense_h_to_4h",
+            "gpt_neox.layers.attention.dense gpt_neox.layers.mlp.dense_4h_to_h",
+        ),
+    ),
+    "vit": (
+        vit,
+        IMAGES,
+        columns_and_rows(
+            "vit.layers.attention.q_proj vit.layers.attention.k_proj vit.layers.attention.v_proj vit.layers.mlp.fc1",
+            "vit.layers.attention.o_proj vit.layers.mlp.fc2",
+        ),
+    ),
+    "t5": (
+        t5,
+        {**WORDS, "decoder_input_ids": IDS[:2]},
+        columns_and_rows(
+            "encoder.block.layer.1.DenseReluDense.wi decoder.block.layer.2.DenseReluDense.wi",
+            "encoder.block.layer.1.DenseReluDense.wo decoder.block.layer.2.DenseReluDense.wo",
+        ),
+    ),
+    "gated": (Gated, IDS[:2], columns_and_rows("gate up", "down")),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(name: str, mode: str) -> None:
+    make, example, wanted = TABLES[name]
+    assert of_any_layer(pairs_of(make, example, mode).splits) == wanted
+
+
+def test_columns_that_share_their_input() -> None:
+    attention, feed_forward = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+    assert pairs_of(llama, IDS[:2], "2d").shared == tuple(
+        tuple(f"model.layers.{layer}.{part}.{leaf}" for leaf in leaves)
+        for layer in range(2)
+        for part, leaves in (("self_attn", attention), ("mlp", feed_forward))
+    )
+
+
+def in_a_row(*sizes: int) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        pairs = zip(sizes, sizes[1:], strict=False)
+        return nn.Sequential(*(each for a, b in pairs for each in (nn.Linear(a, b), nn.GELU())))
+
+    return make
+
+
+def test_linears_in_a_row_are_pairs_from_the_left() -> None:
+    found = pairs_of(in_a_row(6, 8, 10, 12, 14, 16), torch.ones(2, 6), "1d")
+    assert found.splits == {"0": "column", "2": "row", "4": "column", "6": "row"}
+    assert found.reasons == {"8": "its features reach the model's output"}
+    odd = pairs_of(in_a_row(6, 7, 8, 9, 10), torch.ones(2, 6), "1d")
+    assert odd.splits == {"2": "column", "4": "row"} or odd.splits == {}
+    assert odd.reasons["0"] == "out_features = 7 does not divide over the 2 ranks of tensor; 6 or 8 does"
+
+
+class Reads(nn.Module):
+    """Called by itself, and read; beside a linear whose weight another has, and one that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.tied, self.other, self.idle = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.other.weight = self.tied.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.tied(x + self.down(self.read(x)))) + self.read.weight.sum()
+
+
+def test_reasons() -> None:
+    reasons = pairs_of(Reads, torch.ones(2, 3, 4), "1d").reasons
+    assert reasons == {
+        "read": "its parameters are used beside a call of it",
+        "down": reasons["down"],
+        "tied": "shares a parameter with other",
+        "other": "shares a parameter with tied",
+        "idle": "the forward does not call it",
+    }
+    reasons = of_any_layer(pairs_of(gpt2, IDS[:2], "3d").reasons)
+    assert re.match(
+        r"split works along dim 2, which is split \(in transformer.h.0.attn \(GPT2Attention\), at .*modeling_gpt2.py",
+        reasons["transformer.h.attn.c_attn"],
+    )
+    assert reasons["lm_head"] == "shares a parameter with transformer.wte"
+    whole = pairs_of(lambda: llama(num_key_value_heads=1), IDS[:2], "1d")
+    assert "self_attn" not in str(whole.splits)
+    assert "takes shape (2, 7, 3), the rank's part, as (2, 7, 0, 6)" in str(
+        whole.reasons["model.layers.0.self_attn.k_proj"]
+    )
+
+
+class NeedsValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.linear(x).sum() > 0 else -x
+
+
+def test_a_forward_that_needs_values_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"NeedsValues does not run on the meta device, so no pairs are found: "):
+        pairs_of(NeedsValues, torch.ones(2, 4), "1d")
+
+
+class Keeps(nn.Module):
+    """Batch norm, tables made at the first call, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(4), nn.Linear(4, 6), nn.Linear(6, 4)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = x * 2
+        self.register_buffer("made", x + torch.rand(4))
+        return self.down(self.up(self.norm(x))) + self.table
+
+
+def test_the_model_and_generators_are_as_before() -> None:
+    with torch.device("meta"):
+        model = Keeps()
+    before, state = list(model.state_dict()), torch.get_rng_state()
+    assert find_pairs(model, torch.ones(2, 4), parallel_of("1d")).splits == {"up": "column", "down": "row"}
+    assert model.table is None
+    assert list(model.state_dict()) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- the pairs train as in plain torch
+
+
+class OfDict(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.model = make()
+
+    def forward(self, inputs: Any) -> Tensor:
+        found = self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
+        return found if isinstance(found, Tensor) else found.logits
+
+
+TRAINED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "llama": (llama, IDS),
+    "qwen3": (qwen3, IDS),
+    "llama, eager": (lambda: llama(attn_implementation="eager", num_key_value_heads=4), IDS),
+    "neox": (neox, IDS),
+    "bert": (
+        lambda: bert(**_NO_DROPOUT),
+        {"input_ids": IDS, "attention_mask": (torch.arange(TOKENS) < torch.tensor([[7], [4], [5], [2]])).long()},
+    ),
+    "gpt2": (lambda: gpt2().eval(), IDS),
+    "gated": (Gated, IDS),
+}
+
+
+def sum_and_count(outputs: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    total = F.cross_entropy(outputs.flatten(0, -2), batch["labels"].flatten(), reduction="sum")
+    return total, torch.tensor(batch["labels"].numel())
+
+
+def batch_of(inputs: Any) -> dict[str, Any]:
+    return {"inputs": inputs, "labels": IDS.flip(1)}
+
+
+def train(rank: int, tensor: dict[str, Any]) -> dict[str, Any]:
+    config = dict(
+        parallel=dict(tensor=tensor), optimizer=dict(type="SGD", lr=0.1), device="cpu",
+        train=dict(global_batch_size=BATCH, precision="fp64", seed=3),
+    )  # fmt: skip
+    results = {}
+    for name, (make, inputs) in TRAINED.items():
+        found: list[Pairs] = []
+
+        def factory(make: Any = make, inputs: Any = inputs, found: Any = found) -> nn.Module:
+            model = OfDict(make)
+            pairs = find_pairs(model, {"inputs": inputs}, model_parallel_of(current_context()))
+            found.append(pairs)
+            model = Swapper(model, pairs.splits, pairs.reasons).run()
+            for names in pairs.shared:
+                share_input([model.get_submodule(each) for each in names])
+            return model
+
+        engine = colossus.initialize(config, model=factory, loss_fn=sum_and_count)
+        start = packed({key: value.clone() for key, value in full_state_dict(engine.model, engine.context).items()})
+        losses = [engine.train_step(batch_of(inputs)).loss for _ in range(2)]
+        gradients = packed(full_state_dict(engine.model, engine.context, gradients=True))
+        engine.close()
+        results[name] = start, losses, gradients, dict(found[0].splits)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor"),
+    [
+        (2, dict(mode="1d", size=2)),
+        (4, dict(mode="2d", size=4)),
+        (4, dict(mode="3d", shape=(2, 1, 2), size=4)),
+        pytest.param(8, dict(mode="3d", size=8), marks=pytest.mark.long),
+    ],
+    ids=["1d", "2d", "3d_2x1x2", "3d"],
+)
+def test_pairs_train_as_in_plain_torch(world: int, tensor: dict[str, Any]) -> None:
+    results = run_ranks(world, train, tensor, with_context=False)
+    for name, (make, inputs) in TRAINED.items():
+        for start, losses, gradients, splits in (result[name] for result in results[:1]):
+            assert set(splits.values()) == {"column", "row"}
+            model = OfDict(make).double()
+            wanted = {key: value for key, value in model.state_dict().items() if "rotary" not in key}
+            given = unpacked(*start)
+            transposed = {
+                key: value.T if value.shape != wanted[key].shape else value
+                for key, value in given.items()
+                if key in wanted
+            }
+            model.load_state_dict(transposed)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                optimizer.zero_grad()
+                total, count = sum_and_count(model(inputs), batch_of(inputs))
+                assert relative(losses[step], (total / count).item()) < 1e-10
+                total.backward()
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad /= count
+                if step == 0:
+                    optimizer.step()
+            expected = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}
+            found = unpacked(*gradients)
+            mine = {key: found[key].T if found[key].shape != g.shape else found[key] for key, g in expected.items()}
+            assert_close_states(mine, expected, f"{name}: gradient", atol=1e-10)
