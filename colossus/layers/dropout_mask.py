@@ -90,10 +90,8 @@ def _parts(placement: Placement) -> list[_Part]:
     return sorted(parts, key=lambda part: part.place.before)
 
 
-def _numbers_along(
-    size: int, outer: int, parts: Sequence[_Part], x: Tensor, parallel: ModelParallel
-) -> range | Tensor:
-    """The numbers in the whole dim of a rank's ``size`` elements, without the ``outer`` samples it is flattened with."""
+def _numbers_along(size: int, outer: int, parts: Sequence[_Part], x: Tensor, parallel: ModelParallel) -> range | Tensor:
+    """The numbers in the whole dim of a rank's ``size`` elements, of which ``outer`` samples have one each."""
     context, sequence, num_tokens = parallel.context, parallel.sequence, parallel.batch_info.num_tokens
     numbers, done = torch.zeros(1, dtype=torch.int32, device=x.device), outer
 
