@@ -110,6 +110,7 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("checkpointing", "selective"),
+        ("dropout", "time / bernoulli"),
         ("collectives", "microseconds per all-reduce"),
         ("generation", "decode tokens/s"),
         ("hf_loading", "MB above the weights"),

@@ -91,7 +91,7 @@ def _parts(placement: Placement) -> list[_Part]:
 
 
 def _numbers_along(size: int, outer: int, parts: Sequence[_Part], x: Tensor, parallel: ModelParallel) -> range | Tensor:
-    """The numbers in the whole dim of a rank's ``size`` elements, without ``outer`` samples that are flattened with it."""
+    """The numbers in the whole dim of a rank's ``size`` elements, of which ``outer`` samples have one each."""
     context, sequence, num_tokens = parallel.context, parallel.sequence, parallel.batch_info.num_tokens
     numbers, done = torch.zeros(1, dtype=torch.int32, device=x.device), outer
 
