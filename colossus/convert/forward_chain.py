@@ -52,11 +52,9 @@ def make_chain(model: nn.Module, example: Any, blocks: str | Sequence[str] | Non
         calls = seen.block_calls(wanted)
         discarded = seen.discarded(wanted)
         owned = seen.parameters(wanted, discarded)
-        shapes = {
-            name: parameter.shape
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if any(parameter is model.get_parameter(other) for other in owned[0])
-        }
+        used = {id(model.get_parameter(name)) for name in owned[0]}
+        every = model.named_parameters(remove_duplicate=False)
+        shapes = {name: parameter.shape for name, parameter in every if id(parameter) in used}
         tried = _Trial(model, calls, discarded, owned, shapes)
         tried.require_same_output(example, seen.output, wanted[-1])
         buffers = seen.buffers(wanted, tried.needed)
@@ -118,6 +116,8 @@ class _Forward:
     def find_blocks(self, given: str | Sequence[str] | None) -> list[_Call]:
         """The calls of the blocks."""
         if given is not None:
+            if isinstance(given, str) and given not in dict(self.model.named_modules()):
+                raise ValueError(f"blocks={given!r}: {type(self.model).__name__} has no module of this name")
             names = self._children(given) if isinstance(given, str) else list(given)
             found = self._in_order(names)
             if found is None:
@@ -193,9 +193,12 @@ class _Forward:
     # -- what lies around them ----------------------------------------------------------------------------
 
     def discarded(self, blocks: Sequence[_Call]) -> list[Discarded]:
-        """The outermost modules that run before the blocks, of whose results all depends on parameters."""
+        """The outermost modules that run before the blocks alone, of whose results all depends on parameters."""
         before = [call for call in self.calls if call.ended < blocks[0].began]
-        names = {call.name for call in before} - {call.name for call in before if not call.depends}
+        kept = {call.name for call in before if not call.depends}
+        for block, after in itertools.pairwise(blocks):
+            kept |= {call.name for call in self.calls if block.ended < call.began and call.ended < after.began}
+        names = {call.name for call in before} - kept
         found = {
             call.name: call.structure for call in before if call.name in names and not _is_inside(call.name, names)
         }
@@ -273,7 +276,7 @@ class _Trial(ForwardChain):
         return self._zeros(hidden, hidden.shape, hidden.dtype)
 
     def _zeros(self, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self.flow.mark(torch.empty(shape, dtype=dtype, device="meta"), stale=True)
+        return self.flow.mark(torch.zeros(shape, dtype=dtype), stale=True)
 
 
 def refuse(model: nn.Module, found: str, cause: Exception | None = None) -> NoReturn:

@@ -148,22 +148,22 @@ class ForwardChain:
         Returns:
             The model's output, or of each block the leaves and the structure of its arguments.
         """
-        hidden, inputs, (results, dtypes) = value
+        arrived, inputs, (results, dtypes) = value
         arguments: list[Any] = []
         given = iter(results)
 
         def discarded(each: Discarded, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if len(arguments) == len(self._blocks):
                 return module(*args, **kwargs)
-            leaves = [self._zeros(hidden, *leaf) if isinstance(leaf, list | tuple) else leaf for leaf in next(given)]
+            leaves = [self._zeros(arrived, *leaf) if isinstance(leaf, tuple) else leaf for leaf in next(given)]
             return tree_unflatten(leaves, each.structure)
 
         def block(number: int, *args: Any, **kwargs: Any) -> Any:
-            leaves, tree = tree_flatten((args, kwargs))
+            each, (leaves, tree) = self._blocks[number], tree_flatten((args, kwargs))
+            hidden, leaves[each.slot] = leaves[each.slot], None
             arguments.append((leaves, tree))
-            each = self._blocks[number]
             if number < len(self._blocks) - 1:
-                return each.result(self._passed(leaves[each.slot]))
+                return each.result(self._passed(hidden))
             if final is None:
                 raise _Reached(arguments)
             return each.result(final())
@@ -172,7 +172,7 @@ class ForwardChain:
             each.name: partial(discarded, each, self._model.get_submodule(each.name)) for each in self._discarded
         }
         calls |= {each.name: partial(block, number) for number, each in enumerate(self._blocks)}
-        with self._placeholders(dtypes, hidden), torch.set_grad_enabled(final is not None and torch.is_grad_enabled()):
+        with self._placeholders(dtypes, arrived), torch.set_grad_enabled(final is not None and torch.is_grad_enabled()):
             return self._run(inputs, calls)
 
     def _passed(self, hidden: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def run_on_meta(
         calls: name of a module -> what is called in its place.
     """
     flow = ForwardFlow(model)
-    with running_on_meta(model, example) as example, standing_in(model, calls or {}), flow, _HideDevice():
+    with running_on_meta(model, example) as example, standing_in(model, calls or {}), flow:
         return call_model(model, example), flow
 
 
@@ -39,7 +39,9 @@ def running_on_meta(model: nn.Module, example: Any) -> Iterator[Any]:
         The example, ones in the place of tensors on meta.
     """
     with _disable_current_modes(), GLOBAL_RNG.preserved(), torch.no_grad(), _attributes_kept(model):
-        yield tree_map(_with_values, example)
+        example = tree_map(_with_values, example)
+        with _HideDevice():
+            yield example
 
 
 class _HideDevice(TorchFunctionMode):

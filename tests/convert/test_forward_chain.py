@@ -10,13 +10,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.training import assert_close_states, packed, relative, unpacked
 from torch import Tensor, nn
+from transformers import (
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    GPT2LMHeadModel,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    T5ForConditionalGeneration,
+    ViTForImageClassification,
+)
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.convert.forward_chain import make_chain
+from colossus.data.batch import slice_batch
 from colossus.layers.pipeline_block import pipeline_blocks, run_blocks
 
 transformers.logging.set_verbosity_error()
@@ -87,34 +98,34 @@ class Masked(nn.Module):
 def gpt2() -> nn.Module:
     sizes: dict[str, Any] = dict(n_embd=24, n_layer=3, n_head=4, n_positions=16, vocab_size=VOCAB, use_cache=False)
     rates: dict[str, Any] = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates, bos_token_id=1, eos_token_id=2))
+    return GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates, bos_token_id=1, eos_token_id=2))
 
 
 def llama(**more: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_LM, **more}, num_key_value_heads=2))
+    return LlamaForCausalLM(transformers.LlamaConfig(**{**_LM, **more}, num_key_value_heads=2))
 
 
 def bert() -> nn.Module:
     config = transformers.BertConfig(**_LM, **_NO_DROPOUT, num_labels=LABELS)
-    return transformers.BertForSequenceClassification(config)
+    return BertForSequenceClassification(config)
 
 
 def masked_lm(**more: Any) -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**_LM, **_NO_DROPOUT, **more))
+    return BertForMaskedLM(transformers.BertConfig(**_LM, **_NO_DROPOUT, **more))
 
 
 def vit() -> nn.Module:
     config = transformers.ViTConfig(**_SIZES, **_NO_DROPOUT, image_size=[8, 12], patch_size=4, num_labels=LABELS)
-    return transformers.ViTForImageClassification(config)
+    return ViTForImageClassification(config)
 
 
 def neox() -> nn.Module:
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**_LM))
+    return GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**_LM))
 
 
 def t5(**more: Any) -> nn.Module:
     sizes: dict[str, Any] = dict(d_model=24, d_kv=6, d_ff=28, num_heads=4, vocab_size=VOCAB, use_cache=False)
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, num_layers=2, **more))
+    return T5ForConditionalGeneration(transformers.T5Config(**sizes, num_layers=2, **more))
 
 
 def ids_of(step: int) -> Tensor:
@@ -173,13 +184,44 @@ CASES = {
     "middle": Case(Middle, tokens),
     "masked": Case(Masked, tokens),
 }
-#: schedule -> which models run under it
-PLANS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "1f1b, 2": (dict(type="1f1b", microbatches=2), tuple(CASES)),
-    "1f1b, 3": (dict(type="1f1b", microbatches=3), ("gpt2", "bert", "middle", "masked")),
-    "interleaved": (dict(type="interleaved", microbatches=2), ("gpt2", "llama, eager")),
-    "zb-h1": (dict(type="zb-h1", microbatches=3), ("gpt2", "neox", "vit")),
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which models run under a plan, in five steps."""
+
+    cases: tuple[str, ...]
+    schedule: str = "1f1b"
+    microbatches: int = 2
+    data: int = 1
+    zero: int = 0
+    checkpoint: str = "none"
+
+    def config(self) -> dict[str, Any]:
+        return dict(
+            parallel=dict(pipeline=2, data=self.data, zero=self.zero),
+            schedule=dict(type=self.schedule, microbatches=self.microbatches),
+            optimizer=dict(type="SGD", lr=0.05),
+            train=dict(
+                global_batch_size=BATCH, precision="fp64", seed=3, activation_checkpoint=dict(type=self.checkpoint)
+            ),
+            device="cpu",
+        )
+
+
+PLANS = {
+    "1f1b, 2": Plan(("gpt2", "llama, eager", "bert", "vit", "masked")),
+    "1f1b, 3": Plan(("bert", "middle"), microbatches=3),
+    "interleaved": Plan(("llama, eager",), "interleaved"),
+    "zb-h1": Plan(("gpt2",), "zb-h1", 3),
+    "zero": Plan(("gpt2", "masked"), microbatches=1, data=2, zero=3, checkpoint="full"),
+    "1f1b, all": Plan(tuple(CASES)),
+    "interleaved, all": Plan(tuple(CASES), "interleaved", 3),
+    "zb-v, all": Plan(tuple(CASES), "zb-v", 3),
+    "selective, all": Plan(tuple(CASES), microbatches=3, checkpoint="selective"),
+    "zero, all": Plan(tuple(name for name in CASES if name != "middle"), "zb-h1", 3, data=2, zero=2),
 }
+_LONG = [name for name in PLANS if name.endswith(", all")]
 
 
 def floats(state: dict[str, Tensor]) -> Any:
@@ -187,26 +229,18 @@ def floats(state: dict[str, Tensor]) -> Any:
     return packed({name: value.clone() for name, value in state.items() if value.is_floating_point()})
 
 
-def train(config: dict[str, Any], case: Case) -> tuple[Any, list[float], list[Any], Any]:
-    engine = colossus.initialize(config, model=case.factory, loss_fn=loss_fn)
+def train(plan: Plan, case: Case) -> tuple[Any, list[float], list[Any], Any]:
+    engine = colossus.initialize(plan.config(), model=case.factory, loss_fn=loss_fn)
+    index, part = engine.context.index("data"), BATCH // plan.data
     start = floats(full_state_dict(engine.model, engine.context))
     losses, gradients = [], []
     for step in range(STEPS):
-        losses.append(engine.train_step(case.batch(step)).loss)
+        own = slice_batch(case.batch(step), index * part, (index + 1) * part)
+        losses.append(engine.train_step(own).loss)
         gradients.append(packed(full_state_dict(engine.model, engine.context, gradients=True)))
     end = floats(full_state_dict(engine.model, engine.context))
     engine.close()
     return start, losses, gradients, end
-
-
-def config_of(schedule: dict[str, Any], **parallel: Any) -> dict[str, Any]:
-    return dict(
-        parallel=dict(pipeline=2, **parallel),
-        schedule=schedule,
-        optimizer=dict(type="SGD", lr=0.05),
-        train=dict(global_batch_size=BATCH, precision="fp64", seed=3),
-        device="cpu",
-    )
 
 
 def assert_is_itself(trained: tuple[Any, list[float], list[Any], Any], case: Case, microbatches: int) -> None:
@@ -239,17 +273,18 @@ def assert_is_itself(trained: tuple[Any, list[float], list[Any], Any], case: Cas
     assert_close_states(unpacked(*end), state, "end:", atol=1e-10)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_model_as_it_is_trains_under_a_pipeline_as_in_one_process(plan: str) -> None:
-    schedule, names = PLANS[plan]
+@pytest.mark.parametrize("name", but(_LONG, PLANS))
+def test_a_model_as_it_is_trains_under_a_pipeline_as_in_one_process(name: str) -> None:
+    plan = PLANS[name]
 
     def body(rank: int) -> list[Any]:
-        return [train(config_of(schedule), CASES[name]) for name in names]
+        return [train(plan, CASES[name]) for name in plan.cases]
 
-    results = run_ranks(2, body, with_context=False)
-    for name, *of_ranks in zip(names, *results, strict=True):
-        for trained in of_ranks:
-            assert_is_itself(trained, CASES[name], schedule["microbatches"])
+    first, *others = run_ranks(2 * plan.data, body, with_context=False)
+    for number, of_case in enumerate(plan.cases):
+        assert_is_itself(first[number], CASES[of_case], plan.microbatches * plan.data)
+        for other in others:
+            assert other[number][1] == first[number][1]
 
 
 class Skips(nn.Module):
