@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
-from helpers.user_models.cases import BATCH, Batch, Loss, PlainKit, UserModel, classify, draw, integers
+from colossus.convert.swap import is_conv1d
+from helpers.user_models.cases import BATCH, Batch, PlainKit, UserModel, draw, integers
+from helpers.user_models.table import Run, twins
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+import colossus
 
 STEPS = 5
 #: 8 divides what a mode may split; 4 divides the heads
 WIDTH, HEADS, INNER, VOCAB, TOKENS, CLASSES = 24, 4, 40, 56, 7, 8
 IMAGE, PATCH = (16, 8), 4
+
 
 class Widened(TorchFunctionMode):
     """What is float64 stays so: these models compute norms, softmaxes and routers in float32 whatever their dtype is,
@@ -40,18 +45,41 @@ OUTSIDE: dict[str, UserModel] = {}
 
 
 def outside(
-    name: str, batch: Callable[[int], Batch], *, refused: Mapping[str, str] | None = None, loss: Loss | None = None
+    name: str, batch: Callable[[int], Batch], *, refused: Mapping[str, str] | None = None, has_config: bool = True
 ) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
-    """Register a function that builds an unmodified model."""
+    """Register a function that builds an unmodified model.
+
+    Args:
+        has_config: of transformers, from which `colossus.parallelize` knows what the model is called with.
+    """
 
     def register(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         def make(kit: Any) -> nn.Module:
-            return build() if kit is PlainKit else build()
+            if kit is not PlainKit:
+                return colossus.parallelize(build, example=None if has_config else batch(0)["inputs"])()
+            net = build()
+            net.register_forward_pre_hook(_by_keywords, with_kwargs=True)
+            return net
 
-        OUTSIDE[name] = UserModel(name, make, batch, loss or _loss, refused or {}, steps=STEPS, around=Widened)
+        OUTSIDE[name] = UserModel(name, make, batch, _loss, refused or {}, steps=STEPS, around=Widened)
         return build
 
     return register
+
+
+def _by_keywords(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return ((), args[0]) if isinstance(args[0], dict) else (args, kwargs)
+
+
+def oracle_of(name: str) -> Run:
+    """Plain torch, from the values that the unswapped model gets in one process; linears are [out, in], as ours."""
+    with torch.device("meta"):  # imports in the parent, once, what the ranks need
+        linears = [of for of, module in OUTSIDE[name].make(PlainKit).named_modules() if is_conv1d(module)]
+    run = twins([replace(OUTSIDE[name], make=lambda _: OUTSIDE[name].make(PlainKit))])[name]
+    for state in (run.start, run.end, *run.gradients):
+        for of in linears:
+            state[f"{of}.weight"] = state[f"{of}.weight"].T
+    return run
 
 
 # -- batches and losses -----------------------------------------------------------------------------------------
@@ -141,22 +169,13 @@ def gpt_neox() -> nn.Module:
     return _transformers("GPTNeoXForCausalLM", "GPTNeoXConfig", **sizes, rope_parameters=rope)
 
 
-class _Translator(nn.Module):
-    """Calls a model by keywords, as its users do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = _transformers(
-            "T5ForConditionalGeneration", "T5Config", d_model=WIDTH, d_kv=6, d_ff=INNER, num_layers=2, num_heads=HEADS,
-            vocab_size=VOCAB, dropout_rate=0.0, use_cache=False, relative_attention_num_buckets=8,
-            feed_forward_proj="gated-gelu", decoder_start_token_id=0,
-        )  # fmt: skip
-
-    def forward(self, inputs: dict[str, Tensor]) -> Any:
-        return self.model(**inputs)
-
-
-outside("T5", _translations, refused={"pipeline": "encoder"})(_Translator)
+@outside("T5", _translations, refused={"pipeline": "encoder"})
+def t5() -> nn.Module:
+    return _transformers(
+        "T5ForConditionalGeneration", "T5Config", d_model=WIDTH, d_kv=6, d_ff=INNER, num_layers=2, num_heads=HEADS,
+        vocab_size=VOCAB, dropout_rate=0.0, use_cache=False, relative_attention_num_buckets=8,
+        feed_forward_proj="gated-gelu", decoder_start_token_id=0,
+    )  # fmt: skip
 
 
 @outside("ViT", _images)
@@ -172,7 +191,7 @@ def vit() -> nn.Module:
 # -- timm, x-transformers ---------------------------------------------------------------------------------------
 
 
-@outside("timm ViT", _images)
+@outside("timm ViT", _images, has_config=False)
 def timm_vit() -> nn.Module:
     made: nn.Module = _timm().VisionTransformer(
         img_size=IMAGE, patch_size=PATCH, num_classes=CLASSES, embed_dim=WIDTH, depth=2, num_heads=HEADS, mlp_ratio=2
@@ -180,7 +199,7 @@ def timm_vit() -> nn.Module:
     return made
 
 
-@outside("timm MLP-Mixer", _images)
+@outside("timm MLP-Mixer", _images, has_config=False)
 def timm_mixer() -> nn.Module:
     made: nn.Module = _timm().MlpMixer(
         img_size=IMAGE, patch_size=PATCH, num_classes=CLASSES, embed_dim=WIDTH, num_blocks=2, mlp_ratio=(1.0, 2.0)
@@ -205,7 +224,7 @@ def _timm() -> ModuleType:
     return timm.models
 
 
-@outside("x-transformers decoder", _tokens, refused={"pipeline": "blocks"})
+@outside("x-transformers decoder", _tokens, refused={"pipeline": "blocks"}, has_config=False)
 def x_decoder() -> nn.Module:
     import x_transformers
 
