@@ -109,6 +109,7 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("any_model", "unpaired"),
         ("checkpointing", "selective"),
         ("collectives", "microseconds per all-reduce"),
         ("generation", "decode tokens/s"),
