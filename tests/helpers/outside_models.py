@@ -45,18 +45,18 @@ OUTSIDE: dict[str, UserModel] = {}
 
 
 def outside(
-    name: str, batch: Callable[[int], Batch], *, refused: Mapping[str, str] | None = None, has_config: bool = True
+    name: str, batch: Callable[[int], Batch], *, refused: Mapping[str, str] | None = None, example: Tensor | None = None
 ) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
     """Register a function that builds an unmodified model.
 
     Args:
-        has_config: of transformers, from which `colossus.parallelize` knows what the model is called with.
+        example: for `colossus.parallelize`; of transformers' models it knows what they are called with.
     """
 
     def register(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         def make(kit: Any) -> nn.Module:
             if kit is not PlainKit:
-                return colossus.parallelize(build, example=None if has_config else batch(0)["inputs"])()
+                return colossus.parallelize(build, example=example)()
             net = build()
             net.register_forward_pre_hook(_by_keywords, with_kwargs=True)
             return net
@@ -169,7 +169,7 @@ def gpt_neox() -> nn.Module:
     return _transformers("GPTNeoXForCausalLM", "GPTNeoXConfig", **sizes, rope_parameters=rope)
 
 
-@outside("T5", _translations, refused={"pipeline": "encoder"})
+@outside("T5", _translations, refused={"pipeline": "decoder.block.0 takes, beside the hidden states"})
 def t5() -> nn.Module:
     return _transformers(
         "T5ForConditionalGeneration", "T5Config", d_model=WIDTH, d_kv=6, d_ff=INNER, num_layers=2, num_heads=HEADS,
@@ -191,7 +191,7 @@ def vit() -> nn.Module:
 # -- timm, x-transformers ---------------------------------------------------------------------------------------
 
 
-@outside("timm ViT", _images, has_config=False)
+@outside("timm ViT", _images, example=torch.zeros(2, 3, *IMAGE))
 def timm_vit() -> nn.Module:
     made: nn.Module = _timm().VisionTransformer(
         img_size=IMAGE, patch_size=PATCH, num_classes=CLASSES, embed_dim=WIDTH, depth=2, num_heads=HEADS, mlp_ratio=2
@@ -199,7 +199,7 @@ def timm_vit() -> nn.Module:
     return made
 
 
-@outside("timm MLP-Mixer", _images, has_config=False)
+@outside("timm MLP-Mixer", _images, example=torch.zeros(2, 3, *IMAGE))
 def timm_mixer() -> nn.Module:
     made: nn.Module = _timm().MlpMixer(
         img_size=IMAGE, patch_size=PATCH, num_classes=CLASSES, embed_dim=WIDTH, num_blocks=2, mlp_ratio=(1.0, 2.0)
@@ -224,7 +224,12 @@ def _timm() -> ModuleType:
     return timm.models
 
 
-@outside("x-transformers decoder", _tokens, refused={"pipeline": "blocks"}, has_config=False)
+@outside(
+    "x-transformers decoder",
+    _tokens,
+    refused={"pipeline": "is no chain of blocks"},
+    example=torch.zeros(2, TOKENS, dtype=torch.long),
+)
 def x_decoder() -> nn.Module:
     import x_transformers
 
