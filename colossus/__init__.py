@@ -7,12 +7,13 @@ from colossus._lazy import lazy_names
 if TYPE_CHECKING:
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext, current_context
+    from colossus.convert.parallelize import parallelize
     from colossus.convert.plain import plain
     from colossus.data_parallel.gossip.average import average
     from colossus.engine.initialize import initialize
 
 __version__ = "0.1.0"
-__all__ = ["ParallelContext", "average", "build", "current_context", "initialize", "plain"]
+__all__ = ["ParallelContext", "average", "build", "current_context", "initialize", "parallelize", "plain"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -22,6 +23,7 @@ __getattr__, __dir__ = lazy_names(
         "average": "data_parallel.gossip.average",
         "initialize": "engine.initialize",
         "build": "construct.build_model",
+        "parallelize": "convert.parallelize",
         "plain": "convert.plain",
     },
 )

@@ -115,6 +115,8 @@ MODELS = Registry(
         "Llama": "colossus.models.gpt:Llama",
         "ViT": "colossus.models.vit:ViT",
         "WordsLM": "colossus.sparse.words_model:WordsLM",
+        "hf": "colossus.convert.hf_model:hf_model",
+        "torch": "colossus.convert.torch_model:torch_model",
     },
 )
 MODEL_OPTIONS = Registry(

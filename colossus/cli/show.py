@@ -31,13 +31,14 @@ def make_parser() -> Parser:
         "Works for any plan, of any size; nothing is started. With --timeline, what each rank of the pipeline does\n"
         "when, its bubble and the activations it holds. With --graph, which replica sends to which in each step, and\n"
         "how fast that brings replicas together. With --strategy, what is sent for each table (sparse=True) and for\n"
-        "the other parameters.",
+        "the other parameters. With --layers, which modules of the model are split how, and what that saves.",
         OVERRIDES + "\nexamples:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
         "parallel.tensor.depth=2 --nproc 4096\n"
         "  colossus show config.py --timeline parallel.pipeline=4 schedule.type=zb-h1 schedule.microbatches=8\n"
         "  colossus show config.py --timeline timeline.svg   # a picture, too; needs the extra: colossus[plot]\n"
         "  colossus show config.py --graph parallel.data=8 parallel.strategy.type=sgp\n"
-        "  colossus show config.py --strategy parallel.data=8 parallel.strategy=hybrid\n",
+        "  colossus show config.py --strategy parallel.data=8 parallel.strategy=hybrid\n"
+        "  colossus show config.py --layers parallel.tensor=2\n",
     )
     parser.add_file()
     parser.add_nproc("processes of the run (default: WORLD_SIZE under torchrun, else the product of the sizes)")
@@ -51,6 +52,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--graph", action="store_true", help="peers of a gossip strategy by step, steps to consensus")
     parser.add_argument("--strategy", action="store_true", help="what the data-parallel strategy sends, by parameter")
+    parser.add_argument("--layers", action="store_true", help="what each module of the model became, what it sends")
     return parser
 
 
@@ -65,6 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.strategy:
         parameters = importlib.import_module("colossus.cli.show_strategy")  # torch takes its time
         print(parameters.render_strategy(config))
+    elif arguments.layers:
+        layers = importlib.import_module("colossus.cli.show_layers")
+        print(layers.render_layers(config))
     elif arguments.timeline is None:
         print(render(config, every_rank=arguments.all))
     else:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from colossus.construct.init_trace import HideMeta, InitTrace
+from colossus.construct.traced_value import TracedValue
 from colossus.context.parallel_context import ParallelContext
 from colossus.error_place import located_error
 from colossus.layout.parameter import ParameterSpec
@@ -21,6 +22,11 @@ _traces: list[InitTrace] = []
 
 def is_building() -> bool:
     return bool(_traces)
+
+
+def value_of(tensor: Tensor, *, is_transposed: bool = False) -> TracedValue:
+    """Of a parameter that the build which runs has made: what its constructor gave it, as values of another's."""
+    return TracedValue(_traces[-1], tensor, is_transposed=is_transposed)
 
 
 def trace_constructor(factory: Callable[[], Any], seed: int) -> tuple[Any, InitTrace]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from colossus.construct import allocate
 from colossus.construct.init_trace import InitTrace
+from colossus.construct.traced_value import TracedValue
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import name_modules_of
 from colossus.layout.parameter import ParameterSpec, made_by_layer, spec_of
@@ -177,6 +179,8 @@ class _Materializer:
         """Give a recorded tensor the seed that it has in the whole model."""
         if tensor.is_meta and not made_by_layer(tensor):
             self.trace.fix_seed(tensor, self.context.rng.key("init", _join(path, leaf)))
+        for shard in _traced(tensor):
+            shard.init.fix_seed(self.context.rng.key("init", _join(path, shard.name, leaf)))
         return tensor
 
     def materialize(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
@@ -211,9 +215,13 @@ class _Materializer:
 
         dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         shape = (spec.shards[-1].rows[1], *tensor.shape[1:])  # `prepare` may have cut its rows
-        if not self.draw:
-            return torch.zeros(shape, dtype=dtype, device=self.context.device)
-        return allocate.draw(spec, shape, self.context, key_of=key_of, dtype=dtype, device=self.context.device)
+        if self.draw:
+            drawn = allocate.draw(spec, shape, self.context, key_of=key_of, dtype=dtype, device=self.context.device)
+        else:
+            drawn = torch.zeros(shape, dtype=dtype, device=self.context.device)
+        for shard in _traced(tensor):
+            shard.init.release()
+        return drawn
 
     def _rows_to_store(self, whole: Tensor, spec: ParameterSpec) -> Tensor:
         """Of a plain parameter, the rows that this rank stores where `prepare` has cut them: all of it before."""
@@ -232,6 +240,12 @@ class _Materializer:
 
     def _cast(self, value: Tensor, dtype: torch.dtype | None) -> Tensor:
         return value.to(self.context.device, dtype if value.is_floating_point() else None)
+
+
+def _traced(tensor: Tensor) -> list[Any]:
+    """The shards of a parameter whose values are those that a constructor gave to another tensor."""
+    shards = spec_of(tensor).shards if made_by_layer(tensor) else ()
+    return [shard for shard in shards if isinstance(shard.init, TracedValue)]
 
 
 def _join(*parts: str) -> str:

@@ -174,6 +174,10 @@ class InitTrace(TorchDispatchMode):
         with _disable_current_modes(), torch.no_grad():
             return self._to_real(tensor)
 
+    def forget(self, tensor: Tensor) -> None:
+        """Free the value of a recorded meta tensor that nobody will ask for again."""
+        self._values.pop(_key(tensor), None)
+
     def require_nothing_hidden(self) -> None:
         """That every tensor of the constructor has its values now: a product with a meta tensor gives any numbers.
 

@@ -56,6 +56,11 @@ class Row:
         given = self.our_arguments(layer, has)
         return {self.renamed.get(name, name): value for name, value in given.items() if name not in self.not_given}
 
+    def arguments_of_torch(self, module: nn.Module) -> dict[str, Any]:
+        """What the constructor of ours takes for a layer that computes what a module of torch does."""
+        given = {name: getattr(module, self.renamed.get(name, name)) for name in self.arguments}
+        return given | {name: module._parameters.get(leaf) is not None for name, leaf in self.present.items()}
+
 
 _BIAS = {"bias": "bias"}
 _TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "sparse")

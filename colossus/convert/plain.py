@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from colossus.construct.allocate import trace_constructor
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.convert.layer_table import Row, row_of
+from colossus.convert.module_hooks import hooks_of, is_of_colossus, take_mode_and_hooks
 from colossus.layers.checkpointing import is_checkpointed
 from colossus.layers.heads import ReplicatedKV
 from colossus.layers.layer import Layer
@@ -25,9 +25,6 @@ from colossus.layout.parameter import logical_parameters, made_by_layer
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
-
-#: the dicts of a module whose values are its hooks, or say more of them by the same keys
-_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 
 
 def plain(engine: Engine, *, everywhere: bool = True) -> nn.Module | None:
@@ -127,7 +124,7 @@ class _Copy:
             placeholder = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
             self._memo[id(parameter)] = placeholder
         for module in self._model.modules():
-            self._memo |= {id(hook): hook for hooks in _hooks_of(module) for hook in hooks.values() if _is_ours(hook)}
+            self._memo |= {id(hook): hook for hooks in hooks_of(module) for hook in hooks.values() if is_of_colossus(hook)}
         copied = self._convert(self._model)
         for module in copied.modules():
             _clean(module)
@@ -157,7 +154,7 @@ class _Copy:
             return self._made_again(module, row, row.our_arguments(module, has))
         with torch.device("meta"):
             made = row.torch(**row.torch_arguments(module, has))
-        _take_mode_and_hooks(made, module)
+        take_mode_and_hooks(made, module)
         return made
 
     def _fused(self, module: Linear | ReplicatedKV) -> nn.Module:
@@ -173,7 +170,7 @@ class _Copy:
                 for output, size in module.outputs.items()
             }
         made = FusedLinear(linears).train(module.training)
-        _take_mode_and_hooks(made, module)
+        take_mode_and_hooks(made, module)
         return made
 
     def _made_again(self, module: nn.Module, row: Row, arguments: Mapping[str, Any]) -> nn.Module:
@@ -189,7 +186,7 @@ class _Copy:
             {key: copy.deepcopy(value, self._memo) for key, value in vars(module).items() if key not in vars(made)}
         )
         made.full_name = module.full_name
-        _take_mode_and_hooks(made, module)
+        take_mode_and_hooks(made, module)
         return made
 
     def _copied(self, module: nn.Module) -> nn.Module:
@@ -210,34 +207,17 @@ def _is_as_written(module: nn.Module, *kinds: type[Layer]) -> bool:
     return type(module) in kinds and not replaced and held <= known
 
 
-def _take_mode_and_hooks(made: nn.Module, module: nn.Module) -> None:
-    made.training = module.training
-    for hooks, others in zip(_hooks_of(made), _hooks_of(module), strict=True):
-        hooks.update(others)
-
-
-def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    return [getattr(module, name) for name in _HOOKS]
-
-
 def _clean(module: nn.Module) -> None:
     """Take away what colossus has put onto a module."""
-    for hooks in _hooks_of(module):
-        for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+    for hooks in hooks_of(module):
+        for key in [key for key, hook in hooks.items() if is_of_colossus(hook)]:
             del hooks[key]
-    while "forward" in vars(module) and _is_ours(vars(module)["forward"]):
+    while "forward" in vars(module) and is_of_colossus(vars(module)["forward"]):
         replaced = vars(module).pop("forward")._replaced
         if replaced is not None:
             vars(module)["forward"] = replaced
     for leaf in [leaf for leaf in vars(module) if leaf.startswith("_colossus_")]:
         del vars(module)[leaf]
-
-
-def _is_ours(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(home).partition(".")[0] == "colossus"
 
 
 def _fill(copied: nn.Module, state: Iterable[tuple[str, Tensor]], stages: _AllStages) -> None:

@@ -141,7 +141,7 @@ def read_folder(path: Path) -> HFFolder:
     config = read_json(path / CONFIG)
     family, spec = spec_of(path, config, {})
     options = options_of(spec)
-    stored = _stored(path)
+    stored = stored_tensors(path)
     if options.num_layers > len(stored):
         raise CheckpointError(
             f"{path / CONFIG}: says {options.num_layers} layers, the files have {len(stored)} tensors"
@@ -167,7 +167,7 @@ def read_folder(path: Path) -> HFFolder:
     return HFFolder(placed, manifest)
 
 
-def _stored(path: Path) -> dict[str, StoredTensor]:
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """All tensors by name."""
     if (path / SINGLE).exists():
         return _header(path, SINGLE)

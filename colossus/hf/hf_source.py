@@ -9,6 +9,7 @@ from typing import Any
 
 from colossus.checkpoint.manifest import TOKENIZER_FILE, Manifest
 from colossus.hf.hf_folder import CONFIG, is_hf_folder, read_folder, read_json, spec_of
+from colossus.hf.native import is_native, resolve_native
 
 
 def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, str | None]:
@@ -17,11 +18,14 @@ def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, str
 
     Args:
         options: ``path``, a model folder of Hugging Face, relative to where the run is started; ``weights``, False for
-            the initial values of a new model; all others are options of ours that differ from what the folder says.
+            the initial values of a new model; all others are options of ours that differ from what the folder says. Of
+            a model of transformers' own code see `resolve_native`.
 
     Raises:
         ValueError: without a path, or when the folder's model is none that colossus has.
     """
+    if is_native(options):
+        return resolve_native(options)
     given = dict(options)
     path, weights = given.pop("path", None), given.pop("weights", True)
     if not isinstance(path, str) or not path:

@@ -23,6 +23,7 @@ from colossus.checkpoint.weight_sources import GENERATION, TOKEN_IDS, Assets, re
 from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, split_into_shards
 from colossus.hf.family import Family, Row, family_of
 from colossus.hf.hf_folder import CONFIG, INDEX, SINGLE, listed
+from colossus.hf.native import native_rows
 from colossus.registry import MODEL_OPTIONS
 from colossus.state.replicas import common_weights
 
@@ -91,7 +92,12 @@ def save(
         kind = next((name for name in MODEL_OPTIONS.names() if MODEL_OPTIONS.get(name) is type(options)), None)
         is_writer = context.is_logging_rank
         kind = kind or type(engine.model).__name__
-        plan = plan_folder(kind, options, known, dtype, max_shard_bytes, engine.checkpoints.assets)
+        assets, theirs = engine.checkpoints.assets, getattr(engine.model, "config", None)
+        if options is None and hasattr(theirs, "to_dict"):  # of transformers' own code
+            config = {**theirs.to_dict(), "architectures": [type(engine.model).__name__]}
+            plan = plan_native(config, known, dtype, max_shard_bytes, assets)
+        else:
+            plan = plan_folder(kind, options, known, dtype, max_shard_bytes, assets)
         on_all_ranks(world, lambda: require_new(target) if is_writer else None, tells_ranks=False)
         parts = stream_state_dict(engine.model, context, order=plan.part_names)
 
@@ -130,7 +136,14 @@ def to_hf(
     names = reader.manifest.names("model")
     entries = {name: reader.entry(f"model/{name}") for name in names}
     known = {name: WholeTensor({name: (0, 0)}, each.shape, DTYPES[each.dtype]) for name, each in entries.items()}
-    plan = plan_folder(kind, options, known, dtype, max_shard_bytes, read_assets(reader.folder, reader.manifest.config))
+    assets = read_assets(reader.folder, reader.manifest.config)
+    if kind == "hf":
+        config = dict(spec["config"])
+        if spec.get("architecture"):
+            config["architectures"] = [spec["architecture"]]
+        plan = plan_native(config, known, dtype, max_shard_bytes, assets)
+    else:
+        plan = plan_folder(kind, options, known, dtype, max_shard_bytes, assets)
     parts = ((name, reader.tensor(f"model/{name}")) for name in plan.part_names)
     write_folder(target, plan, parts, on_tensor=on_tensor)
 
@@ -155,20 +168,46 @@ def plan_folder(
     family = family_of(kind, options)
     tensors = family.tensors(options)
     _require_same_names(family, tensors, known)
+    config = {
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        **family.to_config(options),
+        **family.beside(options, assets.config),
+    }
+    return _planned(tensors, config, known, dtype, max_shard_bytes, assets)
+
+
+def plan_native(
+    config: Mapping[str, Any],
+    known: Mapping[str, WholeTensor],
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    assets: Assets,
+) -> FolderPlan:
+    """What is written of a model of transformers' own code, whose parameters have the names of the folder.
+
+    Args:
+        config: what its ``config.json`` says.
+    """
+    tensors = native_rows(config, {name: each.shape for name, each in known.items()})
+    return _planned(tensors, dict(config), known, dtype, max_shard_bytes, assets)
+
+
+def _planned(
+    tensors: Sequence[Row],
+    config: dict[str, Any],
+    known: Mapping[str, WholeTensor],
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    assets: Assets,
+) -> FolderPlan:
     dtypes = {each.name: dtype or known[each.parts[0].name].dtype for each in tensors}
     shards = split_into_shards(
         tensors, lambda each: math.prod(each.shape) * dtypes[each.name].itemsize, max_shard_bytes
     )
     files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
     of_weights = str(max(dtypes.values(), key=lambda each: each.itemsize)).removeprefix("torch.")
-    config = {
-        "model_type": family.model_type,
-        "architectures": [family.architecture],
-        **family.to_config(options),
-        **family.beside(options, assets.config),
-        "dtype": of_weights,
-        "torch_dtype": of_weights,  # its name before transformers 5
-    }
+    config |= {"dtype": of_weights, "torch_dtype": of_weights}  # its name before transformers 5
     by_file = dict(zip(files if len(files) > 1 else [SINGLE], shards, strict=True))
     return FolderPlan(config, by_file, dtypes, assets)
 

@@ -15,7 +15,7 @@ from colossus.layers.linear import MatmulLayer
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.sharded_tensor.regions import unwrap
+from colossus.sharded_tensor.regions import to_whole, unwrap
 from colossus.sharded_tensor.tensor import wrap
 from colossus.tensor_parallel.matmul import product
 
@@ -28,6 +28,7 @@ class LMHead(MatmulLayer):
         vocab_size: of the output; need not divide, the last ranks are padded.
         bias: whether to add one.
         tied_to: an `Embedding` whose weight is shared: one parameter with one gradient.
+        whole: give all logits on every rank, for code that knows plain tensors only.
 
     Shape:
         input [.., hidden_size]; output [.., vocab_size], a `ShardedTensor` of [.., ceil(vocab_size / ranks)] where
@@ -41,13 +42,14 @@ class LMHead(MatmulLayer):
         bias: bool = False,
         *,
         tied_to: Embedding | None = None,
+        whole: bool = False,
         init: Initializer | None = None,
         bias_init: Initializer | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         hidden_size, vocab_size = operator.index(hidden_size), operator.index(vocab_size)
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.hidden_size, self.vocab_size, self.whole = hidden_size, vocab_size, whole
         self.sharding = self.choose_sharding("column", hidden_size, {"": vocab_size}, padded=True)
         if tied_to is not None and (tied_to.num_embeddings, tied_to.embedding_dim) != (vocab_size, hidden_size):
             raise located_error(
@@ -75,7 +77,8 @@ class LMHead(MatmulLayer):
         y = self.multiply(local, self._gathered_bias(), at.activation, inner)
         if inner == self.parallel.regions.whole:  # every rank has all columns, and the padding
             return wrap(y[..., : self.vocab_size], at.moved(inner, y.dim()))
-        return wrap(y, at.moved(inner, y.dim(), self.vocab_size))
+        logits = wrap(y, at.moved(inner, y.dim(), self.vocab_size))
+        return to_whole(logits) if self.whole else logits
 
     def _gathered_bias(self) -> Tensor | None:
         if self.bias is None or self.sharding is None:

@@ -1,0 +1,106 @@
+"""``colossus show --layers``: which modules of a model are layers of ours, how their weights are split, what they send."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+from colossus.arithmetic import aligned, byte_count
+from colossus.config import Config, ConfigError
+from colossus.config.plans import describe_plan
+from colossus.construct.build_model import build
+from colossus.context.parallel_context import ParallelContext
+from colossus.convert.parallelize import Conversion, conversion_of
+from colossus.layers.layer import Layer
+from colossus.layers.linear import Linear
+from colossus.registry import MODELS
+from colossus.tensor_parallel.traffic import matmul_traffic
+
+_HEADER = ("module", "was", "is", "weight on this rank", "sends", "alone")
+_NOTE = """\
+sends: bytes of activations that a rank sends for a token, forward and backward; alone: what it would outside of a pair.
+Between two that are a pair (column, row) features stay split."""
+
+
+def render_layers(config: Config) -> str:
+    """The layers of a resolved config's model on rank 0, those that differ in nothing but numbers in one line.
+
+    Raises:
+        ConfigError: for a config without a model, and for a model that cannot be built.
+    """
+    if config.model is None:
+        raise ConfigError("model: the config has none, so there are no layers to show", config.source)
+    spec = config.model.spec()
+    try:
+        context = ParallelContext.from_config(config, connect=False)
+        model = build(lambda: MODELS.build(spec), context, materialize=False)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error), config.source) from error
+    found = conversion_of(model) or Conversion({})
+    rows, stayed, saved = [], [], 0.0
+    for name, module in model.named_modules():
+        swap = found.swaps.get(name)
+        if swap is not None and not swap.became:
+            stayed.append((name, f"{swap.was} stays: {swap.why}"))
+        if not isinstance(module, Layer) or (swap is None and not [*module.parameters(recurse=False)]):
+            continue
+        sends, alone = _bytes_per_token(module)
+        saved += alone - sends
+        kind = swap.became if swap is not None else type(module).__name__ + _split(module)
+        weight = getattr(module, "weight", None)
+        shape = " x ".join(map(str, weight.shape)) if weight is not None else "-"
+        rows.append((name, swap.was if swap is not None else "-", kind, shape, _size(sends), _size(alone)))
+        if swap is not None and swap.why:
+            stayed.append((name, f"is whole: {swap.why}"))
+    head = f"plan        {describe_plan(config)}\nsaved       {byte_count(max(saved, 0.0))} a token by pairs"
+    if found.note:
+        head += f"\nnote        {found.note}"
+    parts = [head, aligned([_HEADER, *_folded(rows)], left=(0, 1, 2, 3)), _NOTE]
+    if found.shared:
+        parts.append("one input   " + "\n            ".join(name for name, in _folded([(", ".join(e),) for e in found.shared])))
+    if stayed:
+        parts.append(aligned(_folded(stayed), left=(0, 1)))
+    return "\n\n".join(parts)
+
+
+def _bytes_per_token(module: nn.Module) -> tuple[float, float]:
+    """What a linear sends of its activations, and what it would send outside of a pair."""
+    if not isinstance(module, Linear) or module.sharding is None:
+        return 0.0, 0.0
+    shardings, sizes = module.parallel.shardings, module.parallel.sizes
+    assert shardings is not None
+    regions = shardings.regions
+    alone = shardings.choose(None, module.in_features, module.outputs)
+    source = regions.inner if module.split == "row" else regions.whole
+    target = regions.inner if module.split == "column" else regions.whole
+    rows, sent = math.prod(sizes.values()), []
+    for sharding, x, y in ((module.sharding, source, target), (alone, regions.whole, regions.whole)):
+        if isinstance(sharding, list):  # its sizes divide in a pair only
+            sent.append(0.0)
+            continue
+        moved = matmul_traffic(sharding, x, y, (rows, 1, module.in_features), module.out_features, sizes)
+        both = (moved.x, moved.y)
+        elements = sum((each.forward + each.backward).elements for each in both)
+        sent.append(elements / rows * module.context.precision.compute.itemsize)
+    return sent[0], sent[1]
+
+
+def _split(module: nn.Module) -> str:
+    return f"({module.split})" if isinstance(module, Linear) and module.split else ""
+
+
+def _size(num_bytes: float) -> str:
+    return byte_count(num_bytes) if num_bytes else "-"
+
+
+def _folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows whose first column differs in numbers alone, as one with ``*`` for these."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, *rest in rows:
+        found.setdefault((re.sub(r"\b\d+\b", "*", name), *rest), []).append(name)
+    return [(key[0] if len(names) > 1 else names[0], *key[1:]) for key, names in found.items()]

@@ -1,0 +1,276 @@
+"""`make_chain`: a model that is not changed is made a chain of blocks, or refused because its forward is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map
+
+from colossus.convert.forward_flow import ForwardFlow, standing_in
+from colossus.convert.forward_parts import BlockCall, Discarded, ForwardChain, call_model
+from colossus.layers.pipeline_block import is_chain
+from colossus.random import GLOBAL_RNG
+
+_HOW = (
+    "a pipeline needs a forward that calls its blocks as one chain: each takes what the one before returned, and beside "
+    "it only what is computed from the model's input; what follows the blocks takes what the last one returned. Name "
+    "other blocks (blocks=[names of modules], or the name of a list of them), let the model say what its blocks are "
+    "(def pipeline_blocks), or train it without parallel.pipeline"
+)
+#: what a block may be called with
+_PASSED = (Tensor, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def make_chain(model: nn.Module, example: Any, blocks: str | Sequence[str] | None = None) -> None:
+    """Give a model that is not changed ``pipeline_blocks``, by running its forward on the meta device.
+
+    The blocks are the modules of its largest ModuleList or Sequential of one class, each called once and in order;
+    the first block is what the forward does before them, the last one what it does after them. Modules keep their
+    names. On a rank of a pipeline its forward runs with zeros in the place of what other ranks compute, once for each
+    microbatch and stage, to find what blocks are called with (masks, positions).
+
+    Args:
+        model: on the meta device, as in the factory of a model, or with values.
+        example: an input of the model: a tensor, or a dict of its keyword arguments; a small one will do.
+        blocks: the name of the list, or the names of the blocks in the order in which they are called.
+
+    Raises:
+        ValueError: for a model whose forward is more than a chain over its blocks, with what was found.
+    """
+    if blocks is None and is_chain(model):
+        return
+    with _disable_current_modes(), GLOBAL_RNG.preserved(), torch.no_grad():
+        example = tree_map(_with_values, example)
+        seen = _Forward(model, example)
+        wanted = seen.find_blocks(blocks)
+        calls = seen.block_calls(wanted)
+        discarded = seen.discarded(wanted)
+        owned = seen.parameters(wanted, discarded)
+        shapes = {
+            name: parameter.shape
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if any(parameter is model.get_parameter(other) for other in owned[0])
+        }
+        tried = _Trial(model, calls, discarded, owned, shapes)
+        tried.require_same_output(example, seen.output)
+        buffers = seen.buffers(wanted, tried.flow.uses)
+    both = tuple([*names, *of_buffers] for names, of_buffers in zip(owned, buffers, strict=True))
+    model.pipeline_blocks = ForwardChain(model, calls, discarded, both, shapes)  # type: ignore[assignment, arg-type]
+
+
+def _with_values(leaf: Any) -> Any:
+    is_meta = isinstance(leaf, Tensor) and leaf.device.type == "meta"
+    return torch.ones(leaf.shape, dtype=leaf.dtype) if is_meta else leaf
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a module.
+
+    Attributes:
+        began, ended: on the clock of `_Forward`.
+        given: (path, leaf) of its (args, kwargs).
+        depends: all tensors of its result depend on parameters, and there are some.
+    """
+
+    name: str
+    began: int
+    ended: int
+    given: list[tuple[str, Any]]
+    out: Any
+    structure: TreeSpec
+    depends: bool
+
+
+class _Forward:
+    """A forward of a model, with all calls of modules and all uses of parameters and buffers in their order."""
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        self.model, self.flow = model, ForwardFlow(model)
+        self.calls: list[_Call] = []
+        self._clock = 0
+        watched: dict[str, Callable[..., Any]] = {
+            name: partial(self._call, name, module) for name, module in model.named_modules() if name
+        }
+        with standing_in(model, watched), self.flow:
+            self.output = call_model(model.forward, example)
+        self.calls.sort(key=lambda call: call.began)
+
+    def _call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        began = self._tick()
+        out = module(*args, **kwargs)
+        leaves, structure = tree_flatten(out)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        depends = bool(tensors) and all(map(self.flow.depends, tensors))
+        given = [(_argument(path), leaf) for path, leaf in tree_flatten_with_path((args, kwargs))[0]]
+        self.calls.append(_Call(name, began, self._tick(), given, out, structure, depends))
+        return out
+
+    def _tick(self) -> int:
+        self._clock += 1
+        self.flow.time = self._clock
+        return self._clock
+
+    # -- blocks -------------------------------------------------------------------------------------------
+
+    def find_blocks(self, given: str | Sequence[str] | None) -> list[_Call]:
+        """The calls of the blocks."""
+        if given is not None:
+            names = self._children(given) if isinstance(given, str) else list(given)
+            found = self._in_order(names)
+            if found is None:
+                called = [call.name for call in self.calls if call.name in names]
+                self._refuse(f"blocks={names} are called as {called}, not each once and in this order")
+            return found
+        lists = list(self._lists())
+        for names in sorted(lists, key=self._num_elements, reverse=True):
+            if found := self._in_order(names):
+                return found
+        kinds = [f"{names[0].rpartition('.')[0]} ({len(names)})" for names in lists]
+        self._refuse(
+            f"no ModuleList or Sequential holds modules of one class that are called in order, each once (lists of one "
+            f"class: {', '.join(kinds) or 'none'})"
+        )
+
+    def _children(self, name: str) -> list[str]:
+        return [f"{name}.{leaf}" for leaf in self.model.get_submodule(name)._modules]
+
+    def _lists(self) -> Iterator[list[str]]:
+        for name, module in self.model.named_modules():
+            of_one_class = len({type(child) for child in module.children()}) == 1
+            if name and isinstance(module, nn.ModuleList | nn.Sequential) and of_one_class:
+                yield self._children(name)
+
+    def _num_elements(self, names: Sequence[str]) -> int:
+        return sum(param.numel() for name in names for param in self.model.get_submodule(name).parameters())
+
+    def _in_order(self, names: Sequence[str]) -> list[_Call] | None:
+        calls = [call for call in self.calls if call.name in names]
+        in_turn = all(call.ended < after.began for call, after in zip(calls, calls[1:], strict=False))
+        return calls if in_turn and [call.name for call in calls] == list(names) else None
+
+    def block_calls(self, blocks: Sequence[_Call]) -> list[BlockCall]:
+        """How the blocks are called, where that is a chain."""
+        calls: list[BlockCall] = []
+        hidden: Tensor | None = None
+        for block in blocks:
+            dependent = [
+                slot
+                for slot, (_, leaf) in enumerate(block.given)
+                if isinstance(leaf, Tensor) and (leaf is hidden or self.flow.depends(leaf))
+            ]
+            slots = dependent if hidden is None else [s for s in dependent if block.given[s][1] is hidden]
+            before = calls[-1].name if calls else "what lies before it"
+            if not slots:
+                self._refuse(f"{block.name} does not take what {before} returned as it is")
+            others = [path for slot, (path, _) in enumerate(block.given) if slot in dependent and slot != slots[0]]
+            if others:
+                self._refuse(
+                    f"{block.name} takes, beside the hidden states ({block.given[slots[0]][0]}), what is computed from "
+                    f"parameters outside of it: {', '.join(others)}"
+                )
+            for path, leaf in block.given:
+                if not isinstance(leaf, _PASSED):
+                    self._refuse(
+                        f"{block.name} takes a {type(leaf).__name__} ({path}), which may hold what other blocks have "
+                        f"computed (of a cache of keys and values: config.use_cache = False)"
+                    )
+            extras = len(block.out) - 1 if isinstance(block.out, tuple) else None
+            hidden = block.out if extras is None else block.out[0]
+            if not isinstance(hidden, Tensor):
+                self._refuse(f"{block.name} returns a {type(block.out).__name__}, neither a tensor nor a tuple of one")
+            calls.append(BlockCall(block.name, slots[0], extras))
+        return calls
+
+    # -- what lies around them ----------------------------------------------------------------------------
+
+    def discarded(self, blocks: Sequence[_Call]) -> list[Discarded]:
+        """The outermost modules that run before the blocks, of whose results all depends on parameters."""
+        before = [call for call in self.calls if call.ended < blocks[0].began]
+        names = {call.name for call in before} - {call.name for call in before if not call.depends}
+        found = {call.name: call.structure for call in before if call.name in names and not _is_inside(call.name, names)}
+        return [Discarded(name, structure) for name, structure in found.items()]
+
+    def parameters(self, blocks: Sequence[_Call], discarded: Sequence[Discarded]) -> tuple[list[str], list[str]]:
+        """Names of those that are used before and after the blocks. What nothing uses goes with its neighbours."""
+        first, last = blocks[0].began, blocks[-1].ended
+        names_of_blocks, names_before = {call.name for call in blocks}, {each.name for each in discarded}
+        before: list[str] = []
+        after: list[str] = []
+        for name, _ in self.model.named_parameters():
+            times = self.flow.uses.get(name, ())
+            is_before, is_after = any(time < first for time in times), any(time >= last for time in times)
+            if not is_before and not is_after and not _is_inside(name, names_of_blocks):
+                is_before = _is_inside(name, names_before)
+                is_after = not is_before
+            before += [name] if is_before else []
+            after += [name] if is_after else []
+        return before, after
+
+    def buffers(self, blocks: Sequence[_Call], needed: dict[str, list[int]]) -> tuple[list[str], list[str]]:
+        """Names of those that are used before and after the blocks alone; ``needed`` are those of every rank."""
+        first, last = blocks[0].began, blocks[-1].ended
+        uses = [(name, self.flow.uses[name]) for name, _ in self.model.named_buffers() if name in self.flow.uses]
+        before = [name for name, times in uses if name not in needed and max(times) < first]
+        after = [name for name, times in uses if name not in needed and min(times) >= last]
+        return before, after
+
+    def _refuse(self, found: str) -> NoReturn:
+        refuse(self.model, found)
+
+
+class _Trial(ForwardChain):
+    """The chain run on the example: what it discards must not reach the model's output."""
+
+    def require_same_output(self, example: Any, output: Any) -> None:
+        """That the output has the same shapes as that of the model, and nothing in it is computed from zeros."""
+        with ForwardFlow(self._model) as flow:
+            value = self.before(example)
+        self.flow = flow = ForwardFlow(self._model)
+
+        def last() -> Tensor:
+            flow.after_last = True
+            return flow.mark(hidden, stale=False)
+
+        with flow:
+            hidden = torch.empty_like(value[0])
+            out = self._replay(value, last)
+        found, structure = tree_flatten_with_path(out)
+        wanted, wanted_structure = tree_flatten(output)
+        if structure != wanted_structure or list(map(_shape, wanted)) != [_shape(leaf) for _, leaf in found]:
+            refuse(self._model, "its output holds what is recorded of single blocks (hidden states, attention weights)")
+        stale = [keystr(path) for path, leaf in found if isinstance(leaf, Tensor) and flow.is_stale(leaf)]
+        if stale:
+            what = ", ".join(path or "all of it" for path in stale)
+            refuse(
+                self._model,
+                f"its output ({what}) is computed from what the last block ({self._blocks[-1].name}) did not return: "
+                f"a connection that skips blocks",
+            )
+
+    def _zeros(self, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.flow.mark(torch.empty(shape, dtype=dtype, device="meta"), stale=True)
+
+
+def refuse(model: nn.Module, found: str) -> NoReturn:
+    raise ValueError(f"{type(model).__name__} is no chain of blocks: {found}.\n{_HOW}")
+
+
+def _shape(leaf: Any) -> Any:
+    return leaf.shape if isinstance(leaf, Tensor) else type(leaf)
+
+
+def _is_inside(name: str, modules: set[str]) -> bool:
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def _argument(path: Any) -> str:
+    """How errors name an argument: ``args[0]``, ``attention_mask``."""
+    which, *rest = path
+    return f"args{keystr(tuple(rest))}" if which.idx == 0 else keystr(tuple(rest)).strip("[]'")

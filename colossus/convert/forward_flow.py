@@ -1,0 +1,130 @@
+"""What depends on what in one forward of a model that is not changed: which parameters it uses when, and for what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_aten = torch.ops.aten
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+#: take nothing of their tensor but its shape, dtype and device
+_SHAPE_ONLY = {
+    _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones,
+    _aten.new_full, _aten.new_empty,
+}  # fmt: skip
+
+
+class ForwardFlow(TorchDispatchMode):
+    """Inside, follows what is computed from parameters, by storages; for a forward under ``no_grad``.
+
+    Of a model on the meta device what does not depend on its tensors has its values (masks, positions), so that a
+    forward may branch on them; all else is on meta, whatever device its operands are on.
+
+    Attributes:
+        time: the caller's clock, of ``uses``.
+        uses: name of a parameter or a buffer -> the times when an operation took it.
+        after_last: whether the last block has returned.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        held = [*model.named_parameters(), *model.named_buffers()]
+        self._names = {key_of(tensor): name for name, tensor in held}
+        self._parameters = {key_of(parameter) for parameter in model.parameters()}
+        self._dependent, self._stale = set(self._parameters), set[int]()
+        #: no other storage may get the key of one that is gone
+        self._alive: list[torch.UntypedStorage] = []
+        self.time, self.after_last = 0, False
+        self.uses: dict[str, list[int]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else torch imports torch._dynamo at the first operation."""
+        return False
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter or is computed from one."""
+        return key_of(tensor) in self._dependent
+
+    def is_stale(self, tensor: Tensor) -> bool:
+        """Whether it is computed from what depended on parameters before the last block returned."""
+        return key_of(tensor) in self._stale
+
+    def mark(self, tensor: Tensor, *, stale: bool) -> Tensor:
+        """Say that a tensor depends on parameters."""
+        self._alive.append(tensor.untyped_storage())
+        self._dependent.add(key_of(tensor))
+        if stale:
+            self._stale.add(key_of(tensor))
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in given:
+            if name := self._names.get(key_of(tensor)):
+                self.uses.setdefault(name, []).append(self.time)
+        if func.overloadpacket in _SHAPE_ONLY:
+            given = []
+            if _is_meta(args[0]):
+                kwargs["device"] = _CPU
+        on_meta = any(map(_is_meta, given))
+        if kwargs.get("device") is not None or (on_meta and "device" in kwargs):
+            kwargs["device"] = _META if on_meta else _CPU if kwargs["device"] == _META else kwargs["device"]
+        if on_meta:
+            args, kwargs = tree_map(_to_meta, (args, kwargs))
+        out = func(*args, **kwargs)
+        if any(map(self.depends, given)):
+            stale = not self.after_last or any(map(self.is_stale, given))
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor) and key_of(leaf) not in self._parameters:
+                    self.mark(leaf, stale=stale)
+        return out
+
+
+def key_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta"  # a build hides `is_meta`
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to(_META) if isinstance(leaf, Tensor) and not _is_meta(leaf) and leaf.dim() else leaf
+
+
+def stand_in_for(module: nn.Module, call: Callable[..., Any]) -> nn.Module:
+    """A module that is called as ``call``, without hooks; all else is that of the module, also its parameters."""
+    made: nn.Module = object.__new__(type(module))
+    no_hooks = {name: value for name, value in vars(nn.Module()).items() if "hooks" in name}
+    vars(made).update(vars(module) | no_hooks | {"forward": call})
+    return made
+
+
+@contextmanager
+def standing_in(model: nn.Module, calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, in place of the modules of these names these functions are called, wherever the model holds them."""
+    modules = {name: model.get_submodule(name) for name in calls}
+    stand_ins = {id(module): stand_in_for(module, calls[name]) for name, module in modules.items()}
+    places = [
+        (owner, leaf, module)
+        for owner in model.modules()
+        for leaf, module in owner._modules.items()
+        if id(module) in stand_ins
+    ]
+    for owner, leaf, module in places:
+        owner._modules[leaf] = stand_ins[id(module)]
+    try:
+        yield
+    finally:
+        for owner, leaf, module in places:
+            owner._modules[leaf] = module

@@ -1,0 +1,100 @@
+"""``model = dict(type="hf", native=True, ..)``: a model of transformers' own code in a config, by `parallelize`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from colossus.checkpoint.errors import CheckpointError
+from colossus.convert.parallelize import parallelize
+from colossus.convert.swap import HEAD
+from colossus.hf.hf_folder import listed, stored_tensors
+from colossus.layers.loss import cross_entropy
+
+
+def hf_model(
+    config: Mapping[str, Any],
+    native: bool = True,
+    weights: str | None = None,
+    architecture: str | None = None,
+    rules: Mapping[str, str] | None = None,
+    blocks: str | Sequence[str] | None = None,
+) -> nn.Module:
+    """A model of transformers with the loss of its logits: labels [batch, tokens] or [batch], those of -100 ignored.
+
+    Labels are those of the next token already, as the datasets of colossus give them.
+
+    Args:
+        config: what its ``config.json`` says.
+        native: for the config; always True.
+        weights: a folder with its tensors under its own names; None for the initial values of transformers.
+        architecture: its class; by default the config's first, or the one for causal language models.
+        rules, blocks: as of `colossus.parallelize`.
+
+    Raises:
+        ValueError: without transformers, for a class it does not have.
+        CheckpointError: the folder has other tensors than the model.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ValueError(f"a model of transformers' own code needs it: pip install colossus[hf] ({error})") from None
+    named = [architecture] if architecture else list(config.get("architectures") or [])
+    kind = getattr(transformers, named[0], None) if named else transformers.AutoModelForCausalLM
+    if kind is None:
+        raise ValueError(f"transformers {transformers.__version__} has no class {named[0]!r}")
+    known = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
+    theirs = transformers.AutoConfig.for_model(config["model_type"], **known)
+    heads: dict[str, str] = {}
+
+    def make() -> nn.Module:
+        model: nn.Module = kind.from_config(theirs) if hasattr(kind, "from_config") else kind(theirs)
+        if weights is not None:
+            _take_weights(model, Path(weights).expanduser())
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        heads.update({name: HEAD for name, module in model.named_modules() if module is head is not None})
+        return model
+
+    model = parallelize(make, rules, blocks=blocks, defaults=heads)()
+    vars(model)["loss"] = loss_of_logits
+    return model
+
+
+def loss_of_logits(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(sum, count) of the cross-entropy of ``outputs.logits`` [.., classes], which may be split over classes."""
+    return cross_entropy(outputs.logits, batch["labels"])
+
+
+def _take_weights(model: Any, folder: Path) -> None:
+    """Let parameters be the tensors of a folder, by their own names, mapped and not read; what is tied stays tied."""
+    stored = stored_tensors(folder)
+    tensors: dict[str, Tensor] = {}
+    for file in sorted({each.file for each in stored.values()}):
+        with safe_open(folder / file, framework="pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    prefix = f"{model.base_model_prefix}."
+    names = {name: name for name in tensors}
+    if not any(name.startswith(prefix) for name in names):  # saved from the base model alone
+        names = {name: prefix + name for name in tensors if prefix + name in model.state_dict()} or names
+    found = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    other = [
+        f"{name} {list(tensor.shape)} (here {list(held.shape)})"
+        for name, held in model.state_dict().items()
+        if (tensor := found.get(name)) is not None and tensor.shape != held.shape
+    ]
+    missing, unexpected = ([], []) if other else model.load_state_dict(found, strict=False, assign=True)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    missing = [name for name in missing if name not in tied]
+    for title, some in (("of another shape", other), ("missing", missing), ("not in the model", unexpected)):
+        if some:
+            raise CheckpointError(
+                f"{folder}: is not the {type(model).__name__} of its config: {len(some)} {title}: {listed(some)}"
+            )
+    with torch.no_grad():
+        model.tie_weights()

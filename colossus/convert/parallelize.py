@@ -1,0 +1,178 @@
+"""`parallelize`: a model of plain torch, or of transformers, as it is, under every plan."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.construct.allocate import is_building
+from colossus.context.parallel_context import current_context
+from colossus.convert.forward_chain import make_chain
+from colossus.convert.swap import COLUMN, HEAD, KINDS, ROW, WHOLE, Swap, Swapper, is_linear
+from colossus.registry import nearest
+
+#: how transformers' plans of tensor parallelism call what we call column and row
+_KIND_OF_PLAN = {"colwise": COLUMN, "rowwise": ROW}
+
+
+def parallelize(
+    factory: Callable[[], nn.Module],
+    rules: Mapping[str, str] | None = None,
+    *,
+    example: Any = None,
+    blocks: str | Sequence[str] | None = None,
+    defaults: Mapping[str, str] | None = None,
+) -> Callable[[], nn.Module]:
+    """A factory for `colossus.initialize` of a model that knows nothing of colossus.
+
+        make = colossus.parallelize(lambda: AutoModelForCausalLM.from_config(config))
+        engine = colossus.initialize("config.py", model=make, loss_fn=loss)
+
+    The model is built on the meta device, and its ``nn.Linear``, ``nn.Embedding``, ``nn.EmbeddingBag``, ``nn.Dropout``
+    and batch norms, and transformers' ``Conv1D``, become the layers of colossus that compute the same. Each takes and
+    gives whole activations, so that the model is right as it is written. Its first values are those that it has in
+    plain torch by the same names; its state dict keeps names, and shapes but for ``Conv1D``'s weight, which is
+    [out, in].
+
+    What is between two linears stays split where ``rules`` say so, or where a run of the model on the meta device shows
+    that everything there works on split features (heads are features): such a pair saves moving what is between.
+
+    Args:
+        factory: a class or function without arguments.
+        rules: pattern (`fnmatch`) of the names of linears -> ``"column"``, ``"row"``, ``"head"`` (gives a rank's part
+            of the logits, for `colossus.layers.cross_entropy`), ``"whole"``. The first that meets a name counts, before
+            what is found. A pair whose sizes do not divide is an error then.
+        example: of what the model is called with, of a few samples: a tensor, or a dict of arguments. It is needed for
+            pairs to be found, and for a pipeline; of transformers' models it is made from their config.
+        blocks: for a pipeline: the name of the list of blocks, or the names of the blocks; by default the longest list
+            of one class.
+        defaults: rules that count where no other does; read once the model is made.
+
+    Returns:
+        The factory. A batch whose inputs are a dict of names of arguments calls the model with these.
+
+    Raises, when the factory is called:
+        ValueError: for a rule that meets no linear, or that a linear cannot follow; outside of a build.
+    """
+
+    def make() -> nn.Module:
+        if not is_building():
+            raise ValueError(
+                "a factory of colossus.parallelize is called while a model is built: pass it to "
+                "colossus.initialize(model=...) or colossus.build(...)"
+            )
+        model = factory()
+        return _converted(model, rules or {}, defaults or {}, example, blocks) if isinstance(model, nn.Module) else model
+
+    return make
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `parallelize` has made of a model.
+
+    Attributes:
+        swaps: by name of the module.
+        shared: linears that are given one tensor, which moves for all of them once.
+        note: why no pairs were looked for; empty where they were.
+    """
+
+    swaps: Mapping[str, Swap]
+    shared: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
+
+
+def conversion_of(model: nn.Module) -> Conversion | None:
+    """None of a model that `parallelize` has not made."""
+    return vars(model).get("_colossus_conversion")
+
+
+def _converted(
+    model: nn.Module,
+    rules: Mapping[str, str],
+    defaults: Mapping[str, str],
+    example: Any,
+    blocks: str | Sequence[str] | None,
+) -> nn.Module:
+    for module in model.modules():  # what a cache of keys and values would keep, a train step never reads
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            module.config.use_cache = False  # type: ignore[union-attr]
+    context = current_context()
+    example = example_of(model) if example is None else example
+    if context.size("pipeline") > 1:
+        make_chain(model, example, blocks)
+    linears = [name for name, module in model.named_modules() if is_linear(module)]
+    given = _by_rules(rules, linears)
+    kinds, reasons, note = dict(given), {}, ""
+    if context.size("tensor") > 1:
+        planned = _by_own_plan(model, linears)
+        kinds = _by_rules(defaults, linears) | planned | kinds
+    swapper = Swapper(model, kinds, reasons)
+    model = swapper.run()
+    vars(model)["_colossus_conversion"] = Conversion(swapper.swaps, (), note)
+    if context.size("pipeline") == 1:  # else its blocks are called, and not the model
+        model.register_forward_pre_hook(_name_arguments, with_kwargs=True)
+    return model
+
+
+def example_of(model: nn.Module) -> dict[str, Tensor] | None:
+    """What a model of transformers can be called with, two samples, on the meta device; None of any other."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", None)
+    if config is None or name is None:
+        return None
+    if name == "pixel_values" and hasattr(config, "num_channels"):
+        size = config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        return {name: torch.zeros(2, config.num_channels, height, width, device="meta")}
+    if name != "input_ids":
+        return None
+    ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
+    return {name: ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {name: ids}
+
+
+def _by_rules(rules: Mapping[str, str], linears: Sequence[str]) -> dict[str, str]:
+    """Name of a linear -> its kind, of those that a rule meets.
+
+    Raises:
+        ValueError: for a rule of another kind, or that meets none.
+    """
+    kinds: dict[str, str] = {}
+    for pattern, kind in rules.items():
+        if kind not in KINDS:
+            raise ValueError(f"rules: {pattern!r}: {kind!r} is none of {', '.join(map(repr, KINDS))}")
+        met = [name for name in linears if fnmatchcase(name, pattern)]
+        if not met:
+            close = nearest(pattern, list(linears))
+            hint = f"; did you mean {close!r}?" if close else ""
+            raise ValueError(f"rules: {pattern!r} meets none of the {len(linears)} linears of the model{hint}")
+        for name in met:
+            kinds.setdefault(name, kind)
+    return kinds
+
+
+def _by_own_plan(model: nn.Module, linears: Sequence[str]) -> dict[str, str]:
+    """What transformers' models say of themselves, ``{"layers.*.mlp.up_proj": "colwise"}``."""
+    plan = getattr(model, "_tp_plan", None) or {}
+    found = {}
+    for pattern, theirs in plan.items():
+        for name in linears:
+            if theirs in _KIND_OF_PLAN and fnmatchcase(name, pattern):
+                found[name] = _KIND_OF_PLAN[theirs]
+    return found
+
+
+def _name_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook: a dict of arguments in the place of the first one becomes these."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], dict) and args[0]:
+        known = inspect.signature(model.forward).parameters.values()
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in known)
+        if takes_any or {*args[0]} <= {each.name for each in known}:
+            return (), args[0]
+    return None

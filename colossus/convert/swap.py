@@ -1,0 +1,163 @@
+"""Modules of torch in a model that is being built, each replaced by the layer of ours that computes the same.
+
+What is tied stays tied, values are those that the model's own constructor gave, names in the state dict stay. A layer
+that is alone takes and gives whole activations, so it is right wherever torch's was.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from colossus.construct.allocate import value_of
+from colossus.convert.layer_table import ROWS, Row
+from colossus.convert.module_hooks import take_mode_and_hooks
+from colossus.layers.linear import Linear
+from colossus.layers.lm_head import LMHead
+
+#: what a linear can become: one of a pair, a head that gives its part of the logits, or alone
+COLUMN, ROW, HEAD, WHOLE = KINDS = ("column", "row", "head", "whole")
+
+
+@dataclass(frozen=True)
+class Swap:
+    """What became of a module of torch.
+
+    Attributes:
+        was: its class.
+        became: the layer in its place, with its split; empty where it stayed.
+        why: it stayed, or is whole; empty where nothing is to be said.
+    """
+
+    was: str
+    became: str = ""
+    why: str = ""
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' linear whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
+class Swapper:
+    """Replaces modules of a model that is being built, in place; of an error the model is of no use any more.
+
+    Args:
+        kinds: name of a linear -> one of `KINDS`; the others are whole.
+        reasons: name of a linear -> why it is whole.
+
+    Attributes:
+        swaps: what became of each module that the table has a layer for, by its first name.
+    """
+
+    def __init__(self, model: nn.Module, kinds: Mapping[str, str], reasons: Mapping[str, str]) -> None:
+        self._kinds, self._reasons = kinds, reasons
+        self.swaps: dict[str, Swap] = {}
+        #: by id of a parameter, all that hold it: name of the module, the module, name in it
+        self._holders: dict[int, list[tuple[str, nn.Module, str]]] = defaultdict(list)
+        for name, module in model.named_modules():
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._holders[id(parameter)].append((name, module, leaf))
+        self._made: dict[int, nn.Module] = {}
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._model = model
+
+    def run(self) -> nn.Module:
+        """The model, or what takes its place where it is such a module itself."""
+        for name, module in [*self._model.named_modules()]:
+            row = _row_for(module)
+            if row is not None:
+                self.swaps[name] = self._swap(name, module, row)
+        for module in self._model.modules():
+            for child_name, child in module._modules.items():
+                if id(child) in self._made:
+                    module._modules[child_name] = self._made[id(child)]
+            for leaf, parameter in module._parameters.items():  # a bias that its parent holds, too
+                if id(parameter) in self._parameters:
+                    module._parameters[leaf] = self._parameters[id(parameter)]
+        return self._made.get(id(self._model), self._model)
+
+    def _swap(self, name: str, module: nn.Module, row: Row) -> Swap:
+        was, kind = type(module).__name__, self._kinds.get(name, WHOLE)
+        why = self._why_it_stays(module)
+        try:
+            made = None if why else self._layer(module, row, kind)
+        except ValueError as error:
+            if kind != WHOLE:
+                raise
+            why, made = str(error).partition(": ")[2] or str(error), None
+        if made is None:
+            if kind != WHOLE:
+                raise ValueError(f"{name} ({was}) cannot be {kind!r}: {why}")
+            return Swap(was, "", why)
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                new = self._parameters.setdefault(id(parameter), getattr(made, leaf))
+                setattr(made, leaf, new.requires_grad_(parameter.requires_grad))
+        take_mode_and_hooks(made, module)
+        vars(made).update({key: value for key, value in vars(module).items() if key not in vars(made)})
+        self._made[id(module)] = made
+        split = f"({kind})" if kind in (COLUMN, ROW) else ""
+        return Swap(was, type(made).__name__ + split, self._reasons.get(name, "") if kind == WHOLE else "")
+
+    def _why_it_stays(self, module: nn.Module) -> str:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm or module.scale_grad_by_freq):
+            return "max_norm and scale_grad_by_freq change or weigh rows by what one rank looks up"
+        if "forward" in vars(module) or module._modules or not {*module._parameters} <= {"weight", "bias"}:
+            return "its forward was replaced, or it holds more than its class does"
+        weight = module._parameters.get("weight")
+        for name, other, leaf in self._holders[id(weight)] if weight is not None else ():
+            if other is module:
+                continue
+            is_table = type(other) is nn.Embedding and id(other) in self._made  # of words, for a head or another table
+            if leaf == "weight" and (is_table or (type(module) is nn.Embedding and _may_share(other))):
+                continue
+            return f"its weight is {'.'.join(filter(None, (name, leaf)))}, too"
+        return ""
+
+    def _layer(self, module: nn.Module, row: Row, kind: str) -> nn.Module:
+        """The layer for a module; its values are those of the module's parameters."""
+        weight, is_transposed = module._parameters.get("weight"), is_conv1d(module)
+        more: dict[str, Any] = {}
+        if weight is not None:
+            more["dtype"] = weight.dtype
+        if weight is not None and id(weight) not in self._parameters:  # else a layer made before has its values
+            more["init"] = value_of(weight, is_transposed=is_transposed)
+        if module._parameters.get("bias") is not None:
+            more["bias_init"] = value_of(module._parameters["bias"])  # type: ignore[arg-type]
+        if not is_linear(module):
+            return row.ours(**row.arguments_of_torch(module), **more)
+        assert weight is not None
+        out_features, in_features = weight.shape[::-1] if is_transposed else weight.shape
+        tables = [self._made[id(other)] for _, other, _ in self._holders[id(weight)] if id(other) in self._made]
+        if tables or kind == HEAD:
+            if kind in (COLUMN, ROW):
+                raise ValueError("it shares the weight of an embedding: it can be 'head' or 'whole'")
+            table: Any = tables[0] if tables else None
+            has_bias = "bias_init" in more
+            return LMHead(in_features, out_features, has_bias, tied_to=table, whole=kind != HEAD, **more)
+        split = kind if kind in (COLUMN, ROW) else None
+        return Linear(in_features, out_features, "bias_init" in more, split=split, **more)
+
+
+def _row_for(module: nn.Module) -> Row | None:
+    """Of torch's own classes alone: what is derived from one may compute anything. Norms over features stay torch's:
+    between pairs, where they are, features are whole."""
+    kind = nn.Linear if is_conv1d(module) else type(module)
+    if kind in (nn.LayerNorm, nn.RMSNorm):
+        return None
+    return next((row for row in ROWS if row.torch is kind), None)
+
+
+def _may_share(module: nn.Module) -> bool:
+    """Whether it may have the weight of an embedding: another one, or a head."""
+    return type(module) in (nn.Embedding, nn.Linear)

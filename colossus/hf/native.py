@@ -1,0 +1,66 @@
+"""Models of transformers' own code: what a config says of one, and how its parameters lie in a folder. No torch."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from colossus.checkpoint.manifest import TOKENIZER_FILE
+from colossus.hf.family import Part, Row, Shape
+from colossus.hf.hf_folder import CONFIG, is_hf_folder, read_json
+
+#: model types with transformers' ``Conv1D``, whose weights are [in, out] there, and the names of these
+_CONV1D_TYPES = ("gpt2", "openai-gpt", "decision_transformer", "imagegpt")
+_CONV1D = ("*.c_attn.weight", "*.q_attn.weight", "*.c_proj.weight", "*.c_fc.weight")
+#: options that are none of transformers' config
+_OWN = ("native", "path", "weights", "config", "architecture", "rules", "blocks")
+
+
+def is_native(options: Mapping[str, Any]) -> bool:
+    """Whether ``dict(type="hf", **options)`` is a model of transformers' own code."""
+    return bool(options.get("native")) or "config" in options
+
+
+def resolve_native(options: Mapping[str, Any]) -> tuple[dict[str, Any], None, str | None]:
+    """What ``model = dict(type="hf", native=True, path=..)``, or with ``config=dict(model_type=..)``, means.
+
+    Args:
+        options: ``path``, a model folder; or ``config``, what its config.json would say; ``weights``, False for initial
+            values in spite of a path; ``architecture``, a class of transformers; ``rules`` and ``blocks`` as of
+            `colossus.parallelize`; all others are laid over the config.
+
+    Returns:
+        The spec with the whole config in it, no weights (the model has them), and the folder of the tokenizer.
+
+    Raises:
+        ValueError: without a config that names a model type.
+    """
+    path, weights = options.get("path"), options.get("weights", True)
+    if isinstance(weights, str):  # a config that was resolved and printed
+        path, weights = weights, True
+    config = dict(options.get("config") or {})
+    if path is not None:
+        folder = Path(str(path)).expanduser()
+        if not is_hf_folder(folder):
+            raise ValueError(f"path = {path!r}: is no model folder of Hugging Face (a {CONFIG} with a model_type)")
+        config = read_json(folder / CONFIG) | config
+    config |= {key: value for key, value in options.items() if key not in _OWN}
+    if not isinstance(config.get("model_type"), str):
+        raise ValueError('needs path="models/qwen3", or config=dict(model_type="qwen3", ..) with a model type')
+    spec = {"type": "hf", "native": True, "config": config, "weights": path if weights else None}
+    spec |= {key: options[key] for key in ("architecture", "rules", "blocks") if options.get(key) is not None}
+    has_tokenizer = path is not None and (Path(str(path)).expanduser() / TOKENIZER_FILE).is_file()
+    return spec, None, path if has_tokenizer else None
+
+
+def is_transposed(config: Mapping[str, Any], name: str) -> bool:
+    """Whether transformers keeps this weight as [in, out], where colossus has [out, in]."""
+    is_conv1d = config.get("model_type") in _CONV1D_TYPES
+    return is_conv1d and any(fnmatch.fnmatchcase(name, pattern) for pattern in _CONV1D)
+
+
+def native_rows(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list[Row]:
+    """The tensors of a folder with a model whose parameters have transformers' own names."""
+    return [Row(name, (Part(name, shape),), is_transposed(config, name)) for name, shape in shapes.items()]
