@@ -139,12 +139,12 @@ class _Forward:
         )
 
     def _children(self, name: str) -> list[str]:
-        return [f"{name}.{leaf}" for leaf in self.model.get_submodule(name)._modules]
+        return [f"{name}.{leaf}" for leaf, _ in self.model.get_submodule(name).named_children()]
 
     def _lists(self) -> Iterator[list[str]]:
         for name, module in self.model.named_modules():
-            of_one_class = len({type(child) for child in module.children()}) == 1
-            if name and isinstance(module, nn.ModuleList | nn.Sequential) and of_one_class:
+            kinds = [type(child) for child in module.children()]
+            if isinstance(module, nn.ModuleList | nn.Sequential) and len(kinds) > 1 and len({*kinds}) == 1 and name:
                 yield self._children(name)
 
     def _num_elements(self, names: Sequence[str]) -> int:

@@ -227,7 +227,7 @@ def _timm() -> ModuleType:
 @outside(
     "x-transformers decoder",
     _tokens,
-    refused={"pipeline": "is no chain of blocks"},
+    refused={"pipeline": "no ModuleList or Sequential"},
     example=torch.zeros(2, TOKENS, dtype=torch.long),
 )
 def x_decoder() -> nn.Module:
