@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.convert.forward_chain import make_chain
+from colossus.layers.pipeline_block import pipeline_blocks, run_blocks
 
 transformers.logging.set_verbosity_error()
 
@@ -27,7 +28,7 @@ _LM: dict[str, Any] = dict(**_SIZES, vocab_size=VOCAB, max_position_embeddings=1
 
 
 class Middle(nn.Module):
-    """Blocks in the middle, parameters of its own before and behind them, and a mask from its input."""
+    """Blocks in the middle, parameters of its own before and behind them, a tie over them all, running statistics."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -40,12 +41,47 @@ class Middle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.shift = nn.Embedding(VOCAB, 12), nn.Parameter(torch.randn(12))
+        self.first, self.last = nn.BatchNorm1d(TOKENS), nn.BatchNorm1d(TOKENS)
         self.body = nn.Sequential(*(self.Block() for _ in range(3)))
         self.scale, self.head = nn.Parameter(torch.randn(12)), nn.Linear(12, VOCAB)
         self.embed.weight = self.head.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.body(self.embed(ids) + self.shift) * self.scale)
+        return self.head(self.last(self.body(self.first(self.embed(ids) + self.shift)) * self.scale))
+
+
+class Masked(nn.Module):
+    """A module gives the hidden states and a mask; blocks take it by name, and return more than they are asked for."""
+
+    class Stem(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.shift = nn.Embedding(VOCAB, 12), nn.Parameter(torch.randn(12))
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.embed(ids)
+            x = x + self.shift
+            return x, (ids > 9).to(x.dtype)[..., None] / 3
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 12)
+
+        def forward(self, x: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor]:
+            weights = self.linear(x).tanh()
+            return x + weights * mask, weights
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = self.Stem(), nn.Linear(12, VOCAB)
+        self.body = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, mask = self.stem(ids)
+        for block in self.body:
+            x = block(x, mask=mask)[0]
+        return self.head(x * mask)
 
 
 def gpt2() -> nn.Module:
@@ -55,7 +91,7 @@ def gpt2() -> nn.Module:
 
 
 def llama(**more: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LM, num_key_value_heads=2, **more))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_LM, **more}, num_key_value_heads=2))
 
 
 def bert() -> nn.Module:
@@ -135,26 +171,32 @@ CASES = {
     "vit": Case(vit, images),
     "neox": Case(neox, with_mask),
     "middle": Case(Middle, tokens),
+    "masked": Case(Masked, tokens),
 }
 #: schedule -> which models run under it
 PLANS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "1f1b, 2": (dict(type="1f1b", microbatches=2), tuple(CASES)),
-    "1f1b, 3": (dict(type="1f1b", microbatches=3), ("gpt2", "bert", "middle")),
+    "1f1b, 3": (dict(type="1f1b", microbatches=3), ("gpt2", "bert", "middle", "masked")),
     "interleaved": (dict(type="interleaved", microbatches=2), ("gpt2", "llama, eager")),
     "zb-h1": (dict(type="zb-h1", microbatches=3), ("gpt2", "neox", "vit")),
 }
 
 
-def train(config: dict[str, Any], case: Case) -> tuple[Any, list[float], list[Any]]:
+def floats(state: dict[str, Tensor]) -> Any:
+    """Parameters and running statistics."""
+    return packed({name: value.clone() for name, value in state.items() if value.is_floating_point()})
+
+
+def train(config: dict[str, Any], case: Case) -> tuple[Any, list[float], list[Any], Any]:
     engine = colossus.initialize(config, model=case.factory, loss_fn=loss_fn)
-    start = full_state_dict(engine.model, engine.context)
-    start = {name: value.clone() for name, value in start.items() if value.is_floating_point()}
+    start = floats(full_state_dict(engine.model, engine.context))
     losses, gradients = [], []
     for step in range(STEPS):
         losses.append(engine.train_step(case.batch(step)).loss)
         gradients.append(packed(full_state_dict(engine.model, engine.context, gradients=True)))
+    end = floats(full_state_dict(engine.model, engine.context))
     engine.close()
-    return packed(start), losses, gradients
+    return start, losses, gradients, end
 
 
 def config_of(schedule: dict[str, Any], **parallel: Any) -> dict[str, Any]:
@@ -167,9 +209,9 @@ def config_of(schedule: dict[str, Any], **parallel: Any) -> dict[str, Any]:
     )
 
 
-def assert_is_itself(trained: tuple[Any, list[float], list[Any]], case: Case, microbatches: int) -> None:
+def assert_is_itself(trained: tuple[Any, list[float], list[Any], Any], case: Case, microbatches: int) -> None:
     """Losses and every gradient of each step, against the model in plain torch."""
-    start, losses, gradients = trained
+    start, losses, gradients, end = trained
     model = case.make().double()
     missing = model.load_state_dict(unpacked(*start), strict=False).missing_keys
     assert all("num_batches_tracked" in name for name in missing)
@@ -193,6 +235,8 @@ def assert_is_itself(trained: tuple[Any, list[float], list[Any]], case: Case, mi
         found = unpacked(*gradients[step])
         assert_close_states({name: found[name] for name in wanted}, wanted, f"step {step}: gradient", atol=1e-10)
         optimizer.step()
+    state = {name: value for name, value in model.state_dict().items() if value.is_floating_point()}
+    assert_close_states(unpacked(*end), state, "end:", atol=1e-10)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -206,3 +250,101 @@ def test_a_model_as_it_is_trains_under_a_pipeline_as_in_one_process(plan: str) -
     for name, *of_ranks in zip(names, *results, strict=True):
         for trained in of_ranks:
             assert_is_itself(trained, CASES[name], schedule["microbatches"])
+
+
+class Skips(nn.Module):
+    """As of a UNet: ``where`` what an early block returned is used again."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head, self.where = nn.Linear(6, 2), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [x := self.body[0](x)]
+        x = self.body[1](x)
+        x = self.body[2](x + kept.pop() if self.where == "in a block" else x)
+        x = self.body[3](x)
+        return self.head(x + kept.pop() if self.where == "behind the blocks" else x)
+
+
+class Residual(nn.Module):
+    """The loop over the blocks adds what they return, as that of x-transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.body:
+            x = x + block(x)
+        return x
+
+
+class Alternates(nn.Module):
+    """Its one list holds two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(kind() for _ in range(2) for kind in (lambda: nn.Linear(6, 6), nn.Tanh))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.body:
+            x = block(x)
+        return x
+
+
+POINTS = torch.randn(4, 6)
+BOTH = {"input_ids": ids_of(0), "decoder_input_ids": ids_of(1)}
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "t5": (
+        t5,
+        BOTH,
+        r"decoder\.block\.0 takes encoder_hidden_states, which is computed from parameters, beside its hid",
+    ),
+    "shared bias": (
+        lambda: t5().encoder,
+        ids_of(0),
+        r"block\.1 takes position_bias, which is computed from parameters",
+    ),
+    "cache": (lambda: llama(use_cache=True), ids_of(0), r"layers\.0 takes a DynamicCache \(past_key_values\)"),
+    "all hidden": (
+        lambda: masked_lm(output_hidden_states=True),
+        ids_of(0),
+        "its output holds what is recorded of single",
+    ),
+    "skip in": (lambda: Skips("in a block"), POINTS, r"body\.2 does not take what body\.1 returned as it is"),
+    "skip out": (
+        lambda: Skips("behind the blocks"),
+        POINTS,
+        r"the last block \(body\.3\) did not return: a connection",
+    ),
+    "residual": (Residual, POINTS, r"body\.1 does not take what body\.0 returned as it is"),
+    "classes": (Alternates, POINTS, r"no ModuleList or Sequential holds modules of one class that are called in order"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_forward_that_is_no_chain_is_refused_with_what_was_found(name: str) -> None:
+    make, example, words = REFUSED[name]
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(ValueError, match=words) as refused:
+        make_chain(model, example)
+    assert "train it without parallel.pipeline" in str(refused.value)
+    assert not hasattr(model, "pipeline_blocks")
+
+
+def test_blocks_that_are_named() -> None:
+    for blocks in ("body", ["body.0", "body.1", "body.2", "body.3"], ["body.1", "body.2"]):
+        model = Alternates()
+        make_chain(model, POINTS, blocks)
+        chain = pipeline_blocks(model)
+        names = [f"body.{number}" for number in range(4)] if blocks == "body" else list(blocks)
+        assert [block.name for block in chain] == [f"before {names[0]}", *names, f"after {names[-1]}"]
+        assert torch.equal(run_blocks([block.call for block in chain], POINTS), model(POINTS))
+    with pytest.raises(ValueError, match=r"blocks=\['body.1', 'body.0'\] are called as \['body.0', 'body.1'\]"):
+        make_chain(Alternates(), POINTS, ["body.1", "body.0"])
+    whole = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    make_chain(whole, POINTS)  # is a chain as it is
+    assert not hasattr(whole, "pipeline_blocks")
