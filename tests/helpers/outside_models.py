@@ -169,7 +169,7 @@ def gpt_neox() -> nn.Module:
     return _transformers("GPTNeoXForCausalLM", "GPTNeoXConfig", **sizes, rope_parameters=rope)
 
 
-@outside("T5", _translations, refused={"pipeline": "decoder.block.0 takes, beside the hidden states"})
+@outside("T5", _translations, refused={"pipeline": "decoder.block.0 takes encoder_hidden_states"})
 def t5() -> nn.Module:
     return _transformers(
         "T5ForConditionalGeneration", "T5Config", d_model=WIDTH, d_kv=6, d_ff=INNER, num_layers=2, num_heads=HEADS,
