@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from colossus.construct.allocate import is_building
 from colossus.context.parallel_context import current_context
 from colossus.convert.forward_chain import make_chain
-from colossus.convert.swap import COLUMN, HEAD, KINDS, ROW, WHOLE, Swap, Swapper, is_linear
+from colossus.convert.swap import COLUMN, KINDS, ROW, Swap, Swapper, is_linear, weight_shape
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.registry import nearest
 
 #: how transformers' plans of tensor parallelism call what we call column and row
@@ -106,13 +107,13 @@ def _converted(
     context = current_context()
     example = example_of(model) if example is None else example
     if context.size("pipeline") > 1:
-        make_chain(model, example, blocks)
+        make_chain(model, example, blocks)  # before modules are swapped: on the meta device they cannot communicate
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     given = _by_rules(rules, linears)
-    kinds, reasons, note = dict(given), {}, ""
+    kinds, reasons, note = _by_rules(defaults, linears) | given, {}, ""
     if context.size("tensor") > 1:
-        planned = _by_own_plan(model, linears)
-        kinds = _by_rules(defaults, linears) | planned | kinds
+        planned, note = _by_own_plan(model, linears)
+        kinds = planned | kinds
     swapper = Swapper(model, kinds, reasons)
     model = swapper.run()
     vars(model)["_colossus_conversion"] = Conversion(swapper.swaps, (), note)
@@ -157,15 +158,21 @@ def _by_rules(rules: Mapping[str, str], linears: Sequence[str]) -> dict[str, str
     return kinds
 
 
-def _by_own_plan(model: nn.Module, linears: Sequence[str]) -> dict[str, str]:
-    """What transformers' models say of themselves, ``{"layers.*.mlp.up_proj": "colwise"}``."""
+def _by_own_plan(model: nn.Module, linears: Sequence[str]) -> tuple[dict[str, str], str]:
+    """What transformers' models say of themselves, ``{"layers.*.mlp.up_proj": "colwise"}``; and why it is not taken."""
     plan = getattr(model, "_tp_plan", None) or {}
-    found = {}
+    shardings = model_parallel_of(current_context()).shardings
+    assert shardings is not None
+    kinds: dict[str, str] = {}
     for pattern, theirs in plan.items():
         for name in linears:
-            if theirs in _KIND_OF_PLAN and fnmatchcase(name, pattern):
-                found[name] = _KIND_OF_PLAN[theirs]
-    return found
+            if (kind := _KIND_OF_PLAN.get(theirs)) and fnmatchcase(name, pattern):
+                kinds[name] = kind
+                out_features, in_features = weight_shape(model.get_submodule(name))
+                problems = shardings.choose(kind, in_features, {"": out_features})
+                if isinstance(problems, list):
+                    return {}, f"the model's own plan has {name} as {theirs}, but {problems[0]}"
+    return kinds, ""
 
 
 def _name_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
