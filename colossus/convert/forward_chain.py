@@ -11,13 +11,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path
 
 from colossus.convert.forward_flow import ForwardFlow, standing_in
 from colossus.convert.forward_parts import BlockCall, Discarded, ForwardChain, call_model, first_of
+from colossus.convert.meta_run import running_on_meta
 from colossus.layers.pipeline_block import is_chain
-from colossus.random import GLOBAL_RNG
 
 _HOW = (
     "a pipeline needs a forward that calls its blocks as one chain: each takes what the one before returned, and "
@@ -38,7 +37,7 @@ def make_chain(model: nn.Module, example: Any, blocks: str | Sequence[str] | Non
     microbatch and stage, to find what blocks are called with (masks, positions).
 
     Args:
-        model: on the meta device, as in the factory of a model, or with values.
+        model: on the meta device, as in the factory of a model, or with values; its modules may be swapped afterwards.
         example: an input of the model: a tensor, or a dict of its keyword arguments; a small one will do.
         blocks: the name of the list, or the names of the blocks in the order in which they are called.
 
@@ -47,8 +46,7 @@ def make_chain(model: nn.Module, example: Any, blocks: str | Sequence[str] | Non
     """
     if blocks is None and is_chain(model):
         return
-    with _disable_current_modes(), GLOBAL_RNG.preserved(), torch.no_grad():
-        example = tree_map(_with_values, example)
+    with running_on_meta(model, example) as example:
         seen = _Forward(model, example)
         wanted = seen.find_blocks(blocks)
         calls = seen.block_calls(wanted)
@@ -64,11 +62,6 @@ def make_chain(model: nn.Module, example: Any, blocks: str | Sequence[str] | Non
         buffers = seen.buffers(wanted, tried.needed)
     both = tuple([*names, *of_buffers] for names, of_buffers in zip(owned, buffers, strict=True))
     model.pipeline_blocks = ForwardChain(model, calls, discarded, both, shapes)  # type: ignore[assignment, arg-type]
-
-
-def _with_values(leaf: Any) -> Any:
-    is_meta = isinstance(leaf, Tensor) and leaf.device.type == "meta"
-    return torch.ones(leaf.shape, dtype=leaf.dtype) if is_meta else leaf
 
 
 @dataclass(frozen=True)
@@ -142,7 +135,8 @@ class _Forward:
         )
 
     def _children(self, name: str) -> list[str]:
-        return [f"{name}.{leaf}" for leaf, _ in self.model.get_submodule(name).named_children()]
+        children = self.model.get_submodule(name)._modules.items()
+        return [f"{name}.{leaf}" for leaf, child in children if child is not None]
 
     def _lists(self) -> Iterator[list[str]]:
         for name, module in self.model.named_modules():
