@@ -62,6 +62,9 @@ class ModelParallel:
         weights: gathers the weights of all layers, and reduces their gradients.
         sequence: how tokens are split over the sequence axis; None where they are not.
         batch_info: of the batch at work (see `batch`); an empty one outside of a step.
+        replicas_differ: data ranks train parameters of their own: no layer exchanges anything with other data ranks.
+        interleaves_microbatches: a layer mixes the samples of a microbatch, so that these must be the same under any
+            number of data ranks (`colossus.data.batch.split_microbatches`).
         rotary_tables: by kind, dtype and device, what `colossus.layers.rotary.Rotary` has computed.
         whole_placement: of plain tensors.
     """
@@ -73,6 +76,8 @@ class ModelParallel:
     weights: GatheredWeights
     sequence: SequenceSplit | None
     batch_info: BatchInfo = BatchInfo()
+    replicas_differ: bool = False
+    interleaves_microbatches: bool = False
     rotary_tables: dict[tuple[str, torch.dtype, torch.device], RotaryTable] = field(default_factory=dict)
     whole_placement: Placement = field(init=False)
 

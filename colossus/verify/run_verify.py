@@ -128,7 +128,7 @@ def sections(
     out: dict[str, Any] = {key: getattr(config, key) for key in Config.model_fields}
     train = {"precision": PrecisionSection(**PRECISIONS["fp64"]), "steps": steps, "eval_every": 0, "log_every": steps}
     if tolerance is None:
-        out["parallel"], out["schedule"] = {"data": 1}, {}
+        out["parallel"], out["schedule"] = {"data": 1}, {"microbatches": config.schedule.microbatches}
     else:  # what is not a number is compared, too
         train |= {"on_nonfinite": "skip", "max_skips": steps}
     out["train"] = config.train.model_copy(update=train)
