@@ -103,7 +103,7 @@ class _BatchNorm(Layer):
 
     def _checked(self, x: Tensor) -> Tensor:
         if isinstance(x, ShardedTensor):
-            raise located_error(f"{self.title}: its statistics are over all tokens, and a rank has a part of them: {x!r}")
+            raise located_error(f"{self.title}: its statistics are over all tokens, of which a rank has a part: {x!r}")
         if x.dim() < 2 or (self.dims and x.dim() not in self.dims) or x.shape[1] != self.num_features:
             wanted = " or ".join(map(str, self.dims)) or "at least 2"
             raise located_error(
@@ -126,9 +126,9 @@ class _BatchNorm(Layer):
 
     @torch.no_grad()
     def _update(self, mean: Tensor, variance: Tensor, momentum: float) -> None:
-        assert self.running_mean is not None and self.running_var is not None
-        self.running_mean.mul_(1.0 - momentum).add_(mean, alpha=momentum)
-        self.running_var.mul_(1.0 - momentum).add_(variance, alpha=momentum)
+        for running, of_batch in ((self.running_mean, mean), (self.running_var, variance)):
+            assert running is not None
+            running.mul_(1.0 - momentum).add_(of_batch, alpha=momentum)
 
     def extra_repr(self) -> str:
         names = ("eps", "momentum", "affine", "track_running_stats")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from helpers.modes import MODES, own
 from helpers.ranks import RankError, grid, run_ranks
 from helpers.resnet import SIZES, PlainResNet, ResNet
-from helpers.training import Trace, assert_is_plain_torch, config_of, run_cases
+from helpers.training import Trace, assert_is_plain_torch, batch_of, config_of, run_cases
 from torch import Tensor, nn
 
 import colossus
@@ -208,3 +209,59 @@ def test_resnet_is_plain_torch(world: int) -> None:
         except AssertionError as error:
             error.add_note(f"under {name}")
             raise
+
+
+def test_a_checkpoint_goes_on_under_another_plan(tmp_path: Path) -> None:
+    def steps(rank: int, data: int, number: int, name: str) -> dict[str, Tensor]:
+        checkpoint = dict(dir=str(tmp_path / name), resume="auto")
+        engine = colossus.initialize(config(2, dict(parallel=dict(data=data))) | dict(checkpoint=checkpoint))
+        engine.checkpoints.resume()
+        for _ in range(number):
+            batch = batch_of(engine.completed_steps, SIZES, BATCH)
+            engine.train_step({key: value.chunk(data)[rank] for key, value in batch.items()})
+        engine.checkpoints.save()
+        state = {name: value.clone() for name, value in full_state_dict(engine.model, engine.context).items()}
+        engine.close()
+        return state
+
+    (whole,) = run_ranks(1, steps, 1, 4, "whole", with_context=False)
+    run_ranks(2, steps, 2, 2, "resumed", with_context=False)
+    (resumed,) = run_ranks(1, steps, 1, 2, "resumed", with_context=False)
+    assert resumed["0.1.num_batches_tracked"] == 8
+    for name, value in whole.items():
+        torch.testing.assert_close(resumed[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_replicas_with_parameters_of_their_own_have_statistics_of_their_own() -> None:
+    x = numbers(8, 3)
+
+    def body(rank: int) -> tuple[Tensor, Tensor]:
+        plan = dict(data=2, strategy=dict(type="local_sgd", period=4))
+        engine = colossus.initialize(
+            dict(parallel=plan, train=dict(precision="fp64", global_batch_size=8, steps=4), device="cpu"),
+            model=partial(layers.BatchNorm1d, 3, momentum=None),
+            loss_fn=lambda y, batch: (y.square().sum(), len(y)),
+        )
+        own = x.chunk(2)[rank]
+        engine.train_step(own)
+        return own, engine.model.running_mean.clone()  # type: ignore[union-attr, operator, return-value]
+
+    for own_samples, mean in run_ranks(2, body, with_context=False):
+        torch.testing.assert_close(mean, own_samples.mean(0))
+
+
+def test_low_precision_takes_statistics_in_float32() -> None:
+    x = (numbers(2048, 3) + 40.0).to(torch.bfloat16)
+
+    def body(context: ParallelContext) -> tuple[Tensor, Tensor]:
+        make = partial(layers.BatchNorm1d, 3)
+        norm = colossus.build(make, context, dtype=torch.bfloat16, wide_dtype=torch.float32)
+        assert {value.dtype for value in (*norm.parameters(), norm.running_mean, norm.running_var)} == {torch.float32}
+        return norm(x.chunk(2)[context.index("data")]).detach(), norm.running_var
+
+    want = nn.BatchNorm1d(3)
+    y = want(x.float()).detach()
+    found = run_ranks(2, body, plan=grid(data=2))
+    torch.testing.assert_close(torch.cat([mine for mine, _ in found]), y.to(torch.bfloat16))
+    for _, variance in found:
+        torch.testing.assert_close(variance, want.running_var)
