@@ -95,8 +95,7 @@ class _BatchNorm(Layer):
             mean, variance, count = _statistics(x, group)
             if is_updated:
                 self._update(mean, variance * (count / (count - 1)), momentum)
-            scale = (variance + self.eps).rsqrt_()
-            y: Tensor = _NormOfAll.apply(x, self.weight, self.bias, mean, scale, count, group)
+            y: Tensor = _NormOfAll.apply(x, self.weight, self.bias, mean, variance, count, group, self.eps)
             return y
         used = (self.running_mean, self.running_var) if is_updated or not of_batch else (None, None)
         return F.batch_norm(x, *used, self.weight, self.bias, of_batch, momentum, self.eps)
@@ -172,32 +171,32 @@ def _statistics(x: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Tensor]:
     rank has x [samples, C, ..]; the same to the bit on all of them."""
     x, dims = to_wide_dtype(x), _other_dims(x)
     own_mean = x.mean(dims)
-    own_square = torch.linalg.vector_norm(x - _channels(own_mean, x.dim()), dim=dims).square_()
+    own_square = (x - _channels(own_mean, x.dim())).square_().sum(dims)  # torch.var_mean takes many times as long
     own_count = own_mean.new_full((1,), x.numel() // x.shape[1])
     gathered = collectives.all_gather(torch.cat((own_mean, own_square, own_count))[None], group).wait()
     means, squares, counts = gathered.split((len(own_mean), len(own_mean), 1), dim=1)
     count = counts.sum(0)
     mean = (means * counts).sum(0) / count
-    square = (squares + (means - mean).square_() * counts).sum(0)
-    return mean, square / count, count
+    variance = (squares + (means - mean).square_() * counts).sum(0) / count
+    return mean, variance, count
 
 
 class _NormOfAll(torch.autograd.Function):
     """The batch norm of x, whose samples are split over ranks, by statistics of all. Shapes are per rank, of r values
     in each of C channels.
 
-        x, y, dy, dx   [r, C]        (for [samples, C, ..] read r as samples x ..)
-        weight, bias   [C]           the same on all ranks; dweight and dbias are of the rank's samples
-        mean, scale    [C]           of all ranks; scale is one over the standard deviation
-        count          [1]           values of a channel on all ranks
+        x, y, dy, dx     [r, C]      (for [samples, C, ..] read r as samples x ..)
+        weight, bias     [C]         the same on all ranks; dweight and dbias are of the rank's samples
+        mean, variance   [C]         of all ranks; scale = (variance + eps) ** -0.5
+        count            [1]         values of a channel on all ranks
 
         forward  y  = normal * weight + bias, with normal = (x - mean) * scale
         wgrad    dweight = (dy * normal).sum(0), dbias = dy.sum(0)
-        dgrad    dx = (dy - sum(dy) / count - normal * sum(dy * normal) / count) * scale * weight
-                 the sums are over all ranks: dbias and dweight, all-reduced, 2 [C]
+        dgrad    dx = (dy - sum(dbias) / count - normal * sum(dweight) / count) * scale * weight
+                 the sums are over all ranks: all-reduced, 2 [C]
 
-    mean and scale depend on x as well: dgrad has their part, and they get no gradient of their own. Of low precision x,
-    y, dy and dx have that, and everything in between is of float32.
+    mean and variance depend on x as well: dgrad has their part, and they get no gradient of their own. Of low precision
+    x, y, dy and dx have that, and everything in between is of float32.
     """
 
     @staticmethod
@@ -207,36 +206,27 @@ class _NormOfAll(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         mean: Tensor,
-        scale: Tensor,
+        variance: Tensor,
         count: Tensor,
         group: AxisGroup,
+        eps: float,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, scale, count)
-        ctx.group, ctx.has_bias = group, bias is not None
-        y = _normal(x, mean, scale)
-        if weight is not None:
-            y.mul_(_channels(weight, x.dim()))
-        if bias is not None:
-            y.add_(_channels(bias, x.dim()))
-        return y.to(x.dtype)
+        ctx.save_for_backward(x, weight, mean, variance, count)
+        ctx.group, ctx.eps = group, eps
+        return F.batch_norm(to_wide_dtype(x), mean, variance, weight, bias, eps=eps).to(x.dtype)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, scale, count = ctx.saved_tensors
-        normal, dy, dims, ndim = _normal(x, mean, scale), to_wide_dtype(dy), _other_dims(x), x.dim()
-        dweight, dbias, dx = (dy * normal).sum(dims), dy.sum(dims), None
+        narrow, weight, mean, variance, count = ctx.saved_tensors
+        x, dy, eps = to_wide_dtype(narrow), to_wide_dtype(dy), ctx.eps
+        normal, dims = F.batch_norm(x, mean, variance, eps=eps), _other_dims(x)
+        dweight, dbias, dx = normal.mul_(dy).sum(dims), dy.sum(dims), None
         if ctx.needs_input_grad[0]:
-            sums = collectives.all_reduce(torch.stack((dbias, dweight)), ctx.group, owned=True).wait() / count
-            dnormal = (dy - _channels(sums[0], ndim)).sub_(normal.mul_(_channels(sums[1], ndim)))
-            dx = dnormal.mul_(_channels(scale if weight is None else scale * weight, ndim)).to(x.dtype)
-        return (
-            dx,
-            dweight if ctx.needs_input_grad[1] else None,
-            dbias if ctx.needs_input_grad[2] else None,
-            *(None,) * 4,
-        )
-
-
-def _normal(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    return (to_wide_dtype(x) - _channels(mean, x.dim())).mul_(_channels(scale, x.dim()))
+            scale = (variance + eps).rsqrt_() if weight is None else (variance + eps).rsqrt_() * weight
+            sums = collectives.all_reduce(torch.stack((dweight, dbias)), ctx.group, owned=True).wait()
+            slope, shift = sums.mul_(scale / -count)
+            dx = F.batch_norm(x, mean, variance, slope, shift, eps=eps).addcmul_(dy, _channels(scale, x.dim()))
+            dx = dx.to(narrow.dtype)
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        return dx, dweight if needs_weight else None, dbias if needs_bias else None, None, None, None, None, None
