@@ -204,7 +204,7 @@ class _Copy:
 def _is_as_written(module: nn.Module, *kinds: type[Layer]) -> bool:
     """Whether it is of one of these classes, and nobody has replaced what it computes or put something inside."""
     replaced = "forward" in vars(module) and not is_checkpointed(module)
-    known = {"weight", "bias", *getattr(module, "outputs", ())}
+    known = {"weight", "bias", *getattr(module, "outputs", ()), *getattr(module, "statistics", ())}
     held = {*module._modules, *module._buffers, *module._parameters}
     return type(module) in kinds and not replaced and held <= known
 

@@ -26,6 +26,7 @@ class Kit:
         layers.RMSNorm,
         layers.Dropout,
     )
+    BatchNorm1d = layers.BatchNorm1d
     split_heads, merge_heads = staticmethod(layers.split_heads), staticmethod(layers.merge_heads)
     to_whole = staticmethod(layers.to_whole)
     MLP = layers.MLP
@@ -50,7 +51,7 @@ class PlainKit:
     """The same of torch: the oracle."""
 
     Linear, Embedding, LayerNorm, RMSNorm, Dropout = _PlainLinear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout
-    MLP = _PlainMLP
+    BatchNorm1d, MLP = nn.BatchNorm1d, _PlainMLP
 
     @staticmethod
     def split_heads(x: Tensor, heads: int) -> Tensor:
