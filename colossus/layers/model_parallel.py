@@ -33,7 +33,7 @@ class BatchInfo:
             ranks hold.
         microbatch_size: samples of a microbatch of this data rank; 0 outside of the engine.
         first_sample: number in the global batch of the first sample of this data rank.
-        sample_step: from a sample of a microbatch to the next; of the number of microbatches where they are interleaved.
+        sample_step: from a sample of a microbatch to the next: the number of microbatches where they are interleaved.
         cache: of a model that decodes: the tokens it is called with follow those that are in the cache.
         only_last_token: the model may leave out all logits but those of the last token of each sample.
     """

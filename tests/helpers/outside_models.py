@@ -11,13 +11,13 @@ from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
-from colossus.convert.swap import is_conv1d
 from helpers.user_models.cases import BATCH, Batch, PlainKit, UserModel, draw, integers
 from helpers.user_models.table import Run, twins
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import colossus
+from colossus.convert.swap import is_conv1d
 
 STEPS = 5
 #: 8 divides what a mode may split; 4 divides the heads

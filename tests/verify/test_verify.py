@@ -151,6 +151,8 @@ def test_our_dropout_is_the_same_and_on(verify: Verify) -> None:
     for plan in (["parallel.data=2", "schedule.microbatches=2"], ["parallel.tensor.mode=2d", "parallel.tensor.size=4"]):
         code, out, _ = verify(textwrap.dedent(text) + NET, *plan, middle="Dropping()")
         assert code == 0, out
+
+
 @pytest.mark.parametrize(("module", "agrees"), [("layers", True), ("nn", False)])
 def test_batch_norm_of_all_samples(verify: Verify, module: str, agrees: bool) -> None:
     """Torch's own is of the samples of one rank."""
