@@ -140,8 +140,8 @@ class _Forward:
 
     def _lists(self) -> Iterator[list[str]]:
         for name, module in self.model.named_modules():
-            of_one_class = len({type(child) for child in module.children()}) == 1
-            if name and isinstance(module, nn.ModuleList | nn.Sequential) and of_one_class:
+            kinds = [type(child) for child in module.children()]
+            if isinstance(module, nn.ModuleList | nn.Sequential) and len(kinds) > 1 and len({*kinds}) == 1 and name:
                 yield self._children(name)
 
     def _num_elements(self, names: Sequence[str]) -> int:

@@ -167,15 +167,18 @@ class _Trial(TorchFunctionMode):
 
     def run(self, example: Any) -> dict[str, str]:
         """Name of a column -> why it cannot be one; nothing for a run in which all could."""
-        calls = {**self._stand_ins, **{name: partial(self._linear, name, each) for name, each in self.linears.items()}}
+        calls: dict[str, Callable[..., Any]] = {
+            **self._stand_ins,
+            **{name: partial(self._linear, name, each) for name, each in self.linears.items()},
+        }
         for name, module in self._model.named_modules():
             if type(module) is nn.Dropout:
                 calls[name] = partial(_dropped, module)
         try:
             with self:
                 output, flow = run_on_meta(self._model, example, calls)
-        except _Refused as refused:
-            return dict.fromkeys(refused.names, refused.why)
+        except _Refused as ended:
+            return dict.fromkeys(ended.names, ended.why)
         except Exception as error:
             names = self._last or [name for name, role in self.roles.items() if role == COLUMN]
             if not names:
@@ -217,7 +220,7 @@ class _Trial(TorchFunctionMode):
             return self._made(x, x.shape[0], out_features)
         if self.roles.setdefault(name, role) != role:
             raise _Refused({name, *sources}, f"{name} is called with whole and with split features")
-        if is_split:
+        if isinstance(x, ShardedTensor) and is_split:
             return self._row(name, x, in_features, out_features)
         return self._column(name, x, out_features)
 

@@ -71,7 +71,9 @@ def parallelize(
                 "colossus.initialize(model=...) or colossus.build(...)"
             )
         model = factory()
-        return _converted(model, rules or {}, defaults or {}, example, blocks) if isinstance(model, nn.Module) else model
+        return (
+            _converted(model, rules or {}, defaults or {}, example, blocks) if isinstance(model, nn.Module) else model
+        )
 
     return make
 
@@ -162,9 +164,7 @@ def _by_rules(rules: Mapping[str, str], linears: Sequence[str]) -> dict[str, str
     return kinds
 
 
-def _found_pairs(
-    model: nn.Module, example: Any, linears: Sequence[str], given: Container[str]
-) -> tuple[Pairs, str]:
+def _found_pairs(model: nn.Module, example: Any, linears: Sequence[str], given: Container[str]) -> tuple[Pairs, str]:
     """The pairs of a model beside those that are given, and why they are not looked for in a run of it."""
     why = "no example is given, so no pairs are looked for"
     if example is not None:

@@ -49,7 +49,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
     """(out, in) of what `is_linear`."""
-    rows, columns = module.weight.shape  # type: ignore[union-attr, misc]
+    rows, columns = module.weight.shape  # type: ignore[misc]
     return (columns, rows) if is_conv1d(module) else (rows, columns)
 
 

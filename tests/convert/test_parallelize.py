@@ -20,7 +20,7 @@ VOCAB, HIDDEN = 13, 16
 
 
 class Words(nn.Module):
-    """Tied words, a pair with a gate, a frozen linear, a bias that the model holds too, values set in the constructor."""
+    """Tied words, a gated pair, a frozen linear, a bias that the model holds too, values set in the constructor."""
 
     def __init__(self) -> None:
         super().__init__()
