@@ -99,17 +99,20 @@ class Result:
         return [(name, peer, common.ratio(self.series, name, peer)) for name, peer in pairs]
 
 
-def check(trajectories: Mapping[str, Trajectory]) -> None:
+def check(trajectories: Mapping[str, Trajectory], reference: str = REFERENCE) -> None:
     """That all cases compute the same thing.
+
+    Args:
+        reference: the one against which cases of no `Kind` are held.
 
     Raises:
         RuntimeError: naming the first case and step that differ from the serial one of the same precision.
     """
     for name, trajectory in trajectories.items():
         kind = KINDS.get(name.removesuffix(common.AGAIN))
-        against, tolerance = (kind.reference, kind.tolerance) if kind is not None else (REFERENCE, TOLERANCE)
-        for step, (ours, reference) in enumerate(zip(trajectory, trajectories[against], strict=True), 1):
-            for what, a, b in zip(("loss", "gradient norm"), ours, reference, strict=True):
+        against, tolerance = (kind.reference, kind.tolerance) if kind is not None else (reference, TOLERANCE)
+        for step, (ours, theirs) in enumerate(zip(trajectory, trajectories[against], strict=True), 1):
+            for what, a, b in zip(("loss", "gradient norm"), ours, theirs, strict=True):
                 if not abs(a - b) <= tolerance * max(1.0, abs(b)):
                     raise RuntimeError(f"{name}: {what} {a:.6f} at step {step}, but {against} has {b:.6f}")
 

@@ -109,7 +109,9 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("any_model", "unpaired"),
         ("checkpointing", "selective"),
+        ("dropout", "time / bernoulli"),
         ("collectives", "microseconds per all-reduce"),
         ("generation", "decode tokens/s"),
         ("hf_loading", "MB above the weights"),

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from colossus.context.rng_streams import RngStreams
 from colossus.random import GLOBAL_RNG, GlobalRng, hash_key
 
-
 positions = st.tuples(st.integers(0, 1000), st.integers(0, 64))
 keys = st.lists(st.one_of(st.integers(-5, 5), st.text("ab/=", max_size=3)), max_size=3)
 

@@ -1,4 +1,4 @@
-"""``colossus show --layers``: which modules of a model are layers of ours, how their weights are split, what they send."""
+"""``colossus show --layers``: which modules are layers of ours, how their weights are split, what they send."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def render_layers(config: Config) -> str:
         head += f"\nnote        {found.note}"
     parts = [head, aligned([_HEADER, *_folded(rows)], left=(0, 1, 2, 3)), _NOTE]
     if found.shared:
-        parts.append("one input   " + "\n            ".join(name for name, in _folded([(", ".join(e),) for e in found.shared])))
+        parts.append(
+            "one input   " + "\n            ".join(name for (name,) in _folded([(", ".join(e),) for e in found.shared]))
+        )
     if stayed:
         parts.append(aligned(_folded(stayed), left=(0, 1)))
     return "\n\n".join(parts)

@@ -38,6 +38,11 @@ def is_hooked() -> bool:
     return _top_hooks(True) is not None
 
 
+def is_recomputation() -> bool:
+    """Whether this forward runs inside of a backward, as those of activation checkpointing do the second time."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
     """``ctx.save_for_backward``, in a recomputation at once.
 
@@ -48,8 +53,7 @@ def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
     Where torch cannot (2.11), a recomputation runs that rest, too.
     """
     make = torch_versions.make_saved_tensor
-    is_first = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
-    if is_first or make is None or not is_hooked():
+    if not is_recomputation() or make is None or not is_hooked():
         ctx.save_for_backward(*tensors)
         return
     ctx.saved_early = [None if tensor is None else make(tensor, is_output=False) for tensor in tensors]

@@ -33,7 +33,8 @@ class TracedValue:
             self._trace.fix_seed(self._tensor, seed)
 
     def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> np.ndarray[Any, np.dtype[np.float64]]:
-        assert self._trace is not None and self._tensor is not None, "drawn once"
+        assert self._trace is not None, "it is drawn once"
+        assert self._tensor is not None
         whole = self._trace.value(self._tensor) if self._tensor.is_meta else self._tensor
         whole = whole.detach().T if self._is_transposed else whole.detach()
         assert tuple(whole.shape) == shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,19 +11,18 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path
 
 from colossus.convert.forward_flow import ForwardFlow, standing_in
-from colossus.convert.forward_parts import BlockCall, Discarded, ForwardChain, call_model
+from colossus.convert.forward_parts import BlockCall, Discarded, ForwardChain, call_model, first_of
+from colossus.convert.meta_run import running_on_meta
 from colossus.layers.pipeline_block import is_chain
-from colossus.random import GLOBAL_RNG
 
 _HOW = (
-    "a pipeline needs a forward that calls its blocks as one chain: each takes what the one before returned, and beside "
-    "it only what is computed from the model's input; what follows the blocks takes what the last one returned. Name "
-    "other blocks (blocks=[names of modules], or the name of a list of them), let the model say what its blocks are "
-    "(def pipeline_blocks), or train it without parallel.pipeline"
+    "a pipeline needs a forward that calls its blocks as one chain: each takes what the one before returned, and "
+    "beside it what is computed from the model's input alone; what follows the blocks takes what the last one "
+    "returned. Name other blocks (blocks=[names of modules], or the name of a list of them), let the model say what "
+    "its blocks are (def pipeline_blocks), or train it without parallel.pipeline"
 )
 #: what a block may be called with
 _PASSED = (Tensor, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
@@ -36,7 +37,7 @@ def make_chain(model: nn.Module, example: Any, blocks: str | Sequence[str] | Non
     microbatch and stage, to find what blocks are called with (masks, positions).
 
     Args:
-        model: on the meta device, as in the factory of a model, or with values.
+        model: on the meta device, as in the factory of a model, or with values; its modules may be swapped afterwards.
         example: an input of the model: a tensor, or a dict of its keyword arguments; a small one will do.
         blocks: the name of the list, or the names of the blocks in the order in which they are called.
 
@@ -45,28 +46,20 @@ def make_chain(model: nn.Module, example: Any, blocks: str | Sequence[str] | Non
     """
     if blocks is None and is_chain(model):
         return
-    with _disable_current_modes(), GLOBAL_RNG.preserved(), torch.no_grad():
-        example = tree_map(_with_values, example)
+    with running_on_meta(model, example) as example:
         seen = _Forward(model, example)
         wanted = seen.find_blocks(blocks)
         calls = seen.block_calls(wanted)
         discarded = seen.discarded(wanted)
         owned = seen.parameters(wanted, discarded)
-        shapes = {
-            name: parameter.shape
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if any(parameter is model.get_parameter(other) for other in owned[0])
-        }
+        used = {id(model.get_parameter(name)) for name in owned[0]}
+        every = model.named_parameters(remove_duplicate=False)
+        shapes = {name: parameter.shape for name, parameter in every if id(parameter) in used}
         tried = _Trial(model, calls, discarded, owned, shapes)
-        tried.require_same_output(example, seen.output)
-        buffers = seen.buffers(wanted, tried.flow.uses)
+        tried.require_same_output(example, seen.output, wanted[-1])
+        buffers = seen.buffers(wanted, tried.needed)
     both = tuple([*names, *of_buffers] for names, of_buffers in zip(owned, buffers, strict=True))
     model.pipeline_blocks = ForwardChain(model, calls, discarded, both, shapes)  # type: ignore[assignment, arg-type]
-
-
-def _with_values(leaf: Any) -> Any:
-    is_meta = isinstance(leaf, Tensor) and leaf.device.type == "meta"
-    return torch.ones(leaf.shape, dtype=leaf.dtype) if is_meta else leaf
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,8 @@ class _Forward:
         leaves, structure = tree_flatten(out)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         depends = bool(tensors) and all(map(self.flow.depends, tensors))
-        given = [(_argument(path), leaf) for path, leaf in tree_flatten_with_path((args, kwargs))[0]]
+        names = list(inspect.signature(module.forward).parameters)
+        given = [(_argument(path, names), leaf) for path, leaf in tree_flatten_with_path((args, kwargs))[0]]
         self.calls.append(_Call(name, began, self._tick(), given, out, structure, depends))
         return out
 
@@ -122,6 +116,8 @@ class _Forward:
     def find_blocks(self, given: str | Sequence[str] | None) -> list[_Call]:
         """The calls of the blocks."""
         if given is not None:
+            if isinstance(given, str) and given not in dict(self.model.named_modules()):
+                raise ValueError(f"blocks={given!r}: {type(self.model).__name__} has no module of this name")
             names = self._children(given) if isinstance(given, str) else list(given)
             found = self._in_order(names)
             if found is None:
@@ -139,12 +135,13 @@ class _Forward:
         )
 
     def _children(self, name: str) -> list[str]:
-        return [f"{name}.{leaf}" for leaf in self.model.get_submodule(name)._modules]
+        children = self.model.get_submodule(name)._modules.items()
+        return [f"{name}.{leaf}" for leaf, child in children if child is not None]
 
     def _lists(self) -> Iterator[list[str]]:
         for name, module in self.model.named_modules():
-            of_one_class = len({type(child) for child in module.children()}) == 1
-            if name and isinstance(module, nn.ModuleList | nn.Sequential) and of_one_class:
+            kinds = [type(child) for child in module.children()]
+            if isinstance(module, nn.ModuleList | nn.Sequential) and len(kinds) > 1 and len({*kinds}) == 1 and name:
                 yield self._children(name)
 
     def _num_elements(self, names: Sequence[str]) -> int:
@@ -152,7 +149,7 @@ class _Forward:
 
     def _in_order(self, names: Sequence[str]) -> list[_Call] | None:
         calls = [call for call in self.calls if call.name in names]
-        in_turn = all(call.ended < after.began for call, after in zip(calls, calls[1:], strict=False))
+        in_turn = all(call.ended < after.began for call, after in itertools.pairwise(calls))
         return calls if in_turn and [call.name for call in calls] == list(names) else None
 
     def block_calls(self, blocks: Sequence[_Call]) -> list[BlockCall]:
@@ -165,15 +162,20 @@ class _Forward:
                 for slot, (_, leaf) in enumerate(block.given)
                 if isinstance(leaf, Tensor) and (leaf is hidden or self.flow.depends(leaf))
             ]
-            slots = dependent if hidden is None else [s for s in dependent if block.given[s][1] is hidden]
-            before = calls[-1].name if calls else "what lies before it"
+            if hidden is None:  # of a model that begins with its blocks, its input
+                slots = dependent or [slot for slot, (_, leaf) in enumerate(block.given) if isinstance(leaf, Tensor)]
+            else:
+                slots = [slot for slot in dependent if block.given[slot][1] is hidden]
             if not slots:
-                self._refuse(f"{block.name} does not take what {before} returned as it is")
+                self._refuse(
+                    f"{block.name} does not take what {calls[-1].name if calls else 'the model'} returned as it is"
+                )
             others = [path for slot, (path, _) in enumerate(block.given) if slot in dependent and slot != slots[0]]
             if others:
                 self._refuse(
-                    f"{block.name} takes, beside the hidden states ({block.given[slots[0]][0]}), what is computed from "
-                    f"parameters outside of it: {', '.join(others)}"
+                    f"{block.name} takes {', '.join(others)}, which is computed from parameters, beside its "
+                    f"{block.given[slots[0]][0]} (a decoder takes what its encoder returned: that is two chains; "
+                    f"others share a bias of positions)"
                 )
             for path, leaf in block.given:
                 if not isinstance(leaf, _PASSED):
@@ -182,7 +184,7 @@ class _Forward:
                         f"computed (of a cache of keys and values: config.use_cache = False)"
                     )
             extras = len(block.out) - 1 if isinstance(block.out, tuple) else None
-            hidden = block.out if extras is None else block.out[0]
+            hidden = first_of(block.out)
             if not isinstance(hidden, Tensor):
                 self._refuse(f"{block.name} returns a {type(block.out).__name__}, neither a tensor nor a tuple of one")
             calls.append(BlockCall(block.name, slots[0], extras))
@@ -191,10 +193,15 @@ class _Forward:
     # -- what lies around them ----------------------------------------------------------------------------
 
     def discarded(self, blocks: Sequence[_Call]) -> list[Discarded]:
-        """The outermost modules that run before the blocks, of whose results all depends on parameters."""
+        """The outermost modules that run before the blocks alone, of whose results all depends on parameters."""
         before = [call for call in self.calls if call.ended < blocks[0].began]
-        names = {call.name for call in before} - {call.name for call in before if not call.depends}
-        found = {call.name: call.structure for call in before if call.name in names and not _is_inside(call.name, names)}
+        kept = {call.name for call in before if not call.depends}
+        for block, after in itertools.pairwise(blocks):
+            kept |= {call.name for call in self.calls if block.ended < call.began and call.ended < after.began}
+        names = {call.name for call in before} - kept
+        found = {
+            call.name: call.structure for call in before if call.name in names and not _is_inside(call.name, names)
+        }
         return [Discarded(name, structure) for name, structure in found.items()]
 
     def parameters(self, blocks: Sequence[_Call], discarded: Sequence[Discarded]) -> tuple[list[str], list[str]]:
@@ -213,7 +220,7 @@ class _Forward:
             after += [name] if is_after else []
         return before, after
 
-    def buffers(self, blocks: Sequence[_Call], needed: dict[str, list[int]]) -> tuple[list[str], list[str]]:
+    def buffers(self, blocks: Sequence[_Call], needed: set[str]) -> tuple[list[str], list[str]]:
         """Names of those that are used before and after the blocks alone; ``needed`` are those of every rank."""
         first, last = blocks[0].began, blocks[-1].ended
         uses = [(name, self.flow.uses[name]) for name, _ in self.model.named_buffers() if name in self.flow.uses]
@@ -226,21 +233,32 @@ class _Forward:
 
 
 class _Trial(ForwardChain):
-    """The chain run on the example: what it discards must not reach the model's output."""
+    """The chain run on the example: what it discards must not reach the model's output.
 
-    def require_same_output(self, example: Any, output: Any) -> None:
+    Attributes:
+        needed: parameters and buffers that every rank uses to find what blocks are called with.
+    """
+
+    def require_same_output(self, example: Any, output: Any, last_call: _Call) -> None:
         """That the output has the same shapes as that of the model, and nothing in it is computed from zeros."""
+        hidden = torch.empty_like(first_of(last_call.out), device="meta")
         with ForwardFlow(self._model) as flow:
             value = self.before(example)
         self.flow = flow = ForwardFlow(self._model)
 
         def last() -> Tensor:
-            flow.after_last = True
+            flow.after_last, self.needed = True, set(flow.uses)
             return flow.mark(hidden, stale=False)
 
-        with flow:
-            hidden = torch.empty_like(value[0])
-            out = self._replay(value, last)
+        try:
+            with flow:
+                out = self._replay(value, last)
+        except Exception as error:
+            refuse(
+                self._model,
+                f"what it does outside of its blocks fails where they return hidden states alone ({error})",
+                error,
+            )
         found, structure = tree_flatten_with_path(out)
         wanted, wanted_structure = tree_flatten(output)
         if structure != wanted_structure or list(map(_shape, wanted)) != [_shape(leaf) for _, leaf in found]:
@@ -254,12 +272,15 @@ class _Trial(ForwardChain):
                 f"a connection that skips blocks",
             )
 
+    def _passed(self, hidden: Tensor) -> Tensor:
+        return self._zeros(hidden, hidden.shape, hidden.dtype)
+
     def _zeros(self, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self.flow.mark(torch.empty(shape, dtype=dtype, device="meta"), stale=True)
+        return self.flow.mark(torch.zeros(shape, dtype=dtype), stale=True)
 
 
-def refuse(model: nn.Module, found: str) -> NoReturn:
-    raise ValueError(f"{type(model).__name__} is no chain of blocks: {found}.\n{_HOW}")
+def refuse(model: nn.Module, found: str, cause: Exception | None = None) -> NoReturn:
+    raise ValueError(f"{type(model).__name__} is no chain of blocks: {found}.\n{_HOW}") from cause
 
 
 def _shape(leaf: Any) -> Any:
@@ -270,7 +291,8 @@ def _is_inside(name: str, modules: set[str]) -> bool:
     return any(name.startswith(f"{module}.") for module in modules)
 
 
-def _argument(path: Any) -> str:
-    """How errors name an argument: ``args[0]``, ``attention_mask``."""
-    which, *rest = path
-    return f"args{keystr(tuple(rest))}" if which.idx == 0 else keystr(tuple(rest)).strip("[]'")
+def _argument(path: Any, parameters: Sequence[str]) -> str:
+    """How errors name an argument: ``attention_mask``, ``position_embeddings[0]``."""
+    which, first, *rest = path
+    name = first.key if which.idx else parameters[min(first.idx, len(parameters) - 1)]
+    return f"{name}{keystr(tuple(rest))}"

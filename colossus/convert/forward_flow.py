@@ -13,18 +13,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-#: take nothing of their tensor but its shape, dtype and device
+#: take nothing of their tensor but its shape and dtype
 _SHAPE_ONLY = {
     _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones,
     _aten.new_full, _aten.new_empty,
 }  # fmt: skip
+_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class ForwardFlow(TorchDispatchMode):
     """Inside, follows what is computed from parameters, by storages; for a forward under ``no_grad``.
 
     Of a model on the meta device what does not depend on its tensors has its values (masks, positions), so that a
-    forward may branch on them; all else is on meta, whatever device its operands are on.
+    forward may branch on them; all else is on meta, whatever device its operands are on. Where values of that are asked
+    for (which tokens go to an expert), they are zeros.
 
     Attributes:
         time: the caller's clock, of ``uses``.
@@ -74,17 +77,20 @@ class ForwardFlow(TorchDispatchMode):
                 self.uses.setdefault(name, []).append(self.time)
         if func.overloadpacket in _SHAPE_ONLY:
             given = []
-            if _is_meta(args[0]):
-                kwargs["device"] = _CPU
+            args = (_to_zeros(args[0]), *args[1:])
         on_meta = any(map(_is_meta, given))
         if kwargs.get("device") is not None or (on_meta and "device" in kwargs):
             kwargs["device"] = _META if on_meta else _CPU if kwargs["device"] == _META else kwargs["device"]
-        if on_meta:
-            args, kwargs = tree_map(_to_meta, (args, kwargs))
-        out = func(*args, **kwargs)
+        written = list(_written(func, args, kwargs))
+        if on_meta and not all(map(_is_meta, written)):
+            args, kwargs = tree_map(_to_zeros, (args, kwargs))
+            on_meta = False
+        out = _on_meta(func, args, kwargs) if on_meta else func(*args, **kwargs)
+        if func.overloadpacket in _EMPTY:
+            out.zero_()
         if any(map(self.depends, given)):
             stale = not self.after_last or any(map(self.is_stale, given))
-            for leaf in tree_leaves(out):
+            for leaf in tree_leaves((out, written)):
                 if isinstance(leaf, Tensor) and key_of(leaf) not in self._parameters:
                     self.mark(leaf, stale=stale)
         return out
@@ -98,8 +104,30 @@ def _is_meta(tensor: Tensor) -> bool:
     return tensor.device.type == "meta"  # a build hides `is_meta`
 
 
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation on meta; one whose shape depends on values is that of zeros."""
+    if func is _aten._grouped_mm.default:  # on meta torch takes bfloat16 only
+        return args[0].new_empty((*args[0].shape[:-1], args[1].shape[-1]), device=_META)
+    if _OF_VALUES.intersection(func.tags):
+        args, kwargs = tree_map(_to_zeros, (args, kwargs))
+        return tree_map(_to_meta, func(*args, **kwargs))
+    args, kwargs = tree_map(_to_meta, (args, kwargs))
+    return func(*args, **kwargs)
+
+
 def _to_meta(leaf: Any) -> Any:
     return leaf.to(_META) if isinstance(leaf, Tensor) and not _is_meta(leaf) and leaf.dim() else leaf
+
+
+def _to_zeros(leaf: Any) -> Any:
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) and _is_meta(leaf) else leaf
 
 
 def stand_in_for(module: nn.Module, call: Callable[..., Any]) -> nn.Module:

@@ -58,6 +58,9 @@ class Discarded:
     name: str
     structure: TreeSpec
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Discarded:
+        return self  # torch warns where a structure is copied
+
 
 class ForwardChain:
     """``model.pipeline_blocks`` of a model that is not changed: returns the blocks.
@@ -106,9 +109,9 @@ class ForwardChain:
 
         def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             out = module(*args, **kwargs)
-            results.append([
-                (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in tree_flatten(out)[0]
-            ])
+            results.append(
+                [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in tree_flatten(out)[0]]
+            )
             return out
 
         first = self._blocks[0]
@@ -130,7 +133,7 @@ class ForwardChain:
         block, (leaves, tree) = self._blocks[number], self._arguments[number]
         args, kwargs = tree_unflatten([*leaves[: block.slot], hidden, *leaves[block.slot + 1 :]], tree)
         out = self._model.get_submodule(block.name)(*args, **kwargs)
-        return out if block.extras is None else out[0], inputs, record
+        return first_of(out), inputs, record
 
     def after(self, value: Value) -> Any:
         """The model's output."""
@@ -145,25 +148,22 @@ class ForwardChain:
         Returns:
             The model's output, or of each block the leaves and the structure of its arguments.
         """
-        hidden, inputs, (results, dtypes) = value
+        arrived, inputs, (results, dtypes) = value
         arguments: list[Any] = []
         given = iter(results)
 
         def discarded(each: Discarded, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if len(arguments) == len(self._blocks):
                 return module(*args, **kwargs)
-            leaves = [
-                self._zeros(hidden, *leaf) if isinstance(leaf, list | tuple) else leaf
-                for leaf in next(given)
-            ]
+            leaves = [self._zeros(arrived, *leaf) if isinstance(leaf, tuple) else leaf for leaf in next(given)]
             return tree_unflatten(leaves, each.structure)
 
         def block(number: int, *args: Any, **kwargs: Any) -> Any:
-            leaves, tree = tree_flatten((args, kwargs))
+            each, (leaves, tree) = self._blocks[number], tree_flatten((args, kwargs))
+            hidden, leaves[each.slot] = leaves[each.slot], None
             arguments.append((leaves, tree))
-            each = self._blocks[number]
             if number < len(self._blocks) - 1:
-                return each.result(leaves[each.slot])
+                return each.result(self._passed(hidden))
             if final is None:
                 raise _Reached(arguments)
             return each.result(final())
@@ -172,8 +172,12 @@ class ForwardChain:
             each.name: partial(discarded, each, self._model.get_submodule(each.name)) for each in self._discarded
         }
         calls |= {each.name: partial(block, number) for number, each in enumerate(self._blocks)}
-        with self._placeholders(dtypes, hidden), torch.set_grad_enabled(final is not None and torch.is_grad_enabled()):
+        with self._placeholders(dtypes, arrived), torch.set_grad_enabled(final is not None and torch.is_grad_enabled()):
             return self._run(inputs, calls)
+
+    def _passed(self, hidden: Tensor) -> Tensor:
+        """What a block returns that does not run."""
+        return hidden
 
     def _zeros(self, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return like.new_zeros(shape, dtype=dtype)
@@ -202,6 +206,11 @@ class ForwardChain:
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     """A model called with its input: a dict is its keyword arguments."""
     return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+
+
+def first_of(out: Any) -> Any:
+    """The hidden states in what a block returns."""
+    return out[0] if isinstance(out, tuple) else out
 
 
 def parameter_of(model: nn.Module, name: str) -> Tensor:

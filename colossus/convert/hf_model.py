@@ -54,10 +54,10 @@ def hf_model(
     heads: dict[str, str] = {}
 
     def make() -> nn.Module:
-        model: nn.Module = kind.from_config(theirs) if hasattr(kind, "from_config") else kind(theirs)
+        model: Any = kind.from_config(theirs) if hasattr(kind, "from_config") else kind(theirs)
         if weights is not None:
             _take_weights(model, Path(weights).expanduser())
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head = getattr(model, "get_output_embeddings", lambda: None)()
         heads.update({name: HEAD for name, module in model.named_modules() if module is head is not None})
         return model
 

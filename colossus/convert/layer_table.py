@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from colossus.layers.batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.layer import Layer
@@ -64,6 +65,7 @@ class Row:
 
 _BIAS = {"bias": "bias"}
 _TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "sparse")
+_BATCH_NORM = ("num_features", "eps", "momentum", "track_running_stats"), {"affine": "weight"}
 _HEAD = {"hidden_size": "in_features", "vocab_size": "out_features"}
 #: the first row of a module of torch is the one that stands for it
 ROWS = (
@@ -74,6 +76,10 @@ ROWS = (
     Row(EmbeddingBag, nn.EmbeddingBag, (*_TABLE, "mode"), not_given=("sparse",)),
     Row(LayerNorm, nn.LayerNorm, ("normalized_shape", "eps"), {"elementwise_affine": "weight", "bias": "bias"}),
     Row(RMSNorm, nn.RMSNorm, ("normalized_shape", "eps"), {"elementwise_affine": "weight"}),
+    Row(BatchNorm1d, nn.BatchNorm1d, *_BATCH_NORM),
+    Row(BatchNorm2d, nn.BatchNorm2d, *_BATCH_NORM),
+    Row(BatchNorm3d, nn.BatchNorm3d, *_BATCH_NORM),
+    Row(SyncBatchNorm, nn.SyncBatchNorm, *_BATCH_NORM),
     Row(Dropout, nn.Dropout, ("p",)),
     Row(PatchEmbedding, None, ("in_channels", "hidden_size", "patch_size"), _BIAS),
     Row(PositionEmbedding, None, ("num_positions", "embedding_dim")),

@@ -27,10 +27,21 @@ def run_on_meta(
         calls: name of a module -> what is called in its place.
     """
     flow = ForwardFlow(model)
+    with running_on_meta(model, example) as example, standing_in(model, calls or {}), flow:
+        return call_model(model, example), flow
+
+
+@contextmanager
+def running_on_meta(model: nn.Module, example: Any) -> Iterator[Any]:
+    """Inside, forwards of a model leave nothing behind: in it, in random numbers, in a build that runs.
+
+    Yields:
+        The example, ones in the place of tensors on meta.
+    """
     with _disable_current_modes(), GLOBAL_RNG.preserved(), torch.no_grad(), _attributes_kept(model):
         example = tree_map(_with_values, example)
-        with standing_in(model, calls or {}), flow, _HideDevice():
-            return call_model(model, example), flow
+        with _HideDevice():
+            yield example
 
 
 class _HideDevice(TorchFunctionMode):

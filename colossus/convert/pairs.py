@@ -167,16 +167,18 @@ class _Trial(TorchFunctionMode):
 
     def run(self, example: Any) -> dict[str, str]:
         """Name of a column -> why it cannot be one; nothing for a run in which all could."""
-        calls = dict(self._stand_ins)
-        calls |= {name: partial(self._linear, name, each) for name, each in self.linears.items()}
+        calls: dict[str, Callable[..., Any]] = {
+            **self._stand_ins,
+            **{name: partial(self._linear, name, each) for name, each in self.linears.items()},
+        }
         for name, module in self._model.named_modules():
             if type(module) is nn.Dropout:
                 calls[name] = partial(_dropped, module)
         try:
             with self:
                 output, flow = run_on_meta(self._model, example, calls)
-        except _Refused as found:
-            return dict.fromkeys(found.names, found.why)
+        except _Refused as ended:
+            return dict.fromkeys(ended.names, ended.why)
         except Exception as error:
             names = self._last or [name for name, role in self.roles.items() if role == COLUMN]
             if not names:
@@ -206,20 +208,20 @@ class _Trial(TorchFunctionMode):
     def _linear(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
         weight: Any = module.weight
         out_features, in_features = weight.shape[::-1] if is_conv1d(module) else weight.shape
-        split = x if isinstance(x, ShardedTensor) and not x.placement.is_whole else None
-        role, sources = (COLUMN, frozenset({name})) if split is None else (ROW, _sources(x))
+        is_split = isinstance(x, ShardedTensor) and not x.placement.is_whole
+        role, sources = (ROW, _sources(x)) if is_split else (COLUMN, frozenset({name}))
         self._calls[name] += 1
         assert self._parallel.shardings is not None
         sharding = self._parallel.shardings.choose(role, in_features, {"": out_features})
         if isinstance(sharding, list):
-            if split is not None:
+            if is_split:
                 raise _Refused(sources, f"{name}, which takes its features, cannot be a row: {_told(sharding)}")
             self.reasons[name] = _told(sharding)
             return self._made(x, x.shape[0], out_features)
         if self.roles.setdefault(name, role) != role:
             raise _Refused({name, *sources}, f"{name} is called with whole and with split features")
-        if split is not None:
-            return self._row(name, split, in_features, out_features)
+        if isinstance(x, ShardedTensor) and is_split:
+            return self._row(name, x, in_features, out_features)
         return self._column(name, x, out_features)
 
     def _column(self, name: str, x: Tensor, out_features: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from colossus.construct.allocate import is_building
 from colossus.context.parallel_context import current_context
 from colossus.convert.forward_chain import make_chain
-from colossus.convert.swap import COLUMN, HEAD, KINDS, ROW, WHOLE, Swap, Swapper, is_linear
+from colossus.convert.pairs import Pairs, find_pairs
+from colossus.convert.swap import COLUMN, KINDS, ROW, Swap, Swapper, is_linear, weight_shape
+from colossus.layers.linear import Linear, share_input
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.registry import nearest
 
 #: how transformers' plans of tensor parallelism call what we call column and row
@@ -68,7 +71,9 @@ def parallelize(
                 "colossus.initialize(model=...) or colossus.build(...)"
             )
         model = factory()
-        return _converted(model, rules or {}, defaults or {}, example, blocks) if isinstance(model, nn.Module) else model
+        return (
+            _converted(model, rules or {}, defaults or {}, example, blocks) if isinstance(model, nn.Module) else model
+        )
 
     return make
 
@@ -106,16 +111,18 @@ def _converted(
     context = current_context()
     example = example_of(model) if example is None else example
     if context.size("pipeline") > 1:
-        make_chain(model, example, blocks)
+        make_chain(model, example, blocks)  # before modules are swapped: on the meta device they cannot communicate
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     given = _by_rules(rules, linears)
-    kinds, reasons, note = dict(given), {}, ""
+    found, note = Pairs(), ""
     if context.size("tensor") > 1:
-        planned = _by_own_plan(model, linears)
-        kinds = _by_rules(defaults, linears) | planned | kinds
-    swapper = Swapper(model, kinds, reasons)
+        found, note = _found_pairs(model, example, linears, given)
+    kinds = {**_by_rules(defaults, linears), **found.splits, **given}
+    swapper = Swapper(model, kinds, found.reasons)
     model = swapper.run()
-    vars(model)["_colossus_conversion"] = Conversion(swapper.swaps, (), note)
+    for group in found.shared:
+        share_input([module for name in group if isinstance(module := model.get_submodule(name), Linear)])
+    vars(model)["_colossus_conversion"] = Conversion(swapper.swaps, found.shared, note)
     if context.size("pipeline") == 1:  # else its blocks are called, and not the model
         model.register_forward_pre_hook(_name_arguments, with_kwargs=True)
     return model
@@ -157,15 +164,34 @@ def _by_rules(rules: Mapping[str, str], linears: Sequence[str]) -> dict[str, str
     return kinds
 
 
-def _by_own_plan(model: nn.Module, linears: Sequence[str]) -> dict[str, str]:
-    """What transformers' models say of themselves, ``{"layers.*.mlp.up_proj": "colwise"}``."""
+def _found_pairs(model: nn.Module, example: Any, linears: Sequence[str], given: Container[str]) -> tuple[Pairs, str]:
+    """The pairs of a model beside those that are given, and why they are not looked for in a run of it."""
+    why = "no example is given, so no pairs are looked for"
+    if example is not None:
+        try:
+            return find_pairs(model, example, model_parallel_of(current_context()), given), ""
+        except ValueError as error:
+            why = str(error)
+    kinds, problem = _by_own_plan(model, linears)
+    what = problem or ("those of the model's own plan are taken" if kinds else "")
+    return Pairs(kinds), "; ".join(filter(None, (why, what)))
+
+
+def _by_own_plan(model: nn.Module, linears: Sequence[str]) -> tuple[dict[str, str], str]:
+    """What transformers' models say of themselves, ``{"layers.*.mlp.up_proj": "colwise"}``; or why it is not taken."""
     plan = getattr(model, "_tp_plan", None) or {}
-    found = {}
+    shardings = model_parallel_of(current_context()).shardings
+    assert shardings is not None
+    kinds: dict[str, str] = {}
     for pattern, theirs in plan.items():
         for name in linears:
-            if theirs in _KIND_OF_PLAN and fnmatchcase(name, pattern):
-                found[name] = _KIND_OF_PLAN[theirs]
-    return found
+            if (kind := _KIND_OF_PLAN.get(theirs)) and fnmatchcase(name, pattern):
+                kinds[name] = kind
+                out_features, in_features = weight_shape(model.get_submodule(name))
+                problems = shardings.choose(kind, in_features, {"": out_features})
+                if isinstance(problems, list):
+                    return {}, f"the model's own plan has {name} as {theirs}, but {problems[0]}"
+    return kinds, ""
 
 
 def _name_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

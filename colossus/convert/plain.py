@@ -124,7 +124,9 @@ class _Copy:
             placeholder = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
             self._memo[id(parameter)] = placeholder
         for module in self._model.modules():
-            self._memo |= {id(hook): hook for hooks in hooks_of(module) for hook in hooks.values() if is_of_colossus(hook)}
+            self._memo |= {
+                id(hook): hook for hooks in hooks_of(module) for hook in hooks.values() if is_of_colossus(hook)
+            }
         copied = self._convert(self._model)
         for module in copied.modules():
             _clean(module)
@@ -202,7 +204,7 @@ class _Copy:
 def _is_as_written(module: nn.Module, *kinds: type[Layer]) -> bool:
     """Whether it is of one of these classes, and nobody has replaced what it computes or put something inside."""
     replaced = "forward" in vars(module) and not is_checkpointed(module)
-    known = {"weight", "bias", *getattr(module, "outputs", ())}
+    known = {"weight", "bias", *getattr(module, "outputs", ()), *getattr(module, "statistics", ())}
     held = {*module._modules, *module._buffers, *module._parameters}
     return type(module) in kinds and not replaced and held <= known
 

@@ -47,6 +47,12 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or is_conv1d(module)
 
 
+def weight_shape(module: nn.Module) -> tuple[int, int]:
+    """(out, in) of what `is_linear`."""
+    rows, columns = module.weight.shape  # type: ignore[misc]
+    return (columns, rows) if is_conv1d(module) else (rows, columns)
+
+
 class Swapper:
     """Replaces modules of a model that is being built, in place; of an error the model is of no use any more.
 
@@ -137,7 +143,7 @@ class Swapper:
         if not is_linear(module):
             return row.ours(**row.arguments_of_torch(module), **more)
         assert weight is not None
-        out_features, in_features = weight.shape[::-1] if is_transposed else weight.shape
+        out_features, in_features = weight_shape(module)
         tables = [self._made[id(other)] for _, other, _ in self._holders[id(weight)] if id(other) in self._made]
         if tables or kind == HEAD:
             if kind in (COLUMN, ROW):

@@ -62,14 +62,16 @@ def batch_size_of(batch: Batch) -> int:
 
 def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
     """Samples ``start`` to ``stop`` (views, nothing is copied)."""
-    return _slice(batch, start, stop, batch_size_of(batch))
+    return _slice(batch, slice(start, stop), batch_size_of(batch))
 
 
-def split_microbatches(batch: Batch, n: int) -> list[Batch]:
+def split_microbatches(batch: Batch, n: int, *, interleaved: bool = False) -> list[Batch]:
     """``n`` microbatches of equal size, in order, as views.
 
     Args:
         batch: this rank's batch, ``b`` samples.
+        interleaved: the m-th has samples m, m + n, m + 2 n and so on, copied. Those of all data ranks are then the same
+            samples however many data ranks have a part each of the global batch.
 
     Returns:
         ``n`` batches of ``b / n`` samples.
@@ -85,8 +87,10 @@ def split_microbatches(batch: Batch, n: int) -> list[Batch]:
         )
     if n == 1:
         return [batch]
+    if interleaved:  # contiguous, for a model that views samples and tokens as one dim
+        return [map_batch(torch.Tensor.contiguous, _slice(batch, slice(m, None, n), size)) for m in range(n)]
     step = size // n
-    return [_slice(batch, start, start + step, size) for start in range(0, size, step)]
+    return [_slice(batch, slice(start, start + step), size) for start in range(0, size, step)]
 
 
 def repeat_batch(batch: Batch, times: int) -> Batch:
@@ -123,18 +127,18 @@ def shard_of_batch(batch: Batch, index: int, count: int) -> Batch:
             f"train.global_batch_size, schedule.microbatches or parallel.tensor"
         )
     rows = size // count
-    return _slice(batch, index * rows, (index + 1) * rows, size)
+    return _slice(batch, slice(index * rows, (index + 1) * rows), size)
 
 
 def _has_one_per_sample(value: Any, size: int) -> bool:
     return isinstance(value, list) and len(value) == size and next(_arrays(value), None) is None
 
 
-def _slice(batch: Batch, start: int, stop: int, size: int) -> Batch:
+def _slice(batch: Batch, part: slice, size: int) -> Batch:
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor | np.ndarray):
-            return leaf[start:stop] if leaf.ndim else leaf
-        return leaf[start:stop] if isinstance(leaf, list) else leaf
+            return leaf[part] if leaf.ndim else leaf
+        return leaf[part] if isinstance(leaf, list) else leaf
 
     return map_leaves(cut, batch, is_leaf=lambda value: _has_one_per_sample(value, size))
 

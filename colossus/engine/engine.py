@@ -121,7 +121,7 @@ class Engine:
                 "no step can be trained inside of strategy.evaluation() or export(), where parameters are the average "
                 "of the replicas: leave that block first"
             )
-        step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
+        step_batch = self.inputs.split(batch, self.pipeline.num_microbatches)
         self._begin_run()
         check, mark = self._optimizer_step.batch_check, None
         if check.num_sharing > 1:
@@ -218,7 +218,7 @@ class Engine:
 
     def _forward(self, batch: Any) -> Tensor:
         """Sums of this rank over a batch of any size, see `Evaluation`."""
-        most = self.config.schedule.microbatches if self.pipeline.last_stage else 1
+        most = self.pipeline.num_microbatches if self.pipeline.last_stage else 1
         self._stages.step = None
         self._begin_run()
         metrics = self._stages.metrics

@@ -107,6 +107,7 @@ def make_engine(
             loaders = loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
         pipeline = PipelineRuntime(config, context)
         strategy = STRATEGIES.build(config.parallel.data_strategy)
+        model_parallel_of(context).replicas_differ = not strategy.exact
         module, with_tables, of_whole = _build_model(config, context, model, strategy, pipeline, optimizer is not None)
         loss = loss_of(module, loss_fn)
         store = _store_parameters(config, context, module, strategy, pipeline, loaders)

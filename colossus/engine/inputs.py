@@ -39,7 +39,7 @@ class StepBatch:
 
     Attributes:
         whole: as it was passed in, the same on all ranks of a model.
-        microbatches: views of it, equal numbers of samples each.
+        microbatches: of it, equal numbers of samples each.
         info: what layers may ask about it.
     """
 
@@ -74,12 +74,14 @@ class Inputs:
         Raises:
             ValueError: when the samples do not divide, or there are no tokens to split over the sequence ranks.
         """
-        microbatches = split_microbatches(batch, num_microbatches)
+        interleaved = model_parallel_of(self._context).interleaves_microbatches
+        microbatches = split_microbatches(batch, num_microbatches, interleaved=interleaved)
         size = batch_size_of(batch)
         info = BatchInfo(
             num_tokens=sequence_length(batch) if self._sequence is not None else None,
             microbatch_size=size // num_microbatches,
             first_sample=self._context.index("data") * size,
+            sample_step=num_microbatches if interleaved else 1,
         )
         return StepBatch(batch, microbatches, info)
 

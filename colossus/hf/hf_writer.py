@@ -93,7 +93,7 @@ def save(
         is_writer = context.is_logging_rank
         kind = kind or type(engine.model).__name__
         assets, theirs = engine.checkpoints.assets, getattr(engine.model, "config", None)
-        if options is None and hasattr(theirs, "to_dict"):  # of transformers' own code
+        if options is None and theirs is not None and hasattr(theirs, "to_dict"):  # of transformers' own code
             config = {**theirs.to_dict(), "architectures": [type(engine.model).__name__]}
             plan = plan_native(config, known, dtype, max_shard_bytes, assets)
         else:

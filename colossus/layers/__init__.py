@@ -6,6 +6,10 @@ from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
     from colossus.layers.attention import Attention as Attention
+    from colossus.layers.batch_norm import BatchNorm1d as BatchNorm1d
+    from colossus.layers.batch_norm import BatchNorm2d as BatchNorm2d
+    from colossus.layers.batch_norm import BatchNorm3d as BatchNorm3d
+    from colossus.layers.batch_norm import SyncBatchNorm as SyncBatchNorm
     from colossus.layers.block import MLP as MLP
     from colossus.layers.block import GatedMLP as GatedMLP
     from colossus.layers.block import TransformerBlock as TransformerBlock
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 #: module -> the names that come from it
 _MODULES = {
     "attention": ("Attention",),
+    "batch_norm": ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"),
     "block": ("MLP", "GatedMLP", "TransformerBlock"),
     "checkpointing": ("checkpoint", "recompute"),
     "dropout": ("Dropout",),

@@ -224,10 +224,10 @@ class Attention(Layer):
         rate = self._dropout_rate()
         if rate == 0.0 or not isinstance(self.dropout, Dropout):
             return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)
-        return self._attend_dropping(query, key, value, mask, inner)
+        return self._attend_dropping(self.dropout, query, key, value, mask, inner)
 
     def _attend_dropping(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation
+        self, dropout: Dropout, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation
     ) -> Tensor:
         """Attention of which some weights are dropped, as `Dropout` does: torch's kernel would draw a mask of its own.
 
@@ -236,12 +236,12 @@ class Attention(Layer):
         if mask is None and self.causal:
             mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_()
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-        scores = query @ key.transpose(-2, -1) * self.head_dim**-0.5
+        scores = (query * self.head_dim**-0.5) @ key.transpose(-2, -1)
         if mask is not None:
             scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
         weights = torch.ops.aten._safe_softmax(scores, -1)  # 0 for a query that may look at nothing
         heads = (("features", Place(weights.dim() - 3)),) if inner.features else ()
-        return self.dropout.drop(weights, Placement(self.parallel, inner, inner, heads)) @ value
+        return dropout.drop(weights, Placement(self.parallel, inner, inner, heads)) @ value
 
 
 def _same_document(documents: Tensor, mask: Tensor | None) -> Tensor:

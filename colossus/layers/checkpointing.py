@@ -195,7 +195,7 @@ class CheckpointedForward:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    """Whether a module draws from the streams of the context only, if at all, and changes no buffer."""
+    """Whether a module draws from the streams of the context only, if at all, and changes no buffer a second time."""
     replaced = module.__dict__.get("forward")
     mine = type(module).__module__.startswith("colossus.")
     return mine and (replaced is None or isinstance(replaced, CheckpointedForward))

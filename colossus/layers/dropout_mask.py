@@ -50,11 +50,13 @@ class ElementNumbers:
             # [samples, features], of which a layout of tokens splits the samples further
             axes, count = axes + of_rows, shape[0]
             parts = [part for part in parts if part.place.dim > 0]
-        first = context.index(axes) * count
-        if info.microbatch_size:
+        first, step = context.index(axes) * count, info.sample_step
+        if not info.microbatch_size:
+            first += context.index(data) * context.size(axes) * count
+        elif step == 1:
             first += info.first_sample + context.rng.microbatch * info.microbatch_size
         else:
-            first += context.index(data) * context.size(axes) * count
+            first = info.first_sample + context.rng.microbatch + first * step
         has_samples = shape[0] % count == 0
         dims: list[range | Tensor] = []
         for dim, size in enumerate(shape):
@@ -63,7 +65,7 @@ class ElementNumbers:
             if dim > 0 or size > outer or own or not has_samples:
                 dims.append(_numbers_along(size // outer, outer, own, x, parallel))
         *rows, columns = dims or [range(1)]
-        samples = range(first, first + count) if has_samples else range(-1, 0)
+        samples = range(first, first + count * step, step) if has_samples else range(-1, 0)
         return cls(samples, tuple(rows), columns)
 
 
@@ -90,10 +92,8 @@ def _parts(placement: Placement) -> list[_Part]:
     return sorted(parts, key=lambda part: part.place.before)
 
 
-def _numbers_along(
-    size: int, outer: int, parts: Sequence[_Part], x: Tensor, parallel: ModelParallel
-) -> range | Tensor:
-    """The numbers in the whole dim of a rank's ``size`` elements, without the ``outer`` samples it is flattened with."""
+def _numbers_along(size: int, outer: int, parts: Sequence[_Part], x: Tensor, parallel: ModelParallel) -> range | Tensor:
+    """The numbers in the whole dim of a rank's ``size`` elements, of which ``outer`` samples have one each."""
     context, sequence, num_tokens = parallel.context, parallel.sequence, parallel.batch_info.num_tokens
     numbers, done = torch.zeros(1, dtype=torch.int32, device=x.device), outer
 
@@ -153,4 +153,4 @@ def _signed(word: int) -> int:
 def _as_tensor(numbers: range | Tensor, device: torch.device) -> Tensor:
     if isinstance(numbers, Tensor):
         return numbers.int()
-    return torch.arange(numbers.start, numbers.stop, dtype=torch.int32, device=device)
+    return torch.arange(numbers.start, numbers.stop, numbers.step, dtype=torch.int32, device=device)

@@ -33,6 +33,7 @@ class BatchInfo:
             ranks hold.
         microbatch_size: samples of a microbatch of this data rank; 0 outside of the engine.
         first_sample: number in the global batch of the first sample of this data rank.
+        sample_step: from a sample of a microbatch to the next: the number of microbatches where they are interleaved.
         cache: of a model that decodes: the tokens it is called with follow those that are in the cache.
         only_last_token: the model may leave out all logits but those of the last token of each sample.
     """
@@ -40,6 +41,7 @@ class BatchInfo:
     num_tokens: int | None = None
     microbatch_size: int = 0
     first_sample: int = 0
+    sample_step: int = 1
     cache: KeyValueCache | None = None
     only_last_token: bool = False
 
@@ -66,6 +68,9 @@ class ModelParallel:
         weights: gathers the weights of all layers, and reduces their gradients.
         sequence: how tokens are split over the sequence axis; None where they are not.
         batch_info: of the batch at work (see `batch`); an empty one outside of a step.
+        replicas_differ: data ranks train parameters of their own: no layer exchanges anything with other data ranks.
+        interleaves_microbatches: a layer mixes the samples of a microbatch, so that these must be the same under any
+            number of data ranks (`colossus.data.batch.split_microbatches`).
         rotary_tables: by kind, dtype and device, what `colossus.layers.rotary.Rotary` has computed.
         whole_placement: of plain tensors.
     """
@@ -77,6 +82,8 @@ class ModelParallel:
     weights: GatheredWeights
     sequence: SequenceSplit | None
     batch_info: BatchInfo = BatchInfo()
+    replicas_differ: bool = False
+    interleaves_microbatches: bool = False
     rotary_tables: dict[tuple[str, torch.dtype, torch.device], RotaryTable] = field(default_factory=dict)
     whole_placement: Placement = field(init=False)
 

@@ -24,6 +24,7 @@ class PipelineRuntime:
     """What a rank knows of the pipeline of its run; without one, that is a schedule of one stage on one rank.
 
     Attributes:
+        num_microbatches: of a step.
         actions: of this rank in a step.
         rank_of: stage -> index along the pipeline axis.
         rank: this rank's index along the pipeline axis.
@@ -31,15 +32,19 @@ class PipelineRuntime:
     """
 
     def __init__(self, config: Config, context: ParallelContext) -> None:
-        schedule = config.schedule
-        size = context.size("pipeline")
-        self._context, self._split = context, config.parallel.pipeline.split
-        actions = make_schedule(schedule.type, size, schedule.microbatches, **schedule.options)
-        self.rank_of: Mapping[int, int] = placement(actions)
+        self._context, self._schedule, self._split = context, config.schedule, config.parallel.pipeline.split
         self.rank = context.index("pipeline")
-        self.actions: Sequence[Action] = actions[self.rank]
+        self.rank_of: Mapping[int, int]
+        self.actions: Sequence[Action]
+        self.set_microbatches(config.schedule.microbatches)
         self.partition: Partition | None = None
         self._links: Links | None = None
+
+    def set_microbatches(self, number: int) -> None:
+        """Cut the batch of a step into so many, from the next step on. All ranks must call."""
+        schedule, size = self._schedule, self._context.size("pipeline")
+        actions = make_schedule(schedule.type, size, number, **schedule.options)
+        self.num_microbatches, self.rank_of, self.actions = number, placement(actions), actions[self.rank]
 
     @property
     def last_stage(self) -> int:

@@ -66,12 +66,18 @@ class Recorder(Hook, StepObserver):
 
 
 class Reference(Recorder):
-    """In one process: writes ``step-N.pt``, where step 0 is what the run starts from, and ``samples.json``."""
+    """In one process: writes ``step-N.pt``, where step 0 is what the run starts from, and ``samples.json``.
 
-    def __init__(self, folder: str) -> None:
+    The batch of a step is one microbatch, unless layers mix its samples (batch norm): then it is cut as under the plan.
+    """
+
+    def __init__(self, folder: str, num_microbatches: int) -> None:
+        self._num_microbatches = num_microbatches
         self._folder, self._order, self._samples = Path(folder), dict[str, None](), dict[int, list[str]]()
 
     def start(self, engine: Engine, weights: list[Held]) -> None:
+        if model_parallel_of(engine.context).interleaves_microbatches:
+            engine.pipeline.set_microbatches(self._num_microbatches)
         for logical in logical_parameters(engine.model):
             if logical.parameter.requires_grad:
                 logical.parameter.register_post_accumulate_grad_hook(

@@ -132,12 +132,13 @@ def sections(
     else:  # what is not a number is compared, too
         train |= {"on_nonfinite": "skip", "max_skips": steps}
     out["train"] = config.train.model_copy(update=train)
-    out["hooks"] = [{"type": make_hook, "folder": folder, "tolerance": tolerance}]
+    num_microbatches = config.schedule.microbatches
+    out["hooks"] = [{"type": make_hook, "folder": folder, "tolerance": tolerance, "num_microbatches": num_microbatches}]
     return out
 
 
-def make_hook(folder: str, tolerance: float | None) -> Any:
+def make_hook(folder: str, tolerance: float | None, num_microbatches: int) -> Any:
     # imported late: a config is checked without torch
     from colossus.verify.hooks import Comparison, Reference
 
-    return Reference(folder) if tolerance is None else Comparison(folder, tolerance)
+    return Reference(folder, num_microbatches) if tolerance is None else Comparison(folder, tolerance)

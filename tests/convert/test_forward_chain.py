@@ -10,13 +10,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.training import assert_close_states, packed, relative, unpacked
 from torch import Tensor, nn
+from transformers import (
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    GPT2LMHeadModel,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    T5ForConditionalGeneration,
+    ViTForImageClassification,
+)
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.convert.forward_chain import make_chain
+from colossus.data.batch import slice_batch
+from colossus.layers.pipeline_block import pipeline_blocks, run_blocks
 
 transformers.logging.set_verbosity_error()
 
@@ -27,7 +39,7 @@ _LM: dict[str, Any] = dict(**_SIZES, vocab_size=VOCAB, max_position_embeddings=1
 
 
 class Middle(nn.Module):
-    """Blocks in the middle, parameters of its own before and behind them, and a mask from its input."""
+    """Blocks in the middle, parameters of its own before and behind them, a tie over them all, running statistics."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -40,45 +52,80 @@ class Middle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.shift = nn.Embedding(VOCAB, 12), nn.Parameter(torch.randn(12))
+        self.first, self.last = nn.BatchNorm1d(TOKENS), nn.BatchNorm1d(TOKENS)
         self.body = nn.Sequential(*(self.Block() for _ in range(3)))
         self.scale, self.head = nn.Parameter(torch.randn(12)), nn.Linear(12, VOCAB)
         self.embed.weight = self.head.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.body(self.embed(ids) + self.shift) * self.scale)
+        return self.head(self.last(self.body(self.first(self.embed(ids) + self.shift)) * self.scale))
+
+
+class Masked(nn.Module):
+    """A module gives the hidden states and a mask; blocks take it by name, and return more than they are asked for."""
+
+    class Stem(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.shift = nn.Embedding(VOCAB, 12), nn.Parameter(torch.randn(12))
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.embed(ids)
+            x = x + self.shift
+            return x, (ids > 9).to(x.dtype)[..., None] / 3
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 12)
+
+        def forward(self, x: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor]:
+            weights = self.linear(x).tanh()
+            return x + weights * mask, weights
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = self.Stem(), nn.Linear(12, VOCAB)
+        self.body = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, mask = self.stem(ids)
+        for block in self.body:
+            x = block(x, mask=mask)[0]
+        return self.head(x * mask)
 
 
 def gpt2() -> nn.Module:
     sizes: dict[str, Any] = dict(n_embd=24, n_layer=3, n_head=4, n_positions=16, vocab_size=VOCAB, use_cache=False)
     rates: dict[str, Any] = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates, bos_token_id=1, eos_token_id=2))
+    return GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates, bos_token_id=1, eos_token_id=2))
 
 
 def llama(**more: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LM, num_key_value_heads=2, **more))
+    return LlamaForCausalLM(transformers.LlamaConfig(**{**_LM, **more}, num_key_value_heads=2))
 
 
 def bert() -> nn.Module:
     config = transformers.BertConfig(**_LM, **_NO_DROPOUT, num_labels=LABELS)
-    return transformers.BertForSequenceClassification(config)
+    return BertForSequenceClassification(config)
 
 
 def masked_lm(**more: Any) -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**_LM, **_NO_DROPOUT, **more))
+    return BertForMaskedLM(transformers.BertConfig(**_LM, **_NO_DROPOUT, **more))
 
 
 def vit() -> nn.Module:
     config = transformers.ViTConfig(**_SIZES, **_NO_DROPOUT, image_size=[8, 12], patch_size=4, num_labels=LABELS)
-    return transformers.ViTForImageClassification(config)
+    return ViTForImageClassification(config)
 
 
 def neox() -> nn.Module:
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**_LM))
+    return GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**_LM))
 
 
 def t5(**more: Any) -> nn.Module:
     sizes: dict[str, Any] = dict(d_model=24, d_kv=6, d_ff=28, num_heads=4, vocab_size=VOCAB, use_cache=False)
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, num_layers=2, **more))
+    return T5ForConditionalGeneration(transformers.T5Config(**sizes, num_layers=2, **more))
 
 
 def ids_of(step: int) -> Tensor:
@@ -135,41 +182,70 @@ CASES = {
     "vit": Case(vit, images),
     "neox": Case(neox, with_mask),
     "middle": Case(Middle, tokens),
-}
-#: schedule -> which models run under it
-PLANS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "1f1b, 2": (dict(type="1f1b", microbatches=2), tuple(CASES)),
-    "1f1b, 3": (dict(type="1f1b", microbatches=3), ("gpt2", "bert", "middle")),
-    "interleaved": (dict(type="interleaved", microbatches=2), ("gpt2", "llama, eager")),
-    "zb-h1": (dict(type="zb-h1", microbatches=3), ("gpt2", "neox", "vit")),
+    "masked": Case(Masked, tokens),
 }
 
 
-def train(config: dict[str, Any], case: Case) -> tuple[Any, list[float], list[Any]]:
-    engine = colossus.initialize(config, model=case.factory, loss_fn=loss_fn)
-    start = full_state_dict(engine.model, engine.context)
-    start = {name: value.clone() for name, value in start.items() if value.is_floating_point()}
+@dataclass(frozen=True)
+class Plan:
+    """Which models run under a plan, in five steps."""
+
+    cases: tuple[str, ...]
+    schedule: str = "1f1b"
+    microbatches: int = 2
+    data: int = 1
+    zero: int = 0
+    checkpoint: str = "none"
+
+    def config(self) -> dict[str, Any]:
+        return dict(
+            parallel=dict(pipeline=2, data=self.data, zero=self.zero),
+            schedule=dict(type=self.schedule, microbatches=self.microbatches),
+            optimizer=dict(type="SGD", lr=0.05),
+            train=dict(
+                global_batch_size=BATCH, precision="fp64", seed=3, activation_checkpoint=dict(type=self.checkpoint)
+            ),
+            device="cpu",
+        )
+
+
+PLANS = {
+    "1f1b, 2": Plan(("gpt2", "llama, eager", "bert", "vit", "masked")),
+    "1f1b, 3": Plan(("bert", "middle"), microbatches=3),
+    "interleaved": Plan(("llama, eager",), "interleaved"),
+    "zb-h1": Plan(("gpt2",), "zb-h1", 3),
+    "zero": Plan(("gpt2", "masked"), microbatches=1, data=2, zero=3, checkpoint="full"),
+    "1f1b, all": Plan(tuple(CASES)),
+    "interleaved, all": Plan(tuple(CASES), "interleaved", 3),
+    "zb-v, all": Plan(tuple(CASES), "zb-v", 3),
+    "selective, all": Plan(tuple(CASES), microbatches=3, checkpoint="selective"),
+    "zero, all": Plan(tuple(name for name in CASES if name != "middle"), "zb-h1", 3, data=2, zero=2),
+}
+_LONG = [name for name in PLANS if name.endswith(", all")]
+
+
+def floats(state: dict[str, Tensor]) -> Any:
+    """Parameters and running statistics."""
+    return packed({name: value.clone() for name, value in state.items() if value.is_floating_point()})
+
+
+def train(plan: Plan, case: Case) -> tuple[Any, list[float], list[Any], Any]:
+    engine = colossus.initialize(plan.config(), model=case.factory, loss_fn=loss_fn)
+    index, part = engine.context.index("data"), BATCH // plan.data
+    start = floats(full_state_dict(engine.model, engine.context))
     losses, gradients = [], []
     for step in range(STEPS):
-        losses.append(engine.train_step(case.batch(step)).loss)
+        own = slice_batch(case.batch(step), index * part, (index + 1) * part)
+        losses.append(engine.train_step(own).loss)
         gradients.append(packed(full_state_dict(engine.model, engine.context, gradients=True)))
+    end = floats(full_state_dict(engine.model, engine.context))
     engine.close()
-    return packed(start), losses, gradients
+    return start, losses, gradients, end
 
 
-def config_of(schedule: dict[str, Any], **parallel: Any) -> dict[str, Any]:
-    return dict(
-        parallel=dict(pipeline=2, **parallel),
-        schedule=schedule,
-        optimizer=dict(type="SGD", lr=0.05),
-        train=dict(global_batch_size=BATCH, precision="fp64", seed=3),
-        device="cpu",
-    )
-
-
-def assert_is_itself(trained: tuple[Any, list[float], list[Any]], case: Case, microbatches: int) -> None:
+def assert_is_itself(trained: tuple[Any, list[float], list[Any], Any], case: Case, microbatches: int) -> None:
     """Losses and every gradient of each step, against the model in plain torch."""
-    start, losses, gradients = trained
+    start, losses, gradients, end = trained
     model = case.make().double()
     missing = model.load_state_dict(unpacked(*start), strict=False).missing_keys
     assert all("num_batches_tracked" in name for name in missing)
@@ -193,16 +269,117 @@ def assert_is_itself(trained: tuple[Any, list[float], list[Any]], case: Case, mi
         found = unpacked(*gradients[step])
         assert_close_states({name: found[name] for name in wanted}, wanted, f"step {step}: gradient", atol=1e-10)
         optimizer.step()
+    state = {name: value for name, value in model.state_dict().items() if value.is_floating_point()}
+    assert_close_states(unpacked(*end), state, "end:", atol=1e-10)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_model_as_it_is_trains_under_a_pipeline_as_in_one_process(plan: str) -> None:
-    schedule, names = PLANS[plan]
+@pytest.mark.parametrize("name", but(_LONG, PLANS))
+def test_a_model_as_it_is_trains_under_a_pipeline_as_in_one_process(name: str) -> None:
+    plan = PLANS[name]
 
     def body(rank: int) -> list[Any]:
-        return [train(config_of(schedule), CASES[name]) for name in names]
+        return [train(plan, CASES[name]) for name in plan.cases]
 
-    results = run_ranks(2, body, with_context=False)
-    for name, *of_ranks in zip(names, *results, strict=True):
-        for trained in of_ranks:
-            assert_is_itself(trained, CASES[name], schedule["microbatches"])
+    first, *others = run_ranks(2 * plan.data, body, with_context=False)
+    for number, of_case in enumerate(plan.cases):
+        assert_is_itself(first[number], CASES[of_case], plan.microbatches * plan.data)
+        for other in others:
+            assert other[number][1] == first[number][1]
+
+
+class Skips(nn.Module):
+    """As of a UNet: ``where`` what an early block returned is used again."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head, self.where = nn.Linear(6, 2), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [x := self.body[0](x)]
+        x = self.body[1](x)
+        x = self.body[2](x + kept.pop() if self.where == "in a block" else x)
+        x = self.body[3](x)
+        return self.head(x + kept.pop() if self.where == "behind the blocks" else x)
+
+
+class Residual(nn.Module):
+    """The loop over the blocks adds what they return, as that of x-transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.body:
+            x = x + block(x)
+        return x
+
+
+class Alternates(nn.Module):
+    """Its one list holds two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(kind() for _ in range(2) for kind in (lambda: nn.Linear(6, 6), nn.Tanh))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.body:
+            x = block(x)
+        return x
+
+
+POINTS = torch.randn(4, 6)
+BOTH = {"input_ids": ids_of(0), "decoder_input_ids": ids_of(1)}
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "t5": (
+        t5,
+        BOTH,
+        r"decoder\.block\.0 takes encoder_hidden_states, which is computed from parameters, beside its hid",
+    ),
+    "shared bias": (
+        lambda: t5().encoder,
+        ids_of(0),
+        r"block\.1 takes position_bias, which is computed from parameters",
+    ),
+    "cache": (lambda: llama(use_cache=True), ids_of(0), r"layers\.0 takes a DynamicCache \(past_key_values\)"),
+    "all hidden": (
+        lambda: masked_lm(output_hidden_states=True),
+        ids_of(0),
+        "its output holds what is recorded of single",
+    ),
+    "skip in": (lambda: Skips("in a block"), POINTS, r"body\.2 does not take what body\.1 returned as it is"),
+    "skip out": (
+        lambda: Skips("behind the blocks"),
+        POINTS,
+        r"the last block \(body\.3\) did not return: a connection",
+    ),
+    "residual": (Residual, POINTS, r"body\.1 does not take what body\.0 returned as it is"),
+    "classes": (Alternates, POINTS, r"no ModuleList or Sequential holds modules of one class that are called in order"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_forward_that_is_no_chain_is_refused_with_what_was_found(name: str) -> None:
+    make, example, words = REFUSED[name]
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(ValueError, match=words) as refused:
+        make_chain(model, example)
+    assert "train it without parallel.pipeline" in str(refused.value)
+    assert not hasattr(model, "pipeline_blocks")
+
+
+def test_blocks_that_are_named() -> None:
+    for blocks in ("body", ["body.0", "body.1", "body.2", "body.3"], ["body.1", "body.2"]):
+        model = Alternates()
+        make_chain(model, POINTS, blocks)
+        chain = pipeline_blocks(model)
+        names = [f"body.{number}" for number in range(4)] if blocks == "body" else list(blocks)
+        assert [block.name for block in chain] == [f"before {names[0]}", *names, f"after {names[-1]}"]
+        assert torch.equal(run_blocks([block.call for block in chain], POINTS), model(POINTS))
+    with pytest.raises(ValueError, match=r"blocks=\['body.1', 'body.0'\] are called as \['body.0', 'body.1'\]"):
+        make_chain(Alternates(), POINTS, ["body.1", "body.0"])
+    whole = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    make_chain(whole, POINTS)  # is a chain as it is
+    assert not hasattr(whole, "pipeline_blocks")

@@ -31,6 +31,8 @@ class Everything(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.sync, self.flat, self.deep = layers.SyncBatchNorm(3), layers.BatchNorm2d(3), layers.BatchNorm3d(1)
+        self.tokens = layers.BatchNorm1d(TOKENS, momentum=None)
         self.patches = layers.PatchEmbedding(3, WIDTH, (2, 4))
         self.places = layers.PositionEmbedding(16, WIDTH)
         self.words = layers.Embedding(11, WIDTH, padding_idx=0)
@@ -53,7 +55,8 @@ class Everything(nn.Module):
         self.register_buffer("shift", torch.arange(WIDTH, dtype=torch.float64), persistent=False)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        x = self.places(self.patches(inputs["images"]))[:, :TOKENS] + self.words(inputs["ids"]) * self.scale
+        images = self.deep(self.flat(self.sync(inputs["images"])).unsqueeze(1)).squeeze(1)
+        x = self.tokens(self.places(self.patches(images))[:, :TOKENS]) + self.words(inputs["ids"]) * self.scale
         x = x + (self.bag(inputs["ids"]) + self.plain_bag(inputs["ids"])).unsqueeze(1) + self.plain_words(inputs["ids"])
         x = x + self.sampled(x, inputs["ids"])[0]
         x = self.block(x + self.shift, documents=inputs["documents"])

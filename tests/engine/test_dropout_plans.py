@@ -63,7 +63,9 @@ def test_every_plan_drops_what_one_process_drops(name: str) -> None:
         assert_same_numbers(trace, reference)
 
 
-def losses(rank: int, plan: dict[str, Any], more: dict[str, Any], steps: range, folder: Path, save: bool) -> list[float]:
+def losses(
+    rank: int, plan: dict[str, Any], more: dict[str, Any], steps: range, folder: Path, save: bool
+) -> list[float]:
     """Of these steps, gone on from what is saved in a folder."""
     engine = colossus.initialize(config(plan, {**more, "checkpoint": dict(dir=str(folder))}))
     if steps.start:

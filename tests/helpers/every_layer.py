@@ -103,6 +103,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[str], Inputs]]] = {
     "pair, no bias": (lambda: Pair(bias=False), lambda on: (hidden(on),)),
     "layer norm": (lambda: Between(layers.LayerNorm(HIDDEN)), lambda on: (hidden(on),)),
     "rms norm": (lambda: Between(layers.RMSNorm(HIDDEN)), lambda on: (hidden(on),)),
+    "batch norm": (lambda: layers.BatchNorm1d(TOKENS), lambda on: (hidden(on),)),
     "dropout": (lambda: Between(layers.Dropout(0.3)), lambda on: (hidden(on),)),
     "mlp": (lambda: layers.MLP(HIDDEN, WIDE), lambda on: (hidden(on),)),
     "gated mlp": (lambda: layers.GatedMLP(HIDDEN, WIDE), lambda on: (hidden(on),)),

@@ -153,6 +153,14 @@ def test_our_dropout_is_the_same_and_on(verify: Verify) -> None:
         assert code == 0, out
 
 
+@pytest.mark.parametrize(("module", "agrees"), [("layers", True), ("nn", False)])
+def test_batch_norm_of_all_samples(verify: Verify, module: str, agrees: bool) -> None:
+    """Torch's own is of the samples of one rank."""
+    words = "parallel.data=2", "schedule.microbatches=2"
+    code, out, _ = verify(NET, *words, middle=f"{module}.BatchNorm1d(16)")
+    assert code == (0 if agrees else 3), out
+
+
 # -- what is wrong --------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ class Kit:
         layers.RMSNorm,
         layers.Dropout,
     )
+    BatchNorm1d = layers.BatchNorm1d
     split_heads, merge_heads = staticmethod(layers.split_heads), staticmethod(layers.merge_heads)
     to_whole = staticmethod(layers.to_whole)
     MLP = layers.MLP
@@ -49,7 +51,7 @@ class PlainKit:
     """The same of torch: the oracle."""
 
     Linear, Embedding, LayerNorm, RMSNorm, Dropout = _PlainLinear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout
-    MLP = _PlainMLP
+    BatchNorm1d, MLP = nn.BatchNorm1d, _PlainMLP
 
     @staticmethod
     def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -78,6 +80,8 @@ class UserModel:
         refused: plan, or the beginning of its name -> words that its refusal contains; the longest that fits counts.
             Under all other plans the run equals plain torch.
         differs: plan, or the beginning of its name -> why its numbers are others by design, as the documents say.
+        steps: for which it is trained.
+        around: makes a context for its steps, here and in plain torch.
     """
 
     name: str
@@ -86,6 +90,8 @@ class UserModel:
     loss: Loss
     refused: Mapping[str, str] = field(default_factory=dict)
     differs: Mapping[str, str] = field(default_factory=dict)
+    steps: int = 2
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def refusal_under(self, plan: str) -> str | None:
         return _of_longest(self.refused, plan)

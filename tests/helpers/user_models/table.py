@@ -14,7 +14,7 @@ from torch import Tensor
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 
-STEPS, LR = 2, 0.05
+LR = 0.05
 TOLERANCE = 1e-10
 
 
@@ -40,6 +40,7 @@ PLANS = {
     "data 2 zero 1": _plan(2, data=2, zero=1),
     "data 2 zero 3": _plan(2, data=2, zero=3),
     "1d 2": _plan(2, tensor=_tensor("1d", 2)),
+    "1d 4": _plan(4, tensor=_tensor("1d", 4)),
     "1d 2 sequence_sharded": _plan(2, tensor=_tensor("1d", 2, sequence_sharded=True)),
     "pipeline 2 1f1b": _plan(2, pipeline=2, schedule="1f1b"),
     "pipeline 2 zb-h1": _plan(2, pipeline=2, schedule="zb-h1"),
@@ -82,9 +83,10 @@ def train(model: UserModel, plan: Plan) -> Run:
         part = BATCH // engine.context.size("data")
         first = engine.context.index("data") * part
         losses, gradients = [], []
-        for step in range(STEPS):
+        for step in range(model.steps):
             batch = _slice(model.batch(step), first, part)
-            losses.append(engine.train_step(batch).loss)
+            with model.around():
+                losses.append(engine.train_step(batch).loss)
             gradients.append(full_state_dict(engine.model, engine.context, gradients=True))
         return Run(losses, gradients, start, full_state_dict(engine.model, engine.context))
     finally:
@@ -106,11 +108,12 @@ def train_plainly(model: UserModel, start: dict[str, Tensor]) -> Run:
     assert not missing, f"{model.name}: the plain twin has {sorted(missing)}, ours not"
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=LR)
     losses, gradients = [], []
-    for step in range(STEPS):
+    for step in range(model.steps):
         batch = model.batch(step)
-        total, count = model.loss(net(batch["inputs"]), batch)
         optimizer.zero_grad()
-        (total / count).backward()
+        with model.around():
+            total, count = model.loss(net(batch["inputs"]), batch)
+            (total / count).backward()
         losses.append(float(total.detach() / count))
         gradients.append({name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None})
         optimizer.step()
@@ -123,7 +126,7 @@ def difference(mine: Run, twin: Run) -> str:
     for name, value in twin.start.items():
         if not torch.equal(mine.start[name], value):
             return f"{name} starts differently"
-    for step in range(STEPS):
+    for step in range(len(twin.losses)):
         if not abs(mine.losses[step] - twin.losses[step]) <= TOLERANCE * max(1.0, abs(twin.losses[step])):
             return f"loss of step {step + 1}: {mine.losses[step]!r}, plain torch {twin.losses[step]!r}"
         words = _first_gap(f"gradient of step {step + 1}", mine.gradients[step], twin.gradients[step])

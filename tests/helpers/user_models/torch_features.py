@@ -30,6 +30,14 @@ class BatchNorm(Stack):
         super().__init__(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Block(kit))
 
 
+@user_model(features, classify, refused=NO_TOKENS, differs=OF_A_FORWARD)
+class BatchNormOfAll(Stack):
+    """Of the samples of all ranks."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), kit.BatchNorm1d(WIDTH), Block(kit))
+
+
 @user_model(features, classify, refused=NO_TOKENS)
 class Buffers(Stack):
     """A constant made by the constructor, of random numbers too."""
