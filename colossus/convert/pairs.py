@@ -9,7 +9,6 @@ the next run. The first run in which nothing is refused has the pairs.
 from __future__ import annotations
 
 import re
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,14 +54,18 @@ def find_pairs(model: nn.Module, example: Any, parallel: ModelParallel, whole: C
         whole: names of linears that are no candidates.
 
     Raises:
-        ValueError: for a forward that cannot run on meta, since it needs the values of activations, say.
+        ValueError: for a forward that does not run on meta.
     """
     linears = {name: module for name, module in model.named_modules() if is_linear(module) and name not in whole}
     reasons = _not_alone(model, linears)
-    experts = _not_on_meta(model, example)
+    try:
+        run_on_meta(model, example)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} does not run on the meta device, so no pairs are found: {_told(error)}"
+        ) from error
     while True:
-        candidates = {name: each for name, each in linears.items() if name not in reasons}
-        trial = _Trial(model, parallel, candidates, experts)
+        trial = _Trial(model, parallel, {name: each for name, each in linears.items() if name not in reasons})
         refused = trial.run(example)
         if not refused:
             return Pairs(trial.roles, trial.shared(), reasons | trial.reasons)
@@ -70,36 +73,6 @@ def find_pairs(model: nn.Module, example: Any, parallel: ModelParallel, whole: C
             for other, why in refused.items():
                 if _of_any_layer(name) == _of_any_layer(other):
                     reasons.setdefault(name, why)
-
-
-def _not_on_meta(model: nn.Module, example: Any) -> dict[str, Callable[..., Any]]:
-    """Stand-ins for modules without linears whose forward needs values: experts, which tokens are sent to.
-
-    Raises:
-        ValueError: for a forward that fails for another reason.
-    """
-    names = {id(module): name for name, module in model.named_modules() if not any(map(is_linear, module.modules()))}
-    stand_ins: dict[str, Callable[..., Any]] = {}
-    while True:
-        try:
-            run_on_meta(model, example, stand_ins)
-        except Exception as error:
-            frames = reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
-            inside = next((x for frame in frames if id(x := frame.f_locals.get("self")) in names), None)
-            more = {name: _like_first for name, each in model.named_modules() if type(each) is type(inside)}
-            if not more.keys() - stand_ins.keys():
-                raise ValueError(
-                    f"{type(model).__name__} does not run on the meta device, so no pairs are found: {_told(error)}"
-                ) from error
-            stand_ins |= more
-        else:
-            return stand_ins
-
-
-def _like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if sources := _NONE.union(*map(_sources, tensors_of((x, args, kwargs)))):
-        raise _Refused(sources, "its features reach a module that does not run on the meta device")
-    return _on_meta(x.shape, x.dtype)
 
 
 def _of_any_layer(name: str) -> str:
@@ -123,7 +96,7 @@ def _not_alone(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, 
         ]  # fmt: skip
         if others:
             reasons[name] = f"shares a parameter with {', '.join(dict.fromkeys(others))}"
-        elif "forward" in vars(module) or module._modules or {*module._parameters} > {"weight", "bias"}:
+        elif "forward" in vars(module) or module._modules or not {*module._parameters} <= {"weight", "bias"}:
             reasons[name] = "its forward was replaced, or it holds more than its class does"
     return reasons
 
@@ -144,15 +117,9 @@ class _Trial(TorchFunctionMode):
         reasons: name of a linear that was neither -> why.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parallel: ModelParallel,
-        linears: Mapping[str, nn.Module],
-        stand_ins: Mapping[str, Callable[..., Any]],
-    ) -> None:
+    def __init__(self, model: nn.Module, parallel: ModelParallel, linears: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self._model, self._parallel, self.linears, self._stand_ins = model, parallel, linears, stand_ins
+        self._model, self._parallel, self.linears = model, parallel, linears
         self.roles: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
         self._calls: Counter[str] = Counter()
@@ -168,8 +135,7 @@ class _Trial(TorchFunctionMode):
     def run(self, example: Any) -> dict[str, str]:
         """Name of a column -> why it cannot be one; nothing for a run in which all could."""
         calls: dict[str, Callable[..., Any]] = {
-            **self._stand_ins,
-            **{name: partial(self._linear, name, each) for name, each in self.linears.items()},
+            name: partial(self._linear, name, each) for name, each in self.linears.items()
         }
         for name, module in self._model.named_modules():
             if type(module) is nn.Dropout:
