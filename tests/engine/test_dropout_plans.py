@@ -25,7 +25,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "3d_2x1x2": (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2))), {}),
     "3d": (8, dict(tensor=dict(mode="3d", size=8)), dict(schedule=dict(microbatches=2))),
     "data, 2d": (8, dict(data=2, tensor=dict(mode="2d", size=4)), {}),
-    "ring": (2, dict(sequence=2), IN_SEQUENCE),
+    "ring": (2, dict(sequence=dict(size=2, mode="ring")), IN_SEQUENCE),
     "ulysses, 1d sharded": (
         4, dict(sequence=dict(size=2, mode="ulysses"), tensor=dict(size=2, sequence_sharded=True)), IN_SEQUENCE
     ),
