@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colossus.arithmetic import not_a_multiple
 from colossus.construct.initial_values import torch_linear
+from colossus.context.groups import AxisGroup
+from colossus.error_place import located_error
+from colossus.layers.expert_rows import inverse, take_rows, to_experts
 from colossus.layers.grouped_matmul import group_sizes, grouped_product
 from colossus.layers.layer import Layer, call
 from colossus.layers.router import Router, count_choices
@@ -93,13 +97,16 @@ class MoE(Layer):
         counts = count_choices(experts, self.num_experts + 1)[: self.num_experts]
         # choices by expert; of one expert by token
         order = experts.reshape(-1).argsort(stable=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(num_choices, device=order.device))
-        drops = self.capacity is not None
+        place, drops = inverse(order), self.capacity is not None
         if drops:
             order = order[: int(counts.sum())]
             place = place.clamp(max=len(order))
         rows = take_rows(x, order // self.top_k, place.view(-1, self.top_k), drops)
-        out = self.experts(rows, counts)
+        if self.experts.group.size > 1:
+            rows, counts, back = to_experts(rows, counts, self.experts.group)
+            out = back(self.experts(rows, counts))
+        else:
+            out = self.experts(rows, counts)
         of_choices = take_rows(out, place, order.unsqueeze(-1), drops).view(-1, self.top_k, x.shape[-1])
         return (of_choices * weights.to(out.dtype).unsqueeze(-1)).sum(1)
 
@@ -108,9 +115,10 @@ class MoE(Layer):
 
 
 class Experts(Layer):
-    """down(silu(gate(x)) * up(x)) of every expert; the parameters of all are stacked.
+    """down(silu(gate(x)) * up(x)) of the experts that this rank holds; their parameters are stacked.
 
     Attributes:
+        group: the ranks over which experts are spread, neighbouring ones on each.
         split_axes: axes that split the features inside of an expert: along them outputs are partial sums.
     """
 
@@ -127,9 +135,14 @@ class Experts(Layer):
         super().__init__()
         self.hidden_size, self.ffn_size, self.num_experts = hidden_size, ffn_size, num_experts
         grid, whole = self.context.grid, self.parallel.regions.whole
+        over = grid.expert_axes
+        if num_experts % grid.size(over):
+            raise located_error(
+                not_a_multiple("MoE: num_experts", num_experts, f"parallel.expert = {grid.size(over)}", grid.size(over))
+            )
         axes = tuple(axis for axis in grid.axes("tensor") if grid.sizes[axis] > 1 and axis not in whole.batch)
         self.split_axes = axes if ffn_size % grid.size(axes) == 0 else ()
-        inner, outer = Layout(((), self.split_axes, ())), Layout(((), (), self.split_axes))
+        inner, outer = Layout((over, self.split_axes, ())), Layout((over, (), self.split_axes))
         shape, init = (num_experts, ffn_size, hidden_size), init or torch_linear(hidden_size)
         self.gate = self.make_parameter({"": shape}, inner, init, dtype=dtype)
         self.up = self.make_parameter({"": shape}, inner, init, dtype=dtype)
@@ -137,6 +150,10 @@ class Experts(Layer):
         self.down = self.make_parameter({"": down}, outer, out_init or torch_linear(ffn_size), dtype=dtype)
         for parameter in (self.gate, self.up, self.down):
             self.decide_gradients(parameter, whole)
+
+    @property
+    def group(self) -> AxisGroup:
+        return self.context.group(self.context.grid.expert_axes)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [rows, hidden], by expert: ``counts`` [experts] of each. Output as x, a partial sum over `split_axes`."""
@@ -154,29 +171,3 @@ def _within_capacity(experts: Tensor, num_experts: int, limit: int) -> Tensor:
     chosen = F.one_hot(experts.reshape(-1), num_experts)
     rank = (chosen.cumsum(0) * chosen).sum(-1).view_as(experts)
     return experts.masked_fill(rank > limit, num_experts)
-
-
-class _TakeRows(torch.autograd.Function):
-    """x [n, h] -> x[index] [m, h]; with ``pads`` a row of index n is zero.
-
-    The gradient is taken as the value is, with ``sources`` [n, c]: of each row of x its places in the output. The sum
-    over them has an order, which a scatter-add has not.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, sources: Tensor, pads: bool) -> Tensor:
-        ctx.save_for_backward(sources)
-        ctx.pads = pads
-        return (F.pad(x, (0, 0, 0, 1)) if pads else x)[index]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (sources,) = ctx.saved_tensors
-        dy = F.pad(grads[0], (0, 0, 0, 1)) if ctx.pads else grads[0]
-        return dy[sources].sum(1), None, None, None
-
-
-def take_rows(x: Tensor, index: Tensor, sources: Tensor, pads: bool = False) -> Tensor:
-    """``x[index]``, whose gradient is summed in a fixed order: see `_TakeRows`."""
-    out: Tensor = _TakeRows.apply(x, index, sources, pads)
-    return out
