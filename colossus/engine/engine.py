@@ -150,6 +150,7 @@ class Engine:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.store.begin_step()
                 self.strategy.begin_step(self.completed_steps)
+                self._optimizer_step.routers.begin_step()
             totals = self._run(self.pipeline.actions, batch, factor)
             with as_shards():
                 self.store.end_step()
@@ -185,7 +186,7 @@ class Engine:
         torch.clear_autocast_cache()  # a block around several steps keeps casts of the weights from before a step
         step_id = (self._num_runs, batch.fingerprint) if self.pipeline.partition is not None else None
         try:
-            with self._parallel.batch(batch.info):
+            with self._parallel.batch(replace(batch.info, loss_scale=loss_scale)):
                 return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
         except BaseException as error:
             add_place(error)
