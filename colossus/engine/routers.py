@@ -22,6 +22,9 @@ class Routers:
     Args:
         sizes: of the whole model, as of `routers_of`, also of stages of other ranks.
         model: of this rank.
+
+    Attributes:
+        data_group: the ranks along data that share the experts: all of them run the same forwards.
     """
 
     def __init__(self, sizes: dict[str, int], model: nn.Module, strategy: Strategy) -> None:
@@ -31,6 +34,8 @@ class Routers:
         self._own = {name: each for name, each in found.items() if each._parameters.get("weight") is not None}
         context, axes = strategy.parts.context, strategy.summed_axes
         self._group, self._device = context.group(axes), context.device
+        data, grid = context.grid.axes("data"), context.grid
+        self.data_group = context.group(tuple(axis for axis in grid.expert_axes if axis in data and sizes))
         apart = ("pipeline", *model_parallel_of(context).regions.whole.shard_axes)
         # ranks that hold the same tokens count the same: the first of them does
         self._counts = all(context.coordinates[axis] == 0 for axis in axes if axis not in apart)
