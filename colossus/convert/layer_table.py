@@ -14,8 +14,10 @@ from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
 from colossus.layers.lm_head import Classifier, LMHead
+from colossus.layers.moe import Experts
 from colossus.layers.norm import LayerNorm, RMSNorm
 from colossus.layers.patch import ClassToken, PatchEmbedding
+from colossus.layers.router import Router
 from colossus.sparse.embedding_bag import EmbeddingBag
 from colossus.sparse.sampled_softmax import SampledSoftmax
 
@@ -64,6 +66,7 @@ class Row:
 
 
 _BIAS = {"bias": "bias"}
+_ROUTER = ("score", "norm_topk", "bias_update", "aux_loss", "z_loss")
 _TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "sparse")
 _BATCH_NORM = ("num_features", "eps", "momentum", "track_running_stats"), {"affine": "weight"}
 _HEAD = {"hidden_size": "in_features", "vocab_size": "out_features"}
@@ -82,6 +85,8 @@ ROWS = (
     Row(SyncBatchNorm, nn.SyncBatchNorm, *_BATCH_NORM),
     Row(Dropout, nn.Dropout, ("p",)),
     Row(PatchEmbedding, None, ("in_channels", "hidden_size", "patch_size"), _BIAS),
+    Row(Experts, None, ("hidden_size", "ffn_size", "num_experts")),
+    Row(Router, None, ("hidden_size", "num_experts", "top_k", *_ROUTER)),
     Row(PositionEmbedding, None, ("num_positions", "embedding_dim")),
     Row(ClassToken, None, ("hidden_size",)),
     Row(SampledSoftmax, None, ("hidden_size", "num_classes", "num_samples", "sparse", "ignore_index"), _BIAS),

@@ -36,6 +36,7 @@ class BatchInfo:
         sample_step: from a sample of a microbatch to the next: the number of microbatches where they are interleaved.
         cache: of a model that decodes: the tokens it is called with follow those that are in the cache.
         only_last_token: the model may leave out all logits but those of the last token of each sample.
+        loss_scale: what losses are multiplied by before their backward; None: by nothing.
     """
 
     num_tokens: int | None = None
@@ -44,6 +45,7 @@ class BatchInfo:
     sample_step: int = 1
     cache: KeyValueCache | None = None
     only_last_token: bool = False
+    loss_scale: Tensor | None = None
 
 
 class RotaryTable(NamedTuple):

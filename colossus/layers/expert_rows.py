@@ -1,0 +1,102 @@
+"""Rows of tokens on their way to experts and back: in the order of experts, on the ranks that hold these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossus.comm import uneven
+from colossus.comm.autograd import first_order
+from colossus.context.groups import AxisGroup
+
+
+class _TakeRows(torch.autograd.Function):
+    """x [n, h] -> x[index] [m, h]; with ``pads`` a row of index n is zero.
+
+    The gradient is taken as the value is, with ``sources`` [n, c]: of each row of x its places in the output. The sum
+    over them has an order, which a scatter-add has not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, sources: Tensor, pads: bool) -> Tensor:
+        ctx.save_for_backward(sources)
+        ctx.pads = pads
+        return (F.pad(x, (0, 0, 0, 1)) if pads else x)[index]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (sources,) = ctx.saved_tensors
+        dy = F.pad(grads[0], (0, 0, 0, 1)) if ctx.pads else grads[0]
+        return dy[sources].sum(1), None, None, None
+
+
+def take_rows(x: Tensor, index: Tensor, sources: Tensor, pads: bool = False) -> Tensor:
+    """``x[index]``, whose gradient is summed in a fixed order: see `_TakeRows`."""
+    out: Tensor = _TakeRows.apply(x, index, sources, pads)
+    return out
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class _Exchange(torch.autograd.Function):
+    """x [rows sent, h] -> [rows received, h]: each rank gets its part; the gradient goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lengths: uneven.Lengths, group: AxisGroup) -> Tensor:
+        ctx.exchange = lengths, group
+        return uneven.all_to_all(x.contiguous(), lengths, group, what="tokens").wait()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        lengths, group = ctx.exchange
+        return uneven.all_to_all(grads[0].contiguous(), lengths.back, group, what="tokens").wait(), None, None
+
+
+def bytes_sent(own: int, others: int, ranks: int, num_experts: int, row_bytes: int) -> tuple[int, int]:
+    """What a rank sends for a layer's experts in a forward and its backward: lengths, and rows of tokens.
+
+    Lengths are n + E integers for each of n - 1 ranks, in forward. Rows go there and back, and so do their gradients:
+    2 (s + r). With T tokens on each rank, k choices and balanced routing s = r = T k (n - 1) / n.
+
+    Args:
+        own: s, of its own choices those for experts of other ranks.
+        others: r, choices of other ranks for its experts.
+    """
+    return (ranks - 1) * (ranks + num_experts) * 8, 2 * (own + others) * row_bytes
+
+
+def to_experts(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """The rows of all ranks for the experts of this one; each rank of ``group`` holds as many, in their order.
+
+    What a rank sends says `bytes_sent`.
+
+    Args:
+        rows: [choices, h], by expert.
+        counts: of each expert of all ranks, [E].
+
+    Returns:
+        The rows [received, h], by expert, those of one expert by rank; how many are for each of this rank's experts;
+        and what brings a row for each of them back to where it came from.
+    """
+    n, num_local = group.size, len(counts) // group.size
+    per_expert = counts.tolist()
+    per_rank = [sum(per_expert[rank * num_local :][:num_local]) for rank in range(n)]
+    lengths, words = uneven.agree(per_rank, group, rows.device, per_expert)
+    received = torch.tensor([row[group.index * num_local :][:num_local] for row in words])
+    expert_of = torch.arange(num_local).repeat(n).repeat_interleave(received.flatten())
+    order = expert_of.argsort(stable=True).to(rows.device)
+    place = inverse(order)
+
+    def back(out: Tensor) -> Tensor:
+        return _Exchange.apply(take_rows(out, place, order.unsqueeze(-1)), lengths.back, group)
+
+    arrived = _Exchange.apply(rows, lengths, group)
+    return take_rows(arrived, order, place.unsqueeze(-1)), received.sum(0), back
