@@ -122,7 +122,7 @@ MODEL_OPTIONS = Registry(
     {
         "GPT": "colossus.models.options:GPTOptions",
         "Llama": "colossus.models.options:LlamaOptions",
-        "ViT": "colossus.models.options:ViTOptions",
+        "ViT": "colossus.models.vit_options:ViTOptions",
         "WordsLM": "colossus.sparse.words_options:WordsOptions",
     },
 )
@@ -133,6 +133,7 @@ HF_FAMILIES = Registry(
     {
         "gpt2": "colossus.hf.families:GPT2",
         "llama": "colossus.hf.families:Llama",
+        "qwen3": "colossus.hf.families:Qwen3",
         "vit": "colossus.hf.families:ViT",
     },
 )

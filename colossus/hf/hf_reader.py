@@ -16,7 +16,7 @@ from colossus.layout.layout import Box
 
 
 class HFReader(CheckpointReader):
-    """A model folder of Hugging Face (GPT-2, Llama, ViT), read like a checkpoint that has weights only.
+    """A model folder of Hugging Face (`colossus.hf.families`), read like a checkpoint that has weights only.
 
     Nothing is read but the boxes that are asked for, through a buffer of one block (1 MiB): fused tensors (GPT-2's
     ``c_attn``) and transposed ones (its ``Conv1D``), too.

@@ -20,6 +20,7 @@ LLAMA: dict[str, Any] = dict(
     model_type="llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
     intermediate_size=12, vocab_size=11, max_position_embeddings=6,
 )  # fmt: skip
+QWEN3: dict[str, Any] = LLAMA | dict(model_type="qwen3", head_dim=6)
 VIT: dict[str, Any] = dict(
     model_type="vit", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12, image_size=8,
     patch_size=4, id2label={"0": "a cat", "1": "a dog", "2": "a hat"},

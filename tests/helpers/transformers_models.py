@@ -54,6 +54,7 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
         mlp_bias=True,
         eos_token_id=[2, 5],
     ),
+    "qwen3": transformers.Qwen3Config(**_LLAMA, head_dim=8, num_key_value_heads=2),
     "vit": transformers.ViTConfig(**_VIT),
 }
 
@@ -61,8 +62,9 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
 def make_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
     """A random one, whose every parameter matters: norms are not 1, biases not 0."""
     config = CONFIGS[kind]
-    models = {"gpt2": transformers.GPT2LMHeadModel, "llama": transformers.LlamaForCausalLM}
-    model = models.get(config.model_type, transformers.ViTForImageClassification)(config).to(dtype).eval()
+    is_decoder = config.model_type != "vit"
+    auto = transformers.AutoModelForCausalLM if is_decoder else transformers.AutoModelForImageClassification
+    model = auto.from_config(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(len(kind))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -72,12 +74,12 @@ def make_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def in_float64(model: Any) -> Any:
-    """transformers computes two things of a Llama in float32 whatever its dtype; here they are in that of the model:
-    angles, cosines and sines of the rotary positions, and what RMS norms divide by."""
-    if model.config.model_type == "llama":
+    """transformers computes two things of Llama and its kin in float32 whatever its dtype; here they are in that of the
+    model: angles, cosines and sines of the rotary positions, and what RMS norms divide by."""
+    if hasattr(model, "model"):
         model.model.rotary_emb = _Rotary64(model.config)
         for module in model.modules():
-            if type(module).__name__ == "LlamaRMSNorm":
+            if type(module).__name__.endswith("RMSNorm"):
                 module.forward = partial(_rms_norm, module)
     return model
 

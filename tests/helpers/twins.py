@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.layers.block_options import RotaryScaling
-from colossus.models.options import DecoderOptions, GPTOptions, LlamaOptions, TransformerOptions, ViTOptions
+from colossus.models.options import DecoderOptions, GPTOptions, LlamaOptions, TransformerOptions
+from colossus.models.vit_options import ViTOptions
 
 
 def options_of(kind: str, hidden: int, heads: int, wide: int) -> GPTOptions:
@@ -33,6 +34,10 @@ class PlainAttention(nn.Module):
             }
         )
         self.out = nn.Linear(width, o.hidden_size, o.bias)
+        if isinstance(o, DecoderOptions) and o.qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(o.head_dim, eps=o.norm_eps) for _ in range(2))
+        else:
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
@@ -40,6 +45,7 @@ class PlainAttention(nn.Module):
             self.qkv[name](x).view(batch, tokens, -1, self.head_dim).transpose(1, 2)
             for name in ("query", "key", "value")
         )
+        query, key = self.q_norm(query), self.k_norm(key)
         if self.rotary:
             query, key = self.turn(query), self.turn(key)
         copies = query.shape[1] // key.shape[1]

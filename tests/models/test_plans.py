@@ -38,6 +38,7 @@ VIT: dict[str, Any] = dict(
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama tied": {**LLAMA, "tie_embeddings": True, "num_kv_heads": 2, "head_dim": None, "rotary_scaling": None},
+    "llama qk_norm": {**LLAMA, "qk_norm": True, "num_kv_heads": 2},
     "vit": VIT,
     "vit mean": dict(
         VIT, pool="mean", label_smoothing=0.1, mlp="swiglu", ffn_hidden_size=36, norm="rmsnorm", bias=False
@@ -112,7 +113,8 @@ FEW: dict[str, tuple[tuple[str, str], ...]] = {
     "2 ranks": (("vit", "1d sharded 2"), ("vit mean", "1d sharded 2")),
     "4 ranks": (
         ("vit", "2d"), ("vit mean", "3d 2x1x2"), ("vit", "zb-h1"), ("vit", "zb-v"),
-        ("llama tied", "data 2 x 1d sharded 2"), ("llama", "3d 2x1x2"), ("llama", "zero 3"),
+        ("llama tied", "data 2 x 1d sharded 2"), ("llama qk_norm", "1d sharded 4"), ("llama qk_norm", "2d"),
+        ("llama", "3d 2x1x2"), ("llama", "zero 3"),
     ),
 }  # fmt: skip
 
