@@ -79,3 +79,18 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """``1 step``, ``2 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def expert_factor(data: int, sequence: int, expert: int) -> int:
+    """How many of ``expert`` ranks that share experts are neighbours along data: the sequence axis as a whole is the
+    other factor, or, where that does not fit, none.
+
+    Raises:
+        ValueError: where ``expert`` is neither the sequence size times a divisor of data, nor a divisor of data.
+    """
+    if expert % sequence == 0 and data % (expert // sequence) == 0:
+        return expert // sequence
+    if data % expert == 0:
+        return expert
+    whole = f" nor sequence {sequence} times one" if sequence > 1 else ""
+    raise ValueError(f"parallel.expert = {expert} is no divisor of data {data}{whole}")

@@ -21,6 +21,8 @@ all_gather_single: Any = first_of(dist, "all_gather_single", "all_gather_into_te
 reduce_scatter_single: Any = first_of(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 #: packs a tensor for backward at once; None: torch does when a forward is over, and only then
 make_saved_tensor: Any = first_of(torch._C._autograd, "_make_saved_tensor")
+#: rows times the weight of their group; None: not by one kernel
+grouped_mm: Any = first_of(torch, "_grouped_mm")
 _INPLACE: Any = first_of(torch.Tag, "inplace")
 
 

@@ -147,8 +147,8 @@ def _model(config: Config) -> str:
 
 def _groups(grid: RankGrid) -> str:
     """One line per axis with more than one rank: how many groups, and the first ones."""
-    names = [name for public in PUBLIC_NAMES for name in dict.fromkeys([public, *grid.public[public]])]
-    names = [name for name in names if grid.size(name) > 1]
+    every = dict.fromkeys(name for public in PUBLIC_NAMES for name in (public, *grid.public[public]))
+    names = [name for name in every if grid.size(name) > 1]
     if not names:
         return "groups      none: one rank has no neighbours"
     width = max(map(len, names))

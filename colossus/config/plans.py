@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from colossus.arithmetic import factors, not_a_multiple
+from colossus.arithmetic import expert_factor, factors, not_a_multiple
 from colossus.config.components import option_problems
 from colossus.config.errors import ConfigError, explain
 from colossus.config.schema import Config, Parallel
@@ -146,6 +146,7 @@ def describe_plan(config: Config) -> str:
     schedule = f", {name_of(config.schedule.type)}" if config.parallel.pipeline.size > 1 else ""
     split = f", {microbatches} microbatches" if microbatches > 1 else ""
     zero = describe_zero(config.parallel)
+    mode += f", experts over {config.parallel.expert.size}" if config.parallel.expert.size > 1 else ""
     return f"{describe_sizes(config.parallel)}{mode}{zero and f', {zero}'}{schedule}{split}"
 
 
@@ -221,6 +222,15 @@ def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]
             f"parallel.tensor.sequence_sharded means nothing in mode {tensor.mode}, whose activations between blocks "
             f"are split already; it is for mode 1d"
         )
+    try:
+        factor = expert_factor(data, parallel.sequence.size, parallel.expert.size)
+        if zero.shard is not None and zero.shard % factor:
+            problems.append(
+                f"parallel.zero.shard = {zero.shard} is no multiple of the {factor} data ranks that share the experts "
+                f"(parallel.expert = {parallel.expert.size})"
+            )
+    except ValueError as error:
+        problems.append(str(error))
     if zero.shard is not None and data % zero.shard:
         what = f"parallel.zero.shard = {zero.shard} does not divide data {data}"
         problems.append(f"{what}: groups of {zero.shard} data ranks hold one copy each")

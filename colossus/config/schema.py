@@ -195,6 +195,8 @@ class Parallel(Section):
     tensor: TensorSection = TensorSection()
     #: ranks that split each sequence; or dict(size=, mode=, ..)
     sequence: SequenceSection = SequenceSection()
+    #: ranks that share the experts of `MoE` layers: the sequence size times a divisor of data, or a divisor of data
+    expert: SizedSection = SizedSection()
     #: what data ranks shard; short for strategy = dict(type="zero", ..)
     zero: ZeroSection = ZeroSection()
     #: what replicas exchange, and when: a name, or dict(type=.., **options)

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from colossus.arithmetic import expert_factor
 from colossus.registry import SEQUENCE_MODES, TENSOR_MODES
 
-PUBLIC_NAMES = ("pipeline", "data", "sequence", "tensor")
+PUBLIC_NAMES = ("pipeline", "data", "sequence", "tensor", "expert")
 
 Axes = str | Iterable[str]
 
@@ -38,6 +39,11 @@ class RankGrid:
     @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(self.sizes)
+
+    @cached_property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes of more than one rank over which the experts are spread."""
+        return tuple(axis for axis in self.public.get("expert", ()) if self.sizes[axis] > 1)
 
     @cached_property
     def world_size(self) -> int:
@@ -113,19 +119,29 @@ def build_grid(parallel: Any) -> RankGrid:
     tensor = mode.axis_sizes(parallel.tensor.size, parallel.tensor.depth, parallel.tensor.shape)
     sequence = SEQUENCE_MODES.get(parallel.sequence.mode or "ring")
     shard = parallel.zero.shard  # ZeRO shards in groups of so many neighbours, and replicates between them
+    data = {"data": parallel.data} if shard is None else {"replicate": parallel.data // shard, "shard": shard}
+    factor = expert_factor(parallel.data, parallel.sequence.size, parallel.expert.size)
+    if factor > 1:  # neighbours along data
+        name, size = data.popitem()
+        data |= {"outer" if name == "data" else name: size // factor, "inner": factor}
     atomic: dict[str, dict[str, int]] = {
         "pipeline": {"pipeline": parallel.pipeline.size},
-        "data": {"data": parallel.data} if shard is None else {"replicate": parallel.data // shard, "shard": shard},
+        "data": data,
         "sequence": sequence.axis_sizes(parallel.sequence.size, parallel.sequence.ulysses),
         "tensor": tensor,
     }
     sizes: dict[str, int] = {}
     for name in parallel.rank_order:
         sizes.update(atomic[name])
-    return RankGrid(sizes, {name: tuple(atomic[name]) for name in PUBLIC_NAMES})
+    public = {name: tuple(axes) for name, axes in atomic.items()}
+    public["expert"] = ("inner",) if factor > 1 else ()
+    if parallel.expert.size > factor:
+        public["expert"] += public["sequence"]
+    return RankGrid(sizes, public)
 
 
-ONE_RANK = RankGrid(dict.fromkeys(PUBLIC_NAMES, 1), {name: (name,) for name in PUBLIC_NAMES})
+_OF_ONE = ("pipeline", "data", "sequence", "tensor")
+ONE_RANK = RankGrid(dict.fromkeys(_OF_ONE, 1), {**{name: (name,) for name in _OF_ONE}, "expert": ()})
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
 from colossus.layers.lm_head import Classifier, LMHead
+from colossus.layers.moe import Experts
 from colossus.layers.norm import LayerNorm, RMSNorm
 from colossus.layers.patch import ClassToken, PatchEmbedding
+from colossus.layers.router import Router
 from colossus.sparse.embedding_bag import EmbeddingBag
 from colossus.sparse.sampled_softmax import SampledSoftmax
 
@@ -58,6 +60,7 @@ class Row:
 
 
 _BIAS = {"bias": "bias"}
+_ROUTER = ("score", "norm_topk", "bias_update", "aux_loss", "z_loss")
 _TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "sparse")
 _HEAD = {"hidden_size": "in_features", "vocab_size": "out_features"}
 #: the first row of a module of torch is the one that stands for it
@@ -71,6 +74,8 @@ ROWS = (
     Row(RMSNorm, nn.RMSNorm, ("normalized_shape", "eps"), {"elementwise_affine": "weight"}),
     Row(Dropout, nn.Dropout, ("p",)),
     Row(PatchEmbedding, None, ("in_channels", "hidden_size", "patch_size"), _BIAS),
+    Row(Experts, None, ("hidden_size", "ffn_size", "num_experts")),
+    Row(Router, None, ("hidden_size", "num_experts", "top_k", *_ROUTER)),
     Row(PositionEmbedding, None, ("num_positions", "embedding_dim")),
     Row(ClassToken, None, ("hidden_size",)),
     Row(SampledSoftmax, None, ("hidden_size", "num_classes", "num_samples", "sparse", "ignore_index"), _BIAS),

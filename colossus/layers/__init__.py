@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from colossus.layers.loss import accuracy as accuracy
     from colossus.layers.loss import cross_entropy as cross_entropy
     from colossus.layers.model_parallel import to_residual as to_residual
+    from colossus.layers.moe import MoE as MoE
     from colossus.layers.norm import LayerNorm as LayerNorm
     from colossus.layers.norm import RMSNorm as RMSNorm
     from colossus.layers.patch import ClassToken as ClassToken
@@ -48,6 +49,7 @@ _MODULES = {
     "lora": ("LoRALinear",),
     "loss": ("accuracy", "cross_entropy"),
     "model_parallel": ("to_residual",),
+    "moe": ("MoE",),
     "norm": ("LayerNorm", "RMSNorm"),
     "patch": ("ClassToken", "PatchEmbedding"),
     "pipeline_block": ("PipelineBlock", "run_blocks"),

@@ -9,7 +9,7 @@ from pydantic import Field
 from colossus.arithmetic import either
 from colossus.config import Config
 from colossus.config.schema import Parallel, ZeroSection
-from colossus.data_parallel.options.strategy_options import Count, CountOrZero, StrategyOptions
+from colossus.data_parallel.options.strategy_options import Count, CountOrZero, StrategyOptions, spread_experts
 from colossus.sparse.choice import WayName, first_fit
 
 _POWERSGD = ("rank", "start_step", "min_compression_rate")
@@ -44,6 +44,8 @@ class AllReduceOptions(StrategyOptions):
                 f"parallel.strategy.compress = {self.compress!r}: gradients are summed in {reduce} already "
                 f"(train.precision.reduce); leave one of the two out"
             )
+        if self.compress is not None:
+            problems += spread_experts(config, "with compress gradients are summed along data as a whole")
         if self.compress is not None and config.parallel.zero.stage:
             problems.append(
                 f"parallel.strategy.compress = {self.compress!r}: ZeRO's sums are not compressed; leave out one of "
@@ -95,7 +97,7 @@ class HierarchicalOptions(HostOptions, AllReduceOptions):
         return parallel.zero.model_copy(update={"shard": self.ranks_per_host(parallel.data)})
 
     def check(self, config: Config) -> list[str]:
-        problems = super().check(config)
+        problems = super().check(config) + spread_experts(config, "sums along data are in two levels")
         zero = config.parallel.zero
         if zero.stage and zero.shard is None:
             problems.append(

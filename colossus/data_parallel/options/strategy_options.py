@@ -15,6 +15,17 @@ Rate = Annotated[float, Field(gt=0)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
+def spread_experts(config: Config, what: str) -> list[str]:
+    """A problem where experts are spread over data ranks, which a strategy cannot take since ``what``."""
+    parallel = config.parallel
+    if parallel.expert.size in (1, parallel.sequence.size):
+        return []
+    return [
+        f"parallel.expert = {parallel.expert.size} spreads experts over data ranks, and under parallel.strategy = "
+        f"{config.parallel.strategy.type!r} {what}; take an expert size of 1, or the sequence size"
+    ]
+
+
 class StrategyOptions(BaseModel):
     """Options of ``parallel.strategy``: those of a strategy are a subclass, which its class is made with."""
 
@@ -40,6 +51,9 @@ class PerReplicaOptions(StrategyOptions):
 
     #: steps after which the loss of all replicas is logged, beside those of evaluations and checkpoints; 0: none
     log_every: CountOrZero = 0
+
+    def check(self, config: Config) -> list[str]:
+        return super().check(config) + spread_experts(config, "each of these has a whole replica")
 
     def describe(self, data: int) -> str:
         return "inexact: each replica has parameters of its own" if data > 1 else ""

@@ -17,6 +17,7 @@ from colossus.data_parallel.zero.prefetch import BlockRuns, run_around
 from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
+from colossus.layout.parameter import spec_of
 from colossus.layout.split_parameter import as_shards
 from colossus.rows.row_gradient import row_source
 from colossus.tensor_parallel.gathered_weights import GatheredWeights, run_grad_hooks
@@ -77,8 +78,8 @@ class ParameterStore:
         return self._summed_as.get(param, param)
 
     def shard(self, axes: Iterable[str], *, stage: int = 3, offload: bool = False) -> None:
-        """Store every parameter in rows cut over these axes; scalars, which have none, stay as they are, as do tables
-        with a `RowSource`.
+        """Store every parameter in rows cut over these axes, or those of them that do not split it anyway (experts);
+        scalars, which have no rows, stay as they are, as do tables with a `RowSource`.
 
         Also where the axes have one rank, if the optimizer's precision is not that of the parameters. Collective, as
         are all forwards from then on, and those of evaluations.
@@ -98,18 +99,22 @@ class ParameterStore:
             stage = min(stage, 2)
         self._group = group
 
+        def group_of(param: nn.Parameter) -> AxisGroup:
+            cut = spec_of(param).layout.shard_axes
+            return context.group(tuple(axis for axis in group.axes if axis not in cut))
+
         def takes(param: nn.Parameter) -> bool:
             return row_source(param) is None and (stage == 3 or param.requires_grad)
 
         blocks, root = by_block(self._model, self._chain(), takes)
         is_transient = stage == 3 and self.weights.scope != "step"
         for modules, held in in_buckets(blocks, 0 if is_transient else SLOT_BYTES):
-            block = ShardedBlock(held, group, context, self.weights.scope, stage, offload)
+            block = ShardedBlock(held, group_of, context, self.weights.scope, stage, offload)
             for module in modules if is_transient else ():
                 run_around(module, block, self.runs)
             self.blocks.append(block)
         if root:
-            self.blocks.insert(0, ShardedBlock(root, group, context, "step", stage, offload))
+            self.blocks.insert(0, ShardedBlock(root, group_of, context, "step", stage, offload))
         self._lasting = [block for block in self.blocks if not block.is_transient]
         self._model.register_forward_pre_hook(lambda *_: self._before_model(), prepend=True)
         self._model.register_forward_hook(lambda *_: self._after_model())

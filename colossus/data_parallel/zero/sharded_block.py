@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ class ShardedBlock:
 
     Args:
         held: parameters with at least one dim, their values whole on each rank of the group.
-        group: over which rows are cut.
+        group_of: the ranks over which the rows of a parameter are cut.
         scope: as of `colossus.tensor_parallel.gathered_weights.GatheredWeights`: ``matmul`` frees what forward gathered
             at its end, ``microbatch`` after its backward, ``step`` at the end of the step.
         stage, offload: see `FlatRows`.
@@ -66,7 +66,7 @@ class ShardedBlock:
     def __init__(
         self,
         held: Sequence[HeldParameter],
-        group: AxisGroup,
+        group_of: Callable[[nn.Parameter], AxisGroup],
         context: ParallelContext,
         scope: str,
         stage: int,
@@ -79,7 +79,7 @@ class ShardedBlock:
         with as_shards():
             self._flats = [
                 FlatRows(params, group, context, dtypes, stage, offload)
-                for params, dtypes in _travelling_together(held, group, context)
+                for group, params, dtypes in _travelling_together(held, group_of, context)
             ]
         self.stored = {param: stored for flat in self._flats for param, stored in flat.stored.items()}
         self.gradients = [RowGradients(flat) for flat in self._flats if flat.is_trainable]
@@ -185,14 +185,14 @@ def _unrecorded() -> AbstractContextManager[object]:
 
 
 def _travelling_together(
-    held: Iterable[HeldParameter], group: AxisGroup, context: ParallelContext
-) -> Iterator[tuple[list[nn.Parameter], Dtypes]]:
-    """Parameters of the same dtypes, on CPU as many as fit a slot of shared memory."""
-    kinds: dict[tuple[Dtypes, bool], list[nn.Parameter]] = {}
+    held: Iterable[HeldParameter], group_of: Callable[[nn.Parameter], AxisGroup], context: ParallelContext
+) -> Iterator[tuple[AxisGroup, list[nn.Parameter], Dtypes]]:
+    """Parameters of the same ranks and dtypes, on CPU as many as fit a slot of shared memory."""
+    kinds: dict[tuple[AxisGroup, Dtypes, bool], list[nn.Parameter]] = {}
     for one in held:
         dtypes = Dtypes.of(one.param, context.precision, is_product=one.is_product)
-        kinds.setdefault((dtypes, one.param.requires_grad), []).append(one.param)
-    for (dtypes, _), params in kinds.items():
+        kinds.setdefault((group_of(one.param), dtypes, one.param.requires_grad), []).append(one.param)
+    for (group, dtypes, _), params in kinds.items():
         wide = max(dtypes.computed.itemsize, dtypes.reduced.itemsize)
         chunk: list[nn.Parameter] = []
         size = 0
@@ -201,8 +201,8 @@ def _travelling_together(
             padding = len(spec_of(param).shards) * math.prod(param.shape[1:])
             nbytes = (param.numel() + group.size * (padding + 1)) * wide
             if chunk and param.device.type == "cpu" and size + nbytes > SLOT_BYTES:
-                yield chunk, dtypes
+                yield group, chunk, dtypes
                 chunk, size = [], 0
             chunk.append(param)
             size += nbytes
-        yield chunk, dtypes
+        yield group, chunk, dtypes

@@ -1,0 +1,34 @@
+"""Rows that lie group by group, each group multiplied by a weight of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossus import torch_versions
+from colossus.tensor_parallel.dtypes import product_dtype
+
+
+def group_sizes(counts: Tensor, x: Tensor, weight: Tensor) -> Tensor | list[int]:
+    """The counts of `grouped_product` as it takes them fastest for such operands: on the host, or where they are."""
+    is_aligned = weight.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0  # rows of whole 16 bytes
+    in_one = x.is_cuda and (product_dtype(x) or x.dtype) == torch.bfloat16 and is_aligned
+    return counts.to(x.device) if in_one and torch_versions.grouped_mm is not None else counts.tolist()
+
+
+def grouped_product(x: Tensor, weights: Tensor, counts: Tensor | list[int]) -> Tensor:
+    """``x_g @ weights[g].T`` for the rows of each group g, one below the other: x [n, in] -> [n, out].
+
+    Args:
+        weights: [groups, out, in].
+        counts: rows of each group, of sum n, from `group_sizes`: as a tensor all groups are one kernel
+            (``torch._grouped_mm``) and the host reads no counts; as a list they are a loop.
+    """
+    if isinstance(counts, Tensor):
+        dtype = product_dtype(x) or x.dtype
+        ends = counts.cumsum(0, dtype=torch.int32)
+        y: Tensor = torch_versions.grouped_mm(x.to(dtype), weights.to(dtype).transpose(-2, -1), ends)
+        return y
+    parts = zip(x.split(counts), weights.unbind(), strict=True)
+    return torch.cat([F.linear(rows, weight) for rows, weight in parts])

@@ -1,0 +1,173 @@
+"""Mixture of experts: each token goes through a few of many MLPs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from colossus.arithmetic import not_a_multiple
+from colossus.construct.initial_values import torch_linear
+from colossus.context.groups import AxisGroup
+from colossus.error_place import located_error
+from colossus.layers.expert_rows import inverse, take_rows, to_experts
+from colossus.layers.grouped_matmul import group_sizes, grouped_product
+from colossus.layers.layer import Layer, call
+from colossus.layers.router import Router, count_choices
+from colossus.layout.layout import Layout
+from colossus.layout.parameter import Initializer, spec_of
+from colossus.registry import MLPS
+from colossus.sharded_tensor.regions import move, unwrap
+from colossus.sharded_tensor.tensor import wrap
+
+
+class MoE(Layer):
+    """The ``top_k`` best of ``num_experts`` SwiGLU experts for each token (token choice), added up by the router's
+    weights; no token is dropped.
+
+    Every plan computes the same: a token's experts are added in the order of their scores.
+
+    Args:
+        ffn_size: features inside of an expert. Split over the tensor ranks that hold the same samples, where it
+            divides, else each of them computes all.
+        shared: features inside of an expert that all tokens go through with weight 1; None: there is none.
+        router: ``score``, ``norm_topk`` and ``bias_update`` of `Router`.
+        aux_loss, z_loss: coefficients, as of `Router`.
+        capacity: an expert takes no more than ``capacity * tokens * top_k / num_experts`` of a rank's tokens in a
+            microbatch, the first ones; of the others its share is left out. So what is dropped depends on the plan.
+        init, out_init: of gate and up, and of down; by default torch's of a linear.
+
+    Shape:
+        input and output [.., hidden_size]; the output has the layout of the input. Parameters, by full shapes:
+        ``router.weight`` [experts, hidden], ``experts.gate`` and ``experts.up`` [experts, ffn, hidden],
+        ``experts.down`` [experts, hidden, ffn].
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        shared: int | None = None,
+        router: Mapping[str, Any] | None = None,
+        aux_loss: float = 0.0,
+        z_loss: float = 0.0,
+        capacity: float | None = None,
+        init: Initializer | None = None,
+        out_init: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = tuple(map(operator.index, (hidden_size, ffn_size, num_experts)))
+        self.num_experts, self.top_k, self.capacity = sizes[2], operator.index(top_k), capacity
+        options: dict[str, Any] = dict(router or {}, aux_loss=aux_loss, z_loss=z_loss, init=init, dtype=dtype)
+        self.router = Router(sizes[0], sizes[2], self.top_k, **options)
+        self.experts = Experts(*sizes, init=init, out_init=out_init, dtype=dtype)
+        self.shared: nn.Module | None = None
+        if shared is not None:
+            inits: dict[str, Any] = {"init": init, "out_init": out_init, "dtype": dtype}
+            self.shared = MLPS.get("swiglu")(sizes[0], shared, False, **inits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        local, at = unwrap(x, self.parallel)
+        self.require_batch(local)
+        whole, split = self.parallel.regions.whole, self.experts.split_axes
+        # ranks that share a token's experts hold its activations whole, and addends of its gradient and of its output
+        inside, target = replace(whole, grad_partial=split), at.return_layout
+        tokens = move(local, at.activation, whole, self.parallel)
+        flat = tokens.reshape(-1, tokens.shape[-1])
+        weights, experts = self.router(flat)
+        weights, flat = move(weights, whole, inside, self.parallel), move(flat, whole, inside, self.parallel)
+        y = self._mix(flat, weights, experts).view(tokens.shape)
+        y = wrap(move(y, replace(whole, partial=split), target, self.parallel), at.moved(target, y.dim()))
+        return y if self.shared is None else y + call(self.shared, x, self.parallel)
+
+    def _mix(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The experts' outputs for x [tokens, hidden], added up; weights and experts are [tokens, top_k]."""
+        num_choices = experts.numel()
+        if self.capacity is not None:
+            experts = _within_capacity(experts, self.num_experts, int(self.capacity * num_choices / self.num_experts))
+        counts = count_choices(experts, self.num_experts + 1)[: self.num_experts]
+        # choices by expert; of one expert by token
+        order = experts.reshape(-1).argsort(stable=True)
+        place, drops = inverse(order), self.capacity is not None
+        if drops:
+            order = order[: int(counts.sum())]
+            place = place.clamp(max=len(order))
+        rows = take_rows(x, order // self.top_k, place.view(-1, self.top_k), drops)
+        if self.experts.group.size > 1:
+            rows, counts, back = to_experts(rows, counts, self.experts.group)
+            out = back(self.experts(rows, counts))
+        else:
+            out = self.experts(rows, counts)
+        of_choices = take_rows(out, place, order.unsqueeze(-1), drops).view(-1, self.top_k, x.shape[-1])
+        return (of_choices * weights.to(out.dtype).unsqueeze(-1)).sum(1)
+
+    def extra_repr(self) -> str:
+        return f"capacity={self.capacity}" if self.capacity is not None else ""
+
+
+class Experts(Layer):
+    """down(silu(gate(x)) * up(x)) of the experts that this rank holds; their parameters are stacked.
+
+    Attributes:
+        group: the ranks over which experts are spread, neighbouring ones on each.
+        split_axes: axes that split the features inside of an expert: along them outputs are partial sums.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_experts: int,
+        *,
+        init: Initializer | None = None,
+        out_init: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.ffn_size, self.num_experts = hidden_size, ffn_size, num_experts
+        grid, whole = self.context.grid, self.parallel.regions.whole
+        over = grid.expert_axes
+        if num_experts % grid.size(over):
+            raise located_error(
+                not_a_multiple("MoE: num_experts", num_experts, f"parallel.expert = {grid.size(over)}", grid.size(over))
+            )
+        axes = tuple(axis for axis in grid.axes("tensor") if grid.sizes[axis] > 1 and axis not in whole.batch)
+        self.split_axes = axes if ffn_size % grid.size(axes) == 0 else ()
+        inner, outer = Layout((over, self.split_axes, ())), Layout((over, (), self.split_axes))
+        shape, init = (num_experts, ffn_size, hidden_size), init or torch_linear(hidden_size)
+        self.gate = self.make_parameter({"": shape}, inner, init, dtype=dtype)
+        self.up = self.make_parameter({"": shape}, inner, init, dtype=dtype)
+        down = (num_experts, hidden_size, ffn_size)
+        self.down = self.make_parameter({"": down}, outer, out_init or torch_linear(ffn_size), dtype=dtype)
+        for parameter in (self.gate, self.up, self.down):
+            self.decide_gradients(parameter, whole)
+
+    @property
+    def group(self) -> AxisGroup:
+        return self.context.group(self.context.grid.expert_axes)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [rows, hidden], by expert: ``counts`` [experts] of each. Output as x, a partial sum over `split_axes`."""
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+            sizes = group_sizes(counts, x, self.gate)
+            gate, up = grouped_product(x, self.gate, sizes), grouped_product(x, self.up, sizes)
+            return grouped_product(F.silu(gate) * up, self.down, sizes)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} x ({self.hidden_size}, {self.ffn_size}), gate and up {spec_of(self.gate).layout}"
+
+
+def _within_capacity(experts: Tensor, num_experts: int, limit: int) -> Tensor:
+    """The choices [tokens, top_k]; those behind the first ``limit`` of an expert are ``num_experts``: of nobody."""
+    chosen = F.one_hot(experts.reshape(-1), num_experts)
+    rank = (chosen.cumsum(0) * chosen).sum(-1).view_as(experts)
+    return experts.masked_fill(rank > limit, num_experts)

@@ -1,0 +1,128 @@
+"""Mixture of experts against a loop over tokens in plain torch: outputs and every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.modes import MODES, own
+from torch import Tensor
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.context.grid import ONE_RANK
+from colossus.context.parallel_context import ParallelContext
+from colossus.gradients.buckets import gradient_sum_axes
+from colossus.layers.model_parallel import model_parallel_of
+
+HIDDEN, FFN, EXPERTS, TOP_K = 24, 36, 5, 3
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen": dict(router=dict(norm_topk=False)),
+    "sigmoid, shared": dict(router=dict(score="sigmoid", bias_update=0.1), shared=12),
+    "losses": dict(aux_loss=0.3, z_loss=0.02),
+    "sigmoid, losses": dict(router=dict(score="sigmoid"), aux_loss=0.3, z_loss=0.02),
+    "uneven ffn": dict(ffn_size=35),
+}
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return down @ (F.silu(gate @ x) * (up @ x))
+
+
+def plain_moe(x: Tensor, state: Mapping[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """Output [tokens, hidden] and the sum of the auxiliary losses, for x [tokens, hidden], token by token."""
+    router = {"score": "softmax", "norm_topk": True, **options.get("router", {})}
+    outputs, losses = [], []
+    logits = x @ state["router.weight"].t()
+    scores = logits.softmax(-1) if router["score"] == "softmax" else logits.sigmoid()
+    chosen = [sorted(range(EXPERTS), key=row.tolist().__getitem__, reverse=True)[:TOP_K] for row in scores]
+    for token, row, experts in zip(x, scores, chosen, strict=True):
+        weights = row[experts] / row[experts].sum() if router["norm_topk"] else row[experts]
+        y = sum(
+            weight * swiglu(token, *(state[f"experts.{name}"][expert] for name in ("gate", "up", "down")))
+            for weight, expert in zip(weights, experts, strict=True)
+        )
+        if "shared" in options:
+            y = y + swiglu(token, *(state[f"shared.{name}.weight"] for name in ("up.gate", "up.value", "down")))
+        outputs.append(y)
+    share = torch.tensor([sum(e in experts for experts in chosen) for e in range(EXPERTS)]) / (TOP_K * len(x))
+    probabilities = scores / scores.sum(-1, keepdim=True)
+    losses = [
+        options.get("aux_loss", 0.0) * EXPERTS * (share * p).sum() + options.get("z_loss", 0.0) * line.logsumexp(0) ** 2
+        for p, line in zip(probabilities, logits, strict=True)
+    ]
+    return torch.stack(outputs), sum(losses)
+
+
+def results(context: ParallelContext, options: Mapping[str, Any], x: Tensor, dy: Tensor) -> tuple[Any, ...]:
+    """Of a rank of a layer between blocks: its samples, output, gradient of the input; weights, and all gradients."""
+    sizes = {"ffn_size": FFN, "num_experts": EXPERTS, "top_k": TOP_K, **options}
+    model = colossus.build(lambda: layers.MoE(HIDDEN, **sizes), context, dtype=torch.float64)
+    held = own(context, x).clone().requires_grad_()
+    y = layers.to_whole(model(layers.to_residual(held, model_parallel_of(context))))
+    y.backward(own(context, dy))
+    for parameter in model.parameters():
+        if axes := gradient_sum_axes(parameter, context):
+            torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)
+    state, gradients = full_state_dict(model, context), full_state_dict(model, context, gradients=True)
+    return own(context, torch.arange(len(x))), y.detach(), held.grad, state, gradients
+
+
+@pytest.mark.parametrize("mode", ["one", "1d", "1d_sequence", "2d", "2d_2x3", "2.5d_depth2", "3d_1x2x3"])
+@pytest.mark.rest("2d", "2.5d_depth2", "2d_2x3", "1d_sequence")
+def test_every_mode_is_a_loop_over_tokens(mode: str) -> None:
+    x, dy = numbers(12, 6, HIDDEN), numbers(12, 6, HIDDEN, seed=1)
+
+    def body(context: ParallelContext) -> list[tuple[Any, ...]]:
+        return [results(context, options, x, dy) for options in VARIANTS.values()]
+
+    found = [body(ParallelContext(ONE_RANK))] if mode == "one" else MODES[mode].run(body)
+    for name, *of_ranks in zip(VARIANTS, *found, strict=True):
+        leaves = {key: value.clone().requires_grad_() for key, value in of_ranks[0][3].items()}
+        leaf = x.clone().requires_grad_()
+        want, loss = plain_moe(leaf.flatten(0, 1), leaves, **VARIANTS[name])
+        ((want.view_as(x) * dy).sum() + loss).backward()
+        assert leaf.grad is not None
+        for rows, y, dx, _, gradients in of_ranks:
+            pairs = {"output": (y, want.detach().view_as(x)[rows]), "input": (dx, leaf.grad[rows])}
+            pairs |= {key: (gradient, leaves[key].grad) for key, gradient in gradients.items()}
+            assert gradients.keys() == leaves.keys() - {"router.bias"}
+            for what, (mine, other) in pairs.items():
+                torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10, msg=f"{name}: {what}")
+
+
+def test_what_is_over_capacity_is_left_out() -> None:
+    x, limit = numbers(20, HIDDEN), 9
+    model = layers.MoE(HIDDEN, FFN, EXPERTS, TOP_K, capacity=limit * EXPERTS / (20 * TOP_K), dtype=torch.float64)
+    held = x.clone().requires_grad_()
+    y = model(held)
+    y.sum().backward()
+    weights, experts = model.router(x)
+    used = dict.fromkeys(range(EXPERTS), 0)
+    for token in range(20):
+        want = torch.zeros(HIDDEN, dtype=torch.float64)
+        for weight, expert in zip(weights[token], experts[token].tolist(), strict=True):
+            used[expert] += 1
+            if used[expert] <= limit:
+                stacked = (model.experts.gate, model.experts.up, model.experts.down)
+                want = want + weight * swiglu(x[token], *(each[expert] for each in stacked))
+        torch.testing.assert_close(y[token], want, rtol=1e-12, atol=1e-12)
+    assert max(used.values()) > limit
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_wrong_options_are_told() -> None:
+    with pytest.raises(ValueError, match=r"top_k = 6 is not in 1..5"):
+        layers.MoE(HIDDEN, FFN, EXPERTS, 6)
+    with pytest.raises(ValueError, match=r"score = 'relu'; use softmax or sigmoid"):
+        layers.MoE(HIDDEN, FFN, EXPERTS, 2, router=dict(score="relu"))

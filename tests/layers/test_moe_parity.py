@@ -1,0 +1,51 @@
+"""A model with experts is the same run under every plan, the experts on one rank or spread over several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.experts import config_of_experts
+from helpers.training import Trace, assert_same_numbers, assert_same_run, run_plan, shared_run
+
+STEPS = 4
+FP64 = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
+
+TENSOR_2D = dict(mode="2d", size=4)
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data2": (2, dict(data=2, expert=2)),
+    "data4_expert2": (4, dict(data=4, expert=2)),
+    "data4": (4, dict(data=4, expert=4)),
+    "1d": (4, dict(data=2, tensor=2, expert=2)),
+    "1d_alone": (2, dict(tensor=2)),
+    "2d": (8, dict(data=2, tensor=TENSOR_2D, expert=2)),
+    "3d": (8, dict(data=2, tensor=dict(mode="3d", shape=(2, 1, 2)), expert=2)),
+    "pipeline": (4, dict(data=2, pipeline=2, expert=2)),
+    "ring": (2, dict(sequence=2, expert=2)),
+    "ring_data": (4, dict(sequence=2, data=2, expert=4)),
+    "ring_data_only": (4, dict(sequence=2, data=2, expert=2)),
+    "zero1": (4, dict(data=4, expert=2, zero=1)),
+    "zero2": (4, dict(data=4, expert=2, zero=2)),
+    "zero3": (4, dict(data=4, expert=2, zero=3)),
+    "zero3_all": (2, dict(data=2, expert=2, zero=3)),
+    "zero3_shard": (4, dict(data=4, expert=2, zero=dict(stage=3, shard=2))),
+    "zero3_ring": (4, dict(data=2, sequence=2, expert=2, zero=3)),
+}  # fmt: skip
+
+
+def alone(kind: str = "experts", **more: Any) -> Trace:
+    return shared_run(1, config_of_experts({}, STEPS, kind, **more), STEPS)[0]
+
+
+def assert_is_one_process(plan: str, kind: str = "experts", **more: Any) -> None:
+    world, parallel = PLANS[plan]
+    reference = alone(kind, **more)
+    for trace in run_plan(world, config_of_experts(parallel, STEPS, kind, **more), STEPS):
+        assert_same_run(trace, reference, **FP64)
+        assert_same_numbers(trace, reference)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_follows_the_one_process_run(plan: str) -> None:
+    more = dict(schedule=dict(type="1f1b", microbatches=2)) if "pipeline" in plan else {}
+    assert_is_one_process(plan, **more)
