@@ -73,7 +73,7 @@ class Llama(Family):
         Key("tie_word_embeddings", "tie_embeddings", False),
         Key("rope_theta", "rotary_base", 10000.0),
     )
-    fixed = dict(positions="rotary", norm="rmsnorm", qk_norm=False)
+    fixed: ClassVar[Mapping[str, Any]] = dict(positions="rotary", norm="rmsnorm", qk_norm=False, experts=None)
     #: what older versions saved of the rotary positions
     ignored = ("*rotary_emb.inv_freq",)
 
@@ -135,7 +135,7 @@ class Qwen3(Llama):
         vocab_size=151936,
     )
     required = dict(attention_bias=False, use_sliding_window=False)
-    fixed = dict(positions="rotary", norm="rmsnorm", qk_norm=True, bias=False)
+    fixed = dict(positions="rotary", norm="rmsnorm", qk_norm=True, bias=False, experts=None)
 
     def attention_rows(self, options: Any) -> list[Row]:
         return [

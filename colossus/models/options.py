@@ -6,10 +6,10 @@ import math
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from colossus.arithmetic import not_a_multiple
-from colossus.layers.block_options import RotaryScaling, default_ffn_size, default_norm_eps
+from colossus.layers.block_options import ExpertsOptions, RotaryScaling, default_ffn_size, default_norm_eps
 from colossus.layout.activation import Activation
 from colossus.registry import MLPS, NORMS, SEQUENCE_MODES, TENSOR_MODES, Registry
 from colossus.sequence_parallel.modes import cheaper, length_multiple
@@ -91,6 +91,15 @@ class TransformerOptions(BaseModel):
         """Whether positions are rotated in attention."""
         return False
 
+    def block_options(self, layer: int) -> dict[str, Any]:
+        """Options of the `TransformerBlock` of a layer, from 0, beside those that all transformers have."""
+        return {}
+
+    @property
+    def has_mlps(self) -> bool:
+        """Whether any layer has an MLP."""
+        return True
+
     @property
     def num_blocks(self) -> int:
         """Into how many stages a pipeline can cut the model at most: its layers and its two ends."""
@@ -138,11 +147,10 @@ class TransformerOptions(BaseModel):
 
         hidden, wide = "hidden_size", "ffn_hidden_size"
         divisible = dict.fromkeys(("query", "key", "value"), tensor.size)  # heads are split whole: see below
-        linears: list[tuple[str, str, str, dict[str, int]]] = [
-            ("column", hidden, "", divisible),
-            ("column", hidden, wide, {"": self.ffn_hidden_size}),
-            ("row", wide, hidden, {"": self.hidden_size}),
-        ]
+        linears: list[tuple[str, str, str, dict[str, int]]] = [("column", hidden, "", divisible)]
+        if self.has_mlps:
+            linears.append(("column", hidden, wide, {"": self.ffn_hidden_size}))
+            linears.append(("row", wide, hidden, {"": self.hidden_size}))
         for split, inside, outside, outputs in linears:
             chosen = shardings.choose(split, getattr(self, inside), outputs)
             for misfit in chosen if isinstance(chosen, list) else ():
@@ -191,9 +199,7 @@ class DecoderOptions(TransformerOptions):
     #: weight of the squared logarithm of the softmax' divisor, which keeps logits small
     z_loss: Annotated[float, Field(ge=0)] = 0.0
 
-    @property
-    def attention(self) -> dict[str, Any]:
-        """Options of `Attention` that only decoders have."""
+    def block_options(self, layer: int) -> dict[str, Any]:
         rotary = dict(rotary=self.is_rotary, rotary_base=self.rotary_base, rotary_scaling=self.rotary_scaling)
         return rotary | {"qk_norm": self.qk_norm}
 
@@ -255,7 +261,33 @@ class LlamaOptions(DecoderOptions):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     bias: bool = False
     tie_embeddings: bool = False
+    #: experts in the place of MLPs (Mixtral, Qwen3-MoE): dict(num=8, top_k=2)
+    experts: ExpertsOptions | None = None
+
+    @field_validator("experts")
+    @classmethod
+    def _sized(cls, value: ExpertsOptions | None, info: ValidationInfo) -> ExpertsOptions | None:
+        if value is None or value.ffn_size is not None:
+            return value
+        return value.model_copy(update={"ffn_size": info.data.get("ffn_hidden_size")})
 
     @property
     def is_rotary(self) -> bool:
         return True
+
+    @property
+    def has_mlps(self) -> bool:
+        return self.experts is None or not all(map(self.experts.is_in, range(self.num_layers)))
+
+    def block_options(self, layer: int) -> dict[str, Any]:
+        found = super().block_options(layer)
+        if self.experts is not None and self.experts.is_in(layer):
+            found["experts"] = self.experts.arguments
+        return found
+
+    def check(self, parallel: Any) -> list[str]:
+        problems, ranks = super().check(parallel), parallel.expert.size
+        if self.experts is not None and self.experts.num % ranks:
+            by = f"parallel.expert.size = {ranks}"
+            problems.append(not_a_multiple("model.experts.num", self.experts.num, by, ranks))
+        return problems
