@@ -55,7 +55,7 @@ class Llama(Family):
     model_type = "llama"
     architecture = "LlamaForCausalLM"
     prefix = "model."
-    ours = ("Llama", "GPT")
+    ours: ClassVar[tuple[str, ...]] = ("Llama", "GPT")
     keys: ClassVar[tuple[Key, ...]] = (
         Key("num_hidden_layers", "num_layers", 32),
         Key("hidden_size", "hidden_size", 4096),

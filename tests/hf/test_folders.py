@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hf_folders import GPT2, LLAMA, QWEN3, VIT, make_folder
+from helpers.hf_folders import GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, VIT, make_folder
 from hypothesis import event, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -169,7 +169,9 @@ ANYTHING = {
 }
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA, QWEN3, VIT], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "config", [GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, VIT], ids=lambda config: config["model_type"]
+)
 @given(data=st.data())
 def test_any_config_is_refused_or_reads_as_what_it_writes(config: dict[str, Any], data: st.DataObject) -> None:
     """Whatever its keys say; no other error."""
