@@ -56,7 +56,7 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
     ),
     "qwen3": transformers.Qwen3Config(**_LLAMA, head_dim=8, num_key_value_heads=2),
     "mixtral": transformers.MixtralConfig(
-        **_LLAMA, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=3, experts_implementation="eager"
+        **_LLAMA, num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=3, experts_implementation="eager"
     ),
     "qwen3 moe": transformers.Qwen3MoeConfig(
         **_LLAMA,

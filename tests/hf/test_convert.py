@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder, random_tensors
+from helpers.hf_folders import GPT2, LLAMA, MIXTRAL, QWEN3_MOE, VIT, make_folder, random_tensors
 from helpers.ranks import run_ranks
 from helpers.training import BATCH, batch_of, config_of
 from safetensors.torch import load_file
@@ -27,7 +27,7 @@ from colossus.launch.resume import choose
 from colossus.registry import MODEL_OPTIONS
 
 Captured = pytest.CaptureFixture[str]
-CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "vit": VIT}
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "vit": VIT}
 TOKENIZER = b'{"version": "1.0"}'
 
 

@@ -33,6 +33,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, dict(pipeline=2)),
     "pipeline, 1d": (4, dict(pipeline=2, tensor=dict(mode="1d", size=2))),
     "zero 3": (2, dict(data=2, zero=3)),
+    "experts": (2, dict(data=2, expert=2)),
 }
 
 
