@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossus.comm import collectives
 from colossus.data.loader import Loader, Loaders
 from colossus.engine.checkpoints import Checkpoints
 from colossus.engine.evaluation import Evaluation
@@ -150,6 +152,7 @@ class Engine:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.store.begin_step()
                 self.strategy.begin_step(self.completed_steps)
+                self._optimizer_step.routers.begin_step()
             totals = self._run(self.pipeline.actions, batch, factor)
             with as_shards():
                 self.store.end_step()
@@ -185,7 +188,7 @@ class Engine:
         torch.clear_autocast_cache()  # a block around several steps keeps casts of the weights from before a step
         step_id = (self._num_runs, batch.fingerprint) if self.pipeline.partition is not None else None
         try:
-            with self._parallel.batch(batch.info):
+            with self._parallel.batch(replace(batch.info, loss_scale=loss_scale)):
                 return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
         except BaseException as error:
             add_place(error)
@@ -218,13 +221,18 @@ class Engine:
 
     def _forward(self, batch: Any) -> Tensor:
         """Sums of this rank over a batch of any size, see `Evaluation`."""
-        most = self.config.schedule.microbatches if self.pipeline.last_stage else 1
+        spread = self._optimizer_step.routers.data_group  # ranks that wait for each other in each forward
+        most = self.config.schedule.microbatches if self.pipeline.last_stage and spread.size == 1 else 1
         self._stages.step = None
         self._begin_run()
         metrics = self._stages.metrics
         sums = torch.zeros(1 + len(metrics.names), 2, dtype=torch.float64, device=self.device)
         try:
-            batches = list(self.inputs.split_evenly(batch, most))
+            batches = [*self.inputs.split_evenly(batch, most)]
+            if spread.size > 1:
+                count = torch.tensor(len(batches), device=self.device)
+                missing = int(collectives.all_reduce(count, spread, op="max").wait()) - len(batches)
+                batches += [(self.inputs.stand_in(batch), math.inf)] * missing
             self.store.begin_evaluation(sum(len(step_batch.microbatches) for step_batch, _ in batches))
             with self.strategy.forwards():
                 for step_batch, times in batches:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.optimizers import OptimizerFactory, build_optimizer, require_factory
+from colossus.engine.routers import Routers, routers_of
 from colossus.engine.stages import ModelStages
 from colossus.gradients.reduction import ModelParts
 from colossus.layers.model_parallel import model_parallel_of
@@ -107,21 +108,30 @@ def make_engine(
             loaders = loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
         pipeline = PipelineRuntime(config, context)
         strategy = STRATEGIES.build(config.parallel.data_strategy)
-        module, with_tables, of_whole = _build_model(config, context, model, strategy, pipeline, optimizer is not None)
+        module, whole = _build_model(config, context, model, strategy, pipeline, optimizer is not None)
         loss = loss_of(module, loss_fn)
         store = _store_parameters(config, context, module, strategy, pipeline, loaders)
-        tables = {id(table.param) for table in strategy.tables or ()} if with_tables else None
+        tables = {id(table.param) for table in strategy.tables or ()} if whole.has_tables else None
         updates, config = build_optimizer(config, optimizer, strategy.trained, context, tables)
         strategy.optimizer_made(updates)
-        step = OptimizerStep(config, module, updates, store, strategy)
+        step = OptimizerStep(config, module, updates, store, strategy, Routers(whole.routers, module, strategy))
         inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
         stages = ModelStages(context, module, pipeline, store, strategy, inputs, loss)
         executor = pipeline.make_executor(stages, model_parallel_of(context), stages.observers)
         run = Run(config, context, module, updates, store, strategy, step.watch, step.loss_scaler, loaders)
-        return Engine(run, step, pipeline, stages, executor, inputs, of_whole)
+        return Engine(run, step, pipeline, stages, executor, inputs, whole.num_parameters)
     except BaseException:
         context.close()
         raise
+
+
+class WholeModel(NamedTuple):
+    """What a rank knows of the model beyond its own part: its size, whether it has tables with sparse gradients, and
+    its routers (`routers_of`)."""
+
+    num_parameters: int
+    has_tables: bool
+    routers: dict[str, int]
 
 
 def _build_model(
@@ -131,22 +141,20 @@ def _build_model(
     strategy: Strategy,
     pipeline: PipelineRuntime,
     has_optimizer: bool,
-) -> tuple[nn.Module, bool, int]:
-    """This rank's shards of the model, and of the whole, whether it has tables with sparse gradients, and its size."""
+) -> tuple[nn.Module, WholeModel]:
+    """This rank's shards of the model, and what is known of the whole."""
     spec = config.model
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
     factory = with_activation_checkpoint(factory, config.train.activation_checkpoint)
     existing: dict[str, int] = {}
-    with_tables, of_whole = False, 0
+    found: list[WholeModel] = []
 
     def prepare(whole: nn.Module) -> None:
-        nonlocal with_tables, of_whole
-        of_whole = num_parameters(whole)
         if context.world_size > 1:
             existing.update(fingerprints_of_existing(whole))
         tables = survey(whole, context)
-        with_tables = bool(tables.untied)
-        require_optimizer_of_tables(config.optimizer, with_tables, is_given=has_optimizer)
+        found.append(WholeModel(num_parameters(whole), bool(tables.untied), routers_of(whole)))
+        require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_given=has_optimizer)
         strategy.check_tables(tables)
         pipeline.split(whole)
         strategy.prepare(whole, context)
@@ -162,7 +170,7 @@ def _build_model(
     # what is drawn outside of forwards (the shuffle of a user's own DataLoader, say): the same on all ranks of a model
     seed = context.rng.key("torch", context.index("data"))
     GlobalRng(tuple({torch.device("cpu"), context.device})).seed(seed)
-    return module, with_tables, of_whole
+    return module, found[0]
 
 
 def _store_parameters(

@@ -78,7 +78,11 @@ class Inputs:
         info = BatchInfo(num_tokens=sequence_length(batch) if self._sequence is not None else None)
         return StepBatch(batch, microbatches, info)
 
-    def split_evenly(self, batch: Any, max_microbatches: int) -> Iterator[tuple[StepBatch, int]]:
+    def stand_in(self, batch: Any) -> StepBatch:
+        """A batch of the same kind, of the fewest samples and all zeros: for a forward that others wait for."""
+        return self.split(map_batch(lambda x: x.new_zeros((self._ways, *x.shape[1:])), batch), 1)
+
+    def split_evenly(self, batch: Any, max_microbatches: int) -> Iterator[tuple[StepBatch, float]]:
         """A batch of any size for evaluation: batches that divide, and how often each holds its samples.
 
         What does not divide over the ranks that split a batch comes in a batch of its own, repeated until it does: its

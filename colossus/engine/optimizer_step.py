@@ -14,7 +14,8 @@ from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.consistency import BatchCheck
 from colossus.engine.lr_schedules import LearningRate
 from colossus.engine.nonfinite import GradientWatch, LossScaler
-from colossus.engine.results import StepResult
+from colossus.engine.results import Routing, StepResult
+from colossus.engine.routers import Routers
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.host_transfer import LateValue
 from colossus.layers.model_parallel import model_parallel_of
@@ -31,6 +32,7 @@ class OptimizerStep:
         watch: for gradients that are not finite.
         loss_scaler: of fp16, else None.
         learning_rate: of each step.
+        routers: of mixtures of experts.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class OptimizerStep:
         optimizer: torch.optim.Optimizer,
         store: ParameterStore,
         strategy: Strategy,
+        routers: Routers,
     ) -> None:
         train, parts, context = config.train, strategy.parts, strategy.parts.context
         self._optimizer, self._strategy, self._train, self._context = optimizer, strategy, train, context
@@ -51,7 +54,7 @@ class OptimizerStep:
             self.loss_scaler = LossScaler(train.loss_scale, context, train.global_batch_size)
         order, axes = full_model_order(model), strategy.summed_axes
         self.watch = GradientWatch(train, context, axes, self._norm, order, self.loss_scaler)
-        self.batch_check = BatchCheck(context)
+        self.batch_check, self.routers = BatchCheck(context), routers
         self.learning_rate, self._late_stops = LearningRate(config, optimizer), LateValue()
         # where several ranks have the same loss, or the same squares, one of them counts it
         at, summed_axes = context.coordinates, set(strategy.summed_axes)
@@ -90,6 +93,7 @@ class OptimizerStep:
             stops = strategy.agree_on_stop(step, self._late_stops.push(own[3]) or 0.0)
             if scaler is not None:
                 scaler.update(found_inf, own[1])
+            routing = self.routers.end_step(found_inf)
         torch.clear_autocast_cache()  # an outer block would keep casts of the weights from before the step
         return StepResult(
             step + 1,
@@ -100,6 +104,7 @@ class OptimizerStep:
             num_skipped=self.watch.num_skipped,
             loss_scale=loss_scale,
             replica=None if strategy.is_summed(step) else context.index("data"),
+            routing=None if routing is None else Routing(self.routers.sizes, routing),
             own_tokens=None if strategy.exact or context.size("data") == 1 else own[1],
         )
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import math
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from colossus.gradients.host_transfer import HostRead
+from colossus.layers.router import SUMS
 
 #: what may have asked for a stop, the last one wins: the program itself (None), or a signal to some rank
 _REASONS = (None, signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
@@ -27,6 +30,32 @@ def signal_of(total: float) -> int | None:
     """The signal that stopped the run, None where nobody asked or no signal did."""
     found = [int(signum) for index, signum in enumerate(_REASONS) if signum and total >= _MOST_RANKS**index]
     return found[-1] if found else None
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the routers of a step have counted.
+
+    Attributes:
+        sizes: name -> number of experts of each.
+        totals: of each, one behind the other, as of `colossus.layers.router.Router`.
+    """
+
+    sizes: Mapping[str, int]
+    totals: Tensor
+
+    def named(self, numbers: Sequence[float]) -> dict[str, dict[str, Any]]:
+        """Of each router, by name, what `StepResult.experts` says."""
+        found: dict[str, dict[str, Any]] = {}
+        rest = list(numbers)
+        for name, num_experts in self.sizes.items():
+            chosen, sums = rest[:num_experts], dict(zip(SUMS, rest[num_experts:], strict=False))
+            rest = rest[num_experts + len(SUMS) :]
+            tokens, mean = sums.pop("tokens") or math.nan, sum(chosen) / num_experts or math.nan
+            means = {key: sums[key] / tokens for key in ("entropy", "aux_loss", "z_loss")}
+            counts = {"dropped": round(sums["dropped"]), "tokens": [round(number) for number in chosen]}
+            found[name] = {"max_over_mean": max(chosen) / mean, **means, **counts}
+        return found
 
 
 class StepResult:
@@ -50,6 +79,7 @@ class StepResult:
     Args:
         numbers: of the global batch: loss sum, tokens, gradient norm, requests to stop.
         stops: requests to stop that all ranks act on now, summed (`results.addend`).
+        routing: of the routers, where there are any.
         more: by name: ``skipped``, ``num_skipped``, ``loss_scale``; ``own_tokens`` of the replica alone, where replicas
             count for themselves; None: there is none.
     """
@@ -61,6 +91,7 @@ class StepResult:
         numbers: Tensor,
         stops: float = 0.0,
         replica: int | None = None,
+        routing: Routing | None = None,
         **more: Tensor | int | None,
     ) -> None:
         self.step, self.lr, self.replica = step, lr, replica
@@ -69,6 +100,7 @@ class StepResult:
         self._more: dict[str, Tensor | int] = {"skipped": 0, "num_skipped": 0}
         self._more |= {name: value for name, value in more.items() if value is not None}
         self._reading: HostRead | None = None
+        self._routing = routing
 
     def send_to_host(self) -> bool:
         """Let all numbers travel to the host, behind what the device has been told so far. Waits for nothing.
@@ -82,7 +114,8 @@ class StepResult:
                 value.to(first) if isinstance(value, Tensor) else torch.full_like(first, value)
                 for value in self._more.values()
             ]
-            self._reading = HostRead(torch.cat((self._numbers, torch.stack(more))))
+            routed = [] if self._routing is None else [self._routing.totals.to(first)]
+            self._reading = HostRead(torch.cat((self._numbers, torch.stack(more), *routed)))
         return self._numbers.device.type != "cpu"
 
     @property
@@ -94,8 +127,21 @@ class StepResult:
         """All numbers by name, once they are there, `send_to_host` or not."""
         self.send_to_host()
         assert self._reading is not None
-        names = ("loss_sum", "tokens", "grad_norm", "stops", *self._more)
-        return dict(zip(names, self._reading.wait().tolist(), strict=True))
+        return dict(zip(self._names, self._reading.wait().tolist(), strict=False))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return ("loss_sum", "tokens", "grad_norm", "stops", *self._more)
+
+    @property
+    def experts(self) -> dict[str, dict[str, Any]]:
+        """Of each router by name: ``tokens`` of each expert, the largest over their mean (``max_over_mean``), choices
+        ``dropped``; means over tokens of the ``entropy`` of scores (in nats), and of the auxiliary losses, which are
+        not in ``loss``."""
+        self.wait()
+        if self._routing is None or self._reading is None:
+            return {}
+        return self._routing.named(self._reading.wait().tolist()[len(self._names) :])
 
     @property
     def tokens(self) -> int:

@@ -33,11 +33,13 @@ class BatchInfo:
             ranks hold.
         cache: of a model that decodes: the tokens it is called with follow those that are in the cache.
         only_last_token: the model may leave out all logits but those of the last token of each sample.
+        loss_scale: what losses are multiplied by before their backward; None: by nothing.
     """
 
     num_tokens: int | None = None
     cache: KeyValueCache | None = None
     only_last_token: bool = False
+    loss_scale: Tensor | None = None
 
 
 class RotaryTable(NamedTuple):

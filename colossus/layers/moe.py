@@ -67,7 +67,9 @@ class MoE(Layer):
         super().__init__()
         sizes = tuple(map(operator.index, (hidden_size, ffn_size, num_experts)))
         self.num_experts, self.top_k, self.capacity = sizes[2], operator.index(top_k), capacity
-        options: dict[str, Any] = dict(router or {}, aux_loss=aux_loss, z_loss=z_loss, init=init, dtype=dtype)
+        options: dict[str, Any] = dict(
+            router or {}, aux_loss=aux_loss, z_loss=z_loss, capacity=capacity, init=init, dtype=dtype
+        )
         self.router = Router(sizes[0], sizes[2], self.top_k, **options)
         self.experts = Experts(*sizes, init=init, out_init=out_init, dtype=dtype)
         self.shared: nn.Module | None = None
@@ -91,9 +93,6 @@ class MoE(Layer):
 
     def _mix(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """The experts' outputs for x [tokens, hidden], added up; weights and experts are [tokens, top_k]."""
-        num_choices = experts.numel()
-        if self.capacity is not None:
-            experts = _within_capacity(experts, self.num_experts, int(self.capacity * num_choices / self.num_experts))
         counts = count_choices(experts, self.num_experts + 1)[: self.num_experts]
         # choices by expert; of one expert by token
         order = experts.reshape(-1).argsort(stable=True)
@@ -164,10 +163,3 @@ class Experts(Layer):
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} x ({self.hidden_size}, {self.ffn_size}), gate and up {spec_of(self.gate).layout}"
-
-
-def _within_capacity(experts: Tensor, num_experts: int, limit: int) -> Tensor:
-    """The choices [tokens, top_k]; those behind the first ``limit`` of an expert are ``num_experts``: of nobody."""
-    chosen = F.one_hot(experts.reshape(-1), num_experts)
-    rank = (chosen.cumsum(0) * chosen).sum(-1).view_as(experts)
-    return experts.masked_fill(rank > limit, num_experts)

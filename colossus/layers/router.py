@@ -18,13 +18,20 @@ from colossus.layout.parameter import Initializer
 from colossus.tensor_parallel.dtypes import product_dtype
 
 SCORES = ("softmax", "sigmoid")
+#: behind the choices of each expert in `Router.totals`; entropies are in nats, of the scores of each token
+SUMS = ("entropy", "dropped", "aux_loss", "z_loss", "tokens")
 
 
 class Router(Layer):
     """The ``top_k`` of ``num_experts`` experts of each token, by the scores of one product, in float32 at least.
 
     Auxiliary losses are terms of the step's loss, of as many tokens as are routed, but only their gradient is added
-    (`_add_gradient`): the loss that a step reports is the model's own. They count in training mode only.
+    (`_AddGradient`): the loss that a step reports is the model's own. They count in training mode only.
+
+    Attributes:
+        totals: float64 sums over the forwards of a step, of this rank's tokens: how often each expert was chosen
+            [experts], then those of `SUMS`. None before the first; who reads them sets it back (the engine at the end
+            of a step). A recomputation does not count.
 
     Args:
         score: ``softmax`` over the experts, or ``sigmoid`` of each.
@@ -34,6 +41,7 @@ class Router(Layer):
         aux_loss: coefficient of the load-balancing loss of Switch (2101.03961, section 2.2): experts x sum over them
             of (share of the choices) x (mean score), 1 when balanced. Both are of a microbatch, over all ranks that
             split it.
+        capacity: see `MoE`. Of a choice that is dropped the expert is ``num_experts``.
         z_loss: coefficient of the mean square of logsumexp(logits) (2202.08906, section 3.2).
 
     Shape:
@@ -41,6 +49,7 @@ class Router(Layer):
     """
 
     bias: Tensor | None
+    totals: Tensor | None = None
 
     def __init__(
         self,
@@ -53,6 +62,7 @@ class Router(Layer):
         bias_update: float = 0.0,
         aux_loss: float = 0.0,
         z_loss: float = 0.0,
+        capacity: float | None = None,
         init: Initializer | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -63,7 +73,7 @@ class Router(Layer):
             raise located_error(f"Router: top_k = {top_k} is not in 1..{num_experts}, the number of experts")
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
         self.score, self.norm_topk = score, norm_topk
-        self.bias_update, self.aux_loss, self.z_loss = bias_update, aux_loss, z_loss
+        self.bias_update, self.aux_loss, self.z_loss, self.capacity = bias_update, aux_loss, z_loss, capacity
         shape = (num_experts, hidden_size)
         self.weight = self.make_parameter({"": shape}, Layout.whole(2), init or torch_linear(hidden_size), dtype=dtype)
         self.decide_gradients(self.weight, self.parallel.regions.whole)
@@ -77,23 +87,44 @@ class Router(Layer):
         weights = scores.gather(-1, experts)
         if self.norm_topk:
             weights = weights / weights.sum(-1, keepdim=True)
-        if self.training and (self.aux_loss or self.z_loss):
-            weights = _add_gradient(weights, self._losses(logits, scores, experts))
-        return weights, experts
-
-    def _losses(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
-        """The auxiliary losses of this rank's tokens, summed over these: a scalar."""
-        losses = logits.new_zeros(())
-        if self.aux_loss:
+        kept = experts if self.capacity is None else self._within_capacity(experts)
+        if self.training:
             counts = count_choices(experts, self.num_experts)
-            group = self.context.group(self.parallel.regions.whole.shard_axes)
-            counts = collectives.all_reduce(counts, group, what="experts").wait()
-            share = counts / counts.sum()
             probabilities = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
-            losses = losses + self.aux_loss * self.num_experts * (share * probabilities.sum(0)).sum()
+            losses = self._losses(logits, probabilities, counts)
+            if self.aux_loss or self.z_loss:
+                weights = _AddGradient.apply(weights, losses.sum(), self.parallel.batch_info.loss_scale)
+            if torch._C._current_graph_task_id() == -1:
+                self._count(counts, kept, probabilities.detach(), losses.detach())
+        return weights, kept
+
+    def _losses(self, logits: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+        """The auxiliary losses of this rank's tokens, summed over these: of balance, and of logits."""
+        balance = z = logits.new_zeros(())
+        if self.aux_loss:
+            group = self.context.group(self.parallel.regions.whole.shard_axes)
+            chosen = collectives.all_reduce(counts, group, what="choices").wait()
+            share = chosen / chosen.sum()
+            balance = self.aux_loss * self.num_experts * (share * probabilities.sum(0)).sum()
         if self.z_loss:
-            losses = losses + self.z_loss * logits.logsumexp(-1).square().sum()
-        return losses
+            z = self.z_loss * logits.logsumexp(-1).square().sum()
+        return torch.stack((balance, z))
+
+    def _within_capacity(self, experts: Tensor) -> Tensor:
+        """The choices [tokens, top_k] without those behind the first of an expert that its capacity has room for."""
+        assert self.capacity is not None
+        limit = int(self.capacity * experts.numel() / self.num_experts)
+        chosen = F.one_hot(experts.reshape(-1), self.num_experts)
+        number = (chosen.cumsum(0) * chosen).sum(-1).view_as(experts)
+        return experts.masked_fill(number > limit, self.num_experts)
+
+    @torch.no_grad()
+    def _count(self, counts: Tensor, kept: Tensor, probabilities: Tensor, losses: Tensor) -> None:
+        entropy = torch.special.entr(probabilities).sum()
+        dropped = (kept == self.num_experts).sum()
+        sums = [*(x.double() for x in (entropy, dropped, *losses)), counts.new_tensor(len(kept)).double()]
+        totals = torch.cat((counts.double(), torch.stack(sums)))
+        self.totals = totals if self.totals is None else self.totals + totals
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, top_k={self.top_k}, score={self.score!r}, norm_topk={self.norm_topk}"
@@ -113,20 +144,14 @@ def _wide_product(x: Tensor, weight: nn.Parameter) -> Tensor:
 
 
 class _AddGradient(torch.autograd.Function):
-    """x, as it is; in backward a loss gets the gradient of one token's loss, 1."""
+    """x, as it is; whenever its gradient is computed, a loss that is a sum over tokens gets that of a token's loss, 1
+    (times ``scale``)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
+        ctx.seed = torch.ones_like(loss) if scale is None else scale.to(loss.dtype)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (loss,) = ctx.saved_tensors
-        return grads[0], torch.ones_like(loss)
-
-
-def _add_gradient(x: Tensor, loss: Tensor) -> Tensor:
-    """x; whenever its gradient is computed, that of ``loss``, a sum over tokens, is added to what this depends on."""
-    out: Tensor = _AddGradient.apply(x, loss)
-    return out
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], ctx.seed, None

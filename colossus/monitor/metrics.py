@@ -143,6 +143,7 @@ class Metrics(Hook):
     replica                                     the loss, norm and tokens of the row are of this replica alone
     consensus_distance                          where the average of replicas was made
     skipped, loss_scale                         steps skipped so far, where steps can be; under fp16
+    experts                                     of each router by name, where there are any: `StepResult.experts`
     comm                                        with ``comm.accounting``: axis -> calls and bytes that this rank sent
     checkpoint_stall_seconds                    that training has waited for checkpoints since the row before
     =========================================== =====================================================================
@@ -240,6 +241,7 @@ class Metrics(Hook):
         seconds, more = belongings
         row = {key: getattr(result, key) for key in ("step", "loss", "grad_norm", "lr", "tokens")}
         row |= {"tokens_per_second": result.tokens / seconds, "step_seconds": seconds, **more}
+        row |= {"experts": result.experts} if result.experts else {}
         counted = result.tokens if result.replica_tokens is None else result.replica_tokens
         mfu = self._utilisation.at(counted / seconds)
         has_scale = result.loss_scale is not None

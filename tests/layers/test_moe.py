@@ -18,6 +18,7 @@ from colossus.context.grid import ONE_RANK
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.router import SUMS
 
 HIDDEN, FFN, EXPERTS, TOP_K = 24, 36, 5, 3
 
@@ -107,6 +108,9 @@ def test_what_is_over_capacity_is_left_out() -> None:
     held = x.clone().requires_grad_()
     y = model(held)
     y.sum().backward()
+    assert model.router.totals is not None
+    dropped = model.router.totals[EXPERTS:][SUMS.index("dropped")]
+    model.router.capacity = None
     weights, experts = model.router(x)
     used = dict.fromkeys(range(EXPERTS), 0)
     for token in range(20):
@@ -117,7 +121,7 @@ def test_what_is_over_capacity_is_left_out() -> None:
                 stacked = (model.experts.gate, model.experts.up, model.experts.down)
                 want = want + weight * swiglu(x[token], *(each[expert] for each in stacked))
         torch.testing.assert_close(y[token], want, rtol=1e-12, atol=1e-12)
-    assert max(used.values()) > limit
+    assert dropped == sum(max(0, count - limit) for count in used.values()) > 0
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

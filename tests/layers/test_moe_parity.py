@@ -21,6 +21,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "2d": (8, dict(data=2, tensor=TENSOR_2D, expert=2)),
     "3d": (8, dict(data=2, tensor=dict(mode="3d", shape=(2, 1, 2)), expert=2)),
     "pipeline": (4, dict(data=2, pipeline=2, expert=2)),
+    "pipeline_alone": (2, dict(pipeline=2)),
     "ring": (2, dict(sequence=2, expert=2)),
     "ring_data": (4, dict(sequence=2, data=2, expert=4)),
     "ring_data_only": (4, dict(sequence=2, data=2, expert=2)),
@@ -47,5 +48,28 @@ def assert_is_one_process(plan: str, kind: str = "experts", **more: Any) -> None
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_follows_the_one_process_run(plan: str) -> None:
-    more = dict(schedule=dict(type="1f1b", microbatches=2)) if "pipeline" in plan else {}
-    assert_is_one_process(plan, **more)
+    assert_is_one_process(plan, **(PIPELINE if "pipeline" in plan else {}))
+
+
+PIPELINE: dict[str, Any] = dict(schedule=dict(type="1f1b", microbatches=2))
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "losses": ("data4_expert2", "experts_with_losses", {}),
+    "losses_2d": ("2d", "experts_with_losses", {}),
+    "losses_ring": ("ring_data", "experts_with_losses", {}),
+    "losses_pipeline": ("pipeline_alone", "experts_with_losses", dict(schedule=dict(microbatches=4))),
+    "bias_accumulated": ("data4_expert2", "experts_with_bias", dict(schedule=dict(microbatches=2))),
+    "bias_1d": ("1d", "experts_with_bias", {}),
+    "bias_pipeline": ("pipeline", "experts_with_bias", PIPELINE),
+    "bias_recomputed": ("data2", "experts_with_bias", dict(model=dict(activation_checkpoint="full"))),
+    "losses_recomputed": ("1d", "experts_with_losses", dict(model=dict(activation_checkpoint="full"))),
+    "selective": ("data2", "experts_with_losses", dict(model=dict(activation_checkpoint="selective"))),
+    "zb": ("pipeline", "experts_with_bias", dict(schedule=dict(type="zb-h1", microbatches=2))),
+    "interleaved": ("pipeline_alone", "experts_with_losses", dict(schedule=dict(type="interleaved", microbatches=4))),
+    "zero3_losses": ("zero3", "experts_with_losses", {}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_losses_and_biases_are_those_of_one_process(variant: str) -> None:
+    plan, kind, more = VARIANTS[variant]
+    assert_is_one_process(plan, kind, **more)

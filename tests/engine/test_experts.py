@@ -1,0 +1,168 @@
+"""Runs of models with experts: evaluation, checkpoints under other plans, what steps count, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import assert_same_contents, contents, run_chain
+from helpers.experts import NUM_EXPERTS, TOP_K, config_of_experts
+from helpers.ranks import run_ranks
+from helpers.training import BATCH, SIZES, batch_of
+
+import colossus
+from colossus.checkpoint.folder import name_of
+from colossus.config import ConfigError, load_config
+from colossus.monitor.metrics import Metrics
+
+TOKENS = BATCH * SIZES["seq_len"]
+ROUTERS = ["blocks.0.mlp.router", "blocks.1.mlp.router"]
+
+
+@pytest.mark.parametrize("plan", [dict(data=2, expert=2), dict(data=2, expert=2, zero=3)])
+def test_ranks_with_fewer_samples_evaluate_with_the_others(plan: dict[str, Any]) -> None:
+    """They run a forward that the others wait for, which counts nothing."""
+    batch = batch_of(0)
+    parts = [(0, 5), (5, 5), (5, 8)]
+
+    def body(rank: int, parallel: dict[str, Any]) -> list[tuple[float, float]]:
+        engine = colossus.initialize(config_of_experts(parallel, 1))
+        found = []
+        for index in range(2):
+            own = [(0, 8)] if not parallel else [parts[index + engine.context.index("data")]]
+            sums = engine.eval_step({key: value[slice(*own[0])] for key, value in batch.items()})
+            found.append((sums.loss_sum, sums.count))
+        engine.close()
+        return found
+
+    (whole, _), *_ = run_ranks(1, body, {}, with_context=False)
+    for first, second in run_ranks(2, body, plan, with_context=False):
+        assert first[0] + second[0] == pytest.approx(whole[0], rel=1e-12)
+        assert first[1] + second[1] == whole[1]
+
+
+CHAIN: list[tuple[int, dict[str, Any]]] = [
+    (4, dict(data=4, expert=4)),
+    (4, dict(data=4, expert=2, zero=3)),
+    (4, dict(data=2, pipeline=2, expert=2)),
+    (4, dict(sequence=2, tensor=2, expert=2)),
+    (1, dict()),
+]
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_expert_ranks(tmp_path: Path) -> None:
+    def config(plan: dict[str, Any]) -> dict[str, Any]:
+        schedule = dict(type="1f1b" if "pipeline" in plan else "gpipe", microbatches=2)
+        return config_of_experts(plan, 50, "experts_with_bias", schedule=schedule, lr_schedule=dict(warmup_steps=2))
+
+    def alone(rank: int) -> list[tuple[float, float]]:
+        engine = colossus.initialize(config({}))
+        results = [engine.train_step(batch_of(step)) for step in range(len(CHAIN))]
+        engine.close()
+        return [(result.loss, result.grad_norm) for result in results]
+
+    told = run_chain(tmp_path, [(world, config(plan)) for world, plan in CHAIN], lambda step, _: batch_of(step))
+    (wanted,) = run_ranks(1, alone, with_context=False)
+    for number, (mine, other) in enumerate(zip(told, wanted, strict=True)):
+        assert mine == pytest.approx(other, rel=1e-10), CHAIN[number]
+        if number:
+            saved, again = (contents(tmp_path / str(link) / name_of(number)) for link in (number - 1, number))
+            assert_same_contents(again, saved, str(CHAIN[number]))
+    assert contents(tmp_path / "4" / name_of(5)).tensors["model/blocks.1.mlp.router.bias"].abs().min() > 0.01
+
+
+@pytest.mark.parametrize("plan", [dict(data=2, pipeline=2, expert=2), dict(data=2, tensor=2, expert=2)])
+def test_a_step_tells_what_its_routers_have_counted(plan: dict[str, Any], tmp_path: Path) -> None:
+    """Of all stages, each token once, recomputed or not."""
+    model, schedule = dict(activation_checkpoint="full"), dict(microbatches=2)
+
+    def body(rank: int, parallel: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        config = config_of_experts(parallel, 1, "experts_with_losses", model=dict(model), schedule=schedule)
+        engine = colossus.initialize(config)
+        metrics = Metrics(tmp_path / f"{engine.context.world_size}.jsonl")
+        metrics.on_train_start(engine)
+        metrics.on_step_start(engine)
+        index, count = engine.context.index("data"), engine.context.size("data")
+        part = BATCH // count
+        result = engine.train_step({key: x[index * part :][:part] for key, x in batch_of(0).items()})
+        metrics.on_step_end(engine, result)
+        engine.close()
+        return result.experts
+
+    (alone,) = run_ranks(1, body, {}, with_context=False)
+    for found in run_ranks(4, body, plan, with_context=False):
+        assert list(found) == ROUTERS
+        for name, counted in found.items():
+            assert sum(counted["tokens"]) == TOKENS * TOP_K
+            assert counted["tokens"] == alone[name]["tokens"]
+            assert counted["max_over_mean"] == max(counted["tokens"]) * NUM_EXPERTS / (TOKENS * TOP_K)
+            assert counted["entropy"] == pytest.approx(alone[name]["entropy"], rel=1e-10)
+            assert counted["z_loss"] == pytest.approx(alone[name]["z_loss"], rel=1e-10)
+            assert counted["aux_loss"] > 0
+            assert counted["dropped"] == 0
+    row = json.loads((tmp_path / "4.jsonl").read_text())
+    assert row["experts"]["blocks.0.mlp.router"]["tokens"] == alone[ROUTERS[0]]["tokens"]
+
+
+def test_low_precision_and_its_loss_scale() -> None:
+    """The gradient of the auxiliary losses is scaled as that of the loss is: both step alike."""
+
+    def body(rank: int, precision: str) -> tuple[list[float], torch.Tensor]:
+        config = config_of_experts(dict(data=2, expert=2), 3, "experts_with_losses")
+        config["train"]["precision"] = precision
+        engine = colossus.initialize(config)
+        losses = []
+        for step in range(3):
+            own = {key: x[rank * 4 :][:4] for key, x in batch_of(step).items()}
+            losses.append(engine.train_step(own).grad_norm)
+        router = dict(engine.model.named_parameters())["blocks.0.mlp.router.weight"].detach().clone()
+        engine.close()
+        return losses, router
+
+    wanted, _ = run_ranks(2, body, "fp32", with_context=False)[0]
+    for precision in ("bf16", "fp16"):
+        for norms, _ in run_ranks(2, body, precision, with_context=False):
+            assert norms == pytest.approx(wanted, rel=0.05), precision
+
+
+REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "no divisor": (dict(parallel=dict(data=4, expert=3)), 4, r"parallel.expert = 3 is no divisor of data 4"),
+    "nor with the sequence": (
+        dict(parallel=dict(data=2, sequence=2, expert=8)), 4, "no divisor of data 2 nor sequence 2 times one",
+    ),
+    "gossip": (
+        dict(parallel=dict(data=4, expert=2, strategy="sgp")), 4,
+        r"under parallel.strategy = 'sgp' each of these has a whole replica; take an expert size of 1, or the sequence",
+    ),
+    "compressed": (
+        dict(parallel=dict(data=4, expert=2, strategy=dict(type="all_reduce", compress="bf16"))), 4,
+        r"gradients are summed along data as a whole",
+    ),
+    "shard": (
+        dict(parallel=dict(data=4, expert=4, zero=dict(stage=1, shard=2))), 4,
+        r"parallel.zero.shard = 2 is no multiple of the 4 data ranks that share the experts",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_told(name: str) -> None:
+    config, nproc, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words):
+        load_config({**config, "train": dict(global_batch_size=8)}, nproc=nproc)
+
+
+def test_experts_that_do_not_divide_are_told() -> None:
+    config = config_of_experts(dict(data=3, expert=3), 1)
+    config["train"]["global_batch_size"] = 9
+
+    def body(rank: int) -> None:
+        with pytest.raises(
+            ValueError, match=r"MoE: num_experts = 4 is not a multiple of .*expert = 3; nearest: 3 or 6"
+        ):
+            colossus.initialize(config)
+
+    run_ranks(3, body, with_context=False)
