@@ -87,7 +87,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def in_float64(model: Any) -> Any:
-    """transformers computes some things of Llama and its kin in float32 whatever its dtype; here they are in that of the
+    """transformers computes some things of Llama and its kin in float32 whatever its dtype; here they have that of the
     model: angles, cosines and sines of the rotary positions, what RMS norms divide by, and weights of experts."""
     if hasattr(model, "model"):
         model.model.rotary_emb = _Rotary64(model.config)

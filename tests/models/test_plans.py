@@ -38,6 +38,7 @@ VIT: dict[str, Any] = dict(
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama tied": {**LLAMA, "tie_embeddings": True, "num_kv_heads": 2, "head_dim": None, "rotary_scaling": None},
+    "llama experts": {**LLAMA, "experts": dict(num=4, top_k=2, ffn_size=12, shared=24, aux_loss=0.02, every=2)},
     "llama qk_norm": {**LLAMA, "qk_norm": True, "num_kv_heads": 2},
     "vit": VIT,
     "vit mean": dict(
