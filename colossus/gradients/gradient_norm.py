@@ -47,7 +47,6 @@ class GradientNorm:
         shard = {axis for spec in specs for axis in spec.layout.shard_axes if sizes[axis] > 1}
         if sizes["pipeline"] > 1:  # stages hold other parameters, but all must sum over the same axes
             shard |= {axis for axis in context.grid.axes(("pipeline", "tensor")) if sizes[axis] > 1}
-            shard |= {*context.grid.expert_axes}
         self.axes = tuple(axis for axis in context.grid.names if axis in shard)
         self.params = trainable
         inside = tuple(axis for axis in self.axes if axis != "pipeline")  # stages hold different parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.grid import ONE_RANK
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.buckets import gradient_sum_axes
-from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.layers.router import SUMS
 
 HIDDEN, FFN, EXPERTS, TOP_K = 24, 36, 5, 3
@@ -46,7 +47,8 @@ def plain_moe(x: Tensor, state: Mapping[str, Tensor], **options: Any) -> tuple[T
     outputs, losses = [], []
     logits = x @ state["router.weight"].t()
     scores = logits.softmax(-1) if router["score"] == "softmax" else logits.sigmoid()
-    chosen = [sorted(range(EXPERTS), key=row.tolist().__getitem__, reverse=True)[:TOP_K] for row in scores]
+    biased = (scores + state.get("router.bias", torch.zeros(EXPERTS))).tolist()
+    chosen = [sorted(range(EXPERTS), key=row.__getitem__, reverse=True)[:TOP_K] for row in biased]
     for token, row, experts in zip(x, scores, chosen, strict=True):
         weights = row[experts] / row[experts].sum() if router["norm_topk"] else row[experts]
         y = sum(
@@ -69,6 +71,8 @@ def results(context: ParallelContext, options: Mapping[str, Any], x: Tensor, dy:
     """Of a rank of a layer between blocks: its samples, output, gradient of the input; weights, and all gradients."""
     sizes = {"ffn_size": FFN, "num_experts": EXPERTS, "top_k": TOP_K, **options}
     model = colossus.build(lambda: layers.MoE(HIDDEN, **sizes), context, dtype=torch.float64)
+    if model.router.bias is not None:
+        model.router.bias.copy_(numbers(EXPERTS, seed=2))
     held = own(context, x).clone().requires_grad_()
     y = layers.to_whole(model(layers.to_residual(held, model_parallel_of(context))))
     y.backward(own(context, dy))
@@ -123,6 +127,19 @@ def test_what_is_over_capacity_is_left_out() -> None:
         torch.testing.assert_close(y[token], want, rtol=1e-12, atol=1e-12)
     assert dropped == sum(max(0, count - limit) for count in used.values()) > 0
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_losses_are_scaled_as_the_loss_is() -> None:
+    x, found = numbers(6, HIDDEN), []
+    context = ParallelContext(ONE_RANK)
+    make = partial(layers.MoE, HIDDEN, FFN, EXPERTS, TOP_K, aux_loss=0.3, z_loss=0.02)
+    model = colossus.build(make, context, dtype=torch.float64)
+    for factor in (1.0, 8.0):
+        with model_parallel_of(context).batch(BatchInfo(loss_scale=torch.tensor(factor))):
+            (model(x).sum() * factor).backward()
+        found.append(model.router.weight.grad / factor)
+        model.zero_grad()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
 def test_wrong_options_are_told() -> None:

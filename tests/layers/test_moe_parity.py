@@ -21,6 +21,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "2d": (8, dict(data=2, tensor=TENSOR_2D, expert=2)),
     "3d": (8, dict(data=2, tensor=dict(mode="3d", shape=(2, 1, 2)), expert=2)),
     "pipeline": (4, dict(data=2, pipeline=2, expert=2)),
+    "pipeline_with_bare_stages": (6, dict(data=2, pipeline=3, expert=2)),
     "pipeline_alone": (2, dict(pipeline=2)),
     "ring": (2, dict(sequence=2, expert=2)),
     "ring_data": (4, dict(sequence=2, data=2, expert=4)),
@@ -46,6 +47,14 @@ def assert_is_one_process(plan: str, kind: str = "experts", **more: Any) -> None
         assert_same_numbers(trace, reference)
 
 
+#: with -m long; a plan of each kind stays in the default suite
+REST = (
+    "data2", "data4", "1d_alone", "2d", "3d", "pipeline_alone", "pipeline", "ring", "ring_data_only", "zero1", "zero2",
+    "zero3_all", "zero3_shard", "zero3_ring",
+)  # fmt: skip
+
+
+@pytest.mark.rest(*REST)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_follows_the_one_process_run(plan: str) -> None:
     assert_is_one_process(plan, **(PIPELINE if "pipeline" in plan else {}))
@@ -69,6 +78,9 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.rest(
+    "losses_2d", "losses_ring", "bias_1d", "bias_recomputed", "losses", "interleaved", "zero3_losses", "zb"
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_losses_and_biases_are_those_of_one_process(variant: str) -> None:
     plan, kind, more = VARIANTS[variant]
