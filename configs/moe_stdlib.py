@@ -3,13 +3,14 @@
     colossus launch configs/moe_stdlib.py
 
 Each token goes through 2 of the 8 experts of a layer, two of which are on each rank. The dense model that computes as
-much for a token: model.experts=None parallel.expert=1.
+much for a token: model.experts=None model.ffn_hidden_size=384 parallel.expert=1. Converted to Hugging Face it is a
+Mixtral.
 """
 
 parallel = dict(data=4, expert=4)
 model = dict(
     type="Llama", num_layers=4, hidden_size=128, num_heads=4, num_kv_heads=2, vocab_size=256, seq_len=128,
-    ffn_hidden_size=384, experts=dict(num=8, top_k=2, ffn_size=192, aux_loss=0.01),
+    ffn_hidden_size=192, experts=dict(num=8, top_k=2, aux_loss=0.01),
 )  # fmt: skip
 data = dict(type="PythonStdlib")
 optimizer = dict(type="AdamW", lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)

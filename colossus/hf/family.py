@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, ClassVar
 
+from pydantic import BaseModel
+
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.weight_sources import TOKEN_IDS
 from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
@@ -199,7 +201,7 @@ class Family(ABC):
             if name.partition(".")[0] in fields.keys() - missing
         }
         return [f"{name} = None" for name in sorted(missing)] + [
-            f"{name} = {value!r} (not {' or '.join(map(repr, values))})"
+            f"{name} = {'{..}' if isinstance(value, BaseModel) else repr(value)} (not {' or '.join(map(repr, values))})"
             for name, (value, values) in compared.items()
             if value not in values
         ]
