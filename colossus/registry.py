@@ -124,7 +124,7 @@ MODEL_OPTIONS = Registry(
     {
         "GPT": "colossus.models.options:GPTOptions",
         "Llama": "colossus.models.options:LlamaOptions",
-        "ViT": "colossus.models.options:ViTOptions",
+        "ViT": "colossus.models.vit_options:ViTOptions",
         "WordsLM": "colossus.sparse.words_options:WordsOptions",
     },
 )
@@ -135,6 +135,9 @@ HF_FAMILIES = Registry(
     {
         "gpt2": "colossus.hf.families:GPT2",
         "llama": "colossus.hf.families:Llama",
+        "mixtral": "colossus.hf.moe_families:Mixtral",
+        "qwen3": "colossus.hf.families:Qwen3",
+        "qwen3_moe": "colossus.hf.moe_families:Qwen3MoE",
         "vit": "colossus.hf.families:ViT",
     },
 )

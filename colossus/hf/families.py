@@ -1,10 +1,11 @@
-"""The families: Llama 1 to 3, GPT-2, and the vision transformer with its classifier."""
+"""The families: Llama 1 to 3, Qwen3, GPT-2, and the vision transformer with its classifier."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from colossus.checkpoint.weight_sources import LABELS
 from colossus.hf.family import HEAD, TABLE, Family, Key, Row, module, row
@@ -54,8 +55,8 @@ class Llama(Family):
     model_type = "llama"
     architecture = "LlamaForCausalLM"
     prefix = "model."
-    ours = ("Llama", "GPT")
-    keys = (
+    ours: ClassVar[tuple[str, ...]] = ("Llama", "GPT")
+    keys: ClassVar[tuple[Key, ...]] = (
         Key("num_hidden_layers", "num_layers", 32),
         Key("hidden_size", "hidden_size", 4096),
         Key("num_attention_heads", "num_heads", 32),
@@ -72,7 +73,7 @@ class Llama(Family):
         Key("tie_word_embeddings", "tie_embeddings", False),
         Key("rope_theta", "rotary_base", 10000.0),
     )
-    fixed = dict(positions="rotary", norm="rmsnorm")
+    fixed: ClassVar[Mapping[str, Any]] = dict(positions="rotary", norm="rmsnorm", qk_norm=False, experts=None)
     #: what older versions saved of the rotary positions
     ignored = ("*rotary_emb.inv_freq",)
 
@@ -83,28 +84,64 @@ class Llama(Family):
         return super().to_config(options) | write_rope(options)
 
     def rows(self, options: Any) -> Sequence[Row]:
-        hidden, wide, vocabulary = options.hidden_size, options.ffn_hidden_size, options.vocab_size
-        queries, keys = options.num_heads * options.head_dim, options.num_kv_heads * options.head_dim
-        linears = (
-            ("self_attn.q_proj", "attention.qkv.query", queries, hidden),
-            ("self_attn.k_proj", "attention.qkv.key", keys, hidden),
-            ("self_attn.v_proj", "attention.qkv.value", keys, hidden),
-            ("self_attn.o_proj", "attention.out", hidden, queries),
-            ("mlp.gate_proj", "mlp.up.gate", wide, hidden),
-            ("mlp.up_proj", "mlp.up.value", wide, hidden),
-            ("mlp.down_proj", "mlp.down", hidden, wide),
-        )
+        hidden, vocabulary = options.hidden_size, options.vocab_size
         return [
             row("model.embed_tokens.weight", TABLE, vocabulary, hidden),
             row("model.layers.*.input_layernorm.weight", "blocks.*.attention_norm.weight", hidden),
-            *(
-                each
-                for theirs, ours, *shape in linears
-                for each in module(f"model.layers.*.{theirs}", f"blocks.*.{ours}", *shape, bias=options.bias)
-            ),
+            *self.attention_rows(options),
+            *self.mlp_rows(options),
             row("model.layers.*.post_attention_layernorm.weight", "blocks.*.mlp_norm.weight", hidden),
             row("model.norm.weight", "norm.weight", hidden),
             row("lm_head.weight", HEAD, vocabulary, hidden),
+        ]
+
+    def attention_rows(self, options: Any) -> list[Row]:
+        hidden, theirs, ours = options.hidden_size, "model.layers.*.self_attn", "blocks.*.attention"
+        queries, keys = options.num_heads * options.head_dim, options.num_kv_heads * options.head_dim
+        return [
+            *module(f"{theirs}.q_proj", f"{ours}.qkv.query", queries, hidden, bias=options.bias),
+            *module(f"{theirs}.k_proj", f"{ours}.qkv.key", keys, hidden, bias=options.bias),
+            *module(f"{theirs}.v_proj", f"{ours}.qkv.value", keys, hidden, bias=options.bias),
+            *module(f"{theirs}.o_proj", f"{ours}.out", hidden, queries, bias=options.bias),
+        ]
+
+    def mlp_rows(self, options: Any) -> list[Row]:
+        hidden, wide, theirs, ours = options.hidden_size, options.ffn_hidden_size, "model.layers.*.mlp", "blocks.*.mlp"
+        return [
+            *module(f"{theirs}.gate_proj", f"{ours}.up.gate", wide, hidden, bias=options.bias),
+            *module(f"{theirs}.up_proj", f"{ours}.up.value", wide, hidden, bias=options.bias),
+            *module(f"{theirs}.down_proj", f"{ours}.down", hidden, wide, bias=options.bias),
+        ]
+
+
+def llama_keys(*left_out: str, **defaults: Any) -> tuple[Key, ...]:
+    """Those of `Llama`, with other defaults."""
+    kept = (key for key in Llama.keys if key.theirs not in left_out)
+    return tuple(replace(key, default=defaults.get(key.theirs, key.default)) for key in kept)
+
+
+@HF_FAMILIES.register("qwen3")
+class Qwen3(Llama):
+    """``LlamaOptions`` with ``qk_norm``, or a ``GPT`` with the same options."""
+
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    keys = llama_keys(
+        "attention_bias",
+        "mlp_bias",
+        head_dim=128,
+        intermediate_size=22016,
+        max_position_embeddings=32768,
+        vocab_size=151936,
+    )
+    required = dict(attention_bias=False, use_sliding_window=False)
+    fixed = dict(positions="rotary", norm="rmsnorm", qk_norm=True, bias=False, experts=None)
+
+    def attention_rows(self, options: Any) -> list[Row]:
+        return [
+            *super().attention_rows(options),
+            row("model.layers.*.self_attn.q_norm.weight", "blocks.*.attention.q_norm.weight", options.head_dim),
+            row("model.layers.*.self_attn.k_norm.weight", "blocks.*.attention.k_norm.weight", options.head_dim),
         ]
 
 
@@ -137,7 +174,7 @@ class GPT2(Family):
         Key("tie_word_embeddings", "tie_embeddings", True),
     )
     required = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    fixed = dict(positions="learned", norm="layernorm", bias=True)
+    fixed = dict(positions="learned", norm="layernorm", bias=True, qk_norm=False)
     derived = ("num_kv_heads", "head_dim")
     #: masks that older versions saved
     ignored = ("*h.*.attn.bias", "*h.*.attn.masked_bias")

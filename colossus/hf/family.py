@@ -10,7 +10,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, ClassVar
+
+from pydantic import BaseModel
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.weight_sources import TOKEN_IDS
@@ -26,6 +29,7 @@ class Key:
     """A key of ``config.json``, and the option of ours that it sets. Keys with one option must agree.
 
     Attributes:
+        ours: with the name of its section (``experts.num``).
         default: of transformers, where the key is missing or null; None leaves it to our option's default.
         choices: their names -> ours; of those with one meaning the first is written.
     """
@@ -52,6 +56,8 @@ class Row:
         name: with the prefix of the base model (``transformer.``).
         parts: one behind the other along dim 0.
         transposed: the file has ``[in, out]`` where we have ``[out, in]``.
+        index: the file has this one of dim 0 of the one part, without the dim.
+        layers: numbers of those that have it; None of all.
         file_shape: where the file has the same numbers in other dims.
         other_names: under which it is looked for, too.
         may_be_missing: a folder without it can be read; the parameter then keeps its initial values, where asked for.
@@ -60,6 +66,8 @@ class Row:
     name: str
     parts: tuple[Part, ...]
     transposed: bool = False
+    index: int | None = None
+    layers: Sequence[int] | None = None
     file_shape: Shape | None = None
     other_names: tuple[str, ...] = ()
     may_be_missing: bool = False
@@ -70,17 +78,19 @@ class Row:
     @property
     def rows(self) -> Shape:
         """The row-major array that the file has, in the dims of our parameters: all parts, one behind the other."""
+        if self.index is not None:
+            return (1, *self.parts[0].shape[1:])
         stacked = (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
         return stacked[::-1] if self.transposed else stacked
 
     @property
     def shape(self) -> Shape:
         """As it is in the file."""
-        return self.file_shape or self.rows
+        return self.file_shape or (self.rows if self.index is None else self.rows[1:])
 
     def located(self) -> Iterator[tuple[Part, int]]:
-        """Each part, and its first place in dim 0 of all of them."""
-        first = 0
+        """Each part, and its first place in dim 0 of all of them, before it where the file has only an index."""
+        first = -(self.index or 0)
         for part in self.parts:
             yield part, first
             first += part.shape[0]
@@ -146,7 +156,10 @@ class Family(ABC):
             if config.get(name) not in (None, wanted):
                 problems.append(f"{name} = {config[name]!r}: colossus has {wanted!r} only")
         fields = MODEL_OPTIONS.get(self.ours[0]).model_fields
-        spec = {"type": self.ours[0], **{name: value for name, value in self.fixed.items() if name in fields}}
+        spec: dict[str, Any] = {"type": self.ours[0]}
+        for name, value in self.fixed.items():
+            if name.partition(".")[0] in fields:
+                set_option(spec, name, value)
         set_by: dict[str, tuple[str, Any]] = {}
         for key in self.keys:
             value = key.default if config.get(key.theirs) is None else config[key.theirs]
@@ -160,14 +173,14 @@ class Family(ABC):
                 both = f"{first} = {other!r}, {key.theirs} = {value!r}"
                 problems.append(f"{both}: colossus has one value for them, {key.ours}: give it")
             if value is not None:
-                spec[key.ours] = value
+                set_option(spec, key.ours, value)
         return spec
 
     def to_config(self, options: Any) -> dict[str, Any]:
         """What ``config.json`` says of a model of ours that has no differences: the inverse of `to_spec`."""
         config = dict(self.required)
         for key in self.keys:
-            value = getattr(options, key.ours)
+            value = attrgetter(key.ours)(options)
             choices = (key.choices or {}).items()
             config[key.theirs] = next((theirs for theirs, ours in choices if ours == value), value)
         return config
@@ -179,10 +192,18 @@ class Family(ABC):
         allowed = {name: [value] for name, value in self.fixed.items()}
         allowed |= {name: [getattr(follow, name)] for name in self.derived}
         allowed |= {key.ours: list(dict.fromkeys(key.choices.values())) for key in self.keys if key.choices}
-        return [
-            f"{name} = {getattr(options, name)!r} (not {' or '.join(map(repr, values))})"
+        fields = type(options).model_fields
+        sections = {name.partition(".")[0] for name in allowed if "." in name}
+        missing = {name for name in sections if getattr(options, name, None) is None}
+        compared = {
+            name: (attrgetter(name)(options), values)
             for name, values in allowed.items()
-            if getattr(options, name, values[0]) not in values
+            if name.partition(".")[0] in fields.keys() - missing
+        }
+        return [f"{name} = None" for name in sorted(missing)] + [
+            f"{name} = {'{..}' if isinstance(value, BaseModel) else repr(value)} (not {' or '.join(map(repr, values))})"
+            for name, (value, values) in compared.items()
+            if value not in values
         ]
 
     def beside(self, options: Any, assets: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +219,9 @@ class Family(ABC):
         found: list[Row] = []
         for in_layers, rows in itertools.groupby(self.rows(options), lambda each: "*" in each.name):
             some = list(rows)
-            found += [each.of_layer(n) for n in range(options.num_layers) for each in some] if in_layers else some
+            layers = range(options.num_layers) if in_layers else ()
+            found += [each.of_layer(n) for n in layers for each in some if each.layers is None or n in each.layers]
+            found += [] if in_layers else some
         if not self.aliases(options):
             return found
         (head,) = (each for each in found if each.parts[0].name == HEAD)
@@ -207,6 +230,14 @@ class Family(ABC):
             for each in found
             if each is not head
         ]
+
+
+def set_option(spec: dict[str, Any], name: str, value: Any) -> None:
+    """In a spec of ours, which has sections as dicts."""
+    *sections, last = name.split(".")
+    for section in sections:
+        spec = spec.setdefault(section, {})
+    spec[last] = value
 
 
 def family_of(kind: str, options: Any) -> Family:

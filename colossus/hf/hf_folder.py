@@ -86,9 +86,14 @@ def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> 
             theirs = {key.ours: key.theirs for key in family.keys}
             for option_path, problem in explain(error, MODEL_OPTIONS.get(spec["type"])).items():
                 option, dot, inside = option_path.partition(".")
-                problems.append(f"{theirs.get(option, option)}{dot}{inside}: {problem}")
+                name = theirs.get(option_path, f"{theirs.get(option, option)}{dot}{inside}")
+                problems.append(f"{name}: {problem}")
     if problems:
         raise CheckpointError(f"{path / CONFIG}: {'; '.join(problems)}")
+    for key in family.keys:  # of a section that the config says, options are given one by one
+        section = key.ours.partition(".")[0]
+        if section != key.ours and isinstance(given.get(section), Mapping):
+            given = {**given, section: {**spec[section], **given[section]}}
     return family, spec | dict(given)
 
 

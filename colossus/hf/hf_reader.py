@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from colossus.checkpoint.manifest import Chunk
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.context.groups import AxisGroup
-from colossus.hf.hf_folder import read_folder
+from colossus.hf.family import Row
+from colossus.hf.hf_folder import StoredTensor, read_folder
 from colossus.layout.layout import Box
 
 
 class HFReader(CheckpointReader):
-    """A model folder of Hugging Face (GPT-2, Llama, ViT), read like a checkpoint that has weights only.
+    """A model folder of Hugging Face (`colossus.hf.families`), read like a checkpoint that has weights only.
 
     Nothing is read but the boxes that are asked for, through a buffer of one block (1 MiB): fused tensors (GPT-2's
     ``c_attn``) and transposed ones (its ``Conv1D``), too.
@@ -32,11 +34,10 @@ class HFReader(CheckpointReader):
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         placed, self.manifest = read_folder(self.folder)
-        self._places = {
-            f"model/{part.name}": (tensor, stored, first)
-            for tensor, stored in placed
-            for part, first in tensor.located()
-        }
+        self._places: dict[str, list[tuple[Row, StoredTensor, int]]] = defaultdict(list)
+        for tensor, stored in placed:
+            for part, first in tensor.located():
+                self._places[f"model/{part.name}"].append((tensor, stored, first))
         self._boxes = BoxReader()
         self._descriptors: dict[str, int] = {}
 
@@ -48,14 +49,13 @@ class HFReader(CheckpointReader):
         """
         entry = self.entry(key)
         assert len(box) == len(entry.shape)
-        tensor, stored, first = self._places[key]
-        rows = tensor.rows
-        # the whole array of the file, of which the parameter is a part that begins at 0
-        start = (-first, *(0 for _ in rows[1:]))
-        if tensor.transposed:
-            start, box, out = start[::-1], box[::-1], out.T
-        chunk = Chunk(stored.file, stored.offset, start, rows)
-        self._read_chunk(key, chunk, DTYPES[entry.dtype], box, out)
+        for tensor, stored, first in self._places[key]:
+            rows = tensor.rows
+            # the whole array of the file: the parameter is a part of it that begins at 0, or it a part of the parameter
+            start = (-first, *(0 for _ in rows[1:]))
+            chunk = Chunk(stored.file, stored.offset, start[::-1] if tensor.transposed else start, rows)
+            turned = (box[::-1], out.T) if tensor.transposed else (box, out)
+            self._read_chunk(key, chunk, DTYPES[stored.dtype], *turned)
 
     def verify(self, group: AxisGroup | None = None, on_block: Callable[[], None] = lambda: None) -> None:
         """Nothing: Hugging Face's folders have no checksums. What is wrong with headers and sizes was found before."""

@@ -46,8 +46,9 @@ class FolderPlan:
 
     @property
     def part_names(self) -> list[str]:
-        """Our parameters, in the order in which they are written."""
-        return [part.name for tensors in self.shards.values() for tensor in tensors for part in tensor.parts]
+        """Our parameters, in the order in which they are written; of one, tensors of theirs are neighbours."""
+        names = (part.name for tensors in self.shards.values() for tensor in tensors for part in tensor.parts)
+        return list(dict.fromkeys(names))
 
     def num_bytes(self, tensor: Row) -> int:
         return math.prod(tensor.shape) * self.dtypes[tensor.name].itemsize
@@ -245,7 +246,7 @@ def write_folder(
     Raises:
         CheckpointError: the folder is there, or cannot be written.
     """
-    given = iter(parts)
+    given = _Given(parts)
     with new_folder(target) as folder:
         weight_map: dict[str, str] = {}
         for file, tensors in plan.shards.items():
@@ -262,20 +263,35 @@ def write_folder(
             _write_json(folder / GENERATION, {"_from_model_config": True, **token_ids})
 
 
+class _Given:
+    """Our parameters as they come, of which the last one may be taken several times."""
+
+    def __init__(self, parts: Iterable[tuple[str, Tensor]]) -> None:
+        self._parts = iter(parts)
+        self._last: tuple[str, Tensor] | None = None
+
+    def take(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # its memory is free before the next is gathered
+            self._last = next(self._parts)
+        assert self._last[0] == name
+        return self._last[1]
+
+
 def _assembled(
     tensors: Sequence[Row],
     plan: FolderPlan,
-    parts: Iterator[tuple[str, Tensor]],
+    given: _Given,
     on_tensor: Callable[[int], None],
 ) -> Iterator[Tensor]:
     for tensor in tensors:
         whole = torch.empty(tensor.rows, dtype=plan.dtypes[tensor.name])
         stacked = whole.T if tensor.transposed else whole
         for part, first in tensor.located():
-            name, value = next(parts)
-            assert name == part.name
-            rows = stacked[first : first + part.shape[0]].copy_(value)
-            require_finite(rows, f"{tensor.name} ({name})", value)
+            value = given.take(part.name)
+            value = value if tensor.index is None else value[tensor.index : tensor.index + 1]
+            rows = stacked[max(0, first) : first + part.shape[0]].copy_(value)
+            require_finite(rows, f"{tensor.name} ({part.name})", value)
             del value
         yield whole.view(tensor.shape)
         del whole, stacked

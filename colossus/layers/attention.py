@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.error_place import located_error
-from colossus.layers.block_options import RotaryScaling
+from colossus.layers.block_options import RotaryScaling, default_norm_eps
 from colossus.layers.dropout import Dropout
 from colossus.layers.heads import ReplicatedKV
 from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear
+from colossus.layers.norm import RMSNorm
 from colossus.layers.rotary import Rotary, rotate
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
@@ -47,6 +48,9 @@ class Attention(Layer):
 
     Args:
         head_dim: features of a head, by default hidden_size / num_heads.
+        qk_norm: RMSNorm of each query and key over its head_dim, with a weight [head_dim] each, before positions turn
+            them (2302.05442; as Qwen3 has it).
+        norm_eps: of these norms, by default 1e-6.
         rotary: whether queries and keys are turned by their positions (2104.09864).
         rotary_base: 10000 in Llama 2, 500000 in Llama 3.
         rotary_scaling: of Llama 3.1 and later, dict(factor=8.0, original_max_position_embeddings=8192), say.
@@ -66,6 +70,8 @@ class Attention(Layer):
         head_dim: int | None = None,
         causal: bool = True,
         dropout: float = 0.0,
+        qk_norm: bool = False,
+        norm_eps: float | None = None,
         rotary: bool = False,
         rotary_base: float = 10000.0,
         rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None,
@@ -96,6 +102,8 @@ class Attention(Layer):
         else:
             self.qkv = Linear(hidden_size, sizes, bias, split="column", **inits)
         self.out = Linear(width, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
+        eps = default_norm_eps("rmsnorm") if norm_eps is None else norm_eps
+        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, eps, dtype=dtype) if qk_norm else None for _ in range(2))
         if isinstance(rotary_scaling, Mapping):
             rotary_scaling = RotaryScaling(**rotary_scaling)
         self.rotary = Rotary(self.head_dim, rotary_base, rotary_scaling) if rotary else None
@@ -109,7 +117,8 @@ class Attention(Layer):
         require_sequences(x)
         inner = self.parallel.regions.inner
         outputs = call(self.qkv, x, self.parallel, inner, outputs=3)
-        query, key, value = (self._heads(plain(output)) for output in outputs)
+        norms = self.q_norm, self.k_norm, None
+        query, key, value = (self._heads(output, norm) for output, norm in zip(outputs, norms, strict=True))
         cache = self.parallel.batch_info.cache
         positions = self._positions(query, inner)
         if self.rotary is not None:
@@ -194,9 +203,11 @@ class Attention(Layer):
         groups = sequence.ring, sequence.ulysses
         return attend(query, key, value, *groups, causal=self.causal, documents=documents)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """[.., tokens, heads * head_dim] -> [.., heads, tokens, head_dim]"""
-        return x.view((*x.shape[:-1], -1, self.head_dim)).transpose(-3, -2)
+    def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """[.., tokens, heads * head_dim] -> the rank's [.., heads, tokens, head_dim], each of them normed"""
+        x = plain(x) if norm is None else x
+        heads = x.view((*x.shape[:-1], -1, self.head_dim))
+        return plain(heads if norm is None else norm(heads)).transpose(-3, -2)
 
     def _local_mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
         if mask is None or self.parallel.shardings is None:

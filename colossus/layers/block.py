@@ -15,6 +15,7 @@ from colossus.layers.checkpointing import checkpoint_module
 from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer, call
 from colossus.layers.linear import Linear
+from colossus.layers.moe import MoE
 from colossus.layout.parameter import Initializer
 from colossus.registry import MLPS, NORMS
 from colossus.sharded_tensor.regions import require_sequences
@@ -89,8 +90,9 @@ class TransformerBlock(Layer):
         ffn_size: features inside of the MLP; by default 4 x hidden_size, of ``swiglu`` 8/3 x hidden_size, up to a
             multiple of 64.
         norm, mlp: names in `colossus.registry.NORMS` and `MLPS`.
-        norm_eps: of both norms; by default 1e-5 of ``layernorm`` and 1e-6 of ``rmsnorm``.
-        head_dim, rotary, rotary_base, rotary_scaling: as of `Attention`.
+        experts: arguments of the `MoE` that takes the place of the MLP.
+        norm_eps: of all norms; by default 1e-5 of ``layernorm`` and 1e-6 of ``rmsnorm``.
+        head_dim, qk_norm, rotary, rotary_base, rotary_scaling: as of `Attention`.
         activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective`` (keep matmuls,
             attention and collectives, recompute the rest); ``train.activation_checkpoint`` says it for any model.
     """
@@ -108,8 +110,10 @@ class TransformerBlock(Layer):
         norm: str = "layernorm",
         norm_eps: float | None = None,
         mlp: str = "gelu",
+        experts: Mapping[str, Any] | None = None,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
+        qk_norm: bool = False,
         rotary: bool = False,
         rotary_base: float = 10000.0,
         rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None,
@@ -123,11 +127,15 @@ class TransformerBlock(Layer):
         self.attention_norm = make_norm(norm, hidden_size, bias, norm_eps)
         self.attention = Attention(
             hidden_size, num_heads, num_kv_heads, bias,
-            head_dim=head_dim, causal=causal, dropout=attention_dropout,
+            head_dim=head_dim, causal=causal, dropout=attention_dropout, qk_norm=qk_norm, norm_eps=norm_eps,
             rotary=rotary, rotary_base=rotary_base, rotary_scaling=rotary_scaling, **inits,
         )  # fmt: skip
         self.mlp_norm = make_norm(norm, hidden_size, bias, norm_eps)
-        self.mlp: nn.Module = MLPS.get(mlp)(hidden_size, ffn_size, bias, **inits)
+        self.mlp: nn.Module
+        if experts is None:
+            self.mlp = MLPS.get(mlp)(hidden_size, ffn_size, bias, **inits)
+        else:
+            self.mlp = MoE(hidden_size, init=init, out_init=out_init, **experts)
         self.attention_dropout = Dropout(dropout)
         self.mlp_dropout = Dropout(dropout)
         if activation_checkpoint != "none":

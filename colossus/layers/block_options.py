@@ -1,9 +1,9 @@
-"""Sizes and options of a transformer block that a config may leave out. No torch."""
+"""Options of a transformer block, and those that a config may leave out. No torch."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -22,6 +22,52 @@ def default_ffn_size(mlp: str, hidden_size: int) -> int:
     multiple of 64. It depends on the model alone: fitted to the tensor ranks, another plan would be another model.
     """
     return round_up(-(-8 * hidden_size // 3), 64) if mlp == "swiglu" else 4 * hidden_size
+
+
+class ExpertsOptions(BaseModel):
+    """Experts in the place of an MLP, as of `colossus.layers.MoE`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    #: experts of a layer
+    num: Annotated[int, Field(ge=1)]
+    #: experts that a token goes through
+    top_k: Annotated[int, Field(ge=1)] = 2
+    #: features inside of an expert; default ``ffn_hidden_size``
+    ffn_size: Annotated[int, Field(ge=1)] | None = None
+    #: features inside of an expert that all tokens go through; default none
+    shared: Annotated[int, Field(ge=1)] | None = None
+    #: softmax over the experts, or sigmoid of each
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    #: whether the weights of a token's experts add up to 1
+    norm_topk: bool = True
+    #: of each so many layers the last has experts, the others have an MLP
+    every: Annotated[int, Field(ge=1)] = 1
+    #: coefficient of the load-balancing loss of Switch (2101.03961)
+    aux_loss: Annotated[float, Field(ge=0)] = 0.0
+    #: coefficient of the router's z-loss (2202.08906)
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    #: by how much a step moves the bias that evens the experts' tokens out (2408.15664); 0: there is none
+    bias_update: Annotated[float, Field(ge=0)] = 0.0
+    #: of a microbatch's mean tokens of an expert, how many it takes at most; default all
+    capacity: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _has_as_many(self) -> ExpertsOptions:
+        if self.top_k > self.num:
+            raise ValueError(f"top_k = {self.top_k} experts of a token, but num = {self.num} of a layer")
+        return self
+
+    def is_in(self, layer: int) -> bool:
+        """Whether a layer, from 0, has experts."""
+        return (layer + 1) % self.every == 0
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `colossus.layers.MoE`."""
+        router = self.model_dump(include={"score", "norm_topk", "bias_update"})
+        same = self.model_dump(include={"top_k", "ffn_size", "shared", "aux_loss", "z_loss", "capacity"})
+        return {"num_experts": self.num, "router": router, **same}
 
 
 class RotaryScaling(BaseModel):

@@ -12,6 +12,8 @@ from colossus.tensor_parallel.dtypes import product_dtype
 
 def group_sizes(counts: Tensor, x: Tensor, weight: Tensor) -> Tensor | list[int]:
     """The counts of `grouped_product` as it takes them fastest for such operands: on the host, or where they are."""
+    if x.is_meta:  # operations are counted, as many of any split
+        return [len(x), *[0] * (len(weight) - 1)]
     is_aligned = weight.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0  # rows of whole 16 bytes
     in_one = x.is_cuda and (product_dtype(x) or x.dtype) == torch.bfloat16 and is_aligned
     return counts.to(x.device) if in_one and torch_versions.grouped_mm is not None else counts.tolist()

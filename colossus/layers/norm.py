@@ -25,7 +25,7 @@ from colossus.layers.layer import Layer
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.sharded_tensor.regions import unwrap
-from colossus.sharded_tensor.tensor import ShardedTensor, wrap
+from colossus.sharded_tensor.tensor import ShardedTensor, plain, wrap
 from colossus.tensor_parallel.dtypes import to_wide_dtype
 
 
@@ -47,8 +47,7 @@ class _Norm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, ShardedTensor) and not x.placement.is_standard(x.dim()):  # a rank's heads, say
-            self.record_uses(self.parallel.regions.whole)
-            return self._normalize(x)
+            return self._normalize_parts(x)
         x, placement = unwrap(x, self.parallel, len(self.normalized_shape))
         activation = placement.activation
         if activation.tokens and len(self.normalized_shape) > 1:
@@ -66,6 +65,14 @@ class _Norm(Layer):
             mine, given = (" x ".join(map(str, each)) for each in (self.normalized_shape, found))
             raise located_error(f"{self.title}: it normalizes {mine} features, but its input has {given}")
         return wrap(self._normalize_split(x, group), placement)
+
+    def _normalize_parts(self, x: ShardedTensor) -> Tensor:
+        """The norm over dims of which none is split; others are, wherever they are."""
+        first = x.dim() - len(self.normalized_shape)
+        if any(place.dim >= first for _, place in x.placement.places):
+            return self._normalize(x)  # is refused in words
+        self.record_uses(x.placement.activation)
+        return wrap(self._normalize(plain(x)), x.placement)
 
     def _normalize(self, x: Tensor) -> Tensor:
         raise NotImplementedError

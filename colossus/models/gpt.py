@@ -47,9 +47,7 @@ class Decoder(Transformer[DecoderOptions]):
         )
         self.positions = None if o.is_rotary else PositionEmbedding(o.seq_len, o.hidden_size)
         self.dropout = Dropout(o.dropout)
-        self.blocks = self.make_blocks(
-            causal=True, rotary=o.is_rotary, rotary_base=o.rotary_base, rotary_scaling=o.rotary_scaling
-        )
+        self.blocks = self.make_blocks(causal=True)
         self.norm = self.make_norm()
         tied = self.embedding if o.tie_embeddings else None
         self.head = LMHead(o.hidden_size, o.vocab_size, tied_to=tied, init=INIT)

@@ -6,10 +6,10 @@ import math
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from colossus.arithmetic import not_a_multiple
-from colossus.layers.block_options import RotaryScaling, default_ffn_size, default_norm_eps
+from colossus.layers.block_options import ExpertsOptions, RotaryScaling, default_ffn_size, default_norm_eps
 from colossus.layout.activation import Activation
 from colossus.registry import MLPS, NORMS, SEQUENCE_MODES, TENSOR_MODES, Registry
 from colossus.sequence_parallel.modes import cheaper, length_multiple
@@ -91,6 +91,15 @@ class TransformerOptions(BaseModel):
         """Whether positions are rotated in attention."""
         return False
 
+    def block_options(self, layer: int) -> dict[str, Any]:
+        """Options of the `TransformerBlock` of a layer, from 0, beside those that all transformers have."""
+        return {}
+
+    @property
+    def has_mlps(self) -> bool:
+        """Whether any layer has an MLP."""
+        return True
+
     @property
     def num_blocks(self) -> int:
         """Into how many stages a pipeline can cut the model at most: its layers and its two ends."""
@@ -138,11 +147,10 @@ class TransformerOptions(BaseModel):
 
         hidden, wide = "hidden_size", "ffn_hidden_size"
         divisible = dict.fromkeys(("query", "key", "value"), tensor.size)  # heads are split whole: see below
-        linears: list[tuple[str, str, str, dict[str, int]]] = [
-            ("column", hidden, "", divisible),
-            ("column", hidden, wide, {"": self.ffn_hidden_size}),
-            ("row", wide, hidden, {"": self.hidden_size}),
-        ]
+        linears: list[tuple[str, str, str, dict[str, int]]] = [("column", hidden, "", divisible)]
+        if self.has_mlps:
+            linears.append(("column", hidden, wide, {"": self.ffn_hidden_size}))
+            linears.append(("row", wide, hidden, {"": self.hidden_size}))
         for split, inside, outside, outputs in linears:
             chosen = shardings.choose(split, getattr(self, inside), outputs)
             for misfit in chosen if isinstance(chosen, list) else ():
@@ -176,6 +184,8 @@ class DecoderOptions(TransformerOptions):
     seq_len: Count = 128
     #: number of tokens; padded inside of the model when it does not divide by the tensor ranks
     vocab_size: Count = 256
+    #: RMSNorm of every query and key, with a weight [head_dim] each, before positions turn them (Qwen3)
+    qk_norm: bool = False
     #: base of the rotary positions: 10000 in Llama 2, 500000 in Llama 3
     rotary_base: Annotated[float, Field(gt=1)] = 10000.0
     #: of Llama 3.1 and later: dict(factor=8.0, original_max_position_embeddings=8192), say
@@ -188,6 +198,10 @@ class DecoderOptions(TransformerOptions):
     label_smoothing: Probability = 0.0
     #: weight of the squared logarithm of the softmax' divisor, which keeps logits small
     z_loss: Annotated[float, Field(ge=0)] = 0.0
+
+    def block_options(self, layer: int) -> dict[str, Any]:
+        rotary = dict(rotary=self.is_rotary, rotary_base=self.rotary_base, rotary_scaling=self.rotary_scaling)
+        return rotary | {"qk_norm": self.qk_norm}
 
     def sequence_mode(self, parallel: Any) -> str:
         """Of ring and Ulysses the one that sends fewer bytes for this attention."""
@@ -247,73 +261,33 @@ class LlamaOptions(DecoderOptions):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     bias: bool = False
     tie_embeddings: bool = False
+    #: experts in the place of MLPs (Mixtral, Qwen3-MoE): dict(num=8, top_k=2)
+    experts: ExpertsOptions | None = None
+
+    @field_validator("experts")
+    @classmethod
+    def _sized(cls, value: ExpertsOptions | None, info: ValidationInfo) -> ExpertsOptions | None:
+        if value is None or value.ffn_size is not None:
+            return value
+        return value.model_copy(update={"ffn_size": info.data.get("ffn_hidden_size")})
 
     @property
     def is_rotary(self) -> bool:
         return True
 
-
-def _side(value: Any) -> Any:
-    """A side of a square as (height, width)."""
-    return (value, value) if type(value) is int else tuple(value) if isinstance(value, list) else value
-
-
-#: height and width; a number is both
-Sides = Annotated[tuple[Count, Count], BeforeValidator(_side)]
-
-
-class ViTOptions(TransformerOptions):
-    """Options of the vision transformer: ``model = dict(type="ViT", image_size=224, patch_size=16, ...)``."""
-
-    counted: ClassVar[str] = "images"
-
-    #: of an image, or a side
-    image_size: Sides = (224, 224)
-    #: of a patch, or a side
-    patch_size: Sides = (16, 16)
-    #: channels of an image
-    in_channels: Count = 3
-    #: classes of labels
-    num_classes: Count = 1000
-    #: what is classified: the class token, or the mean over all patches (2205.01580), then without a class token
-    pool: Literal["token", "mean"] = "token"
-    #: of all norms; 1e-6 in the code of the paper, 1e-12 in Hugging Face's
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    #: part of a label's weight that is spread over all classes
-    label_smoothing: Probability = 0.0
-
     @property
-    def num_patches(self) -> int:
-        return math.prod(side // patch for side, patch in zip(self.image_size, self.patch_size, strict=True))
+    def has_mlps(self) -> bool:
+        return self.experts is None or not all(map(self.experts.is_in, range(self.num_layers)))
 
-    @property
-    def num_tokens(self) -> int:
-        """Patches, and the class token."""
-        return self.num_patches + (self.pool == "token")
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """[channels, height, width]"""
-        return (self.in_channels, *self.image_size)
+    def block_options(self, layer: int) -> dict[str, Any]:
+        found = super().block_options(layer)
+        if self.experts is not None and self.experts.is_in(layer):
+            found["experts"] = self.experts.arguments
+        return found
 
     def check(self, parallel: Any) -> list[str]:
-        problems = [
-            not_a_multiple(f"model.image_size: {name}", side, f"model.patch_size: {name} = {patch}", patch)
-            for name, side, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True)
-            if side % patch
-        ]
-        return [*problems, *super().check(parallel)]
-
-    def check_sample(self, shape: tuple[int, ...], label: int | None) -> list[str]:
-        """What is wrong with a sample of the data: the shape of its image, its label."""
-        problems = []
-        if shape != self.image_shape:
-            problems.append(
-                f"has shape {list(shape)}, but model.in_channels and model.image_size say {list(self.image_shape)} "
-                f"(channels, height, width)"
-            )
-        if label is not None and not 0 <= label < self.num_classes:
-            problems.append(
-                f"has the label {label}, but model.num_classes = {self.num_classes} (labels 0..{self.num_classes - 1})"
-            )
+        problems, ranks = super().check(parallel), parallel.expert.size
+        if self.experts is not None and self.experts.num % ranks:
+            by = f"parallel.expert.size = {ranks}"
+            problems.append(not_a_multiple("model.experts.num", self.experts.num, by, ranks))
         return problems

@@ -38,8 +38,8 @@ class Transformer(nn.Module, Generic[Options]):
         self.options = options
         self.parallel = model_parallel_of(current_context())
 
-    def make_blocks(self, *, causal: bool, **options: Any) -> nn.ModuleList:
-        """The transformer blocks; ``options`` are further ones of `TransformerBlock`."""
+    def make_blocks(self, *, causal: bool) -> nn.ModuleList:
+        """The transformer blocks."""
         o = self.options
         return nn.ModuleList(
             TransformerBlock(
@@ -59,9 +59,9 @@ class Transformer(nn.Module, Generic[Options]):
                 init=INIT,
                 out_init=Normal(0.02 / math.sqrt(2 * o.num_layers)),
                 bias_init=Constant(0.0),
-                **options,
+                **o.block_options(layer),
             )
-            for _ in range(o.num_layers)
+            for layer in range(o.num_layers)
         )
 
     def make_norm(self) -> nn.Module:

@@ -21,8 +21,8 @@ from colossus.layers.loss import accuracy, cross_entropy
 from colossus.layers.patch import ClassToken, PatchEmbedding
 from colossus.layers.pipeline_block import PipelineBlock
 from colossus.layout.activation import Activation
-from colossus.models.options import ViTOptions
 from colossus.models.transformer import INIT, Transformer
+from colossus.models.vit_options import ViTOptions
 from colossus.registry import MODELS
 from colossus.sharded_tensor.regions import moved, to_whole
 

@@ -20,6 +20,12 @@ LLAMA: dict[str, Any] = dict(
     model_type="llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
     intermediate_size=12, vocab_size=11, max_position_embeddings=6,
 )  # fmt: skip
+QWEN3: dict[str, Any] = LLAMA | dict(model_type="qwen3", head_dim=6)
+MIXTRAL: dict[str, Any] = LLAMA | dict(model_type="mixtral", num_local_experts=3)
+QWEN3_MOE: dict[str, Any] = QWEN3 | dict(
+    model_type="qwen3_moe", num_hidden_layers=2, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=5,
+    decoder_sparse_step=2,
+)  # fmt: skip
 VIT: dict[str, Any] = dict(
     model_type="vit", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12, image_size=8,
     patch_size=4, id2label={"0": "a cat", "1": "a dog", "2": "a hat"},

@@ -54,6 +54,20 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
         mlp_bias=True,
         eos_token_id=[2, 5],
     ),
+    "qwen3": transformers.Qwen3Config(**_LLAMA, head_dim=8, num_key_value_heads=2),
+    "mixtral": transformers.MixtralConfig(
+        **_LLAMA, num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=3, experts_implementation="eager"
+    ),
+    "qwen3 moe": transformers.Qwen3MoeConfig(
+        **_LLAMA,
+        head_dim=8,
+        num_key_value_heads=2,
+        moe_intermediate_size=10,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=2,
+        experts_implementation="eager",
+    ),
     "vit": transformers.ViTConfig(**_VIT),
 }
 
@@ -61,8 +75,9 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
 def make_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
     """A random one, whose every parameter matters: norms are not 1, biases not 0."""
     config = CONFIGS[kind]
-    models = {"gpt2": transformers.GPT2LMHeadModel, "llama": transformers.LlamaForCausalLM}
-    model = models.get(config.model_type, transformers.ViTForImageClassification)(config).to(dtype).eval()
+    is_decoder = config.model_type != "vit"
+    auto = transformers.AutoModelForCausalLM if is_decoder else transformers.AutoModelForImageClassification
+    model = auto.from_config(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(len(kind))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -72,13 +87,15 @@ def make_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def in_float64(model: Any) -> Any:
-    """transformers computes two things of a Llama in float32 whatever its dtype; here they are in that of the model:
-    angles, cosines and sines of the rotary positions, and what RMS norms divide by."""
-    if model.config.model_type == "llama":
+    """transformers computes some things of Llama and its kin in float32 whatever its dtype; here they have that of the
+    model: angles, cosines and sines of the rotary positions, what RMS norms divide by, and weights of experts."""
+    if hasattr(model, "model"):
         model.model.rotary_emb = _Rotary64(model.config)
         for module in model.modules():
-            if type(module).__name__ == "LlamaRMSNorm":
+            if type(module).__name__.endswith("RMSNorm"):
                 module.forward = partial(_rms_norm, module)
+            elif type(module).__name__.endswith("TopKRouter"):
+                module.forward = partial(_route, module)
     return model
 
 
@@ -86,11 +103,20 @@ def _rms_norm(module: Any, x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
 
 
+def _route(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = F.linear(x.reshape(-1, x.shape[-1]), module.weight)
+    weights, experts = logits.softmax(-1).topk(module.top_k, -1)
+    if getattr(module, "norm_topk_prob", True):  # Mixtral has no choice
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights, experts
+
+
 class _Rotary64(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         rope = dict(config.rope_parameters)
-        dim, base, kind = config.head_dim, rope.pop("rope_theta"), rope["rope_type"]
+        dim = config.head_dim or config.hidden_size // config.num_attention_heads
+        base, kind = rope.pop("rope_theta"), rope["rope_type"]
         rates = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         self.rates = llama3_rates(rates, RotaryScaling(**rope)) if kind == "llama3" else rates
 
@@ -143,9 +169,29 @@ def by_our_names(theirs: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     found = {}
     for new, old in _OLD_NAMES:
         theirs = {name.replace(new, old) if name.startswith("vit.") else name: each for name, each in theirs.items()}
+    theirs = _of_single_experts(theirs, is_mixtral=folder.name == "mixtral")
     for tensor, _ in read_folder(folder).placed:
         value = theirs[tensor.name].reshape(tensor.rows)
         value = value.T if tensor.transposed else value
         for part, first in tensor.located():
-            found[part.name] = value[first : first + part.shape[0]].clone()
+            if tensor.index is None:
+                found[part.name] = value[first : first + part.shape[0]].clone()
+            else:
+                found.setdefault(part.name, torch.empty(part.shape, dtype=value.dtype))[tensor.index] = value
+    return found
+
+
+def _of_single_experts(theirs: dict[str, Tensor], is_mixtral: bool) -> dict[str, Tensor]:
+    """What transformers 5 has stacked, as it writes it; tensors that it has written stay as they are."""
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    found = {}
+    for name, value in theirs.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
+        path, _, leaf = name.rpartition(".")
+        if leaf not in ("gate_up_proj", "down_proj"):
+            found[name] = value
+            continue
+        for number, expert in enumerate(value):
+            parts = zip((gate, up), expert.chunk(2), strict=True) if leaf == "gate_up_proj" else [(down, expert)]
+            found |= {f"{path}.{number}.{part}.weight": each for part, each in parts}
     return found

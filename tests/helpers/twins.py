@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.layers.block_options import RotaryScaling
-from colossus.models.options import DecoderOptions, GPTOptions, LlamaOptions, TransformerOptions, ViTOptions
+from colossus.models.options import DecoderOptions, GPTOptions, LlamaOptions, TransformerOptions
+from colossus.models.vit_options import ViTOptions
 
 
 def options_of(kind: str, hidden: int, heads: int, wide: int) -> GPTOptions:
@@ -33,6 +34,10 @@ class PlainAttention(nn.Module):
             }
         )
         self.out = nn.Linear(width, o.hidden_size, o.bias)
+        if isinstance(o, DecoderOptions) and o.qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(o.head_dim, eps=o.norm_eps) for _ in range(2))
+        else:
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
@@ -40,6 +45,7 @@ class PlainAttention(nn.Module):
             self.qkv[name](x).view(batch, tokens, -1, self.head_dim).transpose(1, 2)
             for name in ("query", "key", "value")
         )
+        query, key = self.q_norm(query), self.k_norm(key)
         if self.rotary:
             query, key = self.turn(query), self.turn(key)
         copies = query.shape[1] // key.shape[1]
@@ -90,6 +96,27 @@ class PlainMLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class PlainMoE(nn.Module):
+    """Every expert on every token, those that were not chosen with weight 0."""
+
+    def __init__(self, o: LlamaOptions) -> None:
+        super().__init__()
+        assert o.experts is not None
+        num, ffn, hidden, self.top_k = o.experts.num, o.experts.ffn_size, o.hidden_size, o.experts.top_k
+        self.router = nn.Linear(hidden, num, False)
+        shapes = {"gate": (num, ffn, hidden), "up": (num, ffn, hidden), "down": (num, hidden, ffn)}
+        self.experts = nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})  # type: ignore[arg-type]
+        self.shared = PlainMLP(o.model_copy(update={"ffn_hidden_size": o.experts.shared}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        kept = torch.zeros_like(scores).scatter(-1, scores.topk(self.top_k).indices, 1.0)
+        weights = scores * kept / (scores * kept).sum(-1, keepdim=True)
+        gate, up = (torch.einsum("bth,efh->btef", x, self.experts[name]) for name in ("gate", "up"))
+        out = torch.einsum("btef,ehf->bteh", F.silu(gate) * up, self.experts["down"])
+        return (out * weights[..., None]).sum(-2) + self.shared(x)
+
+
 def plain_norm(o: TransformerOptions) -> nn.Module:
     if o.norm == "layernorm":
         return nn.LayerNorm(o.hidden_size, eps=o.norm_eps, bias=o.bias)
@@ -97,10 +124,11 @@ def plain_norm(o: TransformerOptions) -> nn.Module:
 
 
 class PlainBlock(nn.Module):
-    def __init__(self, o: TransformerOptions) -> None:
+    def __init__(self, o: TransformerOptions, layer: int = 0) -> None:
         super().__init__()
         self.attention_norm, self.attention = plain_norm(o), PlainAttention(o)
-        self.mlp_norm, self.mlp = plain_norm(o), PlainMLP(o)
+        has_experts = isinstance(o, LlamaOptions) and o.experts is not None and o.experts.is_in(layer)
+        self.mlp_norm, self.mlp = plain_norm(o), PlainMoE(o) if has_experts else PlainMLP(o)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -115,7 +143,7 @@ class PlainGPT(nn.Module):
         o = self.options = self.options_class(**options)  # type: ignore[arg-type]
         self.embedding = nn.Embedding(o.vocab_size, o.hidden_size)
         self.positions = None if o.is_rotary else nn.Embedding(o.seq_len, o.hidden_size)
-        self.blocks = nn.ModuleList(PlainBlock(o) for _ in range(o.num_layers))
+        self.blocks = nn.ModuleList(PlainBlock(o, layer) for layer in range(o.num_layers))
         self.norm = plain_norm(o)
         self.head = nn.Linear(o.hidden_size, o.vocab_size, bias=False)
         if o.tie_embeddings:
@@ -166,7 +194,7 @@ class PlainViT(nn.Module):
         self.patches = PlainPatches(o)
         self.class_token = nn.ParameterDict({"weight": torch.zeros(o.hidden_size)}) if o.pool == "token" else None
         self.positions = nn.Embedding(o.num_tokens, o.hidden_size)
-        self.blocks = nn.ModuleList(PlainBlock(o) for _ in range(o.num_layers))
+        self.blocks = nn.ModuleList(PlainBlock(o, layer) for layer in range(o.num_layers))
         self.norm = plain_norm(o)
         self.head = nn.Linear(o.hidden_size, o.num_classes)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder, random_tensors
+from helpers.hf_folders import GPT2, LLAMA, MIXTRAL, QWEN3_MOE, VIT, make_folder, random_tensors
 from helpers.ranks import run_ranks
 from helpers.training import BATCH, batch_of, config_of
 from safetensors.torch import load_file
@@ -23,11 +23,12 @@ from colossus.checkpoint.manifest import read_manifest
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
 from colossus.config import ConfigError, load_config
+from colossus.hf.family import family_of
 from colossus.launch.resume import choose
 from colossus.registry import MODEL_OPTIONS
 
 Captured = pytest.CaptureFixture[str]
-CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "vit": VIT}
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "vit": VIT}
 TOKENIZER = b'{"version": "1.0"}'
 
 
@@ -219,6 +220,26 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: Captured) -> None:
     assert convert(source, tmp_path / "x", "--to", "colossus") == 1
     assert "is truncated" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["source"]
+
+
+WRITTEN = {
+    "mixtral": dict(experts=dict(num=4)),
+    "qwen3_moe": dict(experts=dict(num=4, ffn_size=8, every=2), qk_norm=True),
+    "qwen3": dict(qk_norm=True),
+    "no mixtral, since experts.bias_update = 0.1": dict(experts=dict(num=4, bias_update=0.1)),
+    "no mixtral, since experts.ffn_size = 8 .not ffn_hidden_size = 384": dict(experts=dict(num=4, ffn_size=8)),
+    "no llama, since experts = {..} .not None.": dict(experts=dict(num=4, shared=8)),
+}
+
+
+@pytest.mark.parametrize("said", WRITTEN)
+def test_which_family_a_llama_is_of(said: str) -> None:
+    options = MODEL_OPTIONS.get("Llama")(**WRITTEN[said])
+    if said.startswith("no"):
+        with pytest.raises(CheckpointError, match=said):
+            family_of("Llama", options)
+    else:
+        assert family_of("Llama", options).model_type == said
 
 
 def _config(**model: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder, random_tensors
+from helpers.hf_folders import GPT2, LLAMA, QWEN3_MOE, VIT, make_folder, random_tensors
 from helpers.tokenizer import TEXT, VOCABULARY, make_tokenizer
 
 from colossus.cli.main import main
@@ -34,6 +34,13 @@ def test_a_config_holds_the_model_that_is_meant(tmp_path: Path, monkeypatch: pyt
     other = load_config({**_config(type="hf", path="llama"), "checkpoint": dict(weights="elsewhere")})
     assert other.checkpoint.weights is not None
     assert other.checkpoint.weights.path == "elsewhere"
+    make_folder(tmp_path / "experts", QWEN3_MOE)
+    tuned = load_config(_config(type="hf", path="experts", experts=dict(aux_loss=0.5)))
+    assert tuned.model is not None
+    assert tuned.model.options["experts"] == dict(
+        num=3, top_k=2, ffn_size=5, norm_topk=False, every=2, aux_loss=0.5, shared=None, score="softmax",
+        bias_update=0.0, capacity=None,
+    )  # fmt: skip
     over = load_config(_config(type="hf", path="llama"), ["model.activation_checkpoint=full"])
     assert over.model is not None
     assert over.model.options["activation_checkpoint"] == "full"
@@ -83,7 +90,11 @@ CONFIG_REFUSED = [
     (dict(), r"model: needs the path of a model folder: .*got path = None"),
     (dict(path="llama", hiden_size=8), r"model.hiden_size: no such key; did you mean model.hidden_size\?"),
     (dict(path="llama", norm="layernorm"), r"model.norm"),
-    (dict(path="mamba"), r"model: mamba/config.json: model_type = 'mamba': colossus reads gpt2, llama, vit"),
+    (
+        dict(path="experts", experts=dict(top_k=4)),
+        r"model.experts: top_k = 4 experts of a token, but num = 3 of a layer",
+    ),
+    (dict(path="mamba"), r"model: mamba/config.json: model_type = 'mamba': colossus reads gpt2, llama, .*vit"),
 ]
 
 
@@ -93,6 +104,7 @@ def test_what_a_config_says_wrong(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make_folder(tmp_path / "llama", LLAMA)
+    make_folder(tmp_path / "experts", QWEN3_MOE)
     (tmp_path / "empty").mkdir()
     (tmp_path / "mamba").mkdir()
     (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')

@@ -33,6 +33,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, dict(pipeline=2)),
     "pipeline, 1d": (4, dict(pipeline=2, tensor=dict(mode="1d", size=2))),
     "zero 3": (2, dict(data=2, zero=3)),
+    "experts": (2, dict(data=2, expert=2)),
 }
 
 
@@ -133,6 +134,10 @@ def test_models_of_transformers(plan: str, folders: Path, references: dict[str, 
         assert_is_written(tmp_path / kind, folders / kind)
 
 
+#: other implementations of experts know no float64
+_LOADING: dict[str, Any] = dict(dtype="auto", experts_implementation="eager")
+
+
 def assert_is_written(mine: Path, theirs: Path) -> None:
     """The same bytes, which transformers loads into the same model."""
     here, there = stored(mine), stored(theirs)
@@ -140,9 +145,9 @@ def assert_is_written(mine: Path, theirs: Path) -> None:
     assert all(torch.equal(here[name], value) for name, value in there.items())
     (architecture,) = json.loads((mine / "config.json").read_text())["architectures"]
     model_class = getattr(transformers, architecture)
-    model, told = model_class.from_pretrained(mine, dtype="auto", output_loading_info=True)
+    model, told = model_class.from_pretrained(mine, **_LOADING, output_loading_info=True)
     assert not any(told.values()), told
-    original = model_class.from_pretrained(theirs, dtype="auto")
+    original = model_class.from_pretrained(theirs, **_LOADING)
     assert model.dtype == original.dtype == torch.float64
     kind = theirs.name
     with torch.no_grad():
@@ -151,19 +156,27 @@ def assert_is_written(mine: Path, theirs: Path) -> None:
 
 
 def test_in_fp32_and_of_unchanged_transformers(tmp_path: Path) -> None:
-    """Logits in float32; and in float64, of which transformers computes norms and positions of Llama in float32."""
+    """Logits and gradients in float32; and in float64, of which transformers computes some things in float32."""
 
-    def logits_of(rank: int, path: Path, kind: str, precision: str, dtype: torch.dtype) -> Tensor:
+    def step_here(
+        rank: int, path: Path, kind: str, precision: str, dtype: torch.dtype
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         engine = colossus.initialize(config_of(path, {}, precision))
+        batch = batch_for(kind, dtype=dtype)
         with torch.no_grad():
-            return layers.to_whole(engine.model.eval()(batch_for(kind, dtype=dtype)["inputs"]))
+            logits = layers.to_whole(engine.model.eval()(batch["inputs"]))
+        engine.train_step(batch)
+        return logits, full_state_dict(engine.model, engine.context, gradients=True)
 
     for kind in CONFIGS:
         for precision, dtype, most in (("fp32", torch.float32, 1e-5), ("fp64", torch.float64, 1e-6)):
             model = make_model(kind, dtype)
             model.save_pretrained(tmp_path / kind)
-            with torch.no_grad():
-                wanted = model(batch_for(kind, dtype=dtype)["inputs"]).logits
-            (mine,) = run_ranks(1, logits_of, tmp_path / kind, kind, precision, dtype, with_context=False)
-            assert mine.dtype == dtype
-            assert gap(mine, wanted) < most, f"{kind} in {precision}"
+            wanted = step_of(model, batch_for(kind, dtype=dtype), tmp_path / kind)
+            ((logits, gradients),) = run_ranks(
+                1, step_here, tmp_path / kind, kind, precision, dtype, with_context=False
+            )
+            assert logits.dtype == dtype
+            assert gap(logits, wanted.logits) < most, f"{kind} in {precision}"
+            for name, gradient in wanted.gradients.items():
+                assert is_key_bias(name) or gap(gradients[name], gradient) < 3 * most, f"{kind} in {precision}, {name}"

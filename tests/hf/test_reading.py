@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder, random_tensors
+from helpers.hf_folders import GPT2, LLAMA, MIXTRAL, QWEN3_MOE, VIT, make_folder, random_tensors
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,7 +22,7 @@ from colossus.hf.hf_folder import options_of, read_folder
 from colossus.hf.hf_reader import HFReader
 from colossus.monitor.display import Display
 
-CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "vit": VIT}
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "vit": VIT}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -62,6 +62,20 @@ def _where(kind: str, files: dict[str, Tensor]) -> dict[str, Tensor]:
             "blocks.0.mlp.up.gate.weight": files["model.layers.0.mlp.gate_proj.weight"],
             "blocks.0.mlp.up.value.weight": files["model.layers.0.mlp.up_proj.weight"],
             "head.weight": files["lm_head.weight"],
+        }
+    if kind == "mixtral":
+        experts = "model.layers.0.block_sparse_moe.experts"
+        return {
+            "blocks.0.mlp.router.weight": files["model.layers.0.block_sparse_moe.gate.weight"],
+            "blocks.0.mlp.experts.gate": torch.stack([files[f"{experts}.{n}.w1.weight"] for n in range(3)]),
+            "blocks.0.mlp.experts.down": torch.stack([files[f"{experts}.{n}.w2.weight"] for n in range(3)]),
+        }
+    if kind == "qwen3_moe":
+        experts = "model.layers.1.mlp.experts"
+        return {
+            "blocks.0.mlp.up.gate.weight": files["model.layers.0.mlp.gate_proj.weight"],
+            "blocks.1.mlp.experts.up": torch.stack([files[f"{experts}.{n}.up_proj.weight"] for n in range(3)]),
+            "blocks.1.attention.k_norm.weight": files["model.layers.1.self_attn.k_norm.weight"],
         }
     return {
         "class_token.weight": files["vit.embeddings.cls_token"][0, 0],

@@ -38,6 +38,8 @@ VIT: dict[str, Any] = dict(
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama tied": {**LLAMA, "tie_embeddings": True, "num_kv_heads": 2, "head_dim": None, "rotary_scaling": None},
+    "llama experts": {**LLAMA, "experts": dict(num=4, top_k=2, ffn_size=12, shared=24, every=2)},
+    "llama qk_norm": {**LLAMA, "qk_norm": True, "num_kv_heads": 2},
     "vit": VIT,
     "vit mean": dict(
         VIT, pool="mean", label_smoothing=0.1, mlp="swiglu", ffn_hidden_size=36, norm="rmsnorm", bias=False
@@ -67,6 +69,7 @@ PLANS: dict[str, Plan] = {
     "zb-v": (4, dict(pipeline=2, tensor=dict(mode="2.5d", size=2, depth=2)), scheduled("zb-v", 2)),
     "zero 2": (4, dict(data=2, tensor=2, zero=2), {}),
     "zero 3": (4, dict(data=2, pipeline=2, zero=3), scheduled("1f1b", 2)),
+    "experts 2 x 1d": (4, dict(data=2, tensor=2, expert=2), {}),
     "2d 2x3": (6, dict(tensor=dict(mode="2d", shape=(2, 3))), {}),
     "2.5d": (8, dict(tensor=dict(mode="2.5d", size=8, depth=2)), {}),
     "3d": (8, dict(tensor=dict(mode="3d", size=8)), {}),
@@ -112,7 +115,8 @@ FEW: dict[str, tuple[tuple[str, str], ...]] = {
     "2 ranks": (("vit", "1d sharded 2"), ("vit mean", "1d sharded 2")),
     "4 ranks": (
         ("vit", "2d"), ("vit mean", "3d 2x1x2"), ("vit", "zb-h1"), ("vit", "zb-v"),
-        ("llama tied", "data 2 x 1d sharded 2"), ("llama", "3d 2x1x2"), ("llama", "zero 3"),
+        ("llama tied", "data 2 x 1d sharded 2"), ("llama qk_norm", "1d sharded 4"), ("llama qk_norm", "2d"),
+        ("llama", "3d 2x1x2"), ("llama", "zero 3"), ("llama experts", "experts 2 x 1d"),
     ),
 }  # fmt: skip
 

@@ -24,6 +24,19 @@ SMALL: dict[str, Any] = dict(type="GPT", num_layers=2, hidden_size=8, num_heads=
 COUNTED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama 2 7B": (dict(type="Llama", **SEVEN), 6_738_415_616),
     "Llama 3 8B": (dict(type="Llama", **EIGHT), 8_030_261_248),
+    "Qwen3 8B": (
+        dict(type="Llama", num_layers=36, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, qk_norm=True,
+             ffn_hidden_size=12288, vocab_size=151936),
+        8_190_735_360,
+    ),
+    "Mixtral 8x7B": (
+        dict(type="Llama", **SEVEN | dict(num_kv_heads=8, ffn_hidden_size=14336), experts=dict(num=8)), 46_702_792_704
+    ),
+    "Qwen3 30B-A3B": (
+        dict(type="Llama", num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, qk_norm=True,
+             vocab_size=151936, experts=dict(num=128, top_k=8, ffn_size=768)),
+        30_532_122_624,
+    ),
     "ViT-B/16": (dict(type="ViT", num_layers=12, hidden_size=768, num_heads=12), 86_567_656),
     "ViT-H/14": (dict(type="ViT", num_layers=32, hidden_size=1280, num_heads=16, patch_size=14), 632_045_800),
     "GPT": (SMALL, 10 * 8 + 6 * 8 + 2 * BLOCK + 16),
@@ -74,6 +87,29 @@ def test_operations_are_6_for_each_weight_and_12_for_each_score(name: str) -> No
     weights += o.hidden_size * o.vocab_size
     attention = 12 * o.num_layers * o.num_heads * o.head_dim * o.seq_len
     assert flops_per_token(dict(type="GPT", **sizes)) == 6 * weights + attention
+
+
+def test_operations_are_those_of_the_experts_that_a_token_goes_through() -> None:
+    sizes: dict[str, Any] = dict(
+        type="Llama", num_layers=3, hidden_size=32, num_heads=4, ffn_hidden_size=36, seq_len=12
+    )
+    dense, experts = flops_per_token(sizes), dict(num=7, top_k=2, ffn_size=10, shared=8, every=2)
+    assert dense is not None
+    in_place_of_one_mlp = 6 * 3 * 32 * (2 * 10 + 8 - 36) + 6 * 32 * 7
+    assert flops_per_token(sizes | dict(experts=experts)) == dense + in_place_of_one_mlp
+
+
+REFUSED_EXPERTS = [
+    (dict(num=3, top_k=4), {}, "model.experts: .*top_k = 4 experts of a token, but num = 3 of a layer"),
+    (dict(num=3), dict(data=2, expert=2), "model.experts.num = 3 is not a multiple of parallel.expert.size = 2"),
+    (dict(number=3), {}, "model.experts"),
+]
+
+
+@pytest.mark.parametrize(("experts", "parallel", "words"), REFUSED_EXPERTS)
+def test_experts_that_are_refused(experts: dict[str, Any], parallel: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_config(dict(model=dict(type="Llama", experts=experts), parallel=parallel))
 
 
 @pytest.mark.parametrize("more", [dict(), dict(pool="mean", mlp="swiglu", num_kv_heads=3, head_dim=5)], ids=str)
