@@ -31,7 +31,7 @@ from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 
 GUIDE = ROOT / "docs" / "migration.md"
-GUIDES = ("migration.md", "weights-and-hooks.md", "own-loop.md")
+GUIDES = ("migration.md", "your-model.md", "weights-and-hooks.md", "own-loop.md")
 BATCH, STEPS, LR = 8, 3, 0.1
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
