@@ -51,8 +51,9 @@ def parallelize(
         rules: pattern (`fnmatch`) of the names of linears -> ``"column"``, ``"row"``, ``"head"`` (gives a rank's part
             of the logits, for `colossus.layers.cross_entropy`), ``"whole"``. The first that meets a name counts, before
             what is found. A pair whose sizes do not divide is an error then.
-        example: of what the model is called with, of a few samples: a tensor, or a dict of arguments. It is needed for
-            pairs to be found, and for a pipeline; of transformers' models it is made from their config.
+        example: of what the model is called with, of a few samples: a tensor, or a dict of arguments, with masks if
+            batches have them. It is needed for pairs to be found, and for a pipeline; of transformers' models it is
+            made from their config, in 3D with masks: there an attention can be of pairs only without them.
         blocks: for a pipeline: the name of the list of blocks, or the names of the blocks; by default the longest list
             of one class.
         defaults: rules that count where no other does; read once the model is made.
@@ -109,7 +110,9 @@ def _converted(
         if getattr(getattr(module, "config", None), "use_cache", False):
             module.config.use_cache = False  # type: ignore[union-attr]
     context = current_context()
-    example = example_of(model) if example is None else example
+    regions = model_parallel_of(context).regions
+    if example is None:  # where samples move between ranks a mask decides what they can do
+        example = example_of(model, is_padded=regions.whole.batch != regions.inner.batch)
     if context.size("pipeline") > 1:
         make_chain(model, example, blocks)  # before modules are swapped: on the meta device they cannot communicate
     linears = [name for name, module in model.named_modules() if is_linear(module)]
@@ -128,8 +131,12 @@ def _converted(
     return model
 
 
-def example_of(model: nn.Module) -> dict[str, Tensor] | None:
-    """What a model of transformers can be called with, two samples, on the meta device; None of any other."""
+def example_of(model: nn.Module, *, is_padded: bool = False) -> dict[str, Tensor] | None:
+    """What a model of transformers can be called with, two samples, on the meta device; None of any other.
+
+    Args:
+        is_padded: with masks of its tokens.
+    """
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
@@ -141,7 +148,11 @@ def example_of(model: nn.Module) -> dict[str, Tensor] | None:
     if name != "input_ids":
         return None
     ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
-    return {name: ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {name: ids}
+    example = {name: ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {name: ids}
+    if is_padded:
+        mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+        example |= {each.replace("input_ids", "attention_mask"): mask for each in example}
+    return example
 
 
 def _by_rules(rules: Mapping[str, str], linears: Sequence[str]) -> dict[str, str]:
