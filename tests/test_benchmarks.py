@@ -113,6 +113,7 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
         ("collectives", "microseconds per all-reduce"),
         ("generation", "decode tokens/s"),
         ("hf_loading", "MB above the weights"),
+        ("moe", "experts over 4"),
         ("loaders --only tuples", "tuples, map, 2 workers"),
         ("serial --no-memory --precision fp32", "time / serial"),
         ("startup", "seconds until"),

@@ -60,12 +60,23 @@ class _Exchange(torch.autograd.Function):
         return uneven.all_to_all(grads[0].contiguous(), lengths.back, group, what="tokens").wait(), None, None
 
 
+def bytes_sent(own: int, others: int, ranks: int, num_experts: int, row_bytes: int) -> tuple[int, int]:
+    """What a rank sends for a layer's experts in a forward and its backward: lengths, and rows of tokens.
+
+    Lengths are n + E integers for each of n - 1 ranks, in forward. Rows go there and back, and so do their gradients:
+    2 (s + r). With T tokens on each rank, k choices and balanced routing s = r = T k (n - 1) / n.
+
+    Args:
+        own: s, of its own choices those for experts of other ranks.
+        others: r, choices of other ranks for its experts.
+    """
+    return (ranks - 1) * (ranks + num_experts) * 8, 2 * (own + others) * row_bytes
+
+
 def to_experts(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """The rows of all ranks for the experts of this one; each rank of ``group`` holds as many, in their order.
 
-    With n ranks and E experts a rank sends n - 1 times the lengths (n + E integers of 8 bytes), and in a forward and
-    its backward 2 (s + r) rows, where s of its own are for experts of others, and r of others for its own. In the mean
-    over ranks, of T tokens on each with k choices and with balanced routing, s = r = T k (n - 1) / n.
+    What a rank sends says `bytes_sent`.
 
     Args:
         rows: [choices, h], by expert.

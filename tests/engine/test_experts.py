@@ -15,6 +15,7 @@ from helpers.training import BATCH, SIZES, batch_of
 
 import colossus
 from colossus.checkpoint.folder import name_of
+from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import ConfigError, load_config
 from colossus.monitor.metrics import Metrics
 
@@ -126,6 +127,26 @@ def test_low_precision() -> None:
     for precision in ("bf16", "fp16"):
         for norms, _ in run_ranks(2, body, precision, with_context=False):
             assert norms == pytest.approx(wanted, rel=0.05), precision
+
+
+def test_replicas_that_gossip_have_experts_inside_of_each() -> None:
+    """With its experts on one rank or on two of its own each replica is the same."""
+
+    def body(rank: int, plan: dict[str, Any]) -> dict[str, torch.Tensor]:
+        engine = colossus.initialize(config_of_experts(dict(data=2, strategy="sgp", **plan), 3, "experts_with_bias"))
+        index = engine.context.index("data")
+        for step in range(3):
+            own = {key: x[index * 4 :][:4] for key, x in batch_of(step).items()}
+            engine.train_step(own)
+        with engine.strategy.export():
+            state = full_state_dict(engine.model, engine.context)
+        engine.close()
+        return state
+
+    wanted = run_ranks(2, body, {}, with_context=False)[0]
+    for state in run_ranks(4, body, dict(sequence=2, expert=2), with_context=False):
+        for name, value in wanted.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10, msg=name)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {

@@ -10,14 +10,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.modes import MODES, own
+from helpers.ranks import run_ranks
 from torch import Tensor
 
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.context.grid import ONE_RANK
+from colossus.comm import accounting
+from colossus.config.schema import Parallel
+from colossus.context.grid import ONE_RANK, build_grid
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.buckets import gradient_sum_axes
+from colossus.layers.expert_rows import bytes_sent
+from colossus.layers.grouped_matmul import grouped_product
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.layers.router import SUMS
 
@@ -140,6 +145,39 @@ def test_losses_are_scaled_as_the_loss_is() -> None:
         found.append(model.router.weight.grad / factor)
         model.zero_grad()
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+def test_one_kernel_is_the_loop() -> None:
+    """Of bfloat16, which CPUs have, too."""
+    found, counts = [], torch.tensor([3, 0, 9, 4])
+    for sizes in (counts, counts.tolist()):
+        x, weights = (numbers(*shape).bfloat16().requires_grad_() for shape in ((16, 24), (4, 40, 24)))
+        y = grouped_product(x, weights, sizes)
+        y.backward(numbers(16, 40, seed=1).bfloat16())
+        found.append((y.detach(), x.grad, weights.grad))
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_of_tokens_are_those_of_the_formula(ranks: int) -> None:
+    num_experts, tokens = 8, 30
+    plan = build_grid(Parallel(data=ranks, expert=ranks))
+
+    def body(context: ParallelContext) -> tuple[list[int], float, float]:
+        model = colossus.build(lambda: layers.MoE(HIDDEN, FFN, num_experts, TOP_K), context, dtype=torch.float64)
+        x = numbers(tokens, HIDDEN, seed=context.rank).requires_grad_()
+        with accounting.count() as moved:
+            model(x).sum().backward()
+        counts = model.router.totals[:num_experts].int().tolist()
+        return counts, *(moved.bytes(operation=name) for name in ("all_gather lengths", "all_to_all tokens"))
+
+    found = run_ranks(ranks, body, plan=plan)
+    to = [[sum(part) for part in torch.tensor(counts).chunk(ranks)] for counts, _, _ in found]
+    for rank, (_, lengths, rows) in enumerate(found):
+        own, others = sum(to[rank]) - to[rank][rank], sum(row[rank] for row in to) - to[rank][rank]
+        assert (lengths, rows) == bytes_sent(int(own), int(others), ranks, num_experts, HIDDEN * 8)
+        assert rows > 0
 
 
 def test_wrong_options_are_told() -> None:
