@@ -17,6 +17,7 @@ from colossus.layers.lm_head import Classifier, LMHead
 from colossus.layers.moe import Experts
 from colossus.layers.norm import LayerNorm, RMSNorm
 from colossus.layers.patch import ClassToken, PatchEmbedding
+from colossus.layers.routed_experts import RoutedExperts
 from colossus.layers.router import Router
 from colossus.sparse.embedding_bag import EmbeddingBag
 from colossus.sparse.sampled_softmax import SampledSoftmax
@@ -84,6 +85,7 @@ ROWS = (
     Row(BatchNorm3d, nn.BatchNorm3d, *_BATCH_NORM),
     Row(SyncBatchNorm, nn.SyncBatchNorm, *_BATCH_NORM),
     Row(Dropout, nn.Dropout, ("p",)),
+    Row(RoutedExperts, None, ("hidden_size", "ffn_size", "num_experts")),
     Row(PatchEmbedding, None, ("in_channels", "hidden_size", "patch_size"), _BIAS),
     Row(Experts, None, ("hidden_size", "ffn_size", "num_experts")),
     Row(Router, None, ("hidden_size", "num_experts", "top_k", *_ROUTER)),

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from colossus.construct.allocate import is_building
 from colossus.context.parallel_context import current_context
+from colossus.convert.expert_swap import is_experts
 from colossus.convert.forward_chain import make_chain
 from colossus.convert.pairs import Pairs, find_pairs
-from colossus.convert.swap import COLUMN, KINDS, ROW, Swap, Swapper, is_linear, weight_shape
+from colossus.convert.swap import COLUMN, EXPERTS, KINDS, ROW, WHOLE, Swap, Swapper, is_linear, weight_shape
 from colossus.layers.linear import Linear, share_input
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.registry import nearest
@@ -49,8 +50,9 @@ def parallelize(
     Args:
         factory: a class or function without arguments.
         rules: pattern (`fnmatch`) of the names of linears -> ``"column"``, ``"row"``, ``"head"`` (gives a rank's part
-            of the logits, for `colossus.layers.cross_entropy`), ``"whole"``. The first that meets a name counts, before
-            what is found. A pair whose sizes do not divide is an error then.
+            of the logits, for `colossus.layers.cross_entropy`), ``"whole"``; of transformers' experts, which
+            `parallel.expert` spreads over ranks, ``"experts"`` or ``"whole"``. The first that meets a name counts,
+            before what is found. A pair whose sizes do not divide is an error then.
         example: of what the model is called with, of a few samples: a tensor, or a dict of arguments, with masks if
             batches have them. It is needed for pairs to be found, and for a pipeline; of transformers' models it is
             made from their config, in 3D with masks: there an attention can be of pairs only without them.
@@ -116,11 +118,13 @@ def _converted(
     if context.size("pipeline") > 1:
         make_chain(model, example, blocks)  # before modules are swapped: on the meta device they cannot communicate
     linears = [name for name, module in model.named_modules() if is_linear(module)]
-    given = _by_rules(rules, linears)
+    experts = [name for name, module in model.named_modules() if is_experts(module)]
+    given = _by_rules(rules, linears, experts)
     found, note = Pairs(), ""
     if context.size("tensor") > 1:
         found, note = _found_pairs(model, example, linears, given)
-    kinds = {**_by_rules(defaults, linears), **found.splits, **given}
+    over_ranks = dict.fromkeys(experts, EXPERTS) if context.grid.expert_axes else {}
+    kinds = {**_by_rules(defaults, linears, experts), **over_ranks, **found.splits, **given}
     swapper = Swapper(model, kinds, found.reasons)
     model = swapper.run()
     for group in found.shared:
@@ -155,8 +159,8 @@ def example_of(model: nn.Module, *, is_padded: bool = False) -> dict[str, Tensor
     return example
 
 
-def _by_rules(rules: Mapping[str, str], linears: Sequence[str]) -> dict[str, str]:
-    """Name of a linear -> its kind, of those that a rule meets.
+def _by_rules(rules: Mapping[str, str], linears: Sequence[str], experts: Sequence[str]) -> dict[str, str]:
+    """Name of a linear or of experts -> its kind, of those that a rule meets.
 
     Raises:
         ValueError: for a rule of another kind, or that meets none.
@@ -165,11 +169,12 @@ def _by_rules(rules: Mapping[str, str], linears: Sequence[str]) -> dict[str, str
     for pattern, kind in rules.items():
         if kind not in KINDS:
             raise ValueError(f"rules: {pattern!r}: {kind!r} is none of {', '.join(map(repr, KINDS))}")
-        met = [name for name in linears if fnmatchcase(name, pattern)]
+        known = {WHOLE: [*linears, *experts], EXPERTS: experts}.get(kind, linears)
+        met = [name for name in known if fnmatchcase(name, pattern)]
         if not met:
-            close = nearest(pattern, list(linears))
+            close, what = nearest(pattern, list(known)), "modules of experts" if kind == EXPERTS else "linears"
             hint = f"; did you mean {close!r}?" if close else ""
-            raise ValueError(f"rules: {pattern!r} meets none of the {len(linears)} linears of the model{hint}")
+            raise ValueError(f"rules: {pattern!r} meets none of the {len(known)} {what} of the model{hint}")
         for name in met:
             kinds.setdefault(name, kind)
     return kinds

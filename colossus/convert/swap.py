@@ -14,13 +14,18 @@ from typing import Any
 from torch import nn
 
 from colossus.construct.allocate import value_of
+from colossus.convert.expert_swap import routed_experts
 from colossus.convert.layer_table import ROWS, Row
 from colossus.convert.module_hooks import take_mode_and_hooks
 from colossus.layers.linear import Linear
 from colossus.layers.lm_head import LMHead
+from colossus.layers.routed_experts import RoutedExperts
 
 #: what a linear can become: one of a pair, a head that gives its part of the logits, or alone
-COLUMN, ROW, HEAD, WHOLE = KINDS = ("column", "row", "head", "whole")
+COLUMN, ROW, HEAD, WHOLE = LINEARS = ("column", "row", "head", "whole")
+#: what experts become, which are else whole
+EXPERTS = "experts"
+KINDS = (*LINEARS, EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Swapper:
     """Replaces modules of a model that is being built, in place; of an error the model is of no use any more.
 
     Args:
-        kinds: name of a linear -> one of `KINDS`; the others are whole.
+        kinds: name of a linear -> one of `LINEARS`, of experts -> `EXPERTS`; the others are whole.
         reasons: name of a linear -> why it is whole.
 
     Attributes:
@@ -83,6 +88,9 @@ class Swapper:
             row = _row_for(module)
             if row is not None:
                 self.swaps[name] = self._swap(name, module, row)
+            elif self._kinds.get(name) == EXPERTS:
+                self._put(module, routed_experts(module))
+                self.swaps[name] = Swap(type(module).__name__, RoutedExperts.__name__)
         for module in self._model.modules():
             for child_name, child in module._modules.items():
                 if id(child) in self._made:
@@ -105,6 +113,12 @@ class Swapper:
             if kind != WHOLE:
                 raise ValueError(f"{name} ({was}) cannot be {kind!r}: {why}")
             return Swap(was, "", why)
+        self._put(module, made)
+        split = f"({kind})" if kind in (COLUMN, ROW) else ""
+        return Swap(was, type(made).__name__ + split, self._reasons.get(name, "") if kind == WHOLE else "")
+
+    def _put(self, module: nn.Module, made: nn.Module) -> None:
+        """Let a layer take the place of a module, with all that was put onto that."""
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 new = self._parameters.setdefault(id(parameter), getattr(made, leaf))
@@ -112,8 +126,6 @@ class Swapper:
         take_mode_and_hooks(made, module)
         vars(made).update({key: value for key, value in vars(module).items() if key not in vars(made)})
         self._made[id(module)] = made
-        split = f"({kind})" if kind in (COLUMN, ROW) else ""
-        return Swap(was, type(made).__name__ + split, self._reasons.get(name, "") if kind == WHOLE else "")
 
     def _why_it_stays(self, module: nn.Module) -> str:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm or module.scale_grad_by_freq):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from colossus.arithmetic import not_a_multiple
 from colossus.construct.initial_values import torch_linear
+from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.layers.expert_rows import inverse, take_rows, to_experts
@@ -87,30 +88,60 @@ class MoE(Layer):
         flat = tokens.reshape(-1, tokens.shape[-1])
         weights, experts = self.router(flat)
         weights, flat = move(weights, whole, inside, self.parallel), move(flat, whole, inside, self.parallel)
-        y = self._mix(flat, weights, experts).view(tokens.shape)
+        y = mix(
+            flat, weights, experts, self.num_experts, self.experts.group, self.experts, drops=self.capacity is not None
+        )
+        y = y.view(tokens.shape)
         y = wrap(move(y, replace(whole, partial=split), target, self.parallel), at.moved(target, y.dim()))
         return y if self.shared is None else y + call(self.shared, x, self.parallel)
 
-    def _mix(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """The experts' outputs for x [tokens, hidden], added up; weights and experts are [tokens, top_k]."""
-        counts = count_choices(experts, self.num_experts + 1)[: self.num_experts]
-        # choices by expert; of one expert by token
-        order = experts.reshape(-1).argsort(stable=True)
-        place, drops = inverse(order), self.capacity is not None
-        if drops:
-            order = order[: int(counts.sum())]
-            place = place.clamp(max=len(order))
-        rows = take_rows(x, order // self.top_k, place.view(-1, self.top_k), drops)
-        if self.experts.group.size > 1:
-            rows, counts, back = to_experts(rows, counts, self.experts.group)
-            out = back(self.experts(rows, counts))
-        else:
-            out = self.experts(rows, counts)
-        of_choices = take_rows(out, place, order.unsqueeze(-1), drops).view(-1, self.top_k, x.shape[-1])
-        return (of_choices * weights.to(out.dtype).unsqueeze(-1)).sum(1)
-
     def extra_repr(self) -> str:
         return f"capacity={self.capacity}" if self.capacity is not None else ""
+
+
+def mix(
+    x: Tensor,
+    weights: Tensor,
+    choices: Tensor,
+    num_experts: int,
+    group: AxisGroup,
+    experts: Callable[[Tensor, Tensor], Tensor],
+    *,
+    drops: bool = False,
+) -> Tensor:
+    """The outputs of a token's experts, times its weights, added up in the order of its choices.
+
+    Args:
+        x: [tokens, hidden], of this rank.
+        weights, choices: [tokens, top_k]; an expert by its number in the whole.
+        group: the ranks over which experts are spread.
+        experts: rows [rows, hidden] by expert, and the counts of this rank's experts -> what these make of them.
+        drops: a choice may be ``num_experts``: it gives nothing.
+    """
+    top_k = choices.shape[-1]
+    counts = count_choices(choices, num_experts + 1)[:num_experts]
+    # choices by expert; of one expert by token
+    order = choices.reshape(-1).argsort(stable=True)
+    place = inverse(order)
+    if drops:
+        order = order[: int(counts.sum())]
+        place = place.clamp(max=len(order))
+    rows = take_rows(x, order // top_k, place.view(-1, top_k), drops)
+    if group.size > 1:
+        rows, counts, back = to_experts(rows, counts, group)
+        out = back(experts(rows, counts))
+    else:
+        out = experts(rows, counts)
+    of_choices = take_rows(out, place, order.unsqueeze(-1), drops).view(-1, top_k, x.shape[-1])
+    return (of_choices * weights.to(out.dtype).unsqueeze(-1)).sum(1)
+
+
+def expert_axes_of(grid: RankGrid, num_experts: int) -> tuple[str, ...]:
+    """The axes over which experts are spread; ValueError where their number does not divide."""
+    over, ranks = grid.expert_axes, grid.size(grid.expert_axes)
+    if num_experts % ranks:
+        raise located_error(not_a_multiple("num_experts", num_experts, f"parallel.expert = {ranks}", ranks))
+    return over
 
 
 class Experts(Layer):
@@ -134,11 +165,7 @@ class Experts(Layer):
         super().__init__()
         self.hidden_size, self.ffn_size, self.num_experts = hidden_size, ffn_size, num_experts
         grid, whole = self.context.grid, self.parallel.regions.whole
-        over = grid.expert_axes
-        if num_experts % grid.size(over):
-            raise located_error(
-                not_a_multiple("MoE: num_experts", num_experts, f"parallel.expert = {grid.size(over)}", grid.size(over))
-            )
+        over = expert_axes_of(grid, num_experts)
         axes = tuple(axis for axis in grid.axes("tensor") if grid.sizes[axis] > 1 and axis not in whole.batch)
         self.split_axes = axes if ffn_size % grid.size(axes) == 0 else ()
         inner, outer = Layout((over, self.split_axes, ())), Layout((over, (), self.split_axes))

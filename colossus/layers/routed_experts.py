@@ -1,0 +1,75 @@
+"""The experts of a model whose router is its own, spread over ranks: those of transformers' models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossus.construct.initial_values import torch_linear
+from colossus.context.groups import AxisGroup
+from colossus.layers.grouped_matmul import group_sizes, grouped_product
+from colossus.layers.layer import Layer
+from colossus.layers.moe import expert_axes_of, mix
+from colossus.layout.layout import Layout
+from colossus.layout.parameter import Initializer, spec_of
+from colossus.sharded_tensor.regions import unwrap
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class RoutedExperts(Layer):
+    """down(gated(gate_up(x))) of the experts that a router has chosen for each token, times its weights, added up.
+
+    Experts are spread over `parallel.expert`; tensor ranks compute the same ones.
+
+    Shape:
+        forward takes x [tokens, hidden], choices [tokens, top_k] and weights [tokens, top_k], and gives
+        [tokens, hidden]; a choice of ``num_experts`` gives nothing. Parameters, by full shapes: ``gate_up_proj``
+        [experts, 2 ffn, hidden], ``down_proj`` [experts, hidden, ffn].
+
+    Attributes:
+        gated: [rows, 2 ffn] -> [rows, ffn]; by default that of SwiGLU, the gate first.
+    """
+
+    gated: Callable[[Tensor], Tensor] = staticmethod(_swiglu)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_experts: int,
+        *,
+        init: Initializer | None = None,
+        out_init: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.ffn_size, self.num_experts = hidden_size, ffn_size, num_experts
+        layout = Layout((expert_axes_of(self.context.grid, num_experts), (), ()))
+        shape, out_shape = (num_experts, 2 * ffn_size, hidden_size), (num_experts, hidden_size, ffn_size)
+        self.gate_up_proj = self.make_parameter({"": shape}, layout, init or torch_linear(hidden_size), dtype=dtype)
+        self.down_proj = self.make_parameter({"": out_shape}, layout, out_init or torch_linear(ffn_size), dtype=dtype)
+        for parameter in (self.gate_up_proj, self.down_proj):
+            self.decide_gradients(parameter, self.parallel.regions.whole)
+
+    @property
+    def group(self) -> AxisGroup:
+        return self.context.group(self.context.grid.expert_axes)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x, _ = unwrap(hidden_states, self.parallel)
+        return mix(x, top_k_weights, top_k_index, self.num_experts, self.group, self._experts, drops=True)
+
+    def _experts(self, x: Tensor, counts: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+            sizes = group_sizes(counts, x, self.gate_up_proj)
+            return grouped_product(self.gated(grouped_product(x, self.gate_up_proj, sizes)), self.down_proj, sizes)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} x ({self.hidden_size}, {self.ffn_size}), {spec_of(self.down_proj).layout}"
