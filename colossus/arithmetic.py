@@ -92,5 +92,7 @@ def expert_factor(data: int, sequence: int, expert: int) -> int:
         return expert // sequence
     if data % expert == 0:
         return expert
+    divisors = {size for size in range(1, data + 1) if data % size == 0}
     whole = f" nor sequence {sequence} times one" if sequence > 1 else ""
-    raise ValueError(f"parallel.expert = {expert} is no divisor of data {data}{whole}")
+    fits = either(sorted(divisors | {sequence * size for size in divisors}))
+    raise ValueError(f"parallel.expert = {expert} is no divisor of data {data}{whole}; use {fits}")

@@ -122,7 +122,8 @@ class Router(Layer):
     def _count(self, counts: Tensor, kept: Tensor, probabilities: Tensor, losses: Tensor) -> None:
         entropy = torch.special.entr(probabilities).sum()
         dropped = (kept == self.num_experts).sum()
-        sums = [*(x.double() for x in (entropy, dropped, *losses)), counts.new_tensor(len(kept)).double()]
+        num_tokens = torch.full_like(entropy, len(kept), dtype=torch.float64)
+        sums = [x.double() for x in (entropy, dropped, *losses, num_tokens)]
         totals = torch.cat((counts.double(), torch.stack(sums)))
         self.totals = totals if self.totals is None else self.totals + totals
 

@@ -14,6 +14,7 @@ from helpers.ranks import run_ranks
 from helpers.training import BATCH, SIZES, batch_of
 
 import colossus
+from colossus import layers
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import ConfigError, load_config
@@ -129,6 +130,23 @@ def test_low_precision() -> None:
             assert norms == pytest.approx(wanted, rel=0.05), precision
 
 
+@pytest.mark.parametrize("plan", [dict(data=2, expert=2, zero=3), dict(tensor=2, pipeline=1)])
+def test_the_plain_copy_computes_the_same(plan: dict[str, Any]) -> None:
+    ids = batch_of(0)["inputs"]
+
+    def body(rank: int) -> None:
+        engine = colossus.initialize(config_of_experts(plan, 1, "experts_with_bias"))
+        copied = colossus.plain(engine)
+        with torch.no_grad():
+            want = layers.to_whole(engine.model(ids))
+            found = copied(ids)
+        torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
+        assert copied.state_dict().keys() == full_state_dict(engine.model, engine.context).keys()
+        engine.close()
+
+    run_ranks(2, body, with_context=False)
+
+
 def test_replicas_that_gossip_have_experts_inside_of_each() -> None:
     """With its experts on one rank or on two of its own each replica is the same."""
 
@@ -150,7 +168,9 @@ def test_replicas_that_gossip_have_experts_inside_of_each() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "no divisor": (dict(parallel=dict(data=4, expert=3)), 4, r"parallel.expert = 3 is no divisor of data 4"),
+    "no divisor": (
+        dict(parallel=dict(data=4, expert=3)), 4, r"parallel.expert = 3 is no divisor of data 4; use 1 or 2 or 4",
+    ),
     "nor with the sequence": (
         dict(parallel=dict(data=2, sequence=2, expert=8)), 4, "no divisor of data 2 nor sequence 2 times one",
     ),

@@ -112,6 +112,23 @@ def test_waits_of_sparse_tables_are_these() -> None:
     ]
 
 
+def experts(rank: int) -> list[list[str]]:
+    """What waits in a forward and a backward of experts, without losses and with."""
+    found = []
+    with fake_context(rank, ALL["none"], "bf16") as context:
+        for losses in ({}, dict(aux_loss=0.1, z_loss=0.1, router=dict(score="sigmoid", bias_update=0.1))):
+            model = colossus.build(lambda options=losses: layers.MoE(24, 40, 3, 2, **options), context)
+            with Waits(allowed=True) as waits, context.precision.autocast(context.device):
+                model(hidden(CUDA)).float().sum().backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            found.append(waits.found)
+    return found
+
+
+def test_nothing_waits_for_experts_of_bfloat16() -> None:
+    assert run_fake_ranks(1, experts) == [[[], []]]
+
+
 # -- what a user's own layer may do wrong ---------------------------------------------------------------------
 
 

@@ -26,7 +26,13 @@ from colossus.layers.grouped_matmul import grouped_product
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.layers.router import SUMS
 
-HIDDEN, FFN, EXPERTS, TOP_K = 24, 36, 5, 3
+HIDDEN, FFN, EXPERTS, TOP_K = 24, 36, 6, 3
+#: experts spread over ranks
+SPREAD = {
+    "data3": Parallel(data=3, expert=3),
+    "data4_expert2": Parallel(data=4, expert=2),
+    "data2_1d": Parallel(data=2, expert=2, tensor=dict(size=2)),
+}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "mixtral": {},
@@ -88,7 +94,7 @@ def results(context: ParallelContext, options: Mapping[str, Any], x: Tensor, dy:
     return own(context, torch.arange(len(x))), y.detach(), held.grad, state, gradients
 
 
-@pytest.mark.parametrize("mode", ["one", "1d", "1d_sequence", "2d", "2d_2x3", "2.5d_depth2", "3d_1x2x3"])
+@pytest.mark.parametrize("mode", ["one", "1d", "1d_sequence", "2d", "2d_2x3", "2.5d_depth2", "3d_1x2x3", *SPREAD])
 @pytest.mark.rest("2d", "2.5d_depth2", "2d_2x3", "1d_sequence")
 def test_every_mode_is_a_loop_over_tokens(mode: str) -> None:
     x, dy = numbers(12, 6, HIDDEN), numbers(12, 6, HIDDEN, seed=1)
@@ -96,7 +102,11 @@ def test_every_mode_is_a_loop_over_tokens(mode: str) -> None:
     def body(context: ParallelContext) -> list[tuple[Any, ...]]:
         return [results(context, options, x, dy) for options in VARIANTS.values()]
 
-    found = [body(ParallelContext(ONE_RANK))] if mode == "one" else MODES[mode].run(body)
+    if mode in SPREAD:
+        plan = build_grid(SPREAD[mode])
+        found = run_ranks(plan.world_size, body, plan=plan)
+    else:
+        found = [body(ParallelContext(ONE_RANK))] if mode == "one" else MODES[mode].run(body)
     for name, *of_ranks in zip(VARIANTS, *found, strict=True):
         leaves = {key: value.clone().requires_grad_() for key, value in of_ranks[0][3].items()}
         leaf = x.clone().requires_grad_()
@@ -181,7 +191,7 @@ def test_bytes_of_tokens_are_those_of_the_formula(ranks: int) -> None:
 
 
 def test_wrong_options_are_told() -> None:
-    with pytest.raises(ValueError, match=r"top_k = 6 is not in 1..5"):
-        layers.MoE(HIDDEN, FFN, EXPERTS, 6)
+    with pytest.raises(ValueError, match=r"top_k = 7 is not in 1..6"):
+        layers.MoE(HIDDEN, FFN, EXPERTS, 7)
     with pytest.raises(ValueError, match=r"score = 'relu'; use softmax or sigmoid"):
         layers.MoE(HIDDEN, FFN, EXPERTS, 2, router=dict(score="relu"))

@@ -15,7 +15,8 @@ from helpers.fake_cuda import Waits, run_fake_ranks
 from helpers.launched.fake_engine import FakeEngine
 
 from colossus.engine.fit import Hook, fit
-from colossus.engine.results import StepResult
+from colossus.engine.results import Routing, StepResult
+from colossus.layers.router import SUMS
 from colossus.monitor.display import Display
 from colossus.monitor.metrics import Metrics
 
@@ -159,16 +160,26 @@ def reads(rank: int) -> tuple[list[str], list[str], list[Any]]:
     def result() -> StepResult:
         numbers, flag = torch.zeros(4, dtype=torch.float64, device="cuda"), torch.zeros((), device="cuda")
         singles: Any = dict(skipped=flag.bool(), num_skipped=flag.int(), loss_scale=flag, own_tokens=numbers[1])
-        return StepResult(1, 0.1, numbers, **singles)
+        counted = torch.zeros(3 + len(SUMS), dtype=torch.float64, device="cuda")
+        return StepResult(1, 0.1, numbers, routing=Routing({"router": 3}, counted), **singles)
 
     Waits.begin_step()
     now, later = result(), result()
     with Waits(allowed=True) as at_once:
         values = [now.loss, now.tokens, now.grad_norm, now.skipped, now.num_skipped, now.loss_scale, now.replica_tokens]
+        values.append(now.experts["router"]["tokens"])
     assert later.send_to_host()
     Waits.begin_step()
     with Waits(allowed=True) as late:
-        _ = later.loss, later.grad_norm, later.skipped, later.num_skipped, later.loss_scale, later.replica_tokens
+        _ = (
+            later.loss,
+            later.grad_norm,
+            later.skipped,
+            later.num_skipped,
+            later.loss_scale,
+            later.replica_tokens,
+            later.experts,
+        )
     return at_once.found, late.found, values
 
 
@@ -176,4 +187,4 @@ def test_a_result_is_read_by_one_copy() -> None:
     ((at_once, late, values),) = run_fake_ranks(1, reads)
     assert len(at_once) == 1
     assert late == []
-    assert values[1:] == [0, 0.0, False, 0, 0.0, 0]
+    assert values[1:] == [0, 0.0, False, 0, 0.0, 0, [0, 0, 0]]

@@ -81,6 +81,7 @@ class FakeEngine:
             stop_requested=step == self.stop_at,
             stop_signal=None,
             loss_scale=None,
+            experts={},
             num_skipped=0,
             replica=None,
             replica_tokens=None,
