@@ -135,7 +135,7 @@ def test_a_llama_follows_it_under_sequence_parallelism() -> None:
 @pytest.mark.parametrize("world", [2, 4, 6, 8])
 @pytest.mark.parametrize("model", list(MODELS))
 def test_every_plan_follows_one_process_for_twenty_steps(model: str, world: int, precision: str) -> None:
-    more = dict(num_kv_heads=6) if model == "llama tied" and world == 6 else {}
+    more = dict(num_kv_heads=6) if model in ("llama tied", "llama qk_norm") and world == 6 else {}
     cases = {(model, name): plan for name, plan in PLANS.items() if plan[0] == world}
     compare(cases, precision, LONG, **more)
 
