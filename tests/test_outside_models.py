@@ -13,8 +13,9 @@ from helpers.user_models.table import fill
 #: by default each plan with some models, each model under some plan
 SOME = {
     "data 2": ("GPT-NeoX", "x-transformers decoder"),
-    "data 2 zero 3": ("Mixtral", "ViT"),
-    "1d 2": ("GPT-2", "Llama", "Qwen3", "Qwen3-MoE", "T5"),
+    "data 2 expert 2": ("Mixtral", "Qwen3-MoE"),
+    "data 2 zero 3": ("ViT",),
+    "1d 2": ("GPT-2", "Llama", "Qwen3", "T5"),
     "1d 4": ("BERT",),
     "2d 4": ("Llama",),
     "2.5d 8": ("GPT-2",),

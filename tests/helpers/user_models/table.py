@@ -39,6 +39,7 @@ PLANS = {
     "data 2": _plan(2, data=2),
     "data 2 zero 1": _plan(2, data=2, zero=1),
     "data 2 zero 3": _plan(2, data=2, zero=3),
+    "data 2 expert 2": _plan(2, data=2, expert=2),
     "1d 2": _plan(2, tensor=_tensor("1d", 2)),
     "1d 4": _plan(4, tensor=_tensor("1d", 4)),
     "1d 2 sequence_sharded": _plan(2, tensor=_tensor("1d", 2, sequence_sharded=True)),
