@@ -15,5 +15,5 @@ model = dict(
 data = dict(type="PythonStdlib")
 optimizer = dict(type="AdamW", lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 lr_schedule = dict(type="cosine", warmup_steps=50, min_ratio=0.05)
-train = dict(steps=300, global_batch_size=32, clip_grad_norm=1.0, eval_every=150, eval_batches=45, seed=0)
-checkpoint = dict(every=150)  # and after the last step; `colossus launch configs/moe_stdlib.py --resume` goes on
+train = dict(steps=600, global_batch_size=32, clip_grad_norm=1.0, eval_every=200, eval_batches=45, seed=0)
+checkpoint = dict(every=200)  # and after the last step; `colossus launch configs/moe_stdlib.py --resume` goes on
