@@ -201,9 +201,7 @@ def test_experts_that_do_not_divide_are_told() -> None:
     config["train"]["global_batch_size"] = 9
 
     def body(rank: int) -> None:
-        with pytest.raises(
-            ValueError, match=r"MoE: num_experts = 4 is not a multiple of .*expert = 3; nearest: 3 or 6"
-        ):
+        with pytest.raises(ValueError, match=r"num_experts = 4 is not a multiple of .*expert = 3; nearest: 3 or 6"):
             colossus.initialize(config)
 
     run_ranks(3, body, with_context=False)
