@@ -78,7 +78,7 @@ class ForwardFlow(TorchDispatchMode):
         if func.overloadpacket in _SHAPE_ONLY:
             given = []
             args = (_to_zeros(args[0]), *args[1:])
-        on_meta = any(map(_is_meta, given))
+        on_meta = any(_is_meta(tensor) or self.depends(tensor) for tensor in given)  # weights may be there already
         if kwargs.get("device") is not None or (on_meta and "device" in kwargs):
             kwargs["device"] = _META if on_meta else _CPU if kwargs["device"] == _META else kwargs["device"]
         written = list(_written(func, args, kwargs))

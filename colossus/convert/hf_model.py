@@ -38,7 +38,7 @@ def hf_model(
         rules, blocks: as of `colossus.parallelize`.
 
     Raises:
-        ValueError: without transformers, for a class it does not have.
+        ValueError: without transformers, for a class it does not have, and for a config that it refuses.
         CheckpointError: the folder has other tensors than the model.
     """
     try:
@@ -50,7 +50,10 @@ def hf_model(
     if kind is None:
         raise ValueError(f"transformers {transformers.__version__} has no class {named[0]!r}")
     known = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
-    theirs = transformers.AutoConfig.for_model(config["model_type"], **known)
+    try:
+        theirs = transformers.AutoConfig.for_model(config["model_type"], **known)
+    except Exception as error:  # it has classes of its own for them
+        raise ValueError(f"transformers refuses this config of a {config['model_type']!r}: {error}") from error
     heads: dict[str, str] = {}
 
     def make() -> nn.Module:
