@@ -221,7 +221,7 @@ PLANS = {
     "selective, all": Plan(tuple(CASES), microbatches=3, checkpoint="selective"),
     "zero, all": Plan(tuple(name for name in CASES if name != "middle"), "zb-h1", 3, data=2, zero=2),
 }
-_LONG = [name for name in PLANS if name.endswith(", all")]
+_LONG = [name for name in PLANS if name.endswith(", all")] + ["1f1b, 3", "zero"]
 
 
 def floats(state: dict[str, Tensor]) -> Any:

@@ -346,7 +346,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
         for mode, shape in MODES.items()
     },
 }
-_LONG = tuple(f"{mode}, all" for mode in MODES)
+_LONG = (*(f"{mode}, all" for mode in MODES), "3d_2x1x2")
 
 
 @pytest.mark.parametrize("plan", [pytest.param(each, marks=[pytest.mark.long] * (each in _LONG)) for each in PLANS])
