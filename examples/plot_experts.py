@@ -1,6 +1,6 @@
 """Draw what a run's routers did by step: ``python examples/plot_experts.py RUN experts.svg``. Needs colossus[plot].
 
-Above, the busiest expert's tokens over the mean of all experts, and the entropy of the router's scores, of each layer; below,
+Above, the tokens of the busiest expert over the mean, and the entropy of the scores, of each layer; below,
 the share of tokens of each expert of one layer.
 """
 

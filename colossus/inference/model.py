@@ -78,7 +78,10 @@ class TextModel:
             if not self._stages.has_last:
                 return None
             if getattr(out, "ndim", None) != 3:
-                raise ValueError(f"{type(self.module).__name__}: its output is no logits [batch, tokens, vocabulary]")
+                raise ValueError(
+                    f"{type(self.module).__name__}: its output is no logits [batch, tokens, vocabulary] (of a model of "
+                    f"transformers' own code `colossus checkpoint convert --to hf` writes a folder for its generate)"
+                )
             logits = to_whole(out)
             return logits[:, -1:] if only_last else logits
 
