@@ -110,7 +110,7 @@ class InitTrace(TorchDispatchMode):
         has_generator = any(isinstance(leaf, torch.Generator) and leaf is not _TORCHS for leaf in leaves)
         has_meta = any(leaf.is_meta for leaf in inputs)
         makes_tensor = any(argument.name == "device" for argument in func._schema.arguments)
-        written = list(_written(func, args, kwargs))
+        written = list(tensors_written(func, args, kwargs))
         for leaf in written:
             if self.is_sharded(leaf):
                 raise located_error(_write_refusal(func, self._sharded[_key(leaf)]))
@@ -283,7 +283,8 @@ def _needs_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     return device is not None and torch.device(device) != _META and not isinstance(args[0], nn.Parameter)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+def tensors_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+    """The tensors that a call of an operator writes to."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)

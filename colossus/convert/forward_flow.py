@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from colossus.construct.init_trace import tensors_written
+
 _aten = torch.ops.aten
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 #: take nothing of their tensor but its shape and dtype
@@ -81,7 +83,7 @@ class ForwardFlow(TorchDispatchMode):
         on_meta = any(_is_meta(tensor) or self.depends(tensor) for tensor in given)  # weights may be there already
         if kwargs.get("device") is not None or (on_meta and "device" in kwargs):
             kwargs["device"] = _META if on_meta else _CPU if kwargs["device"] == _META else kwargs["device"]
-        written = list(_written(func, args, kwargs))
+        written = list(tensors_written(func, args, kwargs))
         if on_meta and not all(map(_is_meta, written)):
             args, kwargs = tree_map(_to_zeros, (args, kwargs))
             on_meta = False
@@ -102,13 +104,6 @@ def key_of(tensor: Tensor) -> int:
 
 def _is_meta(tensor: Tensor) -> bool:
     return tensor.device.type == "meta"  # a build hides `is_meta`
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.convert.parallelize import parallelize
-from colossus.convert.swap import HEAD
+from colossus.convert.swap import HEAD, is_linear
 from colossus.hf.hf_folder import listed, stored_tensors
 from colossus.layers.loss import cross_entropy
 
@@ -54,17 +54,19 @@ def hf_model(
         theirs = transformers.AutoConfig.for_model(config["model_type"], **known)
     except Exception as error:  # it has classes of its own for them
         raise ValueError(f"transformers refuses this config of a {config['model_type']!r}: {error}") from error
-    heads: dict[str, str] = {}
+    with_head = dict(rules or {})  # read once the model is made
 
     def make() -> nn.Module:
         model: Any = kind.from_config(theirs) if hasattr(kind, "from_config") else kind(theirs)
         if weights is not None:
             _take_weights(model, Path(weights).expanduser())
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        heads.update({name: HEAD for name, module in model.named_modules() if module is head is not None})
+        for name, module in model.named_modules():
+            if is_linear(module) and module is head:
+                with_head.setdefault(name, HEAD)  # the last rule, so that one of the user's counts before it
         return model
 
-    model = parallelize(make, rules, blocks=blocks, defaults=heads)()
+    model = parallelize(make, with_head, blocks=blocks)()
     vars(model)["loss"] = loss_of_logits
     return model
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from colossus.convert.meta_run import run_on_meta
-from colossus.convert.swap import COLUMN, ROW, is_conv1d, is_linear
+from colossus.convert.swap import COLUMN, ROW, holders_of, is_linear, weight_shape, why_not_its_class
 from colossus.layers.model_parallel import ModelParallel
 from colossus.sharded_tensor.operators import tensors_of
 from colossus.sharded_tensor.tensor import ShardedTensor, plain, wrap
@@ -83,21 +83,17 @@ def _of_any_layer(name: str) -> str:
 
 def _not_alone(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str]:
     """Name of a linear -> why it is no candidate, of those that share a parameter or are more than their class."""
-    holders: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            holders[id(parameter)].append((name, module))
-    reasons = {}
+    holders, reasons = holders_of(model), {}
     for name, module in linears.items():
         others = [
             other or type(model).__name__
             for parameter in module._parameters.values() if parameter is not None
-            for other, holder in holders[id(parameter)] if holder is not module
+            for other, holder, _ in holders[id(parameter)] if holder is not module
         ]  # fmt: skip
         if others:
             reasons[name] = f"shares a parameter with {', '.join(dict.fromkeys(others))}"
-        elif "forward" in vars(module) or module._modules or not {*module._parameters} <= {"weight", "bias"}:
-            reasons[name] = "its forward was replaced, or it holds more than its class does"
+        elif why := why_not_its_class(module):
+            reasons[name] = why
     return reasons
 
 
@@ -173,8 +169,7 @@ class _Trial(TorchFunctionMode):
     # -- linears ------------------------------------------------------------------------------------------
 
     def _linear(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
-        weight: Any = module.weight
-        out_features, in_features = weight.shape[::-1] if is_conv1d(module) else weight.shape
+        out_features, in_features = weight_shape(module)
         is_split = isinstance(x, ShardedTensor) and not x.placement.is_whole
         role, sources = (ROW, _sources(x)) if is_split else (COLUMN, frozenset({name}))
         self._calls[name] += 1

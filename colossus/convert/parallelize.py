@@ -31,7 +31,6 @@ def parallelize(
     *,
     example: Any = None,
     blocks: str | Sequence[str] | None = None,
-    defaults: Mapping[str, str] | None = None,
 ) -> Callable[[], nn.Module]:
     """A factory for `colossus.initialize` of a model that knows nothing of colossus.
 
@@ -56,9 +55,8 @@ def parallelize(
         example: of what the model is called with, of a few samples: a tensor, or a dict of arguments, with masks if
             batches have them. It is needed for pairs to be found, and for a pipeline; of transformers' models it is
             made from their config, in 3D with masks: there an attention can be of pairs only without them.
-        blocks: for a pipeline: the name of the list of blocks, or the names of the blocks; by default the longest list
-            of one class.
-        defaults: rules that count where no other does; read once the model is made.
+        blocks: for a pipeline: the name of the list of blocks, or the names of the blocks; by default the list of one
+            class with the most parameters.
 
     Returns:
         The factory. A batch whose inputs are a dict of names of arguments calls the model with these.
@@ -74,9 +72,7 @@ def parallelize(
                 "colossus.initialize(model=...) or colossus.build(...)"
             )
         model = factory()
-        return (
-            _converted(model, rules or {}, defaults or {}, example, blocks) if isinstance(model, nn.Module) else model
-        )
+        return _converted(model, rules or {}, example, blocks) if isinstance(model, nn.Module) else model
 
     return make
 
@@ -102,11 +98,7 @@ def conversion_of(model: nn.Module) -> Conversion | None:
 
 
 def _converted(
-    model: nn.Module,
-    rules: Mapping[str, str],
-    defaults: Mapping[str, str],
-    example: Any,
-    blocks: str | Sequence[str] | None,
+    model: nn.Module, rules: Mapping[str, str], example: Any, blocks: str | Sequence[str] | None
 ) -> nn.Module:
     for module in model.modules():  # what a cache of keys and values would keep, a train step never reads
         if getattr(getattr(module, "config", None), "use_cache", False):
@@ -124,7 +116,7 @@ def _converted(
     if context.size("tensor") > 1:
         found, note = _found_pairs(model, example, linears, given)
     over_ranks = dict.fromkeys(experts, EXPERTS) if context.grid.expert_axes else {}
-    kinds = {**_by_rules(defaults, linears, experts), **over_ranks, **found.splits, **given}
+    kinds = {**over_ranks, **found.splits, **given}
     swapper = Swapper(model, kinds, found.reasons)
     model = swapper.run()
     for group in found.shared:

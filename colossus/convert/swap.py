@@ -58,6 +58,23 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
     return (columns, rows) if is_conv1d(module) else (rows, columns)
 
 
+def holders_of(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
+    """By id of a parameter, all that hold it: name of the module, the module, name in it."""
+    found: dict[int, list[tuple[str, nn.Module, str]]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                found[id(parameter)].append((name, module, leaf))
+    return found
+
+
+def why_not_its_class(module: nn.Module) -> str:
+    """Why a module with a weight is not what its class says; empty where it is."""
+    if "forward" in vars(module) or module._modules or not {*module._parameters} <= {"weight", "bias"}:
+        return "its forward was replaced, or it holds more than its class does"
+    return ""
+
+
 class Swapper:
     """Replaces modules of a model that is being built, in place; of an error the model is of no use any more.
 
@@ -72,12 +89,7 @@ class Swapper:
     def __init__(self, model: nn.Module, kinds: Mapping[str, str], reasons: Mapping[str, str]) -> None:
         self._kinds, self._reasons = kinds, reasons
         self.swaps: dict[str, Swap] = {}
-        #: by id of a parameter, all that hold it: name of the module, the module, name in it
-        self._holders: dict[int, list[tuple[str, nn.Module, str]]] = defaultdict(list)
-        for name, module in model.named_modules():
-            for leaf, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._holders[id(parameter)].append((name, module, leaf))
+        self._holders = holders_of(model)
         self._made: dict[int, nn.Module] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self._model = model
@@ -130,8 +142,8 @@ class Swapper:
     def _why_it_stays(self, module: nn.Module) -> str:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm or module.scale_grad_by_freq):
             return "max_norm and scale_grad_by_freq change or weigh rows by what one rank looks up"
-        if "forward" in vars(module) or module._modules or not {*module._parameters} <= {"weight", "bias"}:
-            return "its forward was replaced, or it holds more than its class does"
+        if why := why_not_its_class(module):
+            return why
         weight = module._parameters.get("weight")
         for name, other, leaf in self._holders[id(weight)] if weight is not None else ():
             if other is module:

@@ -126,3 +126,28 @@ def test_rules_that_cannot_be_followed(rules: dict[str, str], words: str) -> Non
 def test_outside_of_a_build() -> None:
     with pytest.raises(ValueError, match=r"colossus.initialize\(model=...\)"):
         colossus.parallelize(Words)()
+
+
+class Normed(nn.Module):
+    """A linear whose weight is computed, before one that could be the row of its pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.weight_norm(nn.Linear(6, 8))
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def normed_body(context: ParallelContext) -> dict[str, Any]:
+    model = colossus.build(colossus.parallelize(Normed, example=torch.zeros(2, 6)), context)
+    conversion = conversion_of(model)
+    assert conversion is not None
+    assert model(torch.ones(2, 6)).shape == (2, 6)
+    return {name: each.became for name, each in conversion.swaps.items()}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_linear_that_stays_is_of_no_pair() -> None:
+    assert run_ranks(2, normed_body)[0] == {"up": "", "down": "Linear"}
