@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.ports import free_port
 from helpers.ranks import grid, run_ranks
 from torch import distributed as dist
 
@@ -106,16 +107,8 @@ def _many(rank: int, keep_world: bool, port: str) -> list[float]:
 @pytest.mark.parametrize("keep_world", [True, False], ids=["world of the user", "world of its own"])
 def test_made_and_destroyed_many_times(keep_world: bool) -> None:
     once = [2.0, 2.0, 2.0, 4.0, 4.0, 4.0, 2.0, 4.0, 2.0]
-    results = run_ranks(4, _many, keep_world, _free_port(), with_context=False, timeout=30)
+    results = run_ranks(4, _many, keep_world, str(free_port()), with_context=False, timeout=30)
     assert results == [[*once, *once, *once[:4]]] * 4
-
-
-def _free_port() -> str:
-    import socket
-
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return str(held.getsockname()[1])
 
 
 def test_the_current_context() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from helpers.launching import LAUNCH, finish, start, wait_for
+from helpers.ports import free_port
 
 CONFIG = Path(__file__).parent / "launched" / "faulty.py"
 CULPRIT = 1
@@ -104,10 +104,7 @@ def run(case: Case, folder: Path) -> Seen:
         command.append(f"comm.timeout_seconds={TIMEOUT_SECONDS}")
     launchers = []
     if case.plan == "2 nodes":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-        command += ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint]
+        command += ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     for _ in range(2 if case.plan == "2 nodes" else 1):
         launchers.append(start(command, folder, new_session=True, **variables))
     ended = [finish(launcher) for launcher in launchers]

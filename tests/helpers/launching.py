@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from helpers.forked import ForkedPython
+from helpers.ports import free_port
 
 from colossus.context.local_ranks import StallDetector
 
@@ -74,10 +74,7 @@ def launch(tmp_path: Path, *arguments: str, new_python: bool = False, **more: st
 
 def start_nodes(tmp_path: Path, *arguments: str, nodes: int = 2, started: int = 2, **more: str) -> list[Process]:
     """Launchers of one run, each with one rank, in folders of their own as if they were on machines of their own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    options = ["--nnodes", str(nodes), "--nproc", "1", "--rdzv-endpoint", endpoint]
+    options = ["--nnodes", str(nodes), "--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     launchers = []
     for node in range(started):
         (tmp_path / str(node)).mkdir()
@@ -87,16 +84,13 @@ def start_nodes(tmp_path: Path, *arguments: str, nodes: int = 2, started: int = 
 
 def start_slurm_tasks(tmp_path: Path, *arguments: str, **more: str) -> list[Process]:
     """What srun starts for a job step of two tasks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     variables = {
         "SLURM_NTASKS": "2",
         "SLURM_JOB_ID": "77",
         "SLURM_STEP_ID": "0",
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_TASKS_PER_NODE": "2",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         **more,
     }
     return [
