@@ -135,10 +135,13 @@ class Adafactor(torch.optim.Optimizer):
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
-    def held_tensors(self) -> dict[str, bool]:
-        """The logical tensors with state of their own, and whether this rank is the one that saves it."""
+    def held_tensors(self) -> list[tuple[LogicalTensor, bool]]:
+        """The tensors that have factors, and whether this rank is the one that saves them."""
         first = self._holders.group.index == 0
-        return {tensor.name: first for _, tensor in self._held if len(tensor.shape) > 1}
+        return [(tensor, first) for _, tensor in self._held if len(tensor.shape) > 1]
+
+    def load_tensor_state(self, state: dict[str, dict[str, Any]]) -> None:
+        self.tensor_state = state
 
 
 def _factor_shape(tensor: LogicalTensor, dim: int) -> list[int]:

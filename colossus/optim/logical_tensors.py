@@ -76,7 +76,8 @@ class Holders:
 
     def __init__(self, context: ParallelContext, axes: Iterable[str], tables: Collection[int] = ()) -> None:
         self.context, self.tables = context, frozenset(tables)
-        self.axes = tuple(axis for axis in context.grid.names if axis in set(axes) and context.grid.sizes[axis] > 1)
+        along = set(axes)
+        self.axes = tuple(axis for axis in context.grid.names if axis in along and context.grid.sizes[axis] > 1)
         self.group: AxisGroup = context.group(self.axes)
         self.coordinates = [context.grid.coordinates(rank) for rank in self.group.ranks]
 

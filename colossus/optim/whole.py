@@ -62,10 +62,8 @@ class WholeParameters(torch.optim.Optimizer):
                 f"{type(self.inner).__name__} made {len(self.inner.param_groups)} groups of the {len(groups)} that it "
                 f"was given: it cannot run on whole parameters (optimizer.whole)"
             )
-        made = [
-            {**_options(new), "params": group["params"]}
-            for new, group in zip(self.inner.param_groups, groups, strict=True)
-        ]
+        pairs = zip(self.inner.param_groups, groups, strict=True)
+        made = [{**_options(new), "params": group["params"]} for new, group in pairs]
         super().__init__(made, {})
 
     def _parameter(self, shape: tuple[int, ...]) -> nn.Parameter:
@@ -100,11 +98,17 @@ class WholeParameters(torch.optim.Optimizer):
     @property
     def tensor_state(self) -> dict[str, dict[str, Any]]:
         """What the inner optimizer keeps for each tensor, by name."""
-        return {tensor.name: self.inner.state[whole] for tensor, whole in self._owned}
+        return {tensor.name: self.inner.state.get(whole, {}) for tensor, whole in self._owned}
 
-    def held_tensors(self) -> dict[str, bool]:
+    def held_tensors(self) -> list[tuple[LogicalTensor, bool]]:
         """The tensors whose state is here, and whether this rank saves it."""
-        return {tensor.name: True for tensor, _ in self._owned}
+        return [(tensor, True) for tensor, _ in self._owned]
+
+    def load_tensor_state(self, state: dict[str, dict[str, Any]]) -> None:
+        self.inner.state.clear()
+        for tensor, whole in self._owned:
+            if tensor.name in state:
+                self.inner.state[whole] = state[tensor.name]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
