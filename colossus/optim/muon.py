@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.layout.parameter import spec_of
 from colossus.optim.logical_tensors import Holders
-from colossus.optim.owners import Exchange, in_buckets
+from colossus.optim.owner_exchange import Exchange, in_buckets
 from colossus.optim.torch_classes import groups_of, without_dynamo
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

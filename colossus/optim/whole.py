@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from colossus.optim.logical_tensors import Holders, LogicalTensor
-from colossus.optim.owners import Exchange, choose_owners
+from colossus.optim.owner_exchange import Exchange, choose_owners
 from colossus.optim.torch_classes import groups_of
 
 

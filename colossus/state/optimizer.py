@@ -42,7 +42,7 @@ def why_not_saved(optimizer: Any) -> str | None:
     kind = type(optimizer).__qualname__
     if not isinstance(getattr(optimizer, "state", None), Mapping):
         return f"{kind} has no .state, in which an optimizer of torch keeps what belongs to each parameter"
-    for name, value in vars(optimizer).items():
+    for name, value in vars(optimizer).items() if not hasattr(optimizer, "tensor_state") else ():
         if isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state:
             return f"{kind} has another optimizer in .{name}: let both keep one state, self.state = self.{name}.state"
     if other := [key for key in optimizer.state if not isinstance(key, Tensor)]:
