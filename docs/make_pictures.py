@@ -307,12 +307,8 @@ def memory_by_stage(path: Path) -> None:
     figure.savefig(path)
 
 
-if __name__ == "__main__":
-    PLAN.write_text(plan())
-
-
 def owners(path: Path) -> None:
-    """What the owners of matrices compute under Muon: a GPT of 4 blocks on 8 ranks, the matrices of a block in a colour."""
+    """What the owners of matrices compute under Muon: a GPT of 4 blocks on 8 ranks, each block in its colour."""
     hidden, blocks, ranks = 1024, 4, 8
     shapes = [(hidden, hidden)] * 4 + [(4 * hidden, hidden), (hidden, 4 * hidden)]
     costs = [flops(shape, 5) for _ in range(blocks) for shape in shapes]
@@ -326,3 +322,7 @@ def owners(path: Path) -> None:
     axis.set_xlabel("rank")
     axis.set_title("operations of a step, 10^9", fontsize=10, loc="left")
     figure.savefig(path)
+
+
+if __name__ == "__main__":
+    PLAN.write_text(plan())
