@@ -205,7 +205,10 @@ def _problem(
         if id(param) not in tables and any(sizes[axis] > 1 for axis in spec_of(param).layout.shard_axes)
     ]
     if in_parts and (words := trial_problem(made, in_parts)):
-        return f"{words}. It would depend on the plan: this rank stores a part of {names[id(in_parts[0])]}. {_WHOLE}"
+        return (
+            f"{words}, and this rank stores a part of {names[id(in_parts[0])]}: what is trained would depend on the "
+            f"plan. {_WHOLE}"
+        )
     if config.checkpoint.every and (reason := why_not_saved(made)):
         return f"{reason}; or set checkpoint.every = 0"
     return None
