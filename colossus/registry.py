@@ -242,7 +242,14 @@ LR_SCHEDULES = Registry(
     {
         "constant": "colossus.engine.lr_schedules:constant",
         "cosine": "colossus.engine.lr_schedules:cosine",
+        "cosine_restarts": "colossus.engine.lr_schedules:cosine_restarts",
+        "inverse_sqrt": "colossus.engine.lr_schedules:inverse_sqrt",
         "linear": "colossus.engine.lr_schedules:linear",
+        "multistep": "colossus.engine.lr_schedules:multistep",
+        "one_cycle": "colossus.engine.lr_schedules:one_cycle",
+        "polynomial": "colossus.engine.lr_schedules:polynomial",
+        "step": "colossus.engine.lr_schedules:stepwise",
+        "wsd": "colossus.engine.lr_schedules:wsd",
     },
 )
 SCHEDULES = Registry(

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from colossus.arithmetic import expert_factor, factors, not_a_multiple
 from colossus.config.components import option_problems
 from colossus.config.errors import ConfigError, explain
+from colossus.config.learning_rates import learning_rate_problems
 from colossus.config.schema import Config, Parallel
 from colossus.config.section import Named
 from colossus.registry import (
@@ -61,6 +62,8 @@ def check_names(config: Config) -> None:
                 continue
         if isinstance(value.type, str) and value.type not in registry:
             problems.append(f"{key}.type: {registry.missing(value.type)}")
+        elif registry is LR_SCHEDULES:
+            problems += learning_rate_problems(config)
         elif value.type not in own_options.get(registry.kind, ()):
             problems += option_problems(key, value, registry)
     for axis, registry in (("tensor", TENSOR_MODES), ("sequence", SEQUENCE_MODES)):
