@@ -1,0 +1,49 @@
+"""The global batch by step: of one size, or growing at the beginning of a run. No torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from pydantic import Field
+
+from colossus.config.section import Count, Section
+
+
+class BatchRamp(Section):
+    """The global batch grows from ``start`` to ``train.global_batch_size``."""
+
+    #: sequences of the first step
+    start: Count
+    #: steps over which it grows, by equal numbers of steps at each size; from then on it is ``global_batch_size``
+    steps: Count
+    #: sequences by which it grows at a time; by default ``start``
+    increment: Count = Field(default_factory=lambda values: values["start"])
+
+
+class BatchSizes:
+    """Samples of the global batch of each step, from 0. A function of the config alone, not of the plan.
+
+    Attributes:
+        full: of the whole batch.
+        full_from: the first step that has it.
+        all: every size, ascending.
+    """
+
+    def __init__(self, full: int, ramp: BatchRamp | None = None) -> None:
+        self.full = full
+        self._start, self._increment, number = full, 0, 0
+        if ramp is not None:
+            self._start, self._increment = ramp.start, ramp.increment
+            number = (full - ramp.start) // ramp.increment
+        #: the steps from which each increment counts
+        self._grows = [-(-times * ramp.steps // number) for times in range(1, number + 1)] if ramp is not None else []
+        self.full_from = self._grows[-1] if self._grows else 0
+        self.all = sorted({self._start, *map(self.at, self._grows)})
+
+    def at(self, step: int) -> int:
+        """Of a step."""
+        return self._start + self._increment * bisect_right(self._grows, step)
+
+    def before(self, step: int) -> int:
+        """Of all steps before it together: the place in the data at which it begins."""
+        return self._start * step + self._increment * sum(max(0, step - first) for first in self._grows)
