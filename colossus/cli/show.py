@@ -125,6 +125,8 @@ def _head(config: Config) -> str:
         f"batch       {batch} {samples} = data {parallel.data} x microbatches {microbatches} x {each}",
         f"model       {_model(config)}",
     ]
+    if config.train.batch_ramp is not None:
+        lines.insert(3, f"ramp        {config.train.batch_ramp}")
     of_strategy = strategy_options(config)
     if of_strategy is not None and (promise := of_strategy.describe(parallel.data)):
         lines.append(f"strategy    {name_of(parallel.strategy.type)} ({promise})")

@@ -19,6 +19,9 @@ class BatchRamp(Section):
     #: sequences by which it grows at a time; by default ``start``
     increment: Count = Field(default_factory=lambda values: values["start"])
 
+    def __str__(self) -> str:
+        return f"the batch begins with {self.start} and grows by {self.increment} at a time, up to step {self.steps}"
+
 
 class BatchSizes:
     """Samples of the global batch of each step, from 0. A function of the config alone, not of the plan.

@@ -105,15 +105,15 @@ class Engine:
 
         Args:
             batch: a nest of tensors, dim 0 the samples; every rank of a model passes the same one. Split into
-                ``schedule.microbatches`` along dim 0 (fewer while ``train.batch_ramp`` grows), and each of these over the
-                tensor axes that split a batch.
+                ``schedule.microbatches`` along dim 0 (fewer while ``train.batch_ramp`` grows), and each of these over
+                the tensor axes that split a batch.
 
         Returns:
             Loss and gradient norm of the global batch, the same on all ranks.
 
         Raises:
-            ValueError: when the batch does not divide or is not of the ramp's size, ranks that share a batch were given different ones, the loss
-                function does not return (sum, count), or gradients are turned off.
+            ValueError: when the batch does not divide or is not of the ramp's size, ranks that share a batch were given
+                different ones, the loss function does not return (sum, count), or gradients are turned off.
             NonFiniteGradients: on all ranks, see ``train.on_nonfinite``.
         """
         if not torch.is_grad_enabled():

@@ -174,8 +174,8 @@ class LossScaler:
     It is the scale of the gradient of the *mean* loss, as there. The engine backpropagates sums, which are larger by
     the number of tokens; so a loss is multiplied by the scale over n, a power of two near that number: a division by it
     is exact. n is what the loss function counted in the first step, the same under every plan; for the first step
-    itself it is taken from the shapes of the batch, and agreed on by all ranks. Both are of the whole batch: of one that
-    grows, n is as much smaller as the batch is, by a power of two.
+    itself it is taken from the shapes of the batch, and agreed on by all ranks. Both are of a whole batch: while it
+    grows, n is smaller by a power of two, as the batch is.
 
     Args:
         options: None: the defaults.

@@ -214,6 +214,7 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
         rows.append(("" if number else "stages", stage.removeprefix("stage ")))
     rows += [
         ("batch", f"{train.global_batch_size} {samples} per step: {each}"),
+        *([("ramp", str(train.batch_ramp))] if train.batch_ramp is not None else []),
         ("steps", f"{train.steps}, {train.precision.name}, seed {train.seed}"),
     ]
     if train.activation_checkpoint.type != "none":
