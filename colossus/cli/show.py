@@ -9,6 +9,7 @@ import shutil
 
 from colossus.arithmetic import aligned, counted
 from colossus.cli.parser import OVERRIDES, Parser, load
+from colossus.cli.show_lr import render_learning_rates
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import describe_plan, describe_processes, name_of, strategy_options, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
@@ -31,14 +32,16 @@ def make_parser() -> Parser:
         "Works for any plan, of any size; nothing is started. With --timeline, what each rank of the pipeline does\n"
         "when, its bubble and the activations it holds. With --graph, which replica sends to which in each step, and\n"
         "how fast that brings replicas together. With --strategy, what is sent for each table (sparse=True) and for\n"
-        "the other parameters. With --layers, which modules of the model are split how, and what that saves.",
+        "the other parameters. With --layers, which modules of the model are split how, and what that saves. With --lr,\n"
+        "the learning rate of each step, and the batch where it grows.",
         OVERRIDES + "\nexamples:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
         "parallel.tensor.depth=2 --nproc 4096\n"
         "  colossus show config.py --timeline parallel.pipeline=4 schedule.type=zb-h1 schedule.microbatches=8\n"
         "  colossus show config.py --timeline timeline.svg   # a picture, too; needs the extra: colossus[plot]\n"
         "  colossus show config.py --graph parallel.data=8 parallel.strategy.type=sgp\n"
         "  colossus show config.py --strategy parallel.data=8 parallel.strategy=hybrid\n"
-        "  colossus show config.py --layers parallel.tensor=2\n",
+        "  colossus show config.py --layers parallel.tensor=2\n"
+        "  colossus show config.py --lr lr_schedule.type=wsd lr_schedule.warmup_steps=100\n",
     )
     parser.add_file()
     parser.add_nproc("processes of the run (default: WORLD_SIZE under torchrun, else the product of the sizes)")
@@ -50,6 +53,9 @@ def make_parser() -> Parser:
         metavar="OUT",
         help=f"draw the pipeline schedule over time; with OUT ({', '.join(FORMATS)}) into this file, too",
     )
+    parser.add_argument(
+        "--lr", nargs="?", const="", metavar="OUT", help="draw the learning rate of each step; with OUT, as for --timeline"
+    )
     parser.add_argument("--graph", action="store_true", help="peers of a gossip strategy by step, steps to consensus")
     parser.add_argument("--strategy", action="store_true", help="what the data-parallel strategy sends, by parameter")
     parser.add_argument("--layers", action="store_true", help="what each module of the model became, what it sends")
@@ -57,9 +63,10 @@ def make_parser() -> Parser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if "=" in (arguments.timeline or ""):  # an override that follows --timeline, which may have a value
-        arguments.overrides.append(arguments.timeline)
-        arguments.timeline = ""
+    for name in ("timeline", "lr"):
+        if "=" in (getattr(arguments, name) or ""):  # an override that follows an option which may have a value
+            arguments.overrides.append(getattr(arguments, name))
+            setattr(arguments, name, "")
     config = load(arguments)
     if arguments.graph:
         graphs = importlib.import_module("colossus.cli.show_graph")  # numpy takes its time
@@ -70,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.layers:
         layers = importlib.import_module("colossus.cli.show_layers")
         print(layers.render_layers(config))
+    elif arguments.lr is not None:
+        print(render_learning_rates(config, shutil.get_terminal_size((100, 24)).columns, arguments.lr))
     elif arguments.timeline is None:
         print(render(config, every_rank=arguments.all))
     else:
