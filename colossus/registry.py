@@ -69,8 +69,22 @@ def _module(path: str, name: str) -> ModuleType:
 class Registry:
     """A table of one kind of thing (models, tensor modes, datasets, ...) by name."""
 
-    def __init__(self, kind: str, builtin: Mapping[str, str] | None = None, *, package: str | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        builtin: Mapping[str, str] | None = None,
+        *,
+        package: str | None = None,
+        refused: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            builtin: name -> ``"package.module:attribute"``.
+            package: whose modules register classes.
+            refused: names that people know from elsewhere -> why there is none, and what to take.
+        """
         self.kind = kind
+        self.refused = dict(refused or {})
         self._builtin = dict(builtin or {})
         self._package = package
         self._entries: dict[str, Any] = {}
@@ -123,6 +137,8 @@ class Registry:
 
     def missing(self, name: str) -> str:
         """The message for a name that is not registered."""
+        if name in self.refused:
+            return f"no {self.kind} named {name!r}: {self.refused[name]}"
         known = self.names()
         close, parts = nearest(name, known), name.split(".")
         if len(parts) > 1 and all(map(str.isidentifier, parts)):
@@ -218,13 +234,17 @@ DATASETS = Registry(
         "TokenFile": "colossus.data.tokens:TokenFile",
     },
 )
+#: those of torch that compute each element from this element alone, so that they are the same on a part of a parameter
+TORCH_OPTIMIZERS = (
+    "AdamW", "Adam", "Adagrad", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD",
+)  # fmt: skip
 OPTIMIZERS = Registry(
     "optimizer",
-    {
-        "AdamW": "torch.optim.adamw:AdamW",
-        "Adam": "torch.optim.adam:Adam",
-        "Adagrad": "torch.optim.adagrad:Adagrad",
-        "SGD": "torch.optim.sgd:SGD",
+    {name: f"torch.optim.{name.lower()}:{name}" for name in TORCH_OPTIMIZERS},
+    refused={
+        "LBFGS": "it evaluates the loss again within a step, which a step of many ranks does once; take AdamW",
+        "SparseAdam": "it is for sparse gradients alone; give the tables theirs, "
+        "optimizer.tables = dict(type='SparseAdam'), and the other parameters AdamW",
     },
 )
 #: rules of tables with sparse gradients, each with its options

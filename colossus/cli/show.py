@@ -54,7 +54,11 @@ def make_parser() -> Parser:
         help=f"draw the pipeline schedule over time; with OUT ({', '.join(FORMATS)}) into this file, too",
     )
     parser.add_argument(
-        "--lr", nargs="?", const="", metavar="OUT", help="draw the learning rate of each step; with OUT, as for --timeline"
+        "--lr",
+        nargs="?",
+        const="",
+        metavar="OUT",
+        help="draw the learning rate of each step; with OUT, as for --timeline",
     )
     parser.add_argument("--graph", action="store_true", help="peers of a gossip strategy by step, steps to consensus")
     parser.add_argument("--strategy", action="store_true", help="what the data-parallel strategy sends, by parameter")
