@@ -257,20 +257,12 @@ TABLE_OPTIMIZERS = Registry(
         "SGD": "colossus.sparse.table_optimizers:sgd",
     },
 )
+_LR_SCHEDULES = (
+    "constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "multistep", "one_cycle", "polynomial", "step",
+    "wsd",
+)  # fmt: skip
 LR_SCHEDULES = Registry(
-    "learning-rate schedule",
-    {
-        "constant": "colossus.engine.lr_schedules:constant",
-        "cosine": "colossus.engine.lr_schedules:cosine",
-        "cosine_restarts": "colossus.engine.lr_schedules:cosine_restarts",
-        "inverse_sqrt": "colossus.engine.lr_schedules:inverse_sqrt",
-        "linear": "colossus.engine.lr_schedules:linear",
-        "multistep": "colossus.engine.lr_schedules:multistep",
-        "one_cycle": "colossus.engine.lr_schedules:one_cycle",
-        "polynomial": "colossus.engine.lr_schedules:polynomial",
-        "step": "colossus.engine.lr_schedules:stepwise",
-        "wsd": "colossus.engine.lr_schedules:wsd",
-    },
+    "learning-rate schedule", {name: f"colossus.engine.lr_schedules:{name}" for name in _LR_SCHEDULES}
 )
 SCHEDULES = Registry(
     "schedule",

@@ -9,7 +9,6 @@ import shutil
 
 from colossus.arithmetic import aligned, counted
 from colossus.cli.parser import OVERRIDES, Parser, load
-from colossus.cli.show_lr import render_learning_rates
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import describe_plan, describe_processes, name_of, strategy_options, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
@@ -32,8 +31,8 @@ def make_parser() -> Parser:
         "Works for any plan, of any size; nothing is started. With --timeline, what each rank of the pipeline does\n"
         "when, its bubble and the activations it holds. With --graph, which replica sends to which in each step, and\n"
         "how fast that brings replicas together. With --strategy, what is sent for each table (sparse=True) and for\n"
-        "the other parameters. With --layers, which modules of the model are split how, and what that saves. With --lr,\n"
-        "the learning rate of each step, and the batch where it grows.",
+        "the other parameters. With --layers, which modules of the model are split how, and what that saves.\n"
+        "With --lr, the learning rate of each step, and the batch where it grows.",
         OVERRIDES + "\nexamples:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
         "parallel.tensor.depth=2 --nproc 4096\n"
         "  colossus show config.py --timeline parallel.pipeline=4 schedule.type=zb-h1 schedule.microbatches=8\n"
@@ -54,11 +53,7 @@ def make_parser() -> Parser:
         help=f"draw the pipeline schedule over time; with OUT ({', '.join(FORMATS)}) into this file, too",
     )
     parser.add_argument(
-        "--lr",
-        nargs="?",
-        const="",
-        metavar="OUT",
-        help="draw the learning rate of each step; with OUT, as for --timeline",
+        "--lr", nargs="?", const="", metavar="OUT", help="draw the learning rate by step; with OUT into this file, too"
     )
     parser.add_argument("--graph", action="store_true", help="peers of a gossip strategy by step, steps to consensus")
     parser.add_argument("--strategy", action="store_true", help="what the data-parallel strategy sends, by parameter")
@@ -82,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
         layers = importlib.import_module("colossus.cli.show_layers")
         print(layers.render_layers(config))
     elif arguments.lr is not None:
-        print(render_learning_rates(config, shutil.get_terminal_size((100, 24)).columns, arguments.lr))
+        rates = importlib.import_module("colossus.cli.show_lr")
+        print(rates.render_learning_rates(config, shutil.get_terminal_size((100, 24)).columns, arguments.lr))
     elif arguments.timeline is None:
         print(render(config, every_rank=arguments.all))
     else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from colossus.arithmetic import counted
-from colossus.chart import Line, Panel, readable, save_charts, text_chart
+from colossus.chart import Line, Panel, save_charts, text_chart
+from colossus.chart.panel import readable
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.learning_rates import LearningRates
 from colossus.config.plans import name_of
@@ -22,15 +22,11 @@ def render_learning_rates(config: Config, width: int, picture: str | None = None
     Raises:
         ConfigError: for a picture that cannot be drawn.
     """
-    train, schedule = config.train, config.lr_schedule
+    train, schedule, model = config.train, config.lr_schedule, model_options(config)
     rates, sizes = LearningRates(config), train.batch_sizes
     every = [rates.at(step) for step in range(train.steps)]
-    model: Any = model_options(config)
-    samples, length, seen = (
-        getattr(model, "samples", "sequences"),
-        getattr(model, "seq_len", 0),
-        sizes.before(train.steps),
-    )
+    samples, length = getattr(model, "samples", "sequences"), getattr(model, "seq_len", 0)
+    seen = sizes.before(train.steps)
     of_schedule = {"warmup_steps": schedule.warmup_steps, "min_ratio": schedule.min_ratio, **schedule.options}
     told = "".join(f", {key} {value}" for key, value in of_schedule.items() if value)
     top, tokens = max(every), f", {seen * length:,} tokens" if length else ""

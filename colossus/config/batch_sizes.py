@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 
 from pydantic import Field
 
+from colossus.arithmetic import either, not_a_multiple
 from colossus.config.section import Count, Section
 
 
@@ -21,6 +23,43 @@ class BatchRamp(Section):
 
     def __str__(self) -> str:
         return f"the batch begins with {self.start} and grows by {self.increment} at a time, up to step {self.steps}"
+
+    def require_end(self, full: int) -> None:
+        """That it comes to a batch of this size.
+
+        Raises:
+            ValueError: with the nearest increments that do.
+        """
+        rest = full - self.start
+        if rest <= 0:
+            raise ValueError(f"batch_ramp.start = {self.start} is not below global_batch_size = {full}")
+        if rest % self.increment:
+            divisors = [each for each in range(1, rest + 1) if rest % each == 0]
+            near = [each for each in divisors if each < self.increment][-1:]
+            near += [each for each in divisors if each > self.increment][:1]
+            raise ValueError(
+                f"batch_ramp.increment = {self.increment} does not divide global_batch_size {full} - start "
+                f"{self.start} = {rest}; nearest: {either(near)}"
+            )
+
+    def plan_problems(self, full: int, data: int, microbatches: int, ways: int) -> list[str]:
+        """Which of its numbers are not of whole microbatches, as a plan cuts a batch of size ``full``.
+
+        Args:
+            ways: shards into which a tensor mode splits a batch.
+        """
+        unit = full // microbatches
+        by = f"data {data} x {unit // data} samples of a microbatch = {unit}"
+        sizes = {"start": self.start, "increment": self.increment}
+        problems = [
+            not_a_multiple(f"train.batch_ramp.{key}", size, by, unit) for key, size in sizes.items() if size % unit
+        ]
+        if problems:
+            fewest = full // math.gcd(*sizes.values())
+            fit = (number for number in range(fewest, full + 1, fewest) if full % (number * data * ways) == 0)
+            if number := next(fit, None):
+                problems[-1] += f"\n  or keep the ramp and take smaller microbatches: schedule.microbatches={number}"
+        return problems
 
 
 class BatchSizes:

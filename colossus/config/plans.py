@@ -15,7 +15,6 @@ from colossus.config.errors import ConfigError, explain
 from colossus.config.learning_rates import learning_rate_problems
 from colossus.config.schema import Config, Parallel
 from colossus.config.section import Named
-from colossus.config.training import Train
 from colossus.registry import (
     DATASETS,
     HOOKS,
@@ -254,27 +253,9 @@ def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]
         batch = not_a_multiple("train.global_batch_size", train.global_batch_size, f"{by} = {divisor}", divisor)
         problems.append(batch)
     elif train.batch_ramp is not None:
-        problems += _ramp_problems(train, data, microbatches, ways)
+        problems += train.batch_ramp.plan_problems(train.global_batch_size, data, microbatches, ways)
     if train.eval_batch_size is not None and train.eval_batch_size % data:
         problems.append(not_a_multiple("train.eval_batch_size", train.eval_batch_size, f"data {data}", data))
-    return problems
-
-
-def _ramp_problems(train: Train, data: int, microbatches: int, ways: int) -> list[str]:
-    """Sizes on the way to the whole batch that are no whole number of its microbatches."""
-    ramp, full = train.batch_ramp, train.global_batch_size
-    assert ramp is not None
-    unit = full // microbatches
-    by = f"data {data} x {unit // data} samples of a microbatch = {unit}"
-    sizes = {"start": ramp.start, "increment": ramp.increment}
-    problems = [
-        not_a_multiple(f"train.batch_ramp.{key}", size, by, unit) for key, size in sizes.items() if size % unit
-    ]
-    if problems:
-        fewest = full // math.gcd(*sizes.values())
-        fit = (number for number in range(fewest, full + 1, fewest) if full % (number * data * ways) == 0)
-        if number := next(fit, None):
-            problems[-1] += f"\n  or keep the ramp and take smaller microbatches: schedule.microbatches={number}"
     return problems
 
 

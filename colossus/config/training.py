@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from colossus.arithmetic import either
 from colossus.config.batch_sizes import BatchRamp, BatchSizes
 from colossus.config.section import Count, CountOrZero, Names, Positive, Seconds, Section, ShortSection
 
@@ -156,20 +155,8 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _ramp_ends_at_the_batch(self) -> Train:
-        ramp, full = self.batch_ramp, self.global_batch_size
-        if ramp is None:
-            return self
-        rest = full - ramp.start
-        if rest <= 0:
-            raise ValueError(f"batch_ramp.start = {ramp.start} is not below global_batch_size = {full}")
-        if rest % ramp.increment:
-            divisors = [each for each in range(1, rest + 1) if rest % each == 0]
-            near = [max((each for each in divisors if each < ramp.increment), default=1)]
-            near += [each for each in divisors if each > ramp.increment][:1]
-            raise ValueError(
-                f"batch_ramp.increment = {ramp.increment} does not divide global_batch_size {full} - start "
-                f"{ramp.start} = {rest}; nearest: {either(near)}"
-            )
+        if self.batch_ramp is not None:
+            self.batch_ramp.require_end(self.global_batch_size)
         return self
 
     @model_validator(mode="after")

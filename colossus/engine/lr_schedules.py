@@ -72,7 +72,7 @@ def wsd(
     return min_ratio + (1.0 - min_ratio) * left
 
 
-def stepwise(
+def step(
     progress: float, min_ratio: float, step: int, schedule_steps: int, every: When, gamma: Positive = 0.1
 ) -> float:
     """The learning rate is multiplied by ``gamma`` after ``every`` so many steps, down to ``min_ratio``."""

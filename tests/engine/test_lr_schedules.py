@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import textwrap
 from typing import Any
 
 import pytest
@@ -181,20 +178,6 @@ def test_what_a_schedule_cannot_do_is_told(schedule: dict[str, Any], words: str)
         rates(**schedule)
     assert words in str(caught.value)
     assert str(caught.value).startswith("lr_schedule")
-
-
-def test_no_torch_for_schedules_of_our_own() -> None:
-    code = """
-        import sys
-        from colossus.config import load_config
-        from colossus.config.learning_rates import LearningRates
-        LearningRates(load_config(dict(lr_schedule=dict(type="wsd", decay=0.1)))).at(9)
-        print("torch" in sys.modules)
-    """
-    assert (
-        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True).stdout
-        == "False\n"
-    )
 
 
 def test_the_warm_up_counts_as_steps_of_the_run() -> None:
