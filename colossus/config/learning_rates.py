@@ -121,7 +121,7 @@ def learning_rate_problems(config: Config) -> list[str]:
     """What is wrong with the options of ``lr_schedule``, or with what it gives for the first steps behind the warm-up,
     those in the middle, and the last."""
     schedule, shape = config.lr_schedule, _component(config.lr_schedule)
-    is_ours = getattr(shape, "__module__", "").startswith("colossus.")
+    is_ours = str(getattr(shape, "__module__", "")).startswith("colossus.")
     if is_ours:
         section = _section_of(shape)
         try:

@@ -65,7 +65,7 @@ def wsd(
     if warmup_steps + length > schedule_steps:
         raise ValueError(
             f"warmup_steps = {warmup_steps} and decay = {length} steps are more than train.schedule_steps = "
-            f"{schedule_steps}"
+            f"{schedule_steps}; for a part of a run set that to the length of the whole"
         )
     done = min(1.0, max(0.0, (step - (schedule_steps - length)) / length))
     left = {"linear": 1.0 - done, "cosine": _half_cosine(done), "1-sqrt": 1.0 - math.sqrt(done)}[shape]

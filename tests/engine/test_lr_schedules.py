@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import optimization
 
-from colossus.config import ConfigError, load_config
+from colossus.config import Config, ConfigError, load_config
 from colossus.config.learning_rates import LearningRates
+from colossus.registry import LR_SCHEDULES
 
+PAGE = Path(__file__).parents[2] / "docs" / "toolbox.md"
 PEAK, WARMUP, STEPS = 0.3, 7, 50
 scheduler = torch.optim.lr_scheduler
 
@@ -184,3 +188,14 @@ def test_the_warm_up_counts_as_steps_of_the_run() -> None:
     found = rates(steps=20, type="multistep", milestones=[10], gamma=0.5, warmup_steps=4)
     assert [step for step in range(1, 20) if found[step] < found[step - 1]] == [10]
     assert math.isclose(max(found), PEAK)
+
+
+def test_the_configs_of_the_page_are_right() -> None:
+    section = PAGE.read_text().split("## Learning rates and batch sizes")[1].split("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.S)
+    for block in blocks:
+        names: dict[str, Any] = {}
+        exec(block, names)
+        load_config({key: value for key, value in names.items() if key in Config.model_fields})
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.M))))
+    assert named - {"lr_schedule"} == set(LR_SCHEDULES.names())
