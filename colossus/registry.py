@@ -223,13 +223,12 @@ TABLE_OPTIMIZERS = Registry(
         "SGD": "colossus.sparse.table_optimizers:sgd",
     },
 )
+_LR_SCHEDULES = (
+    "constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "multistep", "one_cycle", "polynomial", "step",
+    "wsd",
+)  # fmt: skip
 LR_SCHEDULES = Registry(
-    "learning-rate schedule",
-    {
-        "constant": "colossus.engine.lr_schedules:constant",
-        "cosine": "colossus.engine.lr_schedules:cosine",
-        "linear": "colossus.engine.lr_schedules:linear",
-    },
+    "learning-rate schedule", {name: f"colossus.engine.lr_schedules:{name}" for name in _LR_SCHEDULES}
 )
 SCHEDULES = Registry(
     "schedule",

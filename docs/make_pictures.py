@@ -1,4 +1,5 @@
-"""Pictures of the pages, drawn from what the code computes: grids of ranks, layouts, graphs, schedules, bytes, memory.
+"""Pictures of the pages, drawn from what the code computes: grids of ranks, layouts, graphs, schedules, bytes, memory,
+learning rates.
 
 ``conf.py`` calls `write`; the pictures are not checked in. The README's is: ``python docs/make_pictures.py`` draws it.
 """
@@ -10,7 +11,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from colossus.chart import Line, Panel, save_charts
 from colossus.config import load_config
+from colossus.config.batch_sizes import BatchRamp, BatchSizes
+from colossus.config.learning_rates import LearningRates
 from colossus.context.grid import build_grid
 from colossus.graphs.graph import make_graph
 from colossus.layout.activation import Activation
@@ -45,6 +49,7 @@ def write(folder: Path) -> None:
     bytes_by_mode(folder / "bytes-by-mode.svg")
     memory_by_stage(folder / "memory-by-stage.svg")
     owners(folder / "owners.svg")
+    learning_rates(folder / "learning-rates.svg")
 
 
 # -- SVG ------------------------------------------------------------------------------------------------------------
@@ -322,6 +327,34 @@ def owners(path: Path) -> None:
     axis.set_xlabel("rank")
     axis.set_title("operations of a step, 10^9", fontsize=10, loc="left")
     figure.savefig(path)
+
+
+# -- learning rates -------------------------------------------------------------------------------------------------
+
+
+def learning_rates(path: Path) -> None:
+    """Schedules of 200 steps, 20 of them a warm-up where they have none of their own; a batch of 64 that grows."""
+    steps = range(200)
+    schedules: list[dict[str, Any]] = [
+        dict(type="cosine", min_ratio=0.1),
+        dict(type="wsd"),
+        dict(type="wsd", decay=0.4, shape="1-sqrt"),
+        dict(type="inverse_sqrt"),
+        dict(type="step", every=60, gamma=0.5),
+        dict(type="multistep", milestones=[0.4, 0.8], gamma=0.3),
+        dict(type="cosine_restarts", cycles=2, mult=2),
+        dict(type="one_cycle", warmup_steps=0),
+    ]
+    panels = []
+    for schedule in schedules:
+        own = {"warmup_steps": 20, **schedule}
+        rates = LearningRates(load_config(dict(optimizer=dict(lr=1.0), train=dict(steps=len(steps)), lr_schedule=own)))
+        title = ", ".join(str(value) if key == "type" else f"{key}={value!r}" for key, value in schedule.items())
+        line = Line("", [step + 1 for step in steps], [rates.at(step) for step in steps])
+        panels.append(Panel(title.removesuffix(", warmup_steps=0"), [line], y_label="part of the peak"))
+    sizes = BatchSizes(64, BatchRamp(start=16, steps=120))
+    line = Line("", [step + 1 for step in steps], [sizes.at(step) for step in steps])
+    save_charts([*panels, Panel("batch_ramp: start=16, steps=120", [line], y_label="sequences")], path)
 
 
 if __name__ == "__main__":

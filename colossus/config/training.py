@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from colossus.config.batch_sizes import BatchRamp, BatchSizes
 from colossus.config.section import Count, CountOrZero, Names, Positive, Seconds, Section, ShortSection
 
 DType = Literal["fp32", "fp64", "bf16", "fp16"]
@@ -144,6 +145,19 @@ class Train(Section):
     eval_batches: Count = 10
     #: sequences per validation batch, over all data ranks; None: ``global_batch_size``
     eval_batch_size: Count | None = None
+    #: a smaller batch at the beginning of the run, dict(start=, steps=, increment=)
+    batch_ramp: BatchRamp | None = None
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Of the global batch by step."""
+        return BatchSizes(self.global_batch_size, self.batch_ramp)
+
+    @model_validator(mode="after")
+    def _ramp_ends_at_the_batch(self) -> Train:
+        if self.batch_ramp is not None:
+            self.batch_ramp.require_end(self.global_batch_size)
+        return self
 
     @model_validator(mode="after")
     def _loss_is_scaled(self) -> Train:

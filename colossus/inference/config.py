@@ -22,7 +22,7 @@ from colossus.registry import DATASETS, MODELS, SCHEDULES
 #: what evaluations look at of a recorded config
 _EVALUATE_SECTIONS = ("model", "data", "parallel", "schedule", "train", "comm", "device")
 #: keys of the section train that say how to train
-_OF_TRAINING = ("activation_checkpoint", "steps", "schedule_steps", "eval_every", "eval_batches")
+_OF_TRAINING = ("activation_checkpoint", "batch_ramp", "steps", "schedule_steps", "eval_every", "eval_batches")
 _DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 

@@ -185,6 +185,11 @@ TABLE: dict[str, Bad] = {
     "option of the schedule": bad(
         "lr_schedule.", "powr", text="lr_schedule = dict(type=lambda progress, ratio, power: 1.0, powr=2)"
     ),
+    "batches that do not grow": bad(
+        "train.batch_ramp is for a dataset whose samples are read by number",
+        text="data = dict(type=lambda: DataLoader(_Samples(), batch_size=8))",
+        overrides="train.batch_ramp=dict(start=4,steps=2) schedule.microbatches=2",
+    ),
     # plan and model
     "processes": bad(
         "parallel: data 2 x tensor 2 = 4, but 3 processes", overrides="parallel.data=2 parallel.tensor=2", nproc=3
