@@ -249,4 +249,19 @@ MLPS = Registry(
         "swiglu": "colossus.layers.block:GatedMLP",
     },
 )
-HOOKS = Registry("hook", {"TensorBoard": "colossus.monitor.tensorboard:TensorBoard"})
+HOOKS = Registry(
+    "hook",
+    {
+        "EMA": "colossus.engine.averages:EMA",
+        "SWA": "colossus.engine.averages:SWA",
+        "TensorBoard": "colossus.monitor.tensorboard:TensorBoard",
+    },
+)
+#: of the hooks that have any: what their options may be
+HOOK_OPTIONS = Registry(
+    "options of a hook",
+    {
+        "EMA": "colossus.engine.average_options:EMAOptions",
+        "SWA": "colossus.engine.average_options:SWAOptions",
+    },
+)

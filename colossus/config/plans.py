@@ -16,6 +16,7 @@ from colossus.config.schema import Config, Parallel
 from colossus.config.section import Named
 from colossus.registry import (
     DATASETS,
+    HOOK_OPTIONS,
     HOOKS,
     LR_SCHEDULES,
     MODEL_OPTIONS,
@@ -37,7 +38,8 @@ def check_names(config: Config) -> None:
     Raises:
         ConfigError: with the nearest registered name, or the nearest option.
     """
-    own_options = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS}  # whose classes check them
+    # whose classes check them
+    own_options = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS, HOOKS.kind: HOOK_OPTIONS}
     named: list[tuple[str, Any, Registry]] = [
         ("model", config.model, MODELS),
         ("data", config.data, DATASETS),
@@ -60,6 +62,11 @@ def check_names(config: Config) -> None:
         mode = getattr(config.parallel, axis).mode
         if mode is not None and mode not in registry:
             problems.append(f"parallel.{axis}.mode: {registry.missing(mode)}")
+    for number, hook in enumerate(config.hooks):
+        try:
+            _options(f"hooks.{number}", hook if isinstance(hook, Named) else None, HOOK_OPTIONS)
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
 

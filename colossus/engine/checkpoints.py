@@ -158,8 +158,8 @@ class Checkpoints:
     def _require_own_parameters(self) -> None:
         if self._run.strategy.is_averaged:
             raise CheckpointError(
-                "no checkpoint can be saved or loaded inside of strategy.evaluation() or export(), where parameters "
-                "are the average of the replicas: leave that block first"
+                "no checkpoint can be saved or loaded inside of averaged(), strategy.evaluation() or export(), where "
+                "parameters are an average: leave that block first"
             )
 
     # -- loads --------------------------------------------------------------------------------------------
@@ -178,8 +178,9 @@ class Checkpoints:
         if weights is not None and not is_taken:
             with under_key("checkpoint.weights"):
                 self.load_weights(
-                    weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow
-                )
+                    weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow,
+                    average=weights.average,
+                )  # fmt: skip
 
     def resume(self) -> Path | None:
         """Go on where `resume_from` says, once; where that is nowhere, a run that begins takes the weights
@@ -234,6 +235,7 @@ class Checkpoints:
         rename: Rename | None = None,
         strict: bool = True,
         grow: Sequence[str] = (),
+        average: str | None = None,
     ) -> WeightMatch:
         """Take parameters and buffers of a checkpoint, no optimizer and no step: where fine-tuning begins.
 
@@ -249,6 +251,7 @@ class Checkpoints:
             grow: patterns of names in this model that may have more rows (dim 0) than were saved, for a larger
                 vocabulary or more positions: the saved rows are loaded, the others keep their initial values. Of
                 learned positions a model with a smaller ``seq_len`` takes the first rows, without being told.
+            average: of the weights that a hook of the run has kept, "ema" or "swa", in the place of the parameters.
 
         Returns:
             What was loaded from where, what was missing, left over, of another shape: the same on all ranks.
@@ -265,7 +268,7 @@ class Checkpoints:
                 reader, only=only, rename=rename, strict=strict, grow=grow, on_progress=self.on_progress
             )
 
-        self.weights_from = self._read_newest(lambda damaged: find_weights(path, damaged), take)
+        self.weights_from = self._read_newest(lambda damaged: find_weights(path, damaged), take, average)
         assert self.weights_match is not None
         if not self.weights_match.is_complete and self._run.context.is_logging_rank:
             log.warning("not loaded from %s: %s", self.weights_from, self.weights_match)
@@ -287,7 +290,9 @@ class Checkpoints:
                 folder.name_latest(found)
         return found
 
-    def _read_newest(self, find: Find, take: Callable[[CheckpointReader], None]) -> Path | None:
+    def _read_newest(
+        self, find: Find, take: Callable[[CheckpointReader], None], average: str | None = None
+    ) -> Path | None:
         """Read what rank 0 finds; if a checksum shows that it is damaged, what it finds without that."""
         self._require_own_parameters()
         self._run.strategy.sync_point()
@@ -302,7 +307,8 @@ class Checkpoints:
                 return None
             try:
                 # what inference mode makes, nothing could train
-                with torch.inference_mode(False), on_all_ranks(self._world, partial(open_weights, found)) as reader:
+                opens = partial(open_weights, found, average)
+                with torch.inference_mode(False), on_all_ranks(self._world, opens) as reader:
                     take(reader)
             except DamagedCheckpoint as error:
                 damaged[found] = error

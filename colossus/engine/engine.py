@@ -120,8 +120,8 @@ class Engine:
             )
         if self.strategy.is_averaged:
             raise RuntimeError(
-                "no step can be trained inside of strategy.evaluation() or export(), where parameters are the average "
-                "of the replicas: leave that block first"
+                "no step can be trained inside of averaged(), strategy.evaluation() or export(), where parameters are "
+                "an average: leave that block first"
             )
         step_batch = self.inputs.split(batch, self.pipeline.num_microbatches)
         self._begin_run()

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import nn
+
 from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.engine.results import EvalResult, StepResult
 
@@ -34,6 +36,11 @@ class Hook:
         On an accelerator who reads them here waits for the step. `StepResult.send_to_host` starts their copy, and who
         reads them in the next ``on_step_end`` waits for nothing (see `colossus.monitor.metrics.LateResults`).
         """
+
+    def evaluated(self, engine: Engine, summary: EvalResult) -> EvalResult:
+        """After an evaluation, before any ``on_eval_end``: gives it to the others, with metrics of its own
+        (`EvalResult.sums`) where it measures more."""
+        return summary
 
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
         """After an evaluation, which follows the ``on_step_end`` of the step it belongs to."""
@@ -64,6 +71,16 @@ class Hook:
 
         It is found by the name of the class, and among several of one name by the order of the hooks.
         """
+
+    def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+        """What a checkpoint is to keep for each parameter as it is stored (``engine.store.parameters()``): tensors of
+        its shape, others that are the same on all ranks, or plain values. Called on all ranks. It is saved by logical
+        name, and so taken back under another plan. What is named ``average`` can be evaluated and exported in the place
+        of the parameters (``--weights``)."""
+        return {}
+
+    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """Take back what `parameter_state` gave, before `load_state_dict`; empty when the checkpoint has none."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +150,8 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
                 hook.on_step_end(engine, result)
             if not stopped and evaluation_due(engine, completed):
                 summary = engine.evaluate()
+                for hook in hooks:
+                    summary = hook.evaluated(engine, summary) if summary.complete else summary
                 stopped, stop_signal = not summary.complete, summary.stop_signal
                 if summary.complete:
                     validation_loss = summary.loss

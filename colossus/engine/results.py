@@ -181,6 +181,11 @@ class StepResult:
         return bool(self.wait()["skipped"])
 
     @property
+    def skipped_on_device(self) -> Tensor | int:
+        """The same as a number where it was found, for which nobody waits; 0 where no step is skipped."""
+        return self._more["skipped"]
+
+    @property
     def num_skipped(self) -> int:
         """Steps skipped so far, this one included."""
         return int(self.wait()["num_skipped"])

@@ -136,7 +136,7 @@ def check_weights(config: Config, folder: Path) -> None:
     parts = [part for tensor in family.tensors(options) for part in tensor.parts]
     known = {part.name: ModelTensor(part.shape, tuple(names.get(part.name, [part.name]))) for part in parts}
     try:
-        manifest = manifest_of(folder)
+        manifest = manifest_of(folder, weights.average)
         match_weights(
             known, manifest.shapes("model"), manifest.aliases, only=weights.only, rename=weights.rename,
             grow=weights.grow, shorten=getattr(options, "positions_by_row", ()), strict=weights.strict,

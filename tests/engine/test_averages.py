@@ -1,0 +1,98 @@
+"""Averages of weights: torch's `AveragedModel` of the whole weights is the oracle, under every plan."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers.long import long
+from helpers.ranks import run_ranks
+from helpers.training import BATCH, SIZES, batch_of, config_of
+from helpers.twins import PlainGPT
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import colossus
+from colossus.checkpoint import full_state_dict
+from colossus.checkpoint.errors import CheckpointError
+from colossus.engine.averages import EMA, SWA
+
+STEPS = 10
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero1": (4, dict(parallel=dict(data=4, zero=1))),
+    "zero2_1d": (4, dict(parallel=dict(data=2, tensor=2, zero=2))),
+    "zero3_pipeline": (4, dict(parallel=dict(data=2, pipeline=2, zero=3), schedule=dict(microbatches=2))),
+    "2d": (4, dict(parallel=dict(tensor=dict(mode="2d", size=4)))),
+    "zero3_sequence": (4, dict(parallel=dict(data=2, sequence=2, zero=3))),
+    "3d": (4, dict(parallel=dict(tensor=dict(mode="3d", shape=(2, 1, 2))))),
+}
+DEFAULT = ("zero2_1d", "zero3_pipeline", "2d")
+
+
+def decay_with_warmup(updates: int) -> float:
+    """As diffusers and TensorFlow cap it."""
+    return min(0.5 ** (2 / 30), (1 + updates) / (10 + updates))
+
+
+def oracles() -> dict[str, tuple[Any, AveragedModel, Any]]:
+    """A hook, torch's average, and the steps (from 1) after which it is updated."""
+    twin = PlainGPT(**SIZES).double()
+
+    def warmed(average: Tensor, weights: Tensor, updates: Tensor) -> Tensor:
+        decay = decay_with_warmup(int(updates))
+        return decay * average + (1 - decay) * weights
+
+    return {
+        "ema": (EMA(decay=0.9), AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(0.9)), range(1, 11)),
+        "warm": (EMA(half_life=30, warmup=True, every=2), AveragedModel(twin, avg_fn=warmed), range(2, 11, 2)),
+        "swa": (SWA(start=4, every=3), AveragedModel(twin), (4, 7, 10)),
+    }
+
+
+def follow(rank: int, plans: dict[str, dict[str, Any]]) -> None:
+    """Body of a rank: under each plan the hooks' averages are torch's of the whole weights of the same steps."""
+    for title, plan in plans.items():
+        engine = colossus.initialize(config_of({}, STEPS, "fp64", **plan))
+        index, part = engine.context.index("data"), BATCH // engine.context.size("data")
+        twin, found = PlainGPT(**SIZES).double(), oracles()
+        engine.checkpoints.hooks = [hook for hook, _, _ in found.values()]
+        for hook, _, _ in found.values():
+            hook.on_train_start(engine)
+            with pytest.raises(ValueError, match="has no average yet"), hook.averaged(engine):
+                pass
+        for step in range(1, STEPS + 1):
+            mine = {key: value[index * part : (index + 1) * part] for key, value in batch_of(step).items()}
+            result = engine.train_step(mine)
+            twin.load_state_dict(full_state_dict(engine.model, engine.context))
+            for hook, oracle, steps in found.values():
+                hook.on_step_end(engine, result)
+                if step in steps:
+                    oracle.update_parameters(twin)
+        before = full_state_dict(engine.model, engine.context)
+        for name, (hook, oracle, _) in found.items():
+            with hook.averaged(engine):
+                inside = full_state_dict(engine.model, engine.context)
+                loss = engine.eval_step(mine).loss
+                with pytest.raises(RuntimeError, match=r"inside of averaged\(\)"):
+                    engine.train_step(mine)
+                with pytest.raises(CheckpointError, match=r"inside of averaged\(\)"):
+                    engine.checkpoints.save()
+            for key, value in oracle.module.state_dict().items():
+                torch.testing.assert_close(inside[key], value, rtol=0, atol=1e-12, msg=f"{title}, {name}: {key}")
+                assert not torch.equal(inside[key], before[key])
+            total, count = oracle.module.loss_sum(*batch_of(STEPS).values())
+            assert loss == pytest.approx((total / count).item(), rel=1e-11), (title, name)
+        after = full_state_dict(engine.model, engine.context)
+        copied = full_state_dict(copy.deepcopy(engine.model), engine.context)
+        for key, value in before.items():
+            assert torch.equal(after[key], value), (title, key)
+            assert torch.equal(copied[key], value), (title, key)
+        engine.train_step(mine)
+        engine.close()
+
+
+@pytest.mark.parametrize("rest", [False, *long(True)])
+def test_averages_are_those_of_torch(rest: bool) -> None:
+    run_ranks(4, follow, {key: plan for key, (_, plan) in PLANS.items() if (key in DEFAULT) != rest}, with_context=False)
