@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
+from helpers.fake_cuda import Waits, batch_on_device, run_fake_ranks
 from helpers.long import long
 from helpers.ranks import run_ranks
 from helpers.training import BATCH, SIZES, batch_of, config_of
@@ -17,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import colossus
 from colossus.checkpoint import full_state_dict
 from colossus.checkpoint.errors import CheckpointError
+from colossus.config import ConfigError, load_config
 from colossus.engine.averages import EMA, SWA
 
 STEPS = 10
@@ -96,3 +99,79 @@ def follow(rank: int, plans: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("rest", [False, *long(True)])
 def test_averages_are_those_of_torch(rest: bool) -> None:
     run_ranks(4, follow, {key: plan for key, (_, plan) in PLANS.items() if (key in DEFAULT) != rest}, with_context=False)
+
+
+# -- one process ----------------------------------------------------------------------------------------------
+
+
+def test_a_skipped_step_is_no_update() -> None:
+    """Of the running number, too, by which SWA divides."""
+    engine = colossus.initialize(config_of({}, STEPS, "fp32", train=dict(on_nonfinite="skip")))
+    average, wanted = SWA(start=1), []
+    bias = engine.model.norm.bias
+    for step in range(4):
+        handle = bias.register_hook(lambda grad: grad * math.inf) if step in (0, 2) else None
+        result = engine.train_step(batch_of(step))
+        average.on_step_end(engine, result)
+        assert average.has_begun == (step > 0)
+        if handle is None:
+            wanted.append(bias.detach().clone())
+        else:
+            assert result.skipped
+            handle.remove()
+    with average.averaged(engine):
+        torch.testing.assert_close(bias.detach(), torch.stack(wanted).mean(0), rtol=1e-6, atol=1e-9)
+    engine.close()
+
+
+def test_low_precision_is_averaged_in_float32() -> None:
+    """What bfloat16 would round away is kept; both, weights and average, are the same to the bit after an exchange."""
+    engine = colossus.initialize(config_of({}, STEPS, dict(params="bf16", compute="bf16")))
+    ema, param, weights = EMA(decay=0.999), engine.model.blocks[0].mlp.up.weight, []
+    assert param.dtype == torch.bfloat16
+    for step in range(3):
+        ema.on_step_end(engine, engine.train_step(batch_of(step)))
+        weights.append(param.detach().float())
+    average = ema.parameter_state()[param]["average"]
+    torch.testing.assert_close(average, weights[0].lerp(weights[1], 0.001).lerp(weights[2], 0.001), rtol=0, atol=1e-8)
+    before = average.clone()
+    assert not torch.equal(before, before.bfloat16().float())
+    with ema.averaged(engine):
+        assert torch.equal(param, before.bfloat16())
+    assert torch.equal(param, weights[2].bfloat16())
+    assert torch.equal(average, before)
+    engine.close()
+
+
+def updates(rank: int) -> list[list[str]]:
+    """What waits in the updates of both hooks where steps may be skipped."""
+    engine = colossus.initialize(config_of({}, STEPS, "fp16", device="cuda", model=dict(num_layers=1)))
+    batch, found = batch_on_device(batch_of(0)), []
+    ema, swa = EMA(decay=0.9, warmup=True), SWA(start=1)
+    for _ in range(3):
+        result = engine.train_step(batch)
+        with Waits(allowed=True) as waits:
+            ema.on_step_end(engine, result)
+            swa.on_step_end(engine, result)
+        found.append(waits.found)
+    engine.close()
+    return found
+
+
+def test_no_update_waits_for_a_device() -> None:
+    assert run_fake_ranks(1, updates) == [[[]] * 3]
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        (dict(type="EMA"), "hooks.0: .*needs decay .* or half_life .*given neither"),
+        (dict(type="EMA", decay=0.9, half_life=3), "given both"),
+        (dict(type="EMA", decay=1.5), r"hooks\.0\.decay: .*less than 1"),
+        (dict(type="EMA", decay=0.9, evrey=2), r"hooks\.0\.evrey: .*every"),
+        ("SWA", r"hooks\.0\.start"),
+    ],
+)
+def test_options_are_checked_before_a_process_starts(hook: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(dict(hooks=[hook]))
