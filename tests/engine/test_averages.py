@@ -126,7 +126,7 @@ def test_a_skipped_step_is_no_update() -> None:
 
 def test_low_precision_is_averaged_in_float32() -> None:
     """What bfloat16 would round away is kept; both, weights and average, are the same to the bit after an exchange."""
-    engine = colossus.initialize(config_of({}, STEPS, dict(params="bf16", compute="bf16")))
+    engine = colossus.initialize(config_of({}, STEPS, dict(params="bf16", optimizer="bf16")))
     ema, param, weights = EMA(decay=0.999), engine.model.blocks[0].mlp.up.weight, []
     assert param.dtype == torch.bfloat16
     for step in range(3):
