@@ -62,11 +62,10 @@ def check_names(config: Config) -> None:
         mode = getattr(config.parallel, axis).mode
         if mode is not None and mode not in registry:
             problems.append(f"parallel.{axis}.mode: {registry.missing(mode)}")
-    for number, hook in enumerate(config.hooks):
-        try:
-            _options(f"hooks.{number}", hook if isinstance(hook, Named) else None, HOOK_OPTIONS)
-        except ConfigError as error:
-            problems += error.problems
+    try:
+        hook_options(config)
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         raise ConfigError(problems)
 
@@ -90,6 +89,27 @@ def model_options(config: Config) -> Any:
         ConfigError: for unknown keys and wrong values, as ``model.<key>: ...``.
     """
     return _options("model", config.model, MODEL_OPTIONS)
+
+
+def hook_options(config: Config) -> dict[str, Any]:
+    """The checked options of each hook that declares some, by its key. They answer ``check(config)``: one line for each
+    thing that does not fit the plan.
+
+    Raises:
+        ConfigError: for unknown keys and wrong values, as ``hooks.0.<key>: ...``.
+    """
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, hook in {f"hooks.{number}": hook for number, hook in enumerate(config.hooks)}.items():
+        try:
+            options = _options(key, hook if isinstance(hook, Named) else None, HOOK_OPTIONS)
+        except ConfigError as error:
+            problems += error.problems
+        else:
+            found |= {} if options is None else {key: options}
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def _options(key: str, named: Named | None, registry: Registry) -> Any:
@@ -139,6 +159,8 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     config = config.model_copy(update={"parallel": resolved})
     if of_strategy is not None:
         problems += of_strategy.check(config)
+    for key, of_hook in hook_options(config).items():
+        problems += [f"{key}: {problem}" for problem in of_hook.check(config)]
     if problems:
         raise ConfigError(problems)
     return config

@@ -6,6 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from colossus.config import Config
+from colossus.config.plans import strategy_options
 from colossus.config.section import Count, CountOrZero, Positive, Section
 
 
@@ -16,6 +18,20 @@ class AverageOptions(Section):
     every: Count = 1
     #: whether the evaluations of `fit` measure the average, too: ``ema_loss`` beside ``loss``
     evaluate: bool = False
+
+    def check(self, config: Config) -> list[str]:
+        """What does not fit the plan; ``parallel.data`` is known."""
+        strategy = strategy_options(config)
+        differ = strategy is not None and strategy.replicas_differ and config.parallel.data != 1
+        return [own_parameters(str(config.parallel.strategy.type))] if differ else []
+
+
+def own_parameters(strategy: str) -> str:
+    """Why no average is kept of replicas that differ."""
+    return (
+        f"under {strategy} each replica has weights of its own, and an average of those of one is not the run's: leave "
+        f"the hook out, or take an exact strategy (all_reduce, zero)"
+    )
 
 
 class EMAOptions(AverageOptions):

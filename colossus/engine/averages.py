@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from colossus.checkpoint.averages import AVERAGE
 from colossus.context.precision import LOW
-from colossus.engine.average_options import AverageOptions, EMAOptions, SWAOptions
+from colossus.engine.average_options import AverageOptions, EMAOptions, SWAOptions, own_parameters
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import EvalResult, StepResult
@@ -59,10 +59,7 @@ class WeightAverage(Hook):
     def on_train_start(self, engine: Engine) -> None:
         kind, resumed = type(self).__name__, engine.checkpoints.resumed_from
         if not engine.strategy.exact and engine.context.size("data") > 1:
-            raise ValueError(
-                f"{kind}: under {type(engine.strategy).__name__} each replica has parameters of its own, and an "
-                f"average of one replica's is not that of the run: leave the hook out, or take an exact strategy"
-            )
+            raise ValueError(f"{kind}: {own_parameters(type(engine.strategy).__name__)}")
         if resumed is not None and not self._is_restored and engine.context.is_logging_rank:
             log.warning(
                 "%s: %s has no average of this hook, which begins with the weights after step %d",

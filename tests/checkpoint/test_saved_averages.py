@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import same_bits
@@ -21,7 +20,6 @@ from colossus.checkpoint import CheckpointError, full_state_dict, read_state_dic
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.cli.main import main
-from colossus.data import TextFolder
 from colossus.engine.averages import EMA, SWA
 from colossus.engine.fit import fit
 
@@ -138,7 +136,9 @@ def test_a_new_hook_says_where_it_begins(ran: Any) -> None:
     )
 
 
-def test_commands_take_an_average(ran: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_commands_take_an_average(
+    ran: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     """In the place of the weights, wherever weights are read."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     root, metrics, average, _ = ran
@@ -165,9 +165,7 @@ def test_commands_take_an_average(ran: Any, tmp_path: Path, capsys: pytest.Captu
     assert float(loss.split()[1]) != pytest.approx(metrics["loss"], rel=1e-5)
     twin = PlainGPT(**{key: value for key, value in MODEL.items() if key != "type"}).double()
     twin.load_state_dict(read_state_dict(first, average="swa"))
-    text = output(
-        "generate", str(first), "--weights", "swa", "--tokens", "1,2,3", "--max-tokens", "1", "--greedy"
-    )
+    text = output("generate", str(first), "--weights", "swa", "--tokens", "1,2,3", "--max-tokens", "1", "--greedy")
     assert int(text.split(",")[-1]) == int(twin(torch.tensor([[1, 2, 3]]))[0, -1].argmax())
     assert "averages    EMA" not in output("checkpoint", "inspect", str(root / "without"))
     assert "averages    ema, swa" in output("checkpoint", "inspect", str(first))
@@ -175,9 +173,15 @@ def test_commands_take_an_average(ran: Any, tmp_path: Path, capsys: pytest.Captu
 
 def test_an_average_that_is_not_there(ran: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     root, *_ = ran
-    with pytest.raises(CheckpointError, match=r"there is no average 'emma' of weights in the checkpoint; it has ema, swa"):
+    with pytest.raises(
+        CheckpointError, match=r"there is no average 'emma' of weights in the checkpoint; it has ema, swa"
+    ):
         read_state_dict(root / "first", average="emma")
-    for words in (["evaluate"], ["generate", "--tokens", "1"], ["checkpoint", "convert", "--to", "hf", str(tmp_path / "x")]):
+    for words in (
+        ["evaluate"],
+        ["generate", "--tokens", "1"],
+        ["checkpoint", "convert", "--to", "hf", str(tmp_path / "x")],
+    ):
         command = words[:2] if words[0] == "checkpoint" else words[:1]
         rest = words[len(command) :]
         assert main([*command, str(root / "without"), *rest, "--weights", "ema"]) == 2

@@ -98,7 +98,9 @@ def follow(rank: int, plans: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("rest", [False, *long(True)])
 def test_averages_are_those_of_torch(rest: bool) -> None:
-    run_ranks(4, follow, {key: plan for key, (_, plan) in PLANS.items() if (key in DEFAULT) != rest}, with_context=False)
+    run_ranks(
+        4, follow, {key: plan for key, (_, plan) in PLANS.items() if (key in DEFAULT) != rest}, with_context=False
+    )
 
 
 # -- one process ----------------------------------------------------------------------------------------------
@@ -175,3 +177,11 @@ def test_no_update_waits_for_a_device() -> None:
 def test_options_are_checked_before_a_process_starts(hook: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(dict(hooks=[hook]))
+
+
+def test_replicas_with_weights_of_their_own_are_refused() -> None:
+    given = dict(parallel=dict(data=2, strategy="local_sgd"), hooks=[dict(type="EMA", decay=0.9)])
+    with pytest.raises(ConfigError, match=r"hooks\.0: under local_sgd each replica has weights of its own"):
+        load_config(given)
+    assert load_config({**given, "parallel": dict(data=1, strategy="local_sgd")})
+    assert load_config({**given, "parallel": dict(data=2, strategy=dict(type="server", servers=1))})
