@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 
 from colossus.arithmetic import byte_count
-from colossus.checkpoint.averages import averages_in
 from colossus.checkpoint.manifest import Manifest, TensorEntry
 from colossus.checkpoint.matching import natural_order
+from colossus.checkpoint.saved_averages import averages_in
 
 #: of a column; what is longer moves what follows it
 _WIDEST = 72

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colossus.checkpoint.averages import with_average
 from colossus.checkpoint.durable import write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import locate
 from colossus.checkpoint.manifest import MANIFEST, TOKENIZER_FILE, Manifest, read_manifest
+from colossus.checkpoint.saved_averages import with_average
 from colossus.registry import WEIGHT_FORMATS
 
 if TYPE_CHECKING:

@@ -7,11 +7,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import ValidationError
-
 from colossus.arithmetic import expert_factor, factors, not_a_multiple
-from colossus.config.components import option_problems
-from colossus.config.errors import ConfigError, explain
+from colossus.config.components import declared_options, hook_options, option_problems
+from colossus.config.errors import ConfigError
 from colossus.config.schema import Config, Parallel
 from colossus.config.section import Named
 from colossus.registry import (
@@ -76,7 +74,7 @@ def strategy_options(config: Config) -> Any:
     Raises:
         ConfigError: for unknown keys and wrong values, as ``parallel.strategy.<key>: ...``.
     """
-    return _options("parallel.strategy", config.parallel.strategy, STRATEGY_OPTIONS)
+    return declared_options("parallel.strategy", config.parallel.strategy, STRATEGY_OPTIONS)
 
 
 def model_options(config: Config) -> Any:
@@ -88,40 +86,7 @@ def model_options(config: Config) -> Any:
     Raises:
         ConfigError: for unknown keys and wrong values, as ``model.<key>: ...``.
     """
-    return _options("model", config.model, MODEL_OPTIONS)
-
-
-def hook_options(config: Config) -> dict[str, Any]:
-    """The checked options of each hook that declares some, by its key. They answer ``check(config)``: one line for each
-    thing that does not fit the plan.
-
-    Raises:
-        ConfigError: for unknown keys and wrong values, as ``hooks.0.<key>: ...``.
-    """
-    found: dict[str, Any] = {}
-    problems: list[str] = []
-    for key, hook in {f"hooks.{number}": hook for number, hook in enumerate(config.hooks)}.items():
-        try:
-            options = _options(key, hook if isinstance(hook, Named) else None, HOOK_OPTIONS)
-        except ConfigError as error:
-            problems += error.problems
-        else:
-            found |= {} if options is None else {key: options}
-    if problems:
-        raise ConfigError(problems)
-    return found
-
-
-def _options(key: str, named: Named | None, registry: Registry) -> Any:
-    if named is None or not isinstance(named.type, str) or named.type not in registry:
-        return None
-    options = registry.get(named.type)
-    try:
-        return options(**named.options)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {problem}" for path, problem in explain(error, options, key).items()) from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: {error}") from error
+    return declared_options("model", config.model, MODEL_OPTIONS)
 
 
 def resolve_sizes(config: Config, nproc: int | None = None) -> Config:

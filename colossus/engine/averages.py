@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossus.checkpoint.averages import AVERAGE
+from colossus.checkpoint.saved_averages import AVERAGE
 from colossus.context.precision import LOW
 from colossus.engine.average_options import AverageOptions, EMAOptions, SWAOptions, own_parameters
 from colossus.engine.engine import Engine

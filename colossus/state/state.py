@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from colossus.arithmetic import factors
-from colossus.checkpoint.averages import HOOK_STATE
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.checkpoint.matching import Rename, WeightMatch, match_weights
 from colossus.checkpoint.rank_errors import gather_on_all_ranks, on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.saved_averages import HOOK_STATE
 from colossus.checkpoint.tensor_box import RankState, TensorBox, entries_of
 from colossus.checkpoint.tensor_file import host_bytes
 from colossus.checkpoint.values import encode
