@@ -15,10 +15,10 @@ from typing import Annotated, Any, SupportsFloat
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
-from colossus.config.errors import ConfigError, brief, explain, unknown_key
-from colossus.config.schema import Config, ReadingOptions
+from colossus.config.errors import brief, explain, unknown_key
+from colossus.config.schema import ReadingOptions
 from colossus.config.section import FROM_LIST, Named, Section
-from colossus.registry import DATASETS, HOOK_OPTIONS, LR_SCHEDULES, OPTIMIZERS, TABLE_OPTIMIZERS, Registry
+from colossus.registry import DATASETS, LR_SCHEDULES, OPTIMIZERS, TABLE_OPTIMIZERS, Registry
 
 #: datasets whose tokens are bytes, unless there is a tokenizer
 BYTE_DATASETS = ("PythonStdlib", "TextFolder")
@@ -43,44 +43,6 @@ def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
         wrong = [option for option in named.options if option not in known]
         problems = [f"{key}.{option}: {unknown_key(f'{key}.{option}', list(dict.fromkeys(known)))}" for option in wrong]
     return problems + _range_problems(key, named, registry)
-
-
-def declared_options(key: str, named: Named | None, registry: Registry) -> Any:
-    """The checked options of a component whose registry of options has its name, else None.
-
-    Raises:
-        ConfigError: for unknown keys and wrong values, as ``<key>.<option>: ...``.
-    """
-    if named is None or not isinstance(named.type, str) or named.type not in registry:
-        return None
-    options = registry.get(named.type)
-    try:
-        return options(**named.options)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {problem}" for path, problem in explain(error, options, key).items()) from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: {error}") from error
-
-
-def hook_options(config: Config) -> dict[str, Any]:
-    """The checked options of each hook that declares some, by its key. They answer ``check(config)``: one line for each
-    thing that does not fit the plan.
-
-    Raises:
-        ConfigError: for unknown keys and wrong values, as ``hooks.0.<key>: ...``.
-    """
-    found: dict[str, Any] = {}
-    problems: list[str] = []
-    for key, hook in {f"hooks.{number}": hook for number, hook in enumerate(config.hooks)}.items():
-        try:
-            options = declared_options(key, hook if isinstance(hook, Named) else None, HOOK_OPTIONS)
-        except ConfigError as error:
-            problems += error.problems
-        else:
-            found |= {} if options is None else {key: options}
-    if problems:
-        raise ConfigError(problems)
-    return found
 
 
 # -- names ----------------------------------------------------------------------------------------------------

@@ -7,14 +7,15 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import ValidationError
+
 from colossus.arithmetic import expert_factor, factors, not_a_multiple
-from colossus.config.components import declared_options, hook_options, option_problems
-from colossus.config.errors import ConfigError
+from colossus.config.components import option_problems
+from colossus.config.errors import ConfigError, explain
 from colossus.config.schema import Config, Parallel
 from colossus.config.section import Named
 from colossus.registry import (
     DATASETS,
-    HOOK_OPTIONS,
     HOOKS,
     LR_SCHEDULES,
     MODEL_OPTIONS,
@@ -27,17 +28,17 @@ from colossus.registry import (
     TABLE_OPTIMIZERS,
     TENSOR_MODES,
     Registry,
+    is_path,
 )
 
 
 def check_names(config: Config) -> None:
-    """Every ``type`` is registered, or a callable, and takes the options it is given.
+    """Every ``type`` is registered, can be imported, or is a callable, and takes the options it is given.
 
     Raises:
         ConfigError: with the nearest registered name, or the nearest option.
     """
-    # whose classes check them
-    own_options = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS, HOOKS.kind: HOOK_OPTIONS}
+    own_options = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS}  # whose classes check them
     named: list[tuple[str, Any, Registry]] = [
         ("model", config.model, MODELS),
         ("data", config.data, DATASETS),
@@ -52,6 +53,12 @@ def check_names(config: Config) -> None:
     for key, value, registry in named:
         if not isinstance(value, Named):
             continue
+        if is_path(value.type):
+            try:
+                value = value.model_copy(update={"type": registry.get(value.type)})
+            except ValueError as error:
+                problems.append(f"{key}.type: {error}")
+                continue
         if isinstance(value.type, str) and value.type not in registry:
             problems.append(f"{key}.type: {registry.missing(value.type)}")
         elif value.type not in own_options.get(registry.kind, ()):
@@ -60,10 +67,6 @@ def check_names(config: Config) -> None:
         mode = getattr(config.parallel, axis).mode
         if mode is not None and mode not in registry:
             problems.append(f"parallel.{axis}.mode: {registry.missing(mode)}")
-    try:
-        hook_options(config)
-    except ConfigError as error:
-        problems += error.problems
     if problems:
         raise ConfigError(problems)
 
@@ -74,7 +77,7 @@ def strategy_options(config: Config) -> Any:
     Raises:
         ConfigError: for unknown keys and wrong values, as ``parallel.strategy.<key>: ...``.
     """
-    return declared_options("parallel.strategy", config.parallel.strategy, STRATEGY_OPTIONS)
+    return _options("parallel.strategy", config.parallel.strategy, STRATEGY_OPTIONS)
 
 
 def model_options(config: Config) -> Any:
@@ -86,7 +89,19 @@ def model_options(config: Config) -> Any:
     Raises:
         ConfigError: for unknown keys and wrong values, as ``model.<key>: ...``.
     """
-    return declared_options("model", config.model, MODEL_OPTIONS)
+    return _options("model", config.model, MODEL_OPTIONS)
+
+
+def _options(key: str, named: Named | None, registry: Registry) -> Any:
+    if named is None or not isinstance(named.type, str) or named.type not in registry:
+        return None
+    options = registry.get(named.type)
+    try:
+        return options(**named.options)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {problem}" for path, problem in explain(error, options, key).items()) from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
@@ -124,8 +139,6 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     config = config.model_copy(update={"parallel": resolved})
     if of_strategy is not None:
         problems += of_strategy.check(config)
-    for key, of_hook in hook_options(config).items():
-        problems += [f"{key}: {problem}" for problem in of_hook.check(config)]
     if problems:
         raise ConfigError(problems)
     return config
