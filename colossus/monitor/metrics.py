@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -154,6 +154,9 @@ class Metrics(Hook):
     writes it without. The rows of the steps that a checkpoint has are on the disk before it is complete; a run that
     goes on behind step N keeps the rows up to N and drops those behind, which come again.
 
+    All hooks of the run are asked what else a row has (`Hook.add_to_row`), and are given each row that is written
+    (`Hook.on_row`), on the thread that trains.
+
     Args:
         path: the file; rows are appended.
     """
@@ -171,8 +174,12 @@ class Metrics(Hook):
         self._warned = False
         self._stalled = 0.0
         self._utilisation = Utilisation()
+        self._hooks: Sequence[Any] = ()
+        #: rows that are written and not given to the hooks yet
+        self._written: deque[dict[str, Any]] = deque()
 
     def on_train_start(self, engine: Engine) -> None:
+        self._hooks = engine.checkpoints.hooks
         self._utilisation = Utilisation.of(engine)
         self._stalled = engine.checkpoints.stall_seconds
         if engine.context.is_logging_rank:
@@ -209,8 +216,7 @@ class Metrics(Hook):
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
         row = self._rows.last
         if row is not None:
-            means = {"loss": summary.loss, **summary.metrics}
-            row[1].update({f"validation_{name}": mean for name, mean in means.items()} | engine.strategy.consensus())
+            row[1].update(summary.numbers | engine.strategy.consensus())
         self._write()
 
     def on_save(self, engine: Engine) -> None:
@@ -232,10 +238,14 @@ class Metrics(Hook):
 
     def flush(self) -> None:
         """Write the rows whose numbers are there, without waiting for a device. May be called from another thread."""
-        self._write(patience=0.0)
+        self._rows.take(self._write_row, patience=0.0)
 
     def _write(self, *, but: int = 0, patience: float = math.inf) -> None:
         self._rows.take(self._write_row, but=but, patience=patience)
+        while self._written:
+            row = self._written.popleft()
+            for hook in self._hooks:
+                hook.on_row(row)
 
     def _write_row(self, result: StepResult, belongings: tuple[float, dict[str, Any]]) -> None:
         seconds, more = belongings
@@ -248,6 +258,8 @@ class Metrics(Hook):
         maybe = {"mfu": mfu, "replica": result.replica, "loss_scale": result.loss_scale}
         row |= {key: value for key, value in maybe.items() if value is not None}
         row |= {"skipped": result.num_skipped} if has_scale or self._train.on_nonfinite == "skip" else {}
+        row |= {name: number for hook in self._hooks for name, number in hook.add_to_row(row).items()}
+        self._written.append(row)
         if self._file is not None:
             self._append((json.dumps(row) + "\n").encode(), self._file)
 
