@@ -249,4 +249,32 @@ MLPS = Registry(
         "swiglu": "colossus.layers.block:GatedMLP",
     },
 )
-HOOKS = Registry("hook", {"TensorBoard": "colossus.monitor.tensorboard:TensorBoard"})
+HOOKS = Registry(
+    "hook",
+    {
+        "BestCheckpoint": "colossus.monitor.hooks.best_checkpoint:BestCheckpoint",
+        "Callback": "colossus.monitor.hooks.callback:Callback",
+        "CSV": "colossus.monitor.hooks.csv_file:CSV",
+        "EarlyStop": "colossus.monitor.hooks.early_stop:EarlyStop",
+        "Histograms": "colossus.monitor.hooks.histograms:Histograms",
+        "MLflow": "colossus.monitor.hooks.mlflow_run:MLflow",
+        "TensorBoard": "colossus.monitor.hooks.tensorboard:TensorBoard",
+        "Throughput": "colossus.monitor.hooks.throughput:Throughput",
+        "WandB": "colossus.monitor.hooks.wandb_run:WandB",
+    },
+)
+#: of the hooks that have any: what their options may be, and what a run must have for them
+HOOK_OPTIONS = Registry(
+    "options of a hook",
+    {
+        "BestCheckpoint": "colossus.monitor.hooks.options:BestCheckpointOptions",
+        "Callback": "colossus.monitor.hooks.options:CallbackOptions",
+        "CSV": "colossus.monitor.hooks.options:CSVOptions",
+        "EarlyStop": "colossus.monitor.hooks.options:EarlyStopOptions",
+        "Histograms": "colossus.monitor.hooks.options:HistogramsOptions",
+        "MLflow": "colossus.monitor.hooks.options:MLflowOptions",
+        "TensorBoard": "colossus.monitor.hooks.options:TensorBoardOptions",
+        "Throughput": "colossus.monitor.hooks.options:ThroughputOptions",
+        "WandB": "colossus.monitor.hooks.options:WandBOptions",
+    },
+)

@@ -38,8 +38,8 @@ class Hook:
     def add_to_evaluation(self, engine: Engine, summary: EvalResult) -> Mapping[str, float]:
         """After an evaluation, before any ``on_eval_end``: further numbers of it, the same on all ranks.
 
-        By names that no other hook gives (``ema.validation_loss``): `EvalResult.numbers` has them, and so do the rows of
-        metrics, early stops and best checkpoints.
+        By names that no other hook gives (``ema.validation_loss``): `EvalResult.numbers` has them, so the rows of
+        metrics, early stops and best checkpoints have.
         """
         return {}
 
