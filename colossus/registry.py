@@ -297,32 +297,19 @@ MLPS = Registry(
         "swiglu": "colossus.layers.block:GatedMLP",
     },
 )
-HOOKS = Registry(
-    "hook",
-    {
-        "BestCheckpoint": "colossus.monitor.hooks.best_checkpoint:BestCheckpoint",
-        "Callback": "colossus.monitor.hooks.callback:Callback",
-        "CSV": "colossus.monitor.hooks.csv_file:CSV",
-        "EarlyStop": "colossus.monitor.hooks.early_stop:EarlyStop",
-        "Histograms": "colossus.monitor.hooks.histograms:Histograms",
-        "MLflow": "colossus.monitor.hooks.mlflow_run:MLflow",
-        "TensorBoard": "colossus.monitor.hooks.tensorboard:TensorBoard",
-        "Throughput": "colossus.monitor.hooks.throughput:Throughput",
-        "WandB": "colossus.monitor.hooks.wandb_run:WandB",
-    },
-)
-#: of the hooks that have any: what their options may be, and what a run must have for them
+#: hooks of `colossus.monitor.hooks`, each with its file there; `colossus.monitor.hooks.options` has their options
+_MONITOR_HOOKS = {
+    "BestCheckpoint": "best_checkpoint",
+    "Callback": "callback",
+    "CSV": "csv_file",
+    "EarlyStop": "early_stop",
+    "Histograms": "histograms",
+    "MLflow": "mlflow_run",
+    "TensorBoard": "tensorboard",
+    "Throughput": "throughput",
+    "WandB": "wandb_run",
+}
+HOOKS = Registry("hook", {name: f"colossus.monitor.hooks.{file}:{name}" for name, file in _MONITOR_HOOKS.items()})
 HOOK_OPTIONS = Registry(
-    "options of a hook",
-    {
-        "BestCheckpoint": "colossus.monitor.hooks.options:BestCheckpointOptions",
-        "Callback": "colossus.monitor.hooks.options:CallbackOptions",
-        "CSV": "colossus.monitor.hooks.options:CSVOptions",
-        "EarlyStop": "colossus.monitor.hooks.options:EarlyStopOptions",
-        "Histograms": "colossus.monitor.hooks.options:HistogramsOptions",
-        "MLflow": "colossus.monitor.hooks.options:MLflowOptions",
-        "TensorBoard": "colossus.monitor.hooks.options:TensorBoardOptions",
-        "Throughput": "colossus.monitor.hooks.options:ThroughputOptions",
-        "WandB": "colossus.monitor.hooks.options:WandBOptions",
-    },
+    "options of a hook", {name: f"colossus.monitor.hooks.options:{name}Options" for name in _MONITOR_HOOKS}
 )

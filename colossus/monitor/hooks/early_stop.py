@@ -40,8 +40,8 @@ class EarlyStop(Hook):
 
     def on_train_end(self, engine: Engine) -> None:
         if self._is_due and engine.context.is_logging_rank:
-            best = "there was none" if self._best is None else f"the best is {self._best:.6g}, of step {self._best_step}"
-            why = f"{self.options.metric} was no better in {self._num_worse} evaluations in a row: {best}"
+            best = "" if self._best is None else f" than {self._best:.6g} after step {self._best_step}"
+            why = f"{self.options.metric} was no better{best} in {self._num_worse} evaluations in a row"
             print(f"stopped early after step {engine.completed_steps}: {why}", flush=True)
 
     @property

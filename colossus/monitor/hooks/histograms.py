@@ -31,8 +31,8 @@ class Histograms(Hook, StepObserver):
     is divided and clipped, are in each of ``bins`` bins of equal width between the smallest and the largest.
 
     Each element of the whole tensor is counted once, as ``torch.histc`` counts it in one process: one small all-reduce
-    finds the ranges of all parameters, another one sums their counts. Where replicas have parameters of their own, those
-    of the first are counted. Numbers that are not finite are left out.
+    finds the ranges of all parameters, another one sums their counts. Where replicas have parameters of their own,
+    those of the first are counted. Numbers that are not finite are left out.
 
     A line of ``histograms.jsonl`` in the run folder is a `Histogram`; TensorBoard and Weights & Biases get them, too,
     where a run has their hooks.
