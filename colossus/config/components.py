@@ -18,7 +18,15 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from colossus.config.errors import brief, explain, unknown_key
 from colossus.config.schema import ReadingOptions
 from colossus.config.section import FROM_LIST, Named, Section
-from colossus.registry import DATASETS, LR_SCHEDULES, OPTIMIZERS, TABLE_OPTIMIZERS, Registry
+from colossus.registry import (
+    DATASETS,
+    HOOK_OPTIONS,
+    HOOKS,
+    LR_SCHEDULES,
+    OPTIMIZERS,
+    TABLE_OPTIMIZERS,
+    Registry,
+)
 
 #: datasets whose tokens are bytes, unless there is a tokenizer
 BYTE_DATASETS = ("PythonStdlib", "TextFolder")
@@ -126,6 +134,8 @@ class _TableOptimizer(_Optimizer):
 def _range_problems(key: str, named: Named, registry: Registry) -> list[str]:
     ranges: dict[str, type[Section]] = {OPTIMIZERS.kind: _Optimizer, TABLE_OPTIMIZERS.kind: _TableOptimizer}
     section = (ranges | {DATASETS.kind: ReadingOptions}).get(registry.kind)
+    if registry is HOOKS and named.type in HOOK_OPTIONS:
+        section = HOOK_OPTIONS.get(named.type)
     if section is None or (registry is OPTIMIZERS and named.type not in ("AdamW", "Adam", "Adagrad", "SGD")):
         return []
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -37,13 +37,32 @@ class Hook:
         reads them in the next ``on_step_end`` waits for nothing (see `colossus.monitor.metrics.LateResults`).
         """
 
-    def evaluated(self, engine: Engine, summary: EvalResult) -> EvalResult:
-        """After an evaluation, before any ``on_eval_end``: gives it to the others, with metrics of its own
-        (`EvalResult.sums`) where it measures more."""
-        return summary
+    def add_to_evaluation(self, engine: Engine, summary: EvalResult) -> Mapping[str, float]:
+        """After an evaluation, before any ``on_eval_end``: further numbers of it, the same on all ranks.
+
+        By names that no other hook gives (``ema.validation_loss``): `EvalResult.numbers` has them, so the rows of
+        metrics, early stops and best checkpoints have.
+        """
+        return {}
 
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
         """After an evaluation, which follows the ``on_step_end`` of the step it belongs to."""
+
+    def add_to_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Further numbers for the row of a step in ``metrics.jsonl``, on the logging rank alone.
+
+        `colossus.monitor.metrics.Metrics` asks once the numbers of the step are there, on an accelerator one step late.
+
+        Args:
+            row: what it has without hooks.
+        """
+        return {}
+
+    def on_row(self, row: Mapping[str, Any]) -> None:
+        """The row of a step is written, that of its evaluation included; on the logging rank alone.
+
+        In the order of steps, each once; the last ones may come at ``on_train_end``, or ``on_exception``.
+        """
 
     def on_save(self, engine: Engine) -> None:
         """A checkpoint of the state as it is between two steps is about to be saved: what belongs to the steps so far
@@ -150,10 +169,10 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
                 hook.on_step_end(engine, result)
             if not stopped and evaluation_due(engine, completed):
                 summary = engine.evaluate()
-                for hook in hooks:
-                    summary = hook.evaluated(engine, summary) if summary.complete else summary
                 stopped, stop_signal = not summary.complete, summary.stop_signal
                 if summary.complete:
+                    more = {name: x for hook in hooks for name, x in hook.add_to_evaluation(engine, summary).items()}
+                    summary = replace(summary, more=more)
                     validation_loss = summary.loss
                     for hook in hooks:
                         hook.on_eval_end(engine, summary)

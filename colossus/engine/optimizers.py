@@ -12,7 +12,7 @@ from torch import nn
 
 from colossus.comm.objects import all_gather_object
 from colossus.config import Config
-from colossus.config.schema import Optimizer as OptimizerSection
+from colossus.config.optimizer_section import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.parameter import spec_of
 from colossus.registry import OPTIMIZERS

@@ -20,8 +20,8 @@ from colossus.checkpoint import CheckpointError, full_state_dict, read_state_dic
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.cli.main import main
-from colossus.engine.averages import EMA, SWA
 from colossus.engine.fit import fit
+from colossus.monitor.hooks.averages import EMA, SWA
 
 STEPS, HALF, BATCH = 10, 5, 4
 MODEL: dict[str, Any] = dict(
@@ -65,7 +65,7 @@ def runs(rank: int, root: Path) -> tuple[dict[str, float], dict[str, Tensor], li
     with ema.averaged(engine):
         average = full_state_dict(engine.model, engine.context)
         again = engine.evaluate()
-    assert last.summary.metrics["ema_loss"] == again.loss != last.summary.loss
+    assert last.summary.more["ema.validation_loss"] == again.loss != last.summary.loss
     engine.close()
     half = root / "first" / name_of(HALF)
 
@@ -94,7 +94,7 @@ def runs(rank: int, root: Path) -> tuple[dict[str, float], dict[str, Tensor], li
     for hook in engine.checkpoints.hooks:
         hook.on_train_start(engine)
     engine.close()
-    return dict(last.summary.metrics, loss=last.summary.loss), average, listener.told
+    return last.summary.numbers, average, listener.told
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_commands_take_an_average(
 ) -> None:
     """In the place of the weights, wherever weights are read."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    root, metrics, average, _ = ran
+    root, numbers, average, _ = ran
     first = root / "first"
     found = read_state_dict(first, average="ema")
     assert found.keys() == average.keys()
@@ -161,8 +161,8 @@ def test_commands_take_an_average(
             converted = read_state_dict(folder)
             assert all(torch.equal(converted[key], value) for key, value in whole.items())
     loss = output("evaluate", str(first), "--nproc", "1", "train.eval_batches=2", "--weights", "ema")
-    assert float(loss.split()[1]) == pytest.approx(metrics["ema_loss"], rel=1e-5)
-    assert float(loss.split()[1]) != pytest.approx(metrics["loss"], rel=1e-5)
+    assert float(loss.split()[1]) == pytest.approx(numbers["ema.validation_loss"], rel=1e-5)
+    assert float(loss.split()[1]) != pytest.approx(numbers["validation_loss"], rel=1e-5)
     twin = PlainGPT(**{key: value for key, value in MODEL.items() if key != "type"}).double()
     twin.load_state_dict(read_state_dict(first, average="swa"))
     text = output("generate", str(first), "--weights", "swa", "--tokens", "1,2,3", "--max-tokens", "1", "--greedy")

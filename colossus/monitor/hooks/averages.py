@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +12,11 @@ from torch import Tensor, nn
 
 from colossus.checkpoint.saved_averages import AVERAGE
 from colossus.context.precision import LOW
-from colossus.engine.average_options import AverageOptions, EMAOptions, SWAOptions, own_parameters
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import EvalResult, StepResult
 from colossus.layout.split_parameter import as_shards
+from colossus.monitor.hooks.options import AverageOptions, EMAOptions, SWAOptions, own_parameters
 from colossus.state.run_values import named_hooks
 
 log = logging.getLogger("colossus.engine")
@@ -114,17 +113,13 @@ class WeightAverage(Hook):
                 strategy.is_averaged = False
                 torch.clear_autocast_cache()
 
-    def evaluated(self, engine: Engine, summary: EvalResult) -> EvalResult:
+    def add_to_evaluation(self, engine: Engine, summary: EvalResult) -> Mapping[str, float]:
         if not self.options.evaluate or not self.has_begun:
-            return summary
+            return {}
         with self.averaged(engine):
             found = engine.evaluate()
         name = next(name for name, hook in named_hooks(engine.checkpoints.hooks) if hook is self).lower()
-        sums = {"loss": (found.loss_sum, found.count), **found.sums}
-        of_average = {f"{name}_{key}": value for key, value in sums.items()}
-        return replace(
-            summary, sums={**summary.sums, **of_average}, complete=found.complete, stop_signal=found.stop_signal
-        )
+        return {f"{name}.{key}": mean for key, mean in found.numbers.items()} if found.complete else {}
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ import colossus
 from colossus.checkpoint import full_state_dict
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import ConfigError, load_config
-from colossus.engine.averages import EMA, SWA
+from colossus.monitor.hooks.averages import EMA, SWA
+from colossus.monitor.hooks.options import EMAOptions
 
 STEPS = 10
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -180,8 +181,11 @@ def test_options_are_checked_before_a_process_starts(hook: Any, words: str) -> N
 
 
 def test_replicas_with_weights_of_their_own_are_refused() -> None:
-    given = dict(parallel=dict(data=2, strategy="local_sgd"), hooks=[dict(type="EMA", decay=0.9)])
-    with pytest.raises(ConfigError, match=r"hooks\.0: under local_sgd each replica has weights of its own"):
-        load_config(given)
-    assert load_config({**given, "parallel": dict(data=1, strategy="local_sgd")})
-    assert load_config({**given, "parallel": dict(data=2, strategy=dict(type="server", servers=1))})
+    def problems(data: int, strategy: Any) -> list[str]:
+        config = load_config(dict(parallel=dict(data=data, strategy=strategy)))
+        return EMAOptions(decay=0.9, evaluate=True).problems(config)
+
+    refused, unasked = problems(2, "local_sgd")
+    assert refused.startswith("cannot average under local_sgd: each replica has weights of its own there")
+    assert "train.eval_every = 0" in unasked
+    assert problems(1, "local_sgd") == problems(2, dict(type="server", servers=1)) == [unasked]
