@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import colossus
 from colossus.config import load_config
 from colossus.context.grid import build_grid
 from colossus.graphs.graph import make_graph
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
+from colossus.monitor.hooks.averages import EMA, SWA
+from colossus.optim.muon import flops
+from colossus.optim.owner_exchange import choose_owners
 from colossus.picture import new_figure
 from colossus.registry import TENSOR_MODES
 from colossus.schedule.actions import placement
@@ -42,6 +49,8 @@ def write(folder: Path) -> None:
         timeline(kind, folder / f"timeline-{kind}.svg")
     bytes_by_mode(folder / "bytes-by-mode.svg")
     memory_by_stage(folder / "memory-by-stage.svg")
+    averages(folder / "averages.svg")
+    owners(folder / "owners.svg")
 
 
 # -- SVG ------------------------------------------------------------------------------------------------------------
@@ -304,5 +313,62 @@ def memory_by_stage(path: Path) -> None:
     figure.savefig(path)
 
 
+def averages(path: Path) -> None:
+    """What averages do to a run with a constant learning rate and noisy gradients: a small regression, really run."""
+
+    def batch(seed: int, size: int, noise: float) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(size, 16, generator=generator)
+        return x, x[:, :4].sin().sum(1, keepdim=True) + noise * torch.randn(size, 1, generator=generator)
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+
+    config = dict(train=dict(global_batch_size=8, steps=1500), optimizer=dict(type="SGD", lr=0.05), device="cpu")
+    engine = colossus.initialize(config, model=model, loss_fn=lambda y, batch: ((y - batch[1]).square().sum(), len(y)))
+    hooks = {"EMA, half_life=50, warmup": EMA(half_life=50, warmup=True), "SWA, start=750": SWA(start=750)}
+    found: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in ("weights", *hooks)}
+    held_out = batch(0, 512, 0.0)
+    for step in range(1, 1501):
+        result = engine.train_step(batch(step, 8, 1.0))
+        for hook in hooks.values():
+            hook.on_step_end(engine, result)
+        for name in found if step % 25 == 0 else ():
+            if name in hooks and not hooks[name].has_begun:
+                continue
+            with hooks[name].averaged(engine) if name in hooks else nullcontext():
+                loss = engine.eval_step(held_out).loss
+            found[name][0].append(step)
+            found[name][1].append(loss)
+    engine.close()
+    figure = new_figure(8, 3.2)
+    axis = figure.subplots()
+    for (name, (steps, losses)), style in zip(found.items(), ("-", "-", "--"), strict=True):
+        axis.plot(steps, losses, style, label=name, linewidth=1.4)
+    axis.set_yscale("log")
+    axis.set_xlabel("step")
+    axis.set_title("loss on data that is held out", fontsize=10, loc="left")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(path)
+
+
 if __name__ == "__main__":
     PLAN.write_text(plan())
+
+
+def owners(path: Path) -> None:
+    """What the owners of matrices compute under Muon: a GPT of 4 blocks on 8 ranks, the matrices of a block in a colour."""
+    hidden, blocks, ranks = 1024, 4, 8
+    shapes = [(hidden, hidden)] * 4 + [(4 * hidden, hidden), (hidden, 4 * hidden)]
+    costs = [flops(shape, 5) for _ in range(blocks) for shape in shapes]
+    figure = new_figure(6, 2.6)
+    axis, heights = figure.subplots(), [0.0] * ranks
+    for number, owner in enumerate(choose_owners(costs, ranks)):
+        block = number // len(shapes)
+        axis.bar(owner, costs[number] / 1e9, bottom=heights[owner], color=COLOURS[block], edgecolor="white")
+        heights[owner] += costs[number] / 1e9
+    axis.set_xticks(range(ranks))
+    axis.set_xlabel("rank")
+    axis.set_title("operations of a step, 10^9", fontsize=10, loc="left")
+    figure.savefig(path)
