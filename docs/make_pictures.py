@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import colossus
 from colossus.chart import Line, Panel, save_charts
 from colossus.config import load_config
 from colossus.config.batch_sizes import BatchRamp, BatchSizes
@@ -19,6 +23,7 @@ from colossus.context.grid import build_grid
 from colossus.graphs.graph import make_graph
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
+from colossus.monitor.hooks.averages import EMA, SWA
 from colossus.optim.muon import flops
 from colossus.optim.owner_exchange import choose_owners
 from colossus.picture import new_figure
@@ -48,6 +53,7 @@ def write(folder: Path) -> None:
         timeline(kind, folder / f"timeline-{kind}.svg")
     bytes_by_mode(folder / "bytes-by-mode.svg")
     memory_by_stage(folder / "memory-by-stage.svg")
+    averages(folder / "averages.svg")
     owners(folder / "owners.svg")
     learning_rates(folder / "learning-rates.svg")
 
@@ -308,6 +314,47 @@ def memory_by_stage(path: Path) -> None:
     axis.set_xticks(range(4), ["no ZeRO", "stage 1", "stage 2", "stage 3"])
     axis.set_ylabel("GiB per rank, peak")
     axis.set_title(f"{whole / 4e6:.0f} M parameters on {ranks} data ranks, fp32, AdamW", fontsize=10, loc="left")
+    axis.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def averages(path: Path) -> None:
+    """What averages do to a run with a constant learning rate and noisy gradients: a small regression, really run."""
+
+    def batch(seed: int, size: int, noise: float) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(size, 16, generator=generator)
+        return x, x[:, :4].sin().sum(1, keepdim=True) + noise * torch.randn(size, 1, generator=generator)
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+
+    torch.set_num_threads(1)  # nothing here is worth two
+    config = dict(train=dict(global_batch_size=8, steps=1000), optimizer=dict(type="SGD", lr=0.05), device="cpu")
+    engine = colossus.initialize(config, model=model, loss_fn=lambda y, batch: ((y - batch[1]).square().sum(), len(y)))
+    hooks = {"EMA, half_life=50, warmup": EMA(half_life=50, warmup=True), "SWA, start=500": SWA(start=500)}
+    found: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in ("weights", *hooks)}
+    held_out = batch(0, 512, 0.0)
+    for step in range(1, 1001):
+        result = engine.train_step(batch(step, 8, 1.0))
+        for hook in hooks.values():
+            hook.on_step_end(engine, result)
+        for name in found if step % 20 == 0 else ():
+            if name in hooks and not hooks[name].has_begun:
+                continue
+            with hooks[name].averaged(engine) if name in hooks else nullcontext():
+                loss = engine.eval_step(held_out).loss
+            found[name][0].append(step)
+            found[name][1].append(loss)
+    engine.close()
+    figure = new_figure(8, 3.2)
+    axis = figure.subplots()
+    for (name, (steps, losses)), style in zip(found.items(), ("-", "-", "--"), strict=True):
+        axis.plot(steps, losses, style, label=name, linewidth=1.4)
+    axis.set_yscale("log")
+    axis.set_xlabel("step")
+    axis.set_title("loss on data that is held out", fontsize=10, loc="left")
+    axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.savefig(path)
 

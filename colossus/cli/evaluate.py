@@ -38,6 +38,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--split", choices=("validation", "train"), default="validation", help="the data (default: validation)"
     )
+    parser.add_average()
     parser.add_argument(
         "--config", metavar="FILE", dest="config_file", help="a config file in the place of what the checkpoint records"
     )

@@ -21,6 +21,8 @@ from colossus.config.schema import ReadingOptions
 from colossus.config.section import FROM_LIST, Named, Section
 from colossus.registry import (
     DATASETS,
+    HOOK_OPTIONS,
+    HOOKS,
     OPTIMIZERS,
     TABLE_OPTIMIZERS,
     TORCH_OPTIMIZERS,
@@ -143,6 +145,8 @@ class _TableOptimizer(_Optimizer):
 def _range_problems(key: str, kind: Any, options: dict[str, Any], registry: Registry) -> list[str]:
     ranges: dict[str, type[Section]] = {OPTIMIZERS.kind: _Optimizer, TABLE_OPTIMIZERS.kind: _TableOptimizer}
     section = (ranges | {DATASETS.kind: ReadingOptions}).get(registry.kind)
+    if registry is HOOKS and kind in HOOK_OPTIONS:
+        section = HOOK_OPTIONS.get(kind)
     if section is None or (registry is OPTIMIZERS and kind not in TORCH_OPTIMIZERS):
         return []
     try:

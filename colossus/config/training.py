@@ -192,6 +192,8 @@ class Weights(ShortSection):
     strict: bool = True
     #: patterns of names in this model that may have more rows than were saved: a larger vocabulary, more positions
     grow: Names = ()
+    #: "ema" or "swa": the average of weights that a hook of that run has kept, in the place of its weights
+    average: Annotated[str, Field(min_length=1)] | None = None
 
     @classmethod
     def keys_of(cls, bare: Any) -> dict[str, Any] | None:

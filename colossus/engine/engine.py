@@ -126,8 +126,8 @@ class Engine:
             )
         if self.strategy.is_averaged:
             raise RuntimeError(
-                "no step can be trained inside of strategy.evaluation() or export(), where parameters are the average "
-                "of the replicas: leave that block first"
+                "no step can be trained inside of averaged(), strategy.evaluation() or export(), where parameters are "
+                "an average: leave that block first"
             )
         if self.config.train.batch_ramp is not None:
             self._require_size(batch)

@@ -31,6 +31,7 @@ class FakeCheckpoints:
         self.on_resume: Callable[[list[Hook]], None] = lambda hooks: None
         self.on_save_after: set[int] = set()
         self.resumed_from: Path | None = None
+        self.goes_on = False
         self.resumed_plan = ""
         self.weights_match = None
         self.stall_seconds = 0.0
@@ -63,6 +64,7 @@ class FakeEngine:
         self.loaders = None
         self.strategy = Strategy()
         self.checkpoints = FakeCheckpoints(self)
+        self.run = SimpleNamespace(folder=None)
         self.eval_loader = ["batch"] if validation else None
         self.stop_at, self.fail_at, self.stop_in_evaluation = stop_at, fail_at, stop_in_evaluation
 
@@ -89,6 +91,9 @@ class FakeEngine:
             is_there=True,
             wait=lambda: None,
         )
+
+    def request_stop(self) -> None:
+        self.stop_at = self.completed_steps + 1
 
     def withdraw_stop(self) -> None:
         self.stop_at = self.stop_in_evaluation = 0

@@ -1,0 +1,62 @@
+"""Saves where an evaluation was the best so far: ``hooks = [dict(type="BestCheckpoint")]``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from colossus.checkpoint.folder import name_best
+from colossus.checkpoint.writer import SavedCheckpoint
+from colossus.engine.engine import Engine
+from colossus.engine.fit import Hook
+from colossus.engine.results import EvalResult
+from colossus.monitor.hooks.metric import is_better, value_of
+from colossus.monitor.hooks.options import BestCheckpointOptions
+
+
+class BestCheckpoint(Hook):
+    """Keeps the checkpoints of the ``keep`` best evaluations among those of the run, under ``checkpoints``.
+
+    The file ``checkpoints/best`` names them, the best first, and is taken wherever a checkpoint is: `colossus evaluate
+    RUN/checkpoints/best`. What it names stays, whatever ``checkpoint.keep_last`` says. A run that is resumed goes on
+    with what it has kept.
+
+    Args:
+        options: of `BestCheckpointOptions`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = BestCheckpointOptions(**options)
+        #: (number, step) of each that is kept, the best first
+        self._kept: list[tuple[float, int]] = []
+
+    def on_train_start(self, engine: Engine) -> None:
+        if engine.checkpoints.resumed_from is not None and not engine.checkpoints.goes_on:
+            self._kept = []  # they are of the run that this one has begun from
+        if self._kept:
+            self._name(engine)
+
+    def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
+        value = value_of(summary, self.options, self)
+        kept = [each for each in self._kept if each[1] != summary.step]
+        place = next((at for at, (other, _) in enumerate(kept) if is_better(value, other, self.options)), len(kept))
+        if place == self.options.keep or not is_better(value, None, self.options):
+            return
+        kept.insert(place, (value, summary.step))
+        self._kept = kept[: self.options.keep]
+        self._name(engine, besides=kept[self.options.keep :])  # until the new one is complete
+        engine.checkpoints.save()
+
+    def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
+        if saved.step in [step for _, step in self._kept]:
+            self._name(engine)
+
+    def _name(self, engine: Engine, besides: list[tuple[float, int]] | None = None) -> None:
+        if engine.context.is_logging_rank:
+            name_best(engine.checkpoints.root, [step for _, step in self._kept + (besides or [])])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [list(each) for each in self._kept]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._kept = [(value, step) for value, step in state["kept"]]
