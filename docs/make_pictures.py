@@ -6,7 +6,10 @@ learning rates.
 
 from __future__ import annotations
 
+import json
 import math
+import random
+import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,11 +19,13 @@ import torch
 
 import colossus
 from colossus.chart import Line, Panel, save_charts
+from colossus.cli.plot_panels import make_panels
 from colossus.config import load_config
 from colossus.config.batch_sizes import BatchRamp, BatchSizes
 from colossus.config.learning_rates import LearningRates
 from colossus.context.grid import build_grid
 from colossus.graphs.graph import make_graph
+from colossus.launch.run_metrics import RunMetrics
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.monitor.hooks.averages import EMA, SWA
@@ -56,6 +61,7 @@ def write(folder: Path) -> None:
     averages(folder / "averages.svg")
     owners(folder / "owners.svg")
     learning_rates(folder / "learning-rates.svg")
+    plots(folder / "plots.svg")
 
 
 # -- SVG ------------------------------------------------------------------------------------------------------------
@@ -402,6 +408,30 @@ def learning_rates(path: Path) -> None:
     sizes = BatchSizes(64, BatchRamp(start=16, steps=120))
     line = Line("", [step + 1 for step in steps], [sizes.at(step) for step in steps])
     save_charts([*panels, Panel("batch_ramp: start=16, steps=120", [line], y_label="sequences")], path)
+
+
+def plots(path: Path) -> None:
+    """What ``colossus plot`` draws of two runs, whose rows are made up."""
+    draw = random.Random(0)
+
+    def row(step: int, tokens: int, seconds: float, floor: float, sent: dict[str, float]) -> dict[str, Any]:
+        noise, loss = draw.gauss(0, 0.06), floor + 3.6 * math.exp(-step * tokens / 1.2e6)
+        numbers = dict(step=step, tokens=tokens, loss=loss + noise, grad_norm=(0.4 + loss / 4) * math.exp(5 * noise))
+        numbers |= dict(step_seconds=seconds, tokens_per_second=tokens / (seconds * (1 + abs(noise))))
+        comm = {axis: dict(bytes=size) for axis, size in sent.items()}
+        return numbers | dict(comm=comm) | (dict(validation_loss=loss + 0.05) if step % 50 == 0 else {})
+
+    runs = {
+        "batch=32": [row(step, 8192, 0.20, 1.62, {"data": 4.8e6, "tensor": 3.1e6}) for step in range(1, 501)],
+        "batch=64": [row(step, 16384, 0.32, 1.70, {"data": 4.8e6, "tensor": 6.2e6}) for step in range(1, 251)],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = {}
+        for name, rows in runs.items():
+            file = Path(folder, name)
+            file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+            metrics[name] = RunMetrics(file)
+        save_charts(make_panels(metrics, "tokens", 10, ["loss", "grad_norm", "throughput", "comm"]), path)
 
 
 if __name__ == "__main__":

@@ -310,6 +310,7 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.server.process",
         "colossus.cli.show",
         "colossus.cli.show_graph",
+        "colossus.cli.plot",
         "colossus.cli.main",
     ]
     code = f"""

@@ -32,12 +32,12 @@ def save_charts(panels: Sequence[Panel | Bars], path: Path) -> None:
         axes.set_xlabel(panel.x_label)
         axes.xaxis.set_major_formatter(_shown)
         common = common or handles
-        if len(handles) > 1 and not handles.keys() <= common.keys():
+        if not handles.keys() <= common.keys():
             place = dict(loc="upper left", bbox_to_anchor=(0.0, -0.22), ncols=_legend_columns(handles, 5.5))
             axes.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **place)
     for axes in every[len(panels) :]:
         axes.set_axis_off()
-    if len(common) > 1:
+    if common:
         place = dict(loc="outside lower center", ncols=_legend_columns(common, figure.get_figwidth()))
         figure.legend(common.values(), common.keys(), fontsize=8, frameon=False, **place)
     figure.savefig(path, dpi=150)

@@ -111,10 +111,10 @@ def _x_axis(panel: Panel, left: float, right: float, margin: int, columns: int) 
 
 
 def _legend(entries: Sequence[tuple[str, str, int]], width: int, colour: bool) -> list[str]:
-    """Marks and labels (with their colours) in as many rows as they need; nothing where there is one."""
+    """Marks and labels (with their colours) in as many rows as they need."""
     rows: list[str] = []
     used = width
-    for mark, label, place in entries if len(entries) > 1 else ():
+    for mark, label, place in entries:
         if label:
             text = f"  {mark} {label}"[:width]
             if used + len(text) > width:

@@ -80,8 +80,11 @@ def readable(value: float) -> str:
 def ticks(low: float, high: float, most: int) -> list[float]:
     """Round numbers from ``low`` to ``high``, 1, 2 or 5 times a power of ten apart, at most so many."""
     power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(power * times for times in (1, 2, 5, 10, 20, 50) if (high - low) / (power * times) <= most - 1)
-    return [at * step for at in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    for step in (power * times for times in (1, 2, 5, 10, 20)):
+        found = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+        if len(found) <= most:
+            break
+    return [at * step for at in found]
 
 
 def log_ticks(low: float, high: float, most: int) -> list[float]:

@@ -15,7 +15,7 @@ from rich.text import Text
 from colossus.arithmetic import counted
 from colossus.chart import Bars, Panel, save_charts, text_chart
 from colossus.cli.parser import Parser, positive_integer
-from colossus.cli.plot_panels import COMM, VIEWS, make_panels
+from colossus.cli.plot_panels import BARS, VIEWS, gaps, make_panels
 from colossus.config import ConfigError
 from colossus.launch import run_folder
 from colossus.launch.run_metrics import RunMetrics
@@ -30,8 +30,9 @@ def make_parser() -> Parser:
         "colossus plot",
         "Draw what the rows of runs (metrics.jsonl) tell: loss and validation, gradient norm, learning rate, speed,\n"
         "memory, and what else they have. Several runs are drawn over each other, and a run may still be going on.",
-        f"panels: {', '.join(VIEWS)}, {COMM} (bytes by axis, of runs with comm.accounting=True), and any\n"
-        "key of the rows: rows_touched, experts.blocks.0.mlp.router.tokens, comm.*.calls (a line for each axis).\n"
+        f"panels: {', '.join(VIEWS)},\n"
+        f"  {', '.join(BARS)} (bytes by axis, with comm.accounting=True; time by part, of a profile), and any key\n"
+        "  of the rows: rows_touched, experts.blocks.0.mlp.router.tokens, comm.*.calls (a line for each axis)\n"
         "\nexamples:\n"
         "  colossus plot gpt_stdlib\n"
         "  colossus plot runs/first runs/second --x tokens --smooth 20 --out loss.png\n"
@@ -72,19 +73,20 @@ def run(arguments: argparse.Namespace) -> int:
         if not each.rows:
             raise ConfigError(f"{path} has no rows: no step has ended yet")
     names = [name for name in arguments.panels.split(",") if name]
-    panels, notes = make_panels(metrics, arguments.x, arguments.smooth, names)
-    for (name, each), path in zip(metrics.items(), paths.values(), strict=True):
-        print(f"{name}: {counted(len(each.rows), 'step')}, {path}")
+    panels = make_panels(metrics, arguments.x, arguments.smooth, names)
     if arguments.out:
         try:
             save_charts(panels, Path(arguments.out))
         except (ValueError, OSError) as error:
             raise ConfigError(f"--out {error}") from error
+    for (name, each), path in zip(metrics.items(), paths.values(), strict=True):
+        print(f"{name}: {counted(len(each.rows), 'step')}, {path}")
+    if arguments.out:
         print(f"drawn in {arguments.out}")
     else:
         print_charts(panels, shutil.get_terminal_size((100, 24)).columns)
-    for note in notes:
-        print(note)
+    for line in gaps(panels):
+        print(line)
     return 0
 
 

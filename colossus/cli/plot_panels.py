@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from bisect import bisect_right
@@ -12,11 +13,13 @@ from statistics import fmean
 from typing import Any
 
 from colossus.chart import Bars, Line, Panel
+from colossus.chart.panel import readable
 from colossus.config import ConfigError
+from colossus.launch import run_folder
 from colossus.launch.run_metrics import RunMetrics
 from colossus.registry import nearest
 
-#: a key of the rows that only evaluations write starts so; such numbers are drawn as markers
+#: keys of what evaluations write begin so; such numbers are drawn as markers
 EVALUATED = "validation_"
 
 
@@ -25,11 +28,11 @@ class View:
     """What one panel shows.
 
     Attributes:
-        keys: what a line is called behind its run's name -> a key of the rows, or a pattern of keys, whose ``*`` are
-            then part of the name. ``experts.blocks.0.tokens`` is ``tokens`` in what ``experts`` holds of
-            ``blocks.0``, and a list has a line for each of its numbers.
+        keys: a key of the rows, or a pattern of keys -> what its line is called behind its run's name; what stands for
+            the ``*`` of a pattern is part of the name. ``experts.blocks.0.tokens`` is ``tokens`` in what ``experts``
+            holds of ``blocks.0``; a list has a line for each of its numbers.
         scale: numbers of the rows times this are of the ``unit``.
-        is_smoothed: whether smoothing tells more than the numbers do.
+        is_smoothed: whether means over steps tell more than the numbers do.
     """
 
     title: str
@@ -40,20 +43,20 @@ class View:
     is_smoothed: bool = True
 
 
+_LOSSES = {"loss": "", "validation_loss": "validation", "validation_*_loss": "validation"}
+_MEMORY = {"memory_bytes": "", "memory_reserved_bytes": "reserved"}
 VIEWS = {
-    "loss": View("loss", {"": "loss", "validation": "validation_loss"}),
-    "grad_norm": View("gradient norm", {"": "grad_norm"}, log_y=True),
-    "lr": View("learning rate", {"": "lr"}, is_smoothed=False),
-    "throughput": View("tokens per second", {"": "tokens_per_second"}),
-    "step_seconds": View("seconds of a step", {"": "step_seconds"}, log_y=True),
-    "memory": View("memory", {"": "memory_bytes", "reserved": "memory_reserved_bytes"}, "GB", 1e-9, is_smoothed=False),
-    "mfu": View("model FLOP utilisation", {"": "mfu"}),
-    "consensus": View("relative distance of the replicas", {"": "consensus_distance_relative"}, log_y=True),
-    "experts": View("tokens of the busiest expert over the mean", {"": "experts.*.max_over_mean"}),
-    "entropy": View("entropy of the routers' scores", {"": "experts.*.entropy"}),
+    "loss": View("loss", _LOSSES),
+    "grad_norm": View("gradient norm", {"grad_norm": ""}, log_y=True),
+    "lr": View("learning rate", {"lr": ""}, is_smoothed=False),
+    "throughput": View("tokens per second", {"tokens_per_second": ""}),
+    "step_seconds": View("seconds of a step", {"step_seconds": ""}, log_y=True),
+    "memory": View("memory", _MEMORY, "GB", 1e-9, is_smoothed=False),
+    "mfu": View("model FLOP utilisation", {"mfu": ""}),
+    "consensus": View("relative distance of the replicas", {"consensus_distance_relative": ""}, log_y=True),
+    "experts": View("tokens of the busiest expert over the mean", {"experts.*.max_over_mean": ""}),
+    "entropy": View("entropy of the routers' scores", {"experts.*.entropy": ""}),
 }
-#: the panel of bars: bytes that the first rank sends in a step, by axis
-COMM = "comm"
 #: of time: seconds in it, its name
 _UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
 
@@ -73,7 +76,7 @@ class Run:
 
     @cached_property
     def numbers(self) -> dict[str, dict[int, float]]:
-        """key -> number of a row -> its number; keys in keys are joined by points."""
+        """key -> index of a row -> its number; keys in keys are joined by points."""
         found: dict[str, dict[int, float]] = {}
         for at, row in enumerate(self.metrics.rows):
             for key, number in _flat(row):
@@ -91,38 +94,47 @@ def _flat(row: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, float
 
 def make_panels(
     metrics: Mapping[str, RunMetrics], x: str = "step", smooth: int = 1, names: Sequence[str] = ()
-) -> tuple[list[Panel | Bars], list[str]]:
+) -> list[Panel | Bars]:
     """A panel for each of the names.
 
     Args:
         metrics: name of a run -> its rows, of which there are some.
         x: ``step``, ``tokens`` (of all steps so far) or ``time`` (see `RunMetrics.seconds`).
         smooth: a line shows the mean over this many steps, and faint behind it the numbers themselves.
-        names: of `VIEWS`, ``comm``, or keys and patterns of the rows; by default all of which there are numbers.
-
-    Returns:
-        The panels, and sentences about numbers that are not finite.
+        names: of `VIEWS`, of `BARS`, or keys and patterns of the rows; by default all of which there are numbers.
 
     Raises:
-        ConfigError: for a name of which no run has numbers.
+        ConfigError: for a name of which no run has numbers, and where none are named and none are there.
     """
     x_label, places = _places(metrics, x)
     runs = [Run(name, each, places[name]) for name, each in metrics.items()]
     keys = list(dict.fromkeys(key for run in runs for key in run.numbers))
-    evaluated = [key for key in keys if key.startswith(EVALUATED) and key != "validation_loss"]
+    evaluated = [key for key in keys if key.startswith(EVALUATED) and not key.endswith("_loss")]
     panels: list[Panel | Bars] = []
-    notes: list[str] = []
-    for name in names or dict.fromkeys(["loss", *evaluated, *VIEWS, COMM]):
+    for name in names or dict.fromkeys(["loss", *evaluated, *VIEWS, *BARS]):
         panel: Panel | Bars | None
-        if name == COMM:
-            panel = _bytes_by_axis(runs)
+        if name in BARS:
+            panel = BARS[name](runs)
         else:
-            panel = _panel(VIEWS.get(name, View(name, {"": name})), runs, keys, smooth, x_label, notes)
+            panel = _panel(VIEWS.get(name, View(name, {name: ""})), runs, keys, smooth, x_label)
         if panel is not None:
             panels.append(panel)
         elif names:
             raise ConfigError(_unknown(name, keys))
-    return panels, list(dict.fromkeys(notes))
+    if not panels:
+        raise ConfigError(f"the rows have no numbers of any panel; choose some by --panels: {', '.join(keys)}")
+    return panels
+
+
+def _unknown(name: str, keys: Sequence[str]) -> str:
+    sources = {"comm": "comm.accounting=True counts bytes", "profile": "train.profile and colossus profile make one"}
+    if name in sources:
+        return f"--panels {name}: no run has it; {sources[name]}"
+    close = nearest(name, [*VIEWS, *BARS, *keys])
+    hint = f"; did you mean {close}?" if close else ""
+    patterns = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", key) for key in keys)
+    lists = f"  panels: {', '.join([*VIEWS, *BARS])}\n  keys: {', '.join(patterns)}"
+    return f"--panels {name}: the rows have no such numbers{hint}\n{lists}"
 
 
 def _places(metrics: Mapping[str, RunMetrics], x: str) -> tuple[str, dict[str, list[float]]]:
@@ -136,6 +148,33 @@ def _places(metrics: Mapping[str, RunMetrics], x: str) -> tuple[str, dict[str, l
     return f"{label} in steps", {name: [at / unit for at in each.seconds] for name, each in metrics.items()}
 
 
+# -- lines ----------------------------------------------------------------------------------------------------------
+
+
+def _panel(view: View, runs: Sequence[Run], keys: Sequence[str], smooth: int, x_label: str) -> Panel | None:
+    """The panel of a view; None where no run has numbers of it."""
+    labels = {
+        key: " ".join(filter(None, (label, part)))
+        for pattern, label in view.keys.items()
+        for key, part in _matching(pattern, keys).items()
+    }
+    # the validation loss has the colour of the loss
+    owners = {key: key.removeprefix(EVALUATED) if key.removeprefix(EVALUATED) in labels else key for key in labels}
+    colours = list(dict.fromkeys(owners.values()))
+    lines: list[Line] = []
+    for at, run in enumerate(runs):
+        for key in filter(run.numbers.__contains__, labels):
+            colour, is_evaluated = at * len(colours) + colours.index(owners[key]), key.startswith(EVALUATED)
+            rows = list(run.numbers[key])
+            x, y = [run.x[row] for row in rows], [number * view.scale for number in run.numbers[key].values()]
+            if view.is_smoothed and smooth > 1 and not is_evaluated:
+                lines.append(Line("", x, y, "faint", colour))
+                y = moving_mean([run.metrics.steps[row] for row in rows], y, smooth)
+            name = _line_name(run.name, key, labels[key], len(runs), len(labels))
+            lines.append(Line(name, x, y, "markers" if is_evaluated else "line", colour))
+    return Panel(view.title, lines, x_label, view.unit, view.log_y) if lines else None
+
+
 def _matching(pattern: str, keys: Sequence[str]) -> dict[str, str]:
     """key -> what of it stands for the ``*`` of the pattern, or behind the pattern's end."""
     wanted = re.compile(re.escape(pattern).replace(r"\*", "(.*)") + r"(?:\.(.+))?")
@@ -143,34 +182,11 @@ def _matching(pattern: str, keys: Sequence[str]) -> dict[str, str]:
     return {key: " ".join(filter(None, match.groups())) for key, match in found if match is not None}
 
 
-def _panel(
-    view: View, runs: Sequence[Run], keys: Sequence[str], smooth: int, x_label: str, notes: list[str]
-) -> Panel | None:
-    """The panel of a view; None where no run has numbers of it."""
-    found = [
-        (key, " ".join(filter(None, (label, part))))
-        for label, pattern in view.keys.items()
-        for key, part in _matching(pattern, keys).items()
-    ]
-    # a run's evaluations have the colour of its first line
-    per_run = max(1, sum(not key.startswith(EVALUATED) for key, _ in found))
-    lines: list[Line] = []
-    for at, run in enumerate(runs):
-        colour = at * per_run
-        for key, label in found:
-            numbers = run.numbers.get(key, {})
-            name, rows = (label if label and len(runs) == 1 else f"{run.name} {label}".rstrip()), list(numbers)
-            x, y = [run.x[row] for row in rows], [numbers[row] * view.scale for row in rows]
-            notes += _not_finite(run, key)
-            if key.startswith(EVALUATED):
-                lines += [Line(name, x, y, "markers", at * per_run)] * bool(numbers)
-                continue
-            if numbers and smooth > 1 and view.is_smoothed:
-                lines.append(Line("", x, y, "faint", colour))
-                y = moving_mean([run.metrics.steps[row] for row in rows], y, smooth)
-            lines += [Line(name, x, y, colour=colour)] * bool(numbers)
-            colour += 1
-    return Panel(view.title, lines, x_label, view.unit, view.log_y) if lines else None
+def _line_name(run: str, key: str, label: str, num_runs: int, num_keys: int) -> str:
+    """What tells the line from the others of its panel: nothing where it is the only one."""
+    if num_runs > 1:
+        return f"{run} {label}".rstrip()
+    return label or key if num_keys > 1 else ""
 
 
 def moving_mean(steps: Sequence[int], values: Sequence[float], window: int) -> list[float]:
@@ -183,33 +199,53 @@ def moving_mean(steps: Sequence[int], values: Sequence[float], window: int) -> l
     return means
 
 
-def _not_finite(run: Run, key: str) -> list[str]:
-    numbers = run.numbers.get(key, {})
-    rows = [row for row, number in numbers.items() if not math.isfinite(number)]
-    if not rows:
-        return []
-    first = f"first at step {run.metrics.steps[rows[0]]}"
-    return [f"{run.name}: {key} is NaN or infinite in {len(rows)} of {len(numbers)} rows, {first}: gaps"]
+def gaps(panels: Sequence[Panel | Bars]) -> list[str]:
+    """A sentence for each line with numbers that cannot be drawn."""
+    found = []
+    for panel in panels:
+        if isinstance(panel, Bars):
+            continue
+        for line in panel.lines:
+            missing = [x for x, y in zip(line.x, panel.heights(line), strict=True) if math.isnan(y)]
+            if missing and line.style != "faint":
+                name = f"{panel.title}{line.label and f', {line.label}'}"
+                what = "NaN, infinite or not above zero" if panel.log_y else "NaN or infinite"
+                where = f"first at {panel.x_label} {readable(missing[0])}"
+                found.append(f"{name}: {len(missing)} of {len(line.x)} numbers are {what} ({where}): gaps")
+    return found
+
+
+# -- bars -----------------------------------------------------------------------------------------------------------
 
 
 def _bytes_by_axis(runs: Sequence[Run]) -> Bars | None:
-    """Bytes that the logging rank sends in a step, in the mean over the rows that tell it."""
+    """Bytes that the logging rank sends in a step, in the mean over the rows that tell it; None where none does."""
     means: dict[str, dict[str, float]] = {}
     for run in runs:
-        rows = [row[COMM] for row in run.metrics.rows if COMM in row]
+        rows = [row["comm"] for row in run.metrics.rows if "comm" in row]
         axes = dict.fromkeys(axis for row in rows for axis in row)
         if rows:
             means[run.name] = {axis: fmean(row.get(axis, {}).get("bytes", 0) for row in rows) for axis in axes}
-    axes = dict.fromkeys(axis for each in means.values() for axis in each)
-    parts = {axis: [each.get(axis, 0.0) for each in means.values()] for axis in axes}
-    return Bars("sent by the first rank in a step", list(means), parts, "bytes") if means else None
+    return _bars("sent by the first rank in a step", means, "bytes")
 
 
-def _unknown(name: str, keys: Sequence[str]) -> str:
-    if name == COMM:
-        return f"--panels {name}: no run has counted bytes; comm.accounting=True does"
-    close = nearest(name, [*VIEWS, COMM, *keys])
-    hint = f"; did you mean {close}?" if close else ""
-    patterns = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", key) for key in keys)
-    lists = f"  panels: {', '.join([*VIEWS, COMM])}\n  keys: {', '.join(patterns)}"
-    return f"--panels {name}: the rows have no such numbers{hint}\n{lists}"
+def _time_by_part(runs: Sequence[Run]) -> Bars | None:
+    """Where the time of a step goes, in the mean over ranks, by the profiles of runs; None where none has one."""
+    means: dict[str, dict[str, float]] = {}
+    for run in runs:
+        path = run.metrics.path.parent / run_folder.PROFILE
+        if path.is_file():
+            profile = json.loads(path.read_bytes())
+            ranks = [rank["seconds"] for rank in profile["ranks"]]
+            means[run.name] = {part: 1e3 * fmean(rank.get(part, 0.0) for rank in ranks) for part in profile["parts"]}
+    return _bars("time of a step, mean of ranks", means, "ms")
+
+
+def _bars(title: str, sizes: Mapping[str, Mapping[str, float]], unit: str) -> Bars | None:
+    """A bar of each run, with its parts."""
+    names = dict.fromkeys(name for each in sizes.values() for name in each)
+    parts = {name: [each.get(name, 0.0) for each in sizes.values()] for name in names}
+    return Bars(title, list(sizes), parts, unit) if sizes else None
+
+
+BARS = {"comm": _bytes_by_axis, "profile": _time_by_part}

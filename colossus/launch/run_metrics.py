@@ -27,6 +27,7 @@ class RunMetrics:
     """
 
     def __init__(self, path: Path, replicas: int | None = None) -> None:
+        self.path = path
         replicas = _replicas(path.parent) if replicas is None else replicas
         rows: dict[int, dict[str, Any]] = {}
         for line in path.read_bytes().splitlines() if path.exists() else []:

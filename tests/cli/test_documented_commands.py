@@ -7,6 +7,7 @@ a user's. What would take long ends early: `launch` and `compare` get ``--dry-ru
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shlex
 import sys
@@ -93,6 +94,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         engine.run.completed_steps = 500
         engine.checkpoints.save(background=False).wait()
         engine.close()
+        row = dict(step=1, loss=5.5, grad_norm=1.0, memory_bytes=1e9, tokens=64, step_seconds=0.1)
+        (here / "runs" / run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     sys.path[:] = path
     make_tokenizer(make_folder(here / "models" / "gpt2", GPT2 | dict(vocab_size=VOCABULARY)))
     return here
