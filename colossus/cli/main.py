@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": "doctor",
     "verify": "verify",
     "compare": "compare",
+    "profile": "profile",
     "evaluate": "evaluate",
     "generate": "generate",
     "checkpoint": "checkpoint",
@@ -40,6 +41,7 @@ commands:
   doctor        test this machine: devices, backend, cores, speed between ranks, ports
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
   compare FILE  the same job under several data-parallel strategies or plans, in one table
+  profile FILE  train a few steps, and say where the time of a step goes
   evaluate DIR  the loss of a checkpoint's model on its run's validation data, or on other data
   generate DIR  continue text with the model of a checkpoint
   checkpoint inspect|verify|diff|convert DIR
