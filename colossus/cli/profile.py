@@ -47,6 +47,7 @@ def make_parser() -> Parser:
     )
     parser.add_nproc("processes (default: the product of the plan's sizes)")
     parser.add_argument("--out", metavar="DIR", help="the run folder (default: runs/profile-<name>-<time>)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
     return parser
 
 
@@ -64,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         file=arguments.file,
         overrides=[*arguments.overrides, *short_run(config, first, last, arguments.ranks)],
         nproc=arguments.nproc,
+        dry_run=arguments.dry_run,
         run_dir=arguments.out or str(run_folder.default_folder(f"profile-{config.name}")),
     )
     return call("colossus.launch.command", "run", launched, "file", "overrides")

@@ -100,7 +100,8 @@ class Profiler(Hook):
             activities += [ProfilerActivity.CUDA] if engine.device.type == "cuda" else []
             self._trace = self._profile.enter_context(torch.profiler.profile(activities=activities))
         # some have started a trace, which takes long the first time, and the others would wait for them in the step
-        collectives.barrier(engine.context.group(engine.strategy.summed_axes), engine.device)
+        engine.strategy.sync_point()
+        collectives.barrier(engine.context.group(engine.context.grid.names), engine.device)
 
     def _end(self, engine: Any) -> None:
         """Write and print what was found. Collective."""
