@@ -192,7 +192,9 @@ class Train(Section):
     def _profiles_own_steps(self) -> Train:
         if self.profile is not None and self.profile.steps[1] > self.steps:
             first, last = self.profile.steps
-            raise ValueError(f"profile.steps = ({first}, {last}), but the run ends with step {self.steps} (train.steps)")
+            raise ValueError(
+                f"profile.steps = ({first}, {last}), but the run ends with step {self.steps} (train.steps)"
+            )
         return self
 
     @model_validator(mode="after")

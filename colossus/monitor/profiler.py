@@ -42,14 +42,14 @@ class Profiler(Hook):
                     "step_seconds": 0.5,  mean of a step, from the wait for its batch to the end of its last hook
                     "seconds": {"forward": 0.1, ..}}, ..]}   means; they add up to step_seconds
 
-    Collective over all ranks in the first and behind the last of the steps.
+    Collective over all ranks before the first and behind the last of the steps.
     """
 
     def __init__(self, section: Profile) -> None:
         self._section = section
         self._regions: Regions | None = None
         self._first = 0
-        #: what ends with the profile, with a step, and with the wait for its batch
+        #: what ends with the profile (calls are wrapped), with a step, and with the wait for its batch
         self._profile, self._step, self._data_wait = ExitStack(), ExitStack(), ExitStack()
         self._trace: torch.profiler.profile | None = None
 
@@ -61,13 +61,17 @@ class Profiler(Hook):
     def on_step_start(self, engine: Any) -> None:
         first, last = self._section.steps
         step = engine.completed_steps + 1
-        if not first <= step <= last:
+        if not first - 1 <= step <= last:
             return
         if self._regions is None:
-            self._begin(engine, step)
+            self._wrap(engine)
         assert self._regions is not None
-        self._step.enter_context(self._regions.step(step))
-        self._data_wait.enter_context(self._regions.region(DATA_WAIT, DATA_WAIT))
+        if step >= first:
+            if not self._regions.steps:
+                self._first = step
+                self._start_together(engine)
+            self._step.enter_context(self._regions.step(step))
+            self._data_wait.enter_context(self._regions.region(DATA_WAIT, DATA_WAIT))
 
     def on_step_end(self, engine: Any, result: StepResult) -> None:
         self._step.close()
@@ -78,13 +82,13 @@ class Profiler(Hook):
         self._end(engine)
 
     def on_exception(self, engine: Any, error: BaseException) -> None:
-        for stack in (self._data_wait, self._step, self._profile):
-            stack.close()
+        self._profile.close()  # to end a step or a trace would wait for a device that may be stuck
 
-    def _begin(self, engine: Any, step: int) -> None:
+    def _wrap(self, engine: Any) -> None:
+        """One step ahead where there is one: what is compiled is compiled again, as other functions are called."""
         ranks = self._section.ranks
         is_traced = ranks == "all" or engine.context.rank in ranks
-        self._first, self._regions = step, Regions(engine.device, is_traced=is_traced)
+        self._regions = Regions(engine.device, is_traced=is_traced)
         self._profile.enter_context(profiled(engine, self._regions))
         train_step = engine.train_step
 
@@ -94,25 +98,31 @@ class Profiler(Hook):
             return result
 
         self._profile.enter_context(replaced(engine, "train_step", step_with_batch))
-        if is_traced:
+
+    def _start_together(self, engine: Any) -> None:
+        """Start the traces. That takes long the first time, and the other ranks would wait in their step."""
+        assert self._regions is not None
+        if self._regions.is_traced:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch prints that it begins and ends, on every rank
             activities = [ProfilerActivity.CPU]
             activities += [ProfilerActivity.CUDA] if engine.device.type == "cuda" else []
-            self._trace = self._profile.enter_context(torch.profiler.profile(activities=activities))
-        # some have started a trace, which takes long the first time, and the others would wait for them in the step
+            self._trace = torch.profiler.profile(activities=activities)
+            self._trace.start()
         engine.strategy.sync_point()
         collectives.barrier(engine.context.group(engine.context.grid.names), engine.device)
 
     def _end(self, engine: Any) -> None:
         """Write and print what was found. Collective."""
-        if self._regions is None or not self._regions.steps:
-            return
         self._profile.close()
-        steps, self._regions = self._regions.steps, None
+        steps = self._regions.steps if self._regions is not None else []
+        self._regions = None
+        if not steps:
+            return
         folder = (engine.run.folder or Path(".")) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         trace = folder / f"rank{engine.context.rank}.trace.json.gz"
         if self._trace is not None:
+            self._trace.stop()
             self._trace.export_chrome_trace(str(trace))
         engine.strategy.sync_point()
         own = mean_parts(steps), engine.context.rank, engine.context.index("pipeline"), self._trace and str(trace)

@@ -57,17 +57,15 @@ class Regions:
 
     Regions of other threads count for nothing, but for those of a backward, for which the main thread waits.
 
-    Args:
-        is_traced: torch.profiler runs, and is to see the regions.
-
     Attributes:
+        is_traced: torch.profiler is to see the regions, where it runs.
         steps: of each `step` its parts, in seconds.
     """
 
     def __init__(self, device: torch.device, *, is_traced: bool = False) -> None:
         self.steps: list[dict[str, float]] = []
         self._clock = HostClock() if device.type == "cpu" else DeviceClock(device)
-        self._is_traced, self._thread = is_traced, threading.get_ident()
+        self.is_traced, self._thread = is_traced, threading.get_ident()
         #: (name, part) of those that are open, the innermost last
         self._open: list[tuple[str, str]] = []
         #: of the running step: (time, part that begins then)
@@ -97,7 +95,7 @@ class Regions:
         self._open.append((name, part))
         self._mark(part)
         try:
-            with record_function(name) if self._is_traced else nullcontext():
+            with record_function(name) if self.is_traced else nullcontext():
                 yield
         finally:
             self._open.pop()
