@@ -23,6 +23,7 @@ COMMANDS = {
     "verify": "verify",
     "compare": "compare",
     "plot": "plot",
+    "profile": "profile",
     "evaluate": "evaluate",
     "generate": "generate",
     "checkpoint": "checkpoint",
@@ -42,6 +43,7 @@ commands:
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
   compare FILE  the same job under several data-parallel strategies or plans, in one table
   plot RUN...   loss, speed, memory and more by step, tokens or time, of one run or several over each other
+  profile FILE  train a few steps, and say where the time of a step goes
   evaluate DIR  the loss of a checkpoint's model on its run's validation data, or on other data
   generate DIR  continue text with the model of a checkpoint
   checkpoint inspect|verify|diff|convert DIR

@@ -142,6 +142,8 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     config = config.model_copy(update={"parallel": resolved})
     if of_strategy is not None:
         problems += of_strategy.check(config)
+    if config.train.profile is not None:
+        problems += config.train.profile.problems(world_size(resolved))
     if problems:
         raise ConfigError(problems)
     return config

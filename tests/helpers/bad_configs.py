@@ -258,6 +258,11 @@ TABLE: dict[str, Bad] = {
         "train.global_batch: no such key; did you mean train.global_batch_size?", overrides="train.global_batch=3"
     ),
     "steps": bad("train.steps: must be at least 1, got 0", overrides="train.steps=0"),
+    "profile": bad("profile.steps = (1, 3), but the run ends with step 2", overrides="train.profile.steps=(1,3)"),
+    "profile of nobody": bad(
+        "train.profile.ranks: no rank 1: this plan has rank 0 alone",
+        overrides="train.profile=dict(steps=(1,2),ranks=(0,1))",
+    ),
     "an override that is none": bad("'train.steps' has no '='", overrides="train.steps"),
     "a file that raises": bad("NameError: name 'nowhere' is not defined", text="data = nowhere"),
     "a file that exits": bad("SystemExit: the file called exit()", text="raise SystemExit(0)"),
