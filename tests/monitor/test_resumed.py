@@ -13,8 +13,8 @@ import pytest
 from helpers.launched.fake_engine import FakeEngine
 
 from colossus.engine.fit import fit
-from colossus.monitor.metrics import Metrics
 from colossus.monitor.hooks.tensorboard import TensorBoard
+from colossus.monitor.metrics import Metrics
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
