@@ -225,6 +225,11 @@ OPTIMIZERS = Registry(
         "Adam": "torch.optim.adam:Adam",
         "Adagrad": "torch.optim.adagrad:Adagrad",
         "SGD": "torch.optim.sgd:SGD",
+        # of whole parameters
+        "Adafactor": "colossus.optim.adafactor:Adafactor",
+        "LAMB": "colossus.optim.trust_ratio:LAMB",
+        "LARS": "colossus.optim.trust_ratio:LARS",
+        "Muon": "colossus.optim.muon:Muon",
     },
 )
 #: rules of tables with sparse gradients, each with its options

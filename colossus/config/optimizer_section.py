@@ -23,9 +23,11 @@ class Optimizer(Named):
     type: Annotated[Any, AfterValidator(require_type)] = "AdamW"
     #: the peak of the learning rate
     lr: Positive = 3e-4
+    #: runs a class that needs whole parameters (norms of layers, SOAP): each at a rank that owns it
+    whole: bool = False
     #: another optimizer for tables with sparse gradients, dict(type=.., **options)
     tables: TableOptimizer | None = None
 
     def spec(self) -> dict[str, Any]:
-        """Without what is for tables."""
-        return {key: value for key, value in super().spec().items() if key != "tables"}
+        """What the class is made with."""
+        return {key: value for key, value in super().spec().items() if key not in ("tables", "whole")}
