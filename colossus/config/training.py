@@ -144,6 +144,8 @@ class Train(Section):
     eval_batches: Count = 10
     #: sequences per validation batch, over all data ranks; None: ``global_batch_size``
     eval_batch_size: Count | None = None
+    #: algorithms of torch that give the same bits each time; an operation that has none is refused, some are slower
+    deterministic: bool = False
 
     @model_validator(mode="after")
     def _loss_is_scaled(self) -> Train:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from colossus.comm import collectives
 from colossus.data.loader import Loader, Loaders
 from colossus.engine.checkpoints import Checkpoints
+from colossus.engine.deterministic import add_switch
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.optimizer_step import OptimizerStep
@@ -58,12 +59,15 @@ class Engine:
         executor: Executor,
         inputs: Inputs,
         num_parameters: int,
+        closing: ExitStack,
     ) -> None:
         self.run, self.config, self.context, self.device = run, run.config, run.context, run.context.device
         self.model, self.optimizer, self.store, self.strategy = run.model, run.optimizer, run.store, run.strategy
         self.pipeline, self.executor, self.inputs, self.num_parameters = pipeline, executor, inputs, num_parameters
         self.observers, self.loss_scaler = stages.observers, optimizer_step.loss_scaler
         self._stages, self._optimizer_step = stages, optimizer_step
+        #: the process as it was before, and its groups
+        self._closing = closing
         #: why no step or evaluation may begin
         self._ended: str | None = None
         #: steps, and forwards of evaluations, so far
@@ -192,6 +196,7 @@ class Engine:
                 return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
         except BaseException as error:
             add_place(error)
+            add_switch(error)
             raise
 
     # -- evaluation ---------------------------------------------------------------------------------------
@@ -264,4 +269,4 @@ class Engine:
         self.checkpoints.finish()
         self.strategy.close()
         self.pipeline.close()
-        self.context.close()
+        self._closing.close()
