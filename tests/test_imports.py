@@ -302,6 +302,7 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.graphs.analysis",
         "colossus.graphs.graph_checks",
         *graphs,
+        "colossus.compare.run_bench",
         "colossus.data_parallel.options.gossip_options",
         "colossus.server.process",
         "colossus.cli.show",

@@ -110,7 +110,7 @@ def print_bench(plans: Sequence[Measured], console: Console, steps: int, *, coun
         on_cuda: whose memory is meant: that of the device, or of the process.
     """
     columns = ("step", "quartiles", "time / first", f"{counted}/s", "MFU", "sent/step", "peak memory")
-    rows = [_cells(plan, against) for plan, against in zip(plans, over_first(plans), strict=True)]
+    rows = [_cells(plan, against) for plan, against in zip(plans, [None, *over_first(plans)[1:]], strict=True)]
     print_rows(console, columns, rows)
     done = [plan for plan in plans if plan.failure is None]
     lines = [f"{plan.label}: failed: {plan.failure}" for plan in plans if plan.failure is not None]

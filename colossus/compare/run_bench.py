@@ -57,6 +57,8 @@ def run(
     """
     if command.worker_variables(os.environ) is not None:
         raise ConfigError("bench starts its own processes: run it by itself, without torchrun or srun")
+    if json is not None and not Path(json).absolute().parent.is_dir():
+        raise ConfigError(f"--json {json}: there is no folder {Path(json).parent}")
     given = {
         text or AS_IN_FILE: (*overrides, *plan_overrides(text), *_OWN_OVERRIDES) for text in each_of(plans or [""])
     }

@@ -27,6 +27,7 @@ BENCH = [sys.executable, "-m", "colossus", "bench", str(TINY)]
         (["parallel.tensor"], ["'parallel.tensor' has no '='"]),
         (["parallel.strategy=server"], ["needs parameter servers, which bench does not start"]),
         (["--overrides", "model=None"], ["model: the config has none"]),
+        (["--json", "nowhere/bench.json"], ["--json nowhere/bench.json: there is no folder nowhere"]),
         (["data=2", "--steps", "0"], ["--steps: must be a whole number of at least 1"]),
     ],
 )
