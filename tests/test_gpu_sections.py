@@ -46,6 +46,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", but(("one rank", "2d"), PLANS))
+@pytest.mark.rest("1d")
 def test_every_layer_case(name: str) -> None:
     mode, plan, dtypes = PLANS[name]
     (count,) = run_fake_ranks(plan.world_size, _computed, mode, plan, dtypes)

@@ -40,6 +40,7 @@ def in_use(networks: Collection[str]) -> set[str]:
     return found & set(networks)
 
 
+@pytest.mark.long
 @needs_hosts
 def test_hosts_share_files_and_the_network_and_nothing_else(tmp_path: Path) -> None:
     before = traces()

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from colossus.arithmetic import byte_count, clock
 from colossus.compare.jobs import Job
+from colossus.compare.printed_rows import print_lines, print_rows, seconds_text
 from colossus.launch import run_folder
 from colossus.launch.run_metrics import RunMetrics
 
@@ -230,15 +230,9 @@ def print_table(comparison: Comparison, console: Console, counted: str = "tokens
         "waited/step",
         "distance",
     )
-    table = Table("", *columns, box=None, pad_edge=False, header_style="bold")
-    for column in table.columns:
-        column.no_wrap = True
-        column.justify = "right" if column.header else "left"
-    for row in comparison.rows:
-        table.add_row(row.label, *([] if row.problems else _cells(row)))
-    console.width = max(console.width, console.measure(table, options=console.options.update(max_width=10_000)).maximum)
     if comparison.equal_steps:
-        console.print(table)
+        rows = [(row.label, *([] if row.problems else _cells(row))) for row in comparison.rows]
+        print_rows(console, columns, rows)
     lines = [f"{row.label}: {line}" for row in comparison.rows for line in row.problems]
     if comparison.equal_steps:
         lines += [
@@ -250,8 +244,7 @@ def print_table(comparison: Comparison, console: Console, counted: str = "tokens
         ]
     else:
         lines.append("no run has come to its end, so there are no numbers")
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_lines(console, lines)
 
 
 def _cells(row: Row) -> Iterator[str]:
@@ -266,11 +259,7 @@ def _cells(row: Row) -> Iterator[str]:
         yield shown(name, "{:.4f}".format) + percent
     faster = f" x{row.tokens_ratio:.2f}" if row.tokens_ratio else ""
     yield shown("tokens_per_second", "{:,.0f}".format) + faster
-    yield shown("step_seconds", _seconds)
+    yield shown("step_seconds", seconds_text)
     yield shown("bytes_sent", byte_count)
-    yield shown("wait_seconds", _seconds)
+    yield shown("wait_seconds", seconds_text)
     yield shown("consensus_distance", "{:.2g}".format)
-
-
-def _seconds(value: float) -> str:
-    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

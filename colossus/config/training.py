@@ -190,6 +190,8 @@ class Train(Section):
     batch_ramp: BatchRamp | None = None
     #: dict(steps=(10, 13), ranks=(0,)): where the time of these steps goes; None does not look
     profile: Profile | None = None
+    #: algorithms of torch that give the same bits each time; an operation that has none is refused, some are slower
+    deterministic: bool = False
 
     @property
     def batch_sizes(self) -> BatchSizes:

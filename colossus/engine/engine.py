@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from colossus.comm import collectives
 from colossus.data.batch import batch_size_of
 from colossus.data.loader import Loader, Loaders
 from colossus.engine.checkpoints import Checkpoints
+from colossus.engine.deterministic import add_switch
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.optimizer_step import OptimizerStep
@@ -60,6 +61,7 @@ class Engine:
         executor: Executor,
         inputs: Inputs,
         num_parameters: int,
+        closing: ExitStack,
         group_rules: Sequence[str] = (),
     ) -> None:
         self.run, self.config, self.context, self.device = run, run.config, run.context, run.context.device
@@ -68,6 +70,8 @@ class Engine:
         self.group_rules = group_rules
         self.observers, self.loss_scaler = stages.observers, optimizer_step.loss_scaler
         self._stages, self._optimizer_step = stages, optimizer_step
+        #: the process as it was before, and its groups
+        self._closing = closing
         #: why no step or evaluation may begin
         self._ended: str | None = None
         #: steps, and forwards of evaluations, so far
@@ -211,6 +215,7 @@ class Engine:
                 return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
         except BaseException as error:
             add_place(error)
+            add_switch(error)
             raise
 
     # -- evaluation ---------------------------------------------------------------------------------------
@@ -283,4 +288,4 @@ class Engine:
         self.checkpoints.finish()
         self.strategy.close()
         self.pipeline.close()
-        self.context.close()
+        self._closing.close()
