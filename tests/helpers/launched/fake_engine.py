@@ -59,7 +59,7 @@ class FakeEngine:
         self.config = load_config({"train": {"global_batch_size": 1, **train}}, nproc=1)
         self.context = ParallelContext.from_config(self.config)
         self.device = torch.device("cpu")
-        self.completed_steps, self.num_parameters = 0, 8
+        self.completed_steps, self.num_parameters, self.group_rules = 0, 8, ()
         self.loader: Any = itertools.repeat("batch")
         self.loaders = None
         self.strategy = Strategy()
