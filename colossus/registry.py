@@ -1,7 +1,8 @@
 """Name -> class tables. Whatever a config file can name is looked up here.
 
 Entries are classes registered with the decorator, built-in ones declared as ``"package.module:attribute"`` and imported
-on first use, so that listing names costs no import of torch, and what the modules of ``package`` register.
+on first use, so that listing names costs no import of torch, and what the modules of ``package`` register. A config may
+write ``"package.module:attribute"`` in the place of a name, too.
 """
 
 from __future__ import annotations
@@ -10,16 +11,59 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def nearest(name: str, known: list[str]) -> str | None:
-    """The known name closest in spelling to ``name``, or None when nothing is close."""
+def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str | None:
+    """The known name closest in spelling to ``name``, or None when none is as close as ``cutoff``, 0 to 1."""
     folded = {candidate.lower(): candidate for candidate in reversed(known)}
-    match = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=cutoff)
     return folded[match[0]] if match else None
+
+
+def is_path(name: object) -> bool:
+    """Whether a name is ``"package.module:attribute"``, of something that is imported."""
+    return isinstance(name, str) and ":" in name
+
+
+def imported(path: str) -> Any:
+    """The class or function that ``"package.module:attribute"`` names; modules beside the config file are found.
+
+    Raises:
+        ValueError: there is no such module or attribute, naming the nearest, or it cannot be called.
+    """
+    module_name, _, attribute = path.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
+        raise ValueError(f"{path!r} is no 'package.module:attribute'")
+    found: Any = _module(path, module_name)
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            close = nearest(name, [each for each in dir(found) if not each.startswith("_")])
+            hint = f"; did you mean {close!r}?" if close else ""
+            raise ValueError(f"{path!r}: {module_name} has no {attribute!r}{hint}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise ValueError(f"{path!r} is of type {type(found).__name__}, which cannot be called")
+    return found
+
+
+def _module(path: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not f"{name}.".startswith(f"{missing}."):  # one that the module itself imports
+            raise ValueError(f"{path!r}: {name} cannot be imported: {error}") from error
+        parent, _, child = missing.rpartition(".")
+        places = getattr(importlib.import_module(parent), "__path__", []) if parent else None
+        close = nearest(child, [module.name for module in pkgutil.iter_modules(places)], cutoff=0.6)
+        hint = f"; did you mean {f'{parent}.{close}'.lstrip('.')!r}?" if close else ""
+        raise ValueError(f"{path!r}: there is no module {missing!r}{hint}") from None
+    except Exception as error:
+        raise ValueError(f"{path!r}: importing {name} raised {type(error).__name__}: {error}") from error
 
 
 class Registry:
@@ -63,11 +107,13 @@ class Registry:
         return name in self._entries or name in self._builtin
 
     def get(self, name: str) -> Any:
-        """The class of that name.
+        """The class of that name, or what a ``"package.module:attribute"`` names.
 
         Raises:
             ValueError: when no such name exists; names the nearest one and lists all.
         """
+        if is_path(name):
+            return imported(name)
         if name not in self:
             raise ValueError(self.missing(name))
         if name not in self._entries:
@@ -78,14 +124,16 @@ class Registry:
     def missing(self, name: str) -> str:
         """The message for a name that is not registered."""
         known = self.names()
-        close = nearest(name, known)
+        close, parts = nearest(name, known), name.split(".")
+        if len(parts) > 1 and all(map(str.isidentifier, parts)):
+            close = ":".join(name.rsplit(".", 1))
         hint = f" Did you mean {close!r}?" if close else ""
         return f"no {self.kind} named {name!r}.{hint} Known: {', '.join(known) or 'none'}."
 
     def build(self, spec: Mapping[str, Any] | Callable[..., Any], /, **extra: Any) -> Any:
         """Build from ``dict(type="Name", **kwargs)`` or from a callable; ``extra`` are further arguments.
 
-        ``type`` may be a registered name or a callable.
+        ``type`` may be a name, as `get` takes it, or a callable.
         """
         if callable(spec):
             return spec(**extra)
@@ -177,6 +225,11 @@ OPTIMIZERS = Registry(
         "Adam": "torch.optim.adam:Adam",
         "Adagrad": "torch.optim.adagrad:Adagrad",
         "SGD": "torch.optim.sgd:SGD",
+        # of whole parameters
+        "Adafactor": "colossus.optim.adafactor:Adafactor",
+        "LAMB": "colossus.optim.trust_ratio:LAMB",
+        "LARS": "colossus.optim.trust_ratio:LARS",
+        "Muon": "colossus.optim.muon:Muon",
     },
 )
 #: rules of tables with sparse gradients, each with its options

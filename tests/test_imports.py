@@ -34,6 +34,7 @@ LEVELS = {
     "models": 6,
     "data": 6,
     "gradients": 6,
+    "optim": 6,
     "sparse": 7,
     "data_parallel": 8,
     "state": 9,

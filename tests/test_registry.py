@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import textwrap
 from fractions import Fraction
 from pathlib import Path
@@ -83,6 +84,32 @@ def test_every_module_of_a_package_is_found(tmp_path: Path, monkeypatch: pytest.
     registry = importlib.import_module("orchard_for_test").FRUITS
     assert registry.names() == ["pear", "plum"]
     assert "plum" in registry
+
+
+PATHS = {
+    "fractions:Fractoin": "fractions has no 'Fractoin'; did you mean 'Fraction'?",
+    "xml.dmo:Node": "there is no module 'xml.dmo'; did you mean 'xml.dom'?",
+    "fractionss:Fraction": "there is no module 'fractionss'; did you mean 'fractions'?",
+    "broken_for_test:f": "importing broken_for_test raised RuntimeError: no luck",
+    "needing_for_test:f": "needing_for_test cannot be imported: No module named 'nowhere_for_test'",
+    "math:pi": "is of type float, which cannot be called",
+    "math:": "is no 'package.module:attribute'",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_is_imported_or_refused_in_words(
+    path: str, fruits: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_for_test.py").write_text("raise RuntimeError('no luck')")
+    (tmp_path / "needing_for_test.py").write_text("import nowhere_for_test")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"{path!r}") + ".*" + re.escape(PATHS[path])):
+        fruits.get(path)
+    assert fruits.get("fractions:Fraction.from_float") == Fraction.from_float
+    assert fruits.build(dict(type="fractions:Fraction", numerator=3)) == 3
+    assert fruits.names() == ["Apple", "Fraction"]
+    assert "Did you mean 'fractions:Fraction'?" in fruits.missing("fractions.Fraction")
 
 
 @given(st.lists(st.text("abcxyz", min_size=1, max_size=8), min_size=1, unique_by=str.lower))

@@ -28,11 +28,12 @@ from colossus.registry import (
     TABLE_OPTIMIZERS,
     TENSOR_MODES,
     Registry,
+    is_path,
 )
 
 
 def check_names(config: Config) -> None:
-    """Every ``type`` is registered, or a callable, and takes the options it is given.
+    """Every ``type`` is registered, can be imported, or is a callable, and takes the options it is given.
 
     Raises:
         ConfigError: with the nearest registered name, or the nearest option.
@@ -52,6 +53,12 @@ def check_names(config: Config) -> None:
     for key, value, registry in named:
         if not isinstance(value, Named):
             continue
+        if is_path(value.type):
+            try:
+                value = value.model_copy(update={"type": registry.get(value.type)})
+            except ValueError as error:
+                problems.append(f"{key}.type: {error}")
+                continue
         if isinstance(value.type, str) and value.type not in registry:
             problems.append(f"{key}.type: {registry.missing(value.type)}")
         elif value.type not in own_options.get(registry.kind, ()):

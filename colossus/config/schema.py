@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
+from colossus.config.optimizer_section import Optimizer
 from colossus.config.section import (
     FROM_LIST,
     Count,
@@ -68,28 +69,6 @@ class StrategySection(Named):
 
     #: name of a strategy (all_reduce, hierarchical, hybrid, sgp, d-psgd, ad-psgd, local_sgd, ..); options follow
     type: Annotated[Any, AfterValidator(require_type)] = "all_reduce"
-
-
-class TableOptimizer(Named):
-    """Of tables with sparse gradients, where it is another than that of the other parameters."""
-
-    #: SparseAdam, Adagrad, RowWiseAdagrad, SGD
-    type: str
-    #: by default ``optimizer.lr``
-    lr: Positive | None = None
-
-
-class Optimizer(Named):
-    #: AdamW, Adam, Adagrad, SGD, or a callable that takes the parameters; options are torch's
-    type: Annotated[Any, AfterValidator(require_type)] = "AdamW"
-    #: the peak of the learning rate
-    lr: Positive = 3e-4
-    #: another optimizer for tables with sparse gradients, dict(type=.., **options)
-    tables: TableOptimizer | None = None
-
-    def spec(self) -> dict[str, Any]:
-        """Without what is for tables."""
-        return {key: value for key, value in super().spec().items() if key != "tables"}
 
 
 class LRSchedule(Named):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from colossus.convert.parallelize import parallelize
+from colossus.registry import imported
 
 
 def torch_model(
@@ -29,18 +29,8 @@ def torch_model(
     Raises:
         ValueError: when there is no such function.
     """
-    found = _imported(factory) if isinstance(factory, str) else factory
-    return parallelize(partial(found, **(kwargs or {})), rules, example=example, blocks=blocks)()
-
-
-def _imported(name: str) -> Callable[..., nn.Module]:
-    module, _, attribute = name.partition(":")
     try:
-        found = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f'factory = {name!r}: is no "package.module:function" that can be imported: {error}') from None
-    if not callable(found):
-        raise ValueError(f"factory = {name!r}: is a {type(found).__name__}, which cannot be called")
-    return found
+        found = imported(factory) if isinstance(factory, str) else factory
+    except ValueError as error:
+        raise ValueError(f"factory = {error}") from error
+    return parallelize(partial(found, **(kwargs or {})), rules, example=example, blocks=blocks)()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Iterable, Sequence
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +12,15 @@ from torch import nn
 
 from colossus.comm.objects import all_gather_object
 from colossus.config import Config
-from colossus.config.schema import Optimizer as OptimizerSection
+from colossus.config.optimizer_section import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.strategy import Strategy
+from colossus.layers.embedding import Embedding, PositionEmbedding
+from colossus.layers.lm_head import LMHead
 from colossus.layout.parameter import spec_of
+from colossus.optim.logical_tensors import Holders
+from colossus.optim.torch_classes import without_dynamo
+from colossus.optim.whole import WholeParameters
 from colossus.registry import OPTIMIZERS
 from colossus.sparse.table_optimizers import group_tables, table_problem
 from colossus.state.optimizer import why_not_saved
@@ -34,23 +40,7 @@ def torch_optimizer(name: str, params: Iterable[nn.Parameter], **options: Any) -
     params, kind = list(params), OPTIMIZERS.get(name)
     if name != "Adagrad" and not options.get("foreach") and not any(param.is_complex() for param in params):
         options.setdefault("fused", True)  # torch's fused kernels know no complex numbers
-    return _without_dynamo(kind)(params, **options)
-
-
-@cache
-def _without_dynamo(optimizer: type[torch.optim.Optimizer]) -> type[Any]:
-    """``optimizer`` without the wrappers that import ``torch._dynamo`` at its first call (1.6 s a rank).
-
-    The wrappers break the graph where a compiled region contains the optimizer; the engine steps outside of any.
-    """
-    methods: dict[str, Any] = {
-        name: inspect.unwrap(getattr(optimizer, name))
-        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
-    }
-    methods["step"] = torch.no_grad()(inspect.unwrap(optimizer.step))
-    # pickled as torch's own: under its name there is only that
-    methods["__reduce__"] = lambda self: (object.__new__, (optimizer,), self.__getstate__())
-    return type(optimizer.__name__, (optimizer,), {"__module__": optimizer.__module__, **methods})
+    return without_dynamo(kind)(params, **options)
 
 
 def require_factory(factory: Any, config: Config) -> None:
@@ -76,7 +66,7 @@ def build_optimizer(
     config: Config,
     factory: OptimizerFactory | None,
     params: Sequence[nn.Parameter],
-    context: ParallelContext,
+    holders: Holders,
     tables: Container[int] | None = None,
 ) -> tuple[torch.optim.Optimizer, Config]:
     """The optimizer of this rank, and the config with the learning rate that the schedule starts from.
@@ -88,13 +78,14 @@ def build_optimizer(
 
     Args:
         params: what this rank updates, as it is stored.
+        holders: the ranks that hold them (`holders_of`).
         tables: ids of those of them that have sparse gradients; None: no rank has one.
 
     Raises:
         ValueError: on all ranks, when what the user's function returns is no optimizer of these parameters.
     """
-    named = [(spec_of(param).name, param) for param in params]
-    made = _make(factory, config, named)
+    named, context = [(spec_of(param).name, param) for param in params], holders.context
+    made = _make(factory, config, named, holders)
     problem = None if made is _EMPTY else _problem(made, dict(named), config)
     #: of each group
     rates: list[float | None] = []
@@ -126,7 +117,21 @@ def build_optimizer(
     return made, config
 
 
-def _make(factory: OptimizerFactory | None, config: Config, named: NamedParameters) -> Any:
+def holders_of(module: nn.Module, strategy: Strategy) -> Holders:
+    """The ranks that hold the parameters of a stage and have the same sums of their gradients.
+
+    Embeddings, and output layers by their class or name, are told apart: their rows stand for tokens or classes.
+    """
+    rows = set()
+    for name, part in module.named_modules():
+        kinds = nn.Embedding, nn.EmbeddingBag, Embedding, PositionEmbedding, LMHead
+        if isinstance(part, kinds) or name.rpartition(".")[2] in ("lm_head", "head", "classifier"):
+            rows |= {id(param) for param in part.parameters()}
+    context = strategy.parts.context
+    return Holders(context, (axis for axis in strategy.summed_axes if axis != "pipeline"), rows)
+
+
+def _make(factory: OptimizerFactory | None, config: Config, named: NamedParameters, holders: Holders) -> Any:
     """What the user's function, or the config's, returns; ``_EMPTY`` on a rank where it has nothing to update."""
     if not named:
         return _EMPTY
@@ -136,19 +141,31 @@ def _make(factory: OptimizerFactory | None, config: Config, named: NamedParamete
         options = config.optimizer.spec()
         kind = options.pop("type")
         params = [param for _, param in named]
-        if isinstance(kind, str) and kind in _TORCHS:
+        if isinstance(kind, str) and kind in _TORCHS and not config.optimizer.whole:
             return torch_optimizer(kind, params, **options)
         kind = kind if callable(kind) else OPTIMIZERS.get(kind)
-        return kind(named_parameters=named, **options) if _takes_names(kind) else kind(params=params, **options)
+        if config.optimizer.whole:
+            return WholeParameters(params, holders, partial(_plain(kind), **options))
+        if _takes(kind, "holders"):
+            return kind(params, holders, **options)
+        return (
+            kind(named_parameters=named, **options)
+            if _takes(kind, "named_parameters")
+            else kind(params=params, **options)
+        )
     except ValueError as error:
         if "empty parameter list" in str(error):  # torch's, where the function picks none of this stage
             return _EMPTY
         raise
 
 
-def _takes_names(kind: Callable[..., Any]) -> bool:
+def _plain(kind: Any) -> Any:
+    return without_dynamo(kind) if getattr(kind, "__module__", "").startswith("torch.optim") else kind
+
+
+def _takes(kind: Callable[..., Any], argument: str) -> bool:
     try:
-        return "named_parameters" in inspect.signature(kind).parameters
+        return argument in inspect.signature(kind).parameters
     except (TypeError, ValueError):
         return False
 

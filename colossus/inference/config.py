@@ -266,11 +266,11 @@ def _without_tokenizer(data: Any) -> Any:
 
 
 def _imported_names(section: Any) -> Iterator[str]:
-    """What would be imported for a section: its type, its collate_fn, those of its validation."""
+    """What would be imported for a section: its type, its collate_fn or factory, those of its validation."""
     if isinstance(section, str):
         yield section
     elif isinstance(section, Mapping):
-        yield from (section[key] for key in ("type", "collate_fn") if isinstance(section.get(key), str))
+        yield from (section[key] for key in ("type", "collate_fn", "factory") if isinstance(section.get(key), str))
         yield from _imported_names(section.get("validation"))
 
 

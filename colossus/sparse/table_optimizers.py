@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from colossus.config import Config
-from colossus.config.schema import Optimizer
+from colossus.config.optimizer_section import Optimizer
 from colossus.registry import TABLE_OPTIMIZERS
 from colossus.rows.row_rules import RULES, Rule, rule_of
 

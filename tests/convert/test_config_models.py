@@ -148,7 +148,7 @@ def test_a_model_of_plain_torch_in_a_config() -> None:
             colossus.initialize(settings(dict(type="torch", factory="nowhere:net"), {}))
         return str(caught.value)
 
-    assert "package.module:function" in run_ranks(1, missing, with_context=False)[0]
+    assert "there is no module 'nowhere'" in run_ranks(1, missing, with_context=False)[0]
 
 
 def test_show_layers_says_what_became_of_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,6 +254,7 @@ def test_nothing_that_a_manifest_names_is_imported(
     (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
     for section, value, is_refused in (
         ("model", {"type": "planted:Net"}, True),
+        ("model", {"type": "torch", "factory": "planted:net"}, True),
         ("data", {"type": "planted:Data"}, True),
         ("data", "<planted:Data>", True),
         ("data", {"type": "TextFolder", "path": "x", "collate_fn": "planted:collate"}, True),
