@@ -339,7 +339,7 @@ def plots(path: Path) -> None:
 
 
 def owners(path: Path) -> None:
-    """What owners of matrices compute under Muon: a GPT of 4 blocks on 8 ranks, a colour for the matrices of a block."""
+    """What owners compute under Muon: a GPT of 4 blocks on 8 ranks, a colour for the matrices of a block."""
     hidden, blocks, ranks = 1024, 4, 8
     shapes = [(hidden, hidden)] * 4 + [(4 * hidden, hidden), (hidden, 4 * hidden)]
     costs = [flops(shape, 5) for _ in range(blocks) for shape in shapes]
