@@ -36,7 +36,7 @@ def make_parser() -> Parser:
         "\nexamples:\n"
         "  colossus plot gpt_stdlib\n"
         "  colossus plot runs/first runs/second --x tokens --smooth 20 --out loss.png\n"
-        "  colossus plot runs/compare-gpt_stdlib-*/* --x time --panels loss,throughput\n",
+        "  colossus plot runs/compare-gpt_stdlib-*/*/ --x time --panels loss,throughput\n",
     )
     parser.add_argument(
         "runs",
@@ -102,8 +102,7 @@ def metrics_of(given: str) -> Path:
     if (path / run_folder.METRICS).is_file():
         return path / run_folder.METRICS
     if path.is_dir():
-        below = sorted(each.parent.name for each in path.glob(f"*/{run_folder.METRICS}"))
-        hint = f"; there are runs in it: {path}/*" if below else ""
+        hint = f"; there are runs in it: {path}/*/" if any(path.glob(f"*/{run_folder.METRICS}")) else ""
         raise ConfigError(f"{given}: no run folder: it has no {run_folder.METRICS}{hint}")
     runs = run_folder.of_name(given) if path.name == given else []
     found = next((run for run in runs if run_folder.has_metrics(run)), None)
@@ -121,10 +120,11 @@ def short_names(paths: Sequence[Path]) -> list[str]:
         return [runs[0].name]
     words = [re.split("(?<=[/-])", str(run)) for run in runs]
     for end in (0, -1):
-        while min(map(len, words)) > 1 and len({each[end].rstrip("/-") for each in words}) == 1:
+        while min(map(len, words)) > 1 and len({each[end] for each in words}) == 1:
             for each in words:
                 each.pop(end)
-    return ["".join(each).rstrip("/-") for each in words]
+    names = ["".join(each).rstrip("/-") for each in words]
+    return names if len(set(names)) == len(names) else list(map(str, runs))
 
 
 def print_charts(panels: Sequence[Panel | Bars], width: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def test_one_line_is_drawn_in_braille_with_a_gap_where_a_number_is_none() -> Non
 
 
 def test_without_colours_each_of_several_lines_has_a_letter() -> None:
-    rows = text_chart(Panel("loss", [UP, DOWN, EVALUATED], "step"), 36, 10).splitlines()
+    # markers stand above lines, also where a line comes later
+    rows = text_chart(Panel("loss", [UP, EVALUATED, replace(DOWN, colour=1)], "step"), 36, 10).splitlines()
     assert rows[1:7] == [
         "  \u2502bbbbbb                     aaaaaa",
         " 4\u2524B    bbbbbb           aaaaaa",

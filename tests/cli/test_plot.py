@@ -184,6 +184,7 @@ def test_runs_are_named_by_what_differs() -> None:
     assert names("/r/gpt-sgp", "/r/gpt-d-psgd", "/r/gpt") == ["gpt-sgp", "gpt-d-psgd", "gpt"]
     assert names("/r/gpt-sgp-s1", "/r/gpt-d-psgd-s1") == ["sgp", "d-psgd"]
     assert names("/a/run", "/b/run") == ["a", "b"]
+    assert names("/r/a-b", "/r/a/b") == ["/r/a-b", "/r/a/b"]
 
 
 def test_a_run_is_a_folder_a_file_or_a_name(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +197,7 @@ def test_a_run_is_a_folder_a_file_or_a_name(write: Write, tmp_path: Path, monkey
     for given, problem in {
         "gtp": "gtp: no such path, and no run in runs/gtp-* has rows",
         "runs/gtp": "runs/gtp: no such path",
-        "runs": "runs: no run folder: it has no metrics.jsonl; there are runs in it: runs/*",
+        "runs": "runs: no run folder: it has no metrics.jsonl; there are runs in it: runs/*/",
     }.items():
         with pytest.raises(ConfigError) as error:
             metrics_of(given)
