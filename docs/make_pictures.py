@@ -19,6 +19,8 @@ from colossus.context.grid import build_grid
 from colossus.graphs.graph import make_graph
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
+from colossus.optim.muon import flops
+from colossus.optim.owner_exchange import choose_owners
 from colossus.picture import new_figure
 from colossus.registry import TENSOR_MODES
 from colossus.schedule.actions import placement
@@ -47,6 +49,7 @@ def write(folder: Path) -> None:
     bytes_by_mode(folder / "bytes-by-mode.svg")
     memory_by_stage(folder / "memory-by-stage.svg")
     learning_rates(folder / "learning-rates.svg")
+    owners(folder / "owners.svg")
 
 
 # -- SVG ------------------------------------------------------------------------------------------------------------
@@ -309,10 +312,6 @@ def memory_by_stage(path: Path) -> None:
     figure.savefig(path)
 
 
-if __name__ == "__main__":
-    PLAN.write_text(plan())
-
-
 # -- learning rates -------------------------------------------------------------------------------------------------
 
 
@@ -339,3 +338,24 @@ def learning_rates(path: Path) -> None:
     sizes = BatchSizes(64, BatchRamp(start=16, steps=120))
     line = Line("", [step + 1 for step in steps], [sizes.at(step) for step in steps])
     save_charts([*panels, Panel("batch_ramp: start=16, steps=120", [line], y_label="sequences")], path)
+
+
+if __name__ == "__main__":
+    PLAN.write_text(plan())
+
+
+def owners(path: Path) -> None:
+    """What the owners of matrices compute under Muon: a GPT of 4 blocks on 8 ranks, the matrices of a block in a colour."""
+    hidden, blocks, ranks = 1024, 4, 8
+    shapes = [(hidden, hidden)] * 4 + [(4 * hidden, hidden), (hidden, 4 * hidden)]
+    costs = [flops(shape, 5) for _ in range(blocks) for shape in shapes]
+    figure = new_figure(6, 2.6)
+    axis, heights = figure.subplots(), [0.0] * ranks
+    for number, owner in enumerate(choose_owners(costs, ranks)):
+        block = number // len(shapes)
+        axis.bar(owner, costs[number] / 1e9, bottom=heights[owner], color=COLOURS[block], edgecolor="white")
+        heights[owner] += costs[number] / 1e9
+    axis.set_xticks(range(ranks))
+    axis.set_xlabel("rank")
+    axis.set_title("operations of a step, 10^9", fontsize=10, loc="left")
+    figure.savefig(path)

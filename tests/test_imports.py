@@ -34,6 +34,7 @@ LEVELS = {
     "models": 6,
     "data": 6,
     "gradients": 6,
+    "optim": 6,
     "sparse": 7,
     "data_parallel": 8,
     "state": 9,
@@ -51,7 +52,8 @@ LEVELS = {
 }
 #: anyone may import these; they import only each other as listed
 LEAVES = {
-    "registry": set(),
+    "import_path": set(),
+    "registry": {"import_path"},
     "_lazy": set(),
     "machine": set(),
     "torch_versions": set(),
@@ -62,7 +64,7 @@ LEAVES = {
     "chart": {"picture"},
     "error_place": set(),
     "graphs": {"registry", "arithmetic"},
-    "config": {"registry", "_lazy", "arithmetic", "graphs"},
+    "config": {"registry", "import_path", "_lazy", "arithmetic", "graphs"},
 }
 
 

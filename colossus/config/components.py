@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from colossus.config.errors import brief, explain, unknown_key
-from colossus.config.optimizer_section import GroupRule
+from colossus.config.optimizer_section import GROUP_OPTIONS, GroupRule
 from colossus.config.schema import ReadingOptions
 from colossus.config.section import FROM_LIST, Named, Section
 from colossus.registry import (
@@ -48,7 +48,9 @@ def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
     problems = names + values
     for number, rule in enumerate(getattr(named, "groups", ()) if registry is OPTIMIZERS else ()):
         of_rule = f"{key}.groups.{number}"
-        names = _unknown(of_rule, rule, [name for name in known if name not in ("params", "lr")]) if known else []
+        of_groups = GROUP_OPTIONS.get(named.type, ()) if isinstance(named.type, str) else ()
+        of_class = [name for name in known or () if name not in ("params", "holders", "lr")]
+        names = _unknown(of_rule, rule, [*of_class, *of_groups]) if known is not None else []
         together = _range_problems(of_rule, named.type, {**named.options, **rule.options}, registry)
         problems += names + [problem for problem in together if problem.replace(of_rule, key, 1) not in values]
     return problems

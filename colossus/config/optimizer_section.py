@@ -8,6 +8,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from colossus.config.section import FROM_LIST, Named, Names, Positive, Section, require_type
 
+#: of the optimizers that have them: options of groups alone
+GROUP_OPTIONS = {"LAMB": ("adapt",), "LARS": ("adapt",), "Muon": ("muon",)}
+
 
 class TableOptimizer(Named):
     """Of tables with sparse gradients, where it is another than that of the other parameters."""
@@ -56,6 +59,8 @@ class Optimizer(Named):
     groups: Annotated[tuple[GroupRule, ...], FROM_LIST] = ()
     #: the learning rate of each block is this part of that of the block behind it; None: all have the same
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    #: runs a class that needs whole parameters (norms of layers, SOAP): each at a rank that owns it
+    whole: bool = False
     #: another optimizer for tables with sparse gradients, dict(type=.., **options)
     tables: TableOptimizer | None = None
 

@@ -15,6 +15,7 @@ from colossus.config.errors import ConfigError, explain
 from colossus.config.learning_rates import learning_rate_problems
 from colossus.config.schema import Config, Parallel
 from colossus.config.section import Named
+from colossus.import_path import is_path
 from colossus.registry import (
     DATASETS,
     HOOKS,
@@ -29,7 +30,6 @@ from colossus.registry import (
     TABLE_OPTIMIZERS,
     TENSOR_MODES,
     Registry,
-    is_path,
 )
 
 

@@ -27,7 +27,7 @@ from colossus.engine.engine import Engine
 from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
-from colossus.engine.optimizers import OptimizerFactory, build_optimizer, require_factory
+from colossus.engine.optimizers import OptimizerFactory, build_optimizer, holders_of, require_factory
 from colossus.engine.parameter_groups import ParameterGroups, make_groups
 from colossus.engine.routers import Routers, routers_of
 from colossus.engine.stages import ModelStages
@@ -114,7 +114,8 @@ def make_engine(
         loss = loss_of(module, loss_fn)
         store = _store_parameters(config, context, module, strategy, pipeline, loaders)
         tables = {id(table.param) for table in strategy.tables or ()} if whole.has_tables else None
-        updates, config = build_optimizer(config, optimizer, strategy.trained, context, tables, whole.groups)
+        holders = holders_of(module, strategy)
+        updates, config = build_optimizer(config, optimizer, strategy.trained, holders, tables, whole.groups)
         strategy.optimizer_made(updates)
         step = OptimizerStep(config, module, updates, store, strategy, Routers(whole.routers, module, strategy))
         inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)

@@ -54,8 +54,8 @@ def trial_problem(optimizer: torch.optim.Optimizer, params: Sequence[nn.Paramete
     if worst <= _ROUNDING:
         return None
     return (
-        f"{kind.__name__} computes something else with parts of a parameter than with the whole: after {_STEPS} steps "
-        f"of a small random one they differ by {worst:.2g} of the largest change"
+        f"{kind.__name__} computes something else with parts of a parameter than with the whole (tried on a small "
+        f"random one: after {_STEPS} steps they differ by {worst:.2g} of the largest change)"
     )
 
 

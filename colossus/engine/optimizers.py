@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Iterable, Sequence
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +13,18 @@ from torch import nn
 from colossus.comm.objects import all_gather_object
 from colossus.config import Config, ConfigError
 from colossus.config.errors import brief
+from colossus.config.optimizer_section import GROUP_OPTIONS
 from colossus.config.optimizer_section import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
+from colossus.data_parallel.strategy import Strategy
 from colossus.engine.optimizer_trial import trial_problem
 from colossus.engine.parameter_groups import ParameterGroups
+from colossus.layers.embedding import Embedding, PositionEmbedding
+from colossus.layers.lm_head import LMHead
 from colossus.layout.parameter import spec_of
+from colossus.optim.logical_tensors import Holders
+from colossus.optim.torch_classes import without_dynamo
+from colossus.optim.whole import WholeParameters
 from colossus.registry import OPTIMIZERS, TORCH_OPTIMIZERS
 from colossus.sparse.table_optimizers import group_tables, table_problem
 from colossus.state.optimizer import why_not_saved
@@ -28,8 +35,6 @@ OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
 #: in the place of the optimizer of a rank that has nothing to update
 _EMPTY: Any = object()
-
-
 #: those that are fused unless the options say otherwise
 _FUSED = ("AdamW", "Adam", "SGD")
 
@@ -44,23 +49,7 @@ def torch_optimizer(name: str, params: Iterable[Any], **options: Any) -> Any:
     held = [param for each in params for param in (each["params"] if isinstance(each, dict) else [each])]
     if name in _FUSED and not options.get("foreach") and not any(param.is_complex() for param in held):
         options.setdefault("fused", True)  # torch's fused kernels know no complex numbers
-    return _without_dynamo(kind)(params, **options)
-
-
-@cache
-def _without_dynamo(optimizer: type[torch.optim.Optimizer]) -> type[Any]:
-    """``optimizer`` without the wrappers that import ``torch._dynamo`` at its first call (1.6 s a rank).
-
-    The wrappers break the graph where a compiled region contains the optimizer; the engine steps outside of any.
-    """
-    methods: dict[str, Any] = {
-        name: inspect.unwrap(getattr(optimizer, name))
-        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
-    }
-    methods["step"] = torch.no_grad()(inspect.unwrap(optimizer.step))
-    # pickled as torch's own: under its name there is only that
-    methods["__reduce__"] = lambda self: (object.__new__, (optimizer,), self.__getstate__())
-    return type(optimizer.__name__, (optimizer,), {"__module__": optimizer.__module__, **methods})
+    return without_dynamo(kind)(params, **options)
 
 
 def require_factory(factory: Any, config: Config) -> None:
@@ -86,7 +75,7 @@ def build_optimizer(
     config: Config,
     factory: OptimizerFactory | None,
     params: Sequence[nn.Parameter],
-    context: ParallelContext,
+    holders: Holders,
     tables: Container[int] | None = None,
     groups: ParameterGroups | None = None,
 ) -> tuple[torch.optim.Optimizer, Config]:
@@ -99,6 +88,7 @@ def build_optimizer(
 
     Args:
         params: what this rank updates, as it is stored.
+        holders: the ranks that hold them (`holders_of`).
         tables: ids of those of them that have sparse gradients; None: no rank has one.
         groups: of a config that has rules for them.
 
@@ -106,17 +96,20 @@ def build_optimizer(
         ValueError: on all ranks, when what the user's function returns is no optimizer of these parameters, or one that
             computes something else with the parts of parameters that ranks store (`trial_problem`).
     """
+    context = holders.context
     if factory is None:
-        require_options(config.optimizer)
+        require_options(config.optimizer, context)
     named = [(spec_of(param).name, param) for param in params]
-    made = _make(factory, config, named, groups)
+    made = _make(factory, config, named, holders, groups)
     problem = None if made is _EMPTY else _problem(made, dict(named), config, context, tables or ())
     #: of each group
     rates: list[float | None] = []
     if made is not _EMPTY and problem is None:
+        if factory is None and tables is not None:
+            group_tables(made, config, lambda param: id(param) in tables)
+        for group in made.param_groups if groups is not None else ():
+            group["lr"] *= group.pop("lr_scale", 1.0)
         rates = [float(group["lr"]) if "lr" in group else None for group in made.param_groups]
-        if factory is None:
-            _group_tables(made, config, context, tables)
         if tables:
             problem = table_problem(made, {id(param): name for name, param in named if id(param) in tables})
     source = "optimizer.type" if factory is None else "optimizer="
@@ -129,11 +122,8 @@ def build_optimizer(
         raise ValueError(f"{source}: the optimizer has no parameter on any rank, so nothing would be trained")
     if made is _EMPTY:  # torch's insist on a parameter
         empty: list[dict[str, Any]] = [{"params": [], "lr": rate or 0.0} for rate in rates]
-        empty = empty if groups is None else groups.of([], config.optimizer.lr)
         empty[0]["params"] = [nn.Parameter(torch.zeros(0))]
         made = torch.optim.SGD(empty, lr=0.0, fused=False, foreach=False)
-        if factory is None:
-            _group_tables(made, config, context, tables)
     if factory is not None:
         peak = next((rate for rate in rates if rate), None)
         lr: dict[str, Any] = {} if peak is None else {"lr": peak}
@@ -142,8 +132,26 @@ def build_optimizer(
     return made, config
 
 
+def holders_of(module: nn.Module, strategy: Strategy) -> Holders:
+    """The ranks that hold the parameters of a stage and have the same sums of their gradients.
+
+    Embeddings, and output layers by their class or name, are told apart: their rows stand for tokens or classes.
+    """
+    rows = set()
+    for name, part in module.named_modules():
+        kinds = nn.Embedding, nn.EmbeddingBag, Embedding, PositionEmbedding, LMHead
+        if isinstance(part, kinds) or name.rpartition(".")[2] in ("lm_head", "head", "classifier"):
+            rows |= {id(param) for param in part.parameters()}
+    context = strategy.parts.context
+    return Holders(context, (axis for axis in strategy.summed_axes if axis != "pipeline"), rows)
+
+
 def _make(
-    factory: OptimizerFactory | None, config: Config, named: NamedParameters, groups: ParameterGroups | None
+    factory: OptimizerFactory | None,
+    config: Config,
+    named: NamedParameters,
+    holders: Holders,
+    groups: ParameterGroups | None,
 ) -> Any:
     """What the user's function, or the config's, returns; ``_EMPTY`` on a rank where it has nothing to update."""
     if not named:
@@ -152,13 +160,17 @@ def _make(
     try:
         if factory is not None:
             return factory(list(named))
-        params: list[Any] = [param for _, param in named] if groups is None else groups.of(named, section.lr)
+        params: list[Any] = [param for _, param in named] if groups is None else groups.of(named)
+        kind, options = _class_of(section), section.arguments
+        if section.whole:
+            return WholeParameters(params, holders, partial(_plain(kind), **options))
         if section.type in TORCH_OPTIMIZERS:
-            return torch_optimizer(section.type, params, **section.arguments)
-        kind = _class_of(section)
-        if _takes_names(kind):
-            return kind(named_parameters=named, **section.arguments)
-        return kind(params=params, **section.arguments)
+            return torch_optimizer(section.type, params, **options)
+        if _takes(kind, "holders"):
+            return kind(params, holders, **options)
+        if _takes(kind, "named_parameters"):
+            return kind(named_parameters=named, **options)
+        return kind(params=params, **options)
     except ValueError as error:
         if "empty parameter list" in str(error):  # torch's, where the function picks none of this stage
             return _EMPTY
@@ -169,9 +181,13 @@ def _class_of(section: OptimizerSection) -> Any:
     return section.type if callable(section.type) else OPTIMIZERS.get(section.type)
 
 
-def _takes_names(kind: Callable[..., Any]) -> bool:
+def _plain(kind: Any) -> Any:
+    return without_dynamo(kind) if getattr(kind, "__module__", "").startswith("torch.optim") else kind
+
+
+def _takes(kind: Callable[..., Any], argument: str) -> bool:
     try:
-        return "named_parameters" in inspect.signature(kind).parameters
+        return argument in inspect.signature(kind).parameters
     except (TypeError, ValueError):
         return False
 
@@ -205,7 +221,10 @@ def _problem(
         if id(param) not in tables and any(sizes[axis] > 1 for axis in spec_of(param).layout.shard_axes)
     ]
     if in_parts and (words := trial_problem(made, in_parts)):
-        return f"{words}. It would depend on the plan: this rank stores a part of {names[id(in_parts[0])]}. {_WHOLE}"
+        return (
+            f"{words}, and this rank stores a part of {names[id(in_parts[0])]}: what is trained would depend on the "
+            f"plan. {_WHOLE}"
+        )
     if config.checkpoint.every and (reason := why_not_saved(made)):
         return f"{reason}; or set checkpoint.every = 0"
     return None
@@ -216,38 +235,43 @@ def _refusal(kind: type) -> str | None:
     return next((why for name, why in OPTIMIZERS.refused.items() if issubclass(kind, getattr(torch.optim, name))), None)
 
 
-def require_options(section: OptimizerSection) -> None:
+def require_options(section: OptimizerSection, context: ParallelContext) -> None:
     """That the class of a config takes the values of its options, those of its groups, too: by making it once, of a
     parameter of its own.
 
     Raises:
         ConfigError: with what the class says, and the option, where it is one.
     """
-    kind, problems = _class_of(section), list[str]()
-    if section.has_groups and _takes_names(kind):
-        problems.append(
-            f"optimizer.groups, layer_decay: {getattr(kind, '__name__', kind)} takes named_parameters, of which it "
-            f"makes groups itself: leave them out, or let it take params"
+    kind = _class_of(section)
+    name = getattr(kind, "__name__", str(kind))
+    if section.has_groups and _takes(kind, "named_parameters"):
+        raise ConfigError(
+            f"optimizer.groups, layer_decay: {name} takes named_parameters, of which it makes groups itself: leave "
+            f"them out, or let it take params"
         )
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and not _takes_names(kind):
-        if words := _refusal(kind):
-            raise ConfigError(f"optimizer.type: {kind.__name__}: {words}")
-        sections = {"optimizer": section.arguments}
-        sections |= {f"optimizer.groups.{at}": rule.options for at, rule in enumerate(section.groups)}
-        for key, own in sections.items():
-            if words := _options_refused(kind, {**section.arguments, **own}, own):
-                problems.append(f"{key}{words}")
-                break
-    if problems:
-        raise ConfigError(problems)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or _takes(kind, "named_parameters"):
+        return
+    if words := _refusal(kind):
+        raise ConfigError(f"optimizer.type: {name}: {words}")
+    of_groups = GROUP_OPTIONS.get(section.type, ()) if isinstance(section.type, str) else ()
+    sections = {"optimizer": section.arguments}
+    for number, rule in enumerate(section.groups):
+        own = {key: value for key, value in rule.options.items() if key not in of_groups}
+        sections[f"optimizer.groups.{number}"] = own
+    for key, own in sections.items():
+        if words := _options_refused(kind, {**section.arguments, **own}, own, context):
+            raise ConfigError(f"{key}{words}")
 
 
-def _options_refused(kind: Callable[..., Any], options: dict[str, Any], own: Iterable[str]) -> str | None:
+def _options_refused(
+    kind: Callable[..., Any], options: dict[str, Any], own: Iterable[str], context: ParallelContext
+) -> str | None:
     """What a class says when it is made with these options; of those in ``own`` the one without which it does not."""
+    holders = {"holders": Holders(context, ())} if _takes(kind, "holders") else {}
 
     def refused(**options: Any) -> str | None:
         try:
-            kind([nn.Parameter(torch.zeros(2, 2))], **options)
+            kind([nn.Parameter(torch.zeros(2, 2))], **holders, **options)
         except (TypeError, ValueError) as error:
             return str(error)
         return None
@@ -259,8 +283,3 @@ def _options_refused(kind: Callable[..., Any], options: dict[str, Any], own: Ite
         if refused(**{key: value for key, value in options.items() if key != name}) is None:
             return f".{name}: {words}, got {brief(options[name])}"
     return f": {words}"
-
-
-def _group_tables(made: Any, config: Config, context: ParallelContext, tables: Container[int] | None) -> None:
-    if tables is not None:
-        group_tables(made, config, lambda param: id(param) in tables)

@@ -46,14 +46,9 @@ class ParameterGroups:
         for name in names:
             self.add(name, {**self.options[self.group_of[name]], **options})
 
-    def of(self, named: Sequence[tuple[str, nn.Parameter]], lr: float) -> list[dict[str, Any]]:
-        """The groups of a rank as an optimizer of torch takes them.
-
-        Args:
-            named: the parameters that the rank trains.
-            lr: the peak of the learning rate.
-        """
-        groups = [{"params": [], "lr": lr * options["lr_scale"], **options} for options in self.options]
+    def of(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        """The groups of a rank as an optimizer of torch takes them, of the parameters that it trains."""
+        groups: list[dict[str, Any]] = [{"params": [], **options} for options in self.options]
         for name, param in named:
             groups[self.group_of[name]]["params"].append(param)
         return groups

@@ -84,10 +84,10 @@ def check_model(config: Config) -> ModelInfo | None:
     spec = None if config.model is None else config.model.spec()
     total, rules = 0, list[str]()
     try:
-        require_options(config.optimizer)
+        context = ParallelContext.from_config(config, connect=False)
+        require_options(config.optimizer, context)
         if spec is None:
             return None
-        context = ParallelContext.from_config(config, connect=False)
         pipeline = PipelineRuntime(config, context)
         strategy = STRATEGIES.build(config.parallel.data_strategy)
 

@@ -175,6 +175,7 @@ class Experts(Layer):
         down = (num_experts, hidden_size, ffn_size)
         self.down = self.make_parameter({"": down}, outer, out_init or torch_linear(ffn_size), dtype=dtype)
         for parameter in (self.gate, self.up, self.down):
+            spec_of(parameter).is_stack = True
             self.decide_gradients(parameter, whole)
 
     @property

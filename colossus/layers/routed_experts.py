@@ -56,6 +56,7 @@ class RoutedExperts(Layer):
         self.gate_up_proj = self.make_parameter({"": shape}, layout, init or torch_linear(hidden_size), dtype=dtype)
         self.down_proj = self.make_parameter({"": out_shape}, layout, out_init or torch_linear(ffn_size), dtype=dtype)
         for parameter in (self.gate_up_proj, self.down_proj):
+            spec_of(parameter).is_stack = True
             self.decide_gradients(parameter, self.parallel.regions.whole)
 
     @property

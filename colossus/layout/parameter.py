@@ -60,11 +60,13 @@ class ParameterSpec:
         gradient_dtype: of its gradients, where it is not the parameter's own; else None.
         is_plain: whether the parameter is a plain torch one: stored whole, its values those that the constructor gave
             it, in the whole layout wherever it is used.
+        is_stack: whether dim 0 counts matrices (one for each expert), each of which an optimizer looks at by itself.
         intervals: of the one shard, which rows of its dim 0 this rank holds: (start, stop) of each range, ascending,
             one below the other in the local buffer; None: those that the layout says.
     """
 
     intervals: tuple[tuple[int, int], ...] | None = None
+    is_stack = False
 
     def __init__(
         self, shards: tuple[LogicalShard, ...], layout: Layout, description: str, *, is_plain: bool = False
@@ -124,6 +126,7 @@ class StoredSpec(ParameterSpec):
         shards = (replace(shard, rows=span) for shard, span in zip(computed.shards, rows, strict=True))
         super().__init__(tuple(shards), layout, computed.description, is_plain=computed.is_plain)
         self.name, self.is_decided, self._computed = computed.name, computed.is_decided, computed
+        self.is_stack = computed.is_stack
 
     def place(self, intervals: Sequence[tuple[int, int]]) -> None:
         """Let this rank hold these row ranges of the one shard, ascending: the local buffer has no other rows."""

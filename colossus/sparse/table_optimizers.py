@@ -112,8 +112,8 @@ def group_tables(optimizer: Any, config: Config, is_table: Callable[[nn.Paramete
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
         if section.tables is not None:
-            spec, scale = section.tables.spec(), group.pop("lr_scale", 1.0)  # of optimizer.lr, which is another
-            rule, options = TABLE_OPTIMIZERS.build({**spec, "lr": (spec["lr"] or section.lr) * scale})
+            spec = section.tables.spec()
+            rule, options = TABLE_OPTIMIZERS.build({**spec, "lr": spec["lr"] or section.lr})
             group |= {**options, "row_rule": rule}
 
 

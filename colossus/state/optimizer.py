@@ -17,6 +17,7 @@ from colossus.checkpoint.tensor_box import TensorBox
 from colossus.checkpoint.tensor_file import DTYPES
 from colossus.checkpoint.values import encode
 from colossus.state.parameters import ParameterBox
+from colossus.state.whole_state import SUFFIX
 
 log = logging.getLogger("colossus.engine")
 
@@ -41,7 +42,7 @@ def why_not_saved(optimizer: Any) -> str | None:
     kind = type(optimizer).__qualname__
     if not isinstance(getattr(optimizer, "state", None), Mapping):
         return f"{kind} has no .state, in which an optimizer of torch keeps what belongs to each parameter"
-    for name, value in vars(optimizer).items():
+    for name, value in vars(optimizer).items() if not hasattr(optimizer, "tensor_state") else ():
         if isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state:
             return f"{kind} has another optimizer in .{name}: let both keep one state, self.state = self.{name}.state"
     if other := [key for key in optimizer.state if not isinstance(key, Tensor)]:
@@ -60,8 +61,14 @@ def optimizer_values(optimizer: Any, made: Sequence[GroupOptions]) -> dict[str, 
     """
     if problem := why_not_saved(optimizer):
         raise CheckpointError(problem)
-    kind = type(optimizer).__qualname__
+    kind = kind_of(optimizer)
     return {} if _is_empty(optimizer) else {"kind": kind, "made": list(made), "now": group_options(optimizer)}
+
+
+def kind_of(optimizer: Any) -> str:
+    """The name of its class; of one that runs on whole parameters, ``SOAP, whole``."""
+    inner = getattr(optimizer, "inner", None)
+    return type(optimizer).__qualname__ if inner is None else f"{type(inner).__qualname__}, whole"
 
 
 def _is_empty(optimizer: Any) -> bool:
@@ -82,10 +89,11 @@ def require_same_optimizer(
     Args:
         section: in which its state is.
     """
-    if saved is None or not any(reader.manifest.names(section)) or _is_empty(optimizer):
+    keeps = any(any(reader.manifest.names(each)) for each in (section, section + SUFFIX))
+    if saved is None or not keeps or _is_empty(optimizer):
         return
     before = _in_words(saved["kind"], saved["made"])
-    now = _in_words(type(optimizer).__qualname__, optimizer.param_groups)
+    now = _in_words(kind_of(optimizer), optimizer.param_groups)
     if before != now:
         raise CheckpointError(
             f"{reader.folder} was saved with the optimizer {before}, this run has {now}: take {before}, or begin a run "
@@ -110,6 +118,11 @@ def options_to_go_on(
         is_logged: whether this rank logs what differs.
     """
     if saved is None or len(made) != len(saved["made"]):
+        if saved is not None and is_logged:
+            log.warning(
+                "the optimizer of the checkpoint has %d groups of parameters, this run has %d: their options are those "
+                "of the config", len(saved["made"]), len(made),
+            )  # fmt: skip
         return list(made)
     changed, out = [], []
     for now, before, then in zip(made, saved["made"], saved["now"], strict=True):

@@ -20,6 +20,7 @@ from colossus.data.loader import Loader
 from colossus.random import GlobalRng
 from colossus.state.replicas import ReplicaSource, has_own_parameters, replica_prefix, replica_record
 from colossus.state.run import Run, Stateful
+from colossus.state.whole_state import SUFFIX
 
 log = logging.getLogger("colossus.engine")
 
@@ -63,10 +64,10 @@ def _is_first_but_along(run: Run, *public: str) -> bool:
 
 
 def decoded_values(reader: CheckpointReader, rank: int) -> dict[str, Any]:
-    """The values of a checkpoint, without those of other ranks."""
+    """The values of a checkpoint, without those of other ranks, and of whole tensors, which their owners read."""
     values, own = {}, f"ranks/{rank}/"
     for path, value in reader.manifest.values.items():
-        if not path.startswith("ranks/") or path.startswith(own):
+        if f"optimizer{SUFFIX}/" not in path and (not path.startswith("ranks/") or path.startswith(own)):
             try:
                 values[path] = decode(value, reader.tensor)
             except Exception as error:

@@ -53,6 +53,7 @@ from colossus.state.replicas import (
 )
 from colossus.state.run import Run
 from colossus.state.run_values import SavedHook, decoded_values, hook_values, restore_run, run_values, written_for
+from colossus.state.whole_state import load_whole, whole_boxes
 
 #: when reading fails although every byte had been read for the checksums
 _MIXED = "; parts of it are loaded already: load a checkpoint before this engine trains"
@@ -162,6 +163,9 @@ class State:
         for section, (of_params, is_own) in kept.items():
             where, by = (own + section, boxes_of(run, replicas_differ=True)) if is_own else (section, boxes)
             state.tensors += state_boxes(where, of_params, by, state.values)
+        elsewhere = {id(run.store.stored(param)) for param in run.strategy.parts.counted_elsewhere}
+        where = (own if has_own_parameters(run) else "") + "optimizer"
+        state.tensors += whole_boxes(where, run.optimizer, elsewhere, state.values)
 
     # -- loading ------------------------------------------------------------------------------------------
 
@@ -216,6 +220,7 @@ class State:
         saved = saved_optimizer(values, source.own)
         options = options_to_go_on(self._made, saved, is_logged=context.is_logging_rank)
         restore_optimizer(run.optimizer, state, options)
+        load_whole(f"{source.optimizer}optimizer", reader, run.optimizer)
         is_kept = source.strategy is not None
         kept = read_state(f"{source.strategy}strategy", reader, values, boxes) if is_kept else {}
         run.strategy.load_parameter_state(kept)

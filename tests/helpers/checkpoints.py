@@ -66,7 +66,7 @@ class Contents:
     """All that a checkpoint holds, read in one process.
 
     Attributes:
-        tensors: ``model/..``, ``optimizer/..`` and ``strategy/..`` by key.
+        tensors: ``model/..``, ``optimizer/..``, ``optimizer_whole/..`` and ``strategy/..`` by key.
         values: decoded, but for those of single ranks and of how a run is made.
     """
 
@@ -78,7 +78,8 @@ class Contents:
 def contents(folder: Path) -> Contents:
     with CheckpointReader(folder) as reader:
         reader.verify()
-        kept = [key for key in reader.manifest.tensors if key.startswith(("model/", "optimizer/", "strategy/"))]
+        sections = "model/", "optimizer/", "optimizer_whole/", "strategy/"
+        kept = [key for key in reader.manifest.tensors if key.startswith(sections)]
         values = {
             path: decode(value, reader.tensor)
             for path, value in reader.manifest.values.items()

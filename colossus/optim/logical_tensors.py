@@ -1,0 +1,160 @@
+"""The tensors that an optimizer treats as one, and who holds which part: logical parameters, and of a stack of matrices
+(experts) each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from colossus.comm import collectives
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.layout.layout import Box, Layout
+from colossus.layout.parameter import spec_of
+
+
+@dataclass(frozen=True, eq=False)
+class LogicalTensor:
+    """A logical parameter, or one matrix of a stack, and where its parts are.
+
+    Attributes:
+        name: full logical name (``blocks.0.attention.query.weight``); of a stack with a number (``experts.up[3]``).
+        shape: full shape.
+        parameter: the stored parameter that has this rank's part in it.
+        layout: of the logical parameter.
+        boxes: what each rank of the group holds: (start, stop) of every dim; may be empty.
+        rows: of the parameter's dim 0, those of the logical parameter.
+        number: of the matrix among those of the stack that this rank holds; None where there is no stack.
+        own: this rank's box.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: nn.Parameter
+    layout: Layout
+    boxes: tuple[Box, ...]
+    rows: tuple[int, int]
+    number: int | None
+    own: Box
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2
+
+    def local(self, buffer: Tensor) -> Tensor:
+        """This rank's part, a view: of the parameter, or of a buffer of its shape (its gradient, its momentum)."""
+        if not self.shape:
+            return buffer
+        part = buffer[self.rows[0] : self.rows[1]]
+        if self.number is not None:
+            inside = 0 <= self.number < len(part)
+            part = part[self.number] if inside else part.new_empty([stop - start for start, stop in self.own])
+        for dim, (start, stop) in enumerate(self.own):
+            if part.shape[dim] != stop - start:
+                part = part.narrow(dim, 0, stop - start)
+        return part
+
+
+class Holders:
+    """The ranks that hold the parameters of an optimizer and have the same sums of gradients.
+
+    Args:
+        axes: along which these ranks lie; stages of a pipeline hold other parameters.
+        tables: ids of the stored parameters whose rows stand for tokens or classes: of embeddings and output layers.
+
+    Attributes:
+        group: those ranks, in an order that is the same on all.
+    """
+
+    def __init__(self, context: ParallelContext, axes: Iterable[str], tables: Collection[int] = ()) -> None:
+        self.context, self.tables = context, frozenset(tables)
+        along = set(axes)
+        self.axes = tuple(axis for axis in context.grid.names if axis in along and context.grid.sizes[axis] > 1)
+        self.group: AxisGroup = context.group(self.axes)
+        self.coordinates = [context.grid.coordinates(rank) for rank in self.group.ranks]
+
+    def tensors(self, params: Iterable[nn.Parameter]) -> list[LogicalTensor]:
+        """Of stored parameters, in their order: the same list on all ranks of the group."""
+        return [tensor for param in params for tensor in self._tensors_of(param)]
+
+    def _tensors_of(self, param: nn.Parameter) -> list[LogicalTensor]:
+        spec, sizes = spec_of(param), self.context.grid.sizes
+        if spec.intervals is not None:
+            raise ValueError(
+                f"{spec.name} is a table with sparse gradients, whose rows have owners: an optimizer of whole "
+                f"parameters cannot update it. Leave sparse=True out, or give tables their own: optimizer.tables"
+            )
+        module, _, leaf = spec.name.rpartition(".")
+        found = []
+        for shard in spec.shards:
+            name = ".".join(filter(None, (module, shard.name, leaf)))
+            boxes = [spec.layout.box(shard.shape, sizes, at) for at in self.coordinates]
+            own = boxes[self.group.index]
+            if not spec.is_stack:
+                found.append(LogicalTensor(name, shard.shape, param, spec.layout, tuple(boxes), shard.rows, None, own))
+                continue
+            for number in range(shard.shape[0]):
+                of_ranks = tuple(_within(box, number) for box in boxes)
+                found.append(
+                    LogicalTensor(
+                        f"{name}[{number}]", shard.shape[1:], param, spec.layout, of_ranks, shard.rows,
+                        number - own[0][0], of_ranks[self.group.index],
+                    )
+                )  # fmt: skip
+        return found
+
+    def same_copy(self, tensor: LogicalTensor, index: int) -> list[int]:
+        """The ranks of the group that hold a whole copy of the tensor between them, each one part: those that differ
+        from rank ``index`` along the axes alone that cut it."""
+        at = self.coordinates[index]
+        fixed = [axis for axis in self.axes if axis not in tensor.layout.shard_axes]
+        return [
+            other
+            for other, theirs in enumerate(self.coordinates)
+            if all(theirs[axis] == at[axis] for axis in fixed) and box_numel(tensor.boxes[other])
+        ]
+
+
+def _within(box: Box, number: int) -> Box:
+    """What a rank with this box of a stack holds of one of its matrices."""
+    (start, stop), *rest = box
+    return tuple(rest) if start <= number < stop else tuple((0, 0) for _ in rest)
+
+
+def box_numel(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+class Sums:
+    """Sums over logical tensors whose parts are on several ranks: each element counted once, one all-reduce for all."""
+
+    def __init__(self, tensors: Sequence[LogicalTensor], holders: Holders) -> None:
+        sizes = holders.context.grid.sizes
+        cut = {axis for tensor in tensors for axis in tensor.layout.shard_axes if sizes[axis] > 1}
+        axes = tuple(axis for axis in holders.axes if axis in cut)
+        self.group, at = holders.context.group(axes), holders.context.coordinates
+        #: 1 where this rank is the first of those with its part, else 0: [tensors]
+        self.counts = torch.tensor(
+            [float(tensor.layout.owns(at, axes)) for tensor in tensors],
+            dtype=torch.float64, device=holders.context.device,
+        )  # fmt: skip
+
+    def squares(self, parts: Sequence[Tensor]) -> Tensor:
+        """Of this rank's part of each tensor the squares, added up, where it counts them: float64 [tensors]."""
+        if not parts:
+            return self.counts.new_zeros(0)
+        low = any(part.dtype.itemsize < 4 for part in parts)  # whose norms would be rounded, or overflow
+        norms = torch._foreach_norm(list(parts), 2, torch.float32) if low else torch._foreach_norm(list(parts))
+        return torch.stack([norm.double().to(self.counts.device) for norm in norms]).square() * self.counts
+
+    def over_ranks(self, addends: Tensor) -> Tensor:
+        """The sum of a flat tensor, of which each rank has its addends, over the ranks that cut some tensor."""
+        return collectives.all_reduce(addends, self.group, owned=True).wait()

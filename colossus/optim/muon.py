@@ -1,0 +1,195 @@
+"""Muon: momentum of each matrix, made orthogonal by a Newton-Schulz iteration (Jordan 2024, Moonlight 2502.16982)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.comm.shared_memory import SLOT_BYTES
+from colossus.layout.parameter import spec_of
+from colossus.optim.logical_tensors import Holders
+from colossus.optim.owner_exchange import Exchange, in_buckets
+from colossus.optim.torch_classes import groups_of, without_dynamo
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def orthogonalise(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """U V^T of ``x`` = U S V^T, nearly: its singular values come into [0.7, 1.2]; torch.optim.Muon's iteration.
+
+    Args:
+        x: [rows, columns]; computed in its dtype.
+        coefficients: (a, b, c) of x <- a x + (b x x^T + c (x x^T)^2) x.
+        eps: below which the norm is not divided by.
+    """
+    a, b, c = coefficients
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def flops(shape: Sequence[int], steps: int) -> float:
+    """Of `orthogonalise`: for each step x x^T, its square, and the product with x."""
+    short, long = sorted(shape)
+    return steps * (4.0 * short * short * long + 2.0 * short**3)
+
+
+def lr_ratio(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
+    """What the learning rate of a matrix [out, in] is multiplied by, as torch.optim.Muon has it."""
+    rows, columns = shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon of whole matrices under every plan; AdamW of all else.
+
+    Momentum is kept in the parts that ranks hold. What it gives travels, in ``dtype``, to the matrix's owner, one of
+    the ranks that hold it (`choose_owners` by `flops`), which makes it orthogonal and gives the parts back: over all
+    ranks as many bytes as `Exchange.bytes_sent` says, at most (1 + copies) elements for each of the matrix. One bucket
+    travels while another is computed.
+
+    Matrices are the logical parameters of two dims (query, key and value are three) and each expert's, but for those of
+    embeddings and output layers. A group of parameters may say ``muon=True`` or ``False`` of its own.
+
+    Args:
+        params: stored parameters, or groups of them.
+        holders: the ranks that hold them.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr_fn: as of `torch.optim.Muon`.
+        dtype: in which matrices travel and are made orthogonal: ``bf16``, as torch does, ``fp32``, ``fp64``.
+        adamw: options of AdamW for all else: ``lr`` (by default that above), ``betas``, ``eps``, ``weight_decay``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        holders: Holders,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        dtype: str = "bf16",
+        adamw: dict[str, Any] | None = None,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
+        if not (0 <= momentum < 1 and weight_decay >= 0 and 0 < ns_steps < 100):
+            raise ValueError(
+                f"momentum must be in [0, 1), weight_decay 0 or more and ns_steps 1 to 99, got momentum={momentum}, "
+                f"weight_decay={weight_decay}, ns_steps={ns_steps}"
+            )
+        own: dict[str, Any] = dict(
+            lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps, ns_steps=ns_steps,
+            ns_coefficients=tuple(ns_coefficients), adjust_lr_fn=adjust_lr_fn,
+        )  # fmt: skip
+        matrices, others = [], []
+        for group in groups_of(params):
+            options = {key: value for key, value in group.items() if key not in ("params", "muon")}
+            is_matrix = [_is_for_muon(param, group.get("muon"), holders) for param in group["params"]]
+            members = list(zip(group["params"], is_matrix, strict=True))
+            matrices.append({**own, **options, "muon": True, "params": [param for param, it_is in members if it_is]})
+            others.append({**options, "muon": False, "params": [param for param, it_is in members if not it_is]})
+        #: of all that is no matrix; its groups and its state are this optimizer's
+        self.others = without_dynamo(torch.optim.AdamW)(others, **{"lr": lr, "fused": True, **(adamw or {})})
+        super().__init__([*matrices, *self.others.param_groups], {})
+        self.param_groups = [*matrices, *self.others.param_groups]
+        self.others.state = self.state
+        held = [(group, tensor) for group in matrices for tensor in holders.tensors(group["params"])]
+        costs = [flops(tensor.shape, group["ns_steps"]) for group, tensor in held]
+        self._dtype, self._device = DTYPES[dtype], holders.context.device
+        #: with the groups of the tensors that each brings to their owners
+        self._exchanges = [
+            (exchange, [held[k][0] for k in numbers])
+            for numbers, exchange in in_buckets(
+                [tensor for _, tensor in held], costs, holders, SLOT_BYTES // self._dtype.itemsize
+            )
+        ]
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """How matrices come to their owners and their parts back, in the order in which a step does it."""
+        return [exchange for exchange, _ in self._exchanges]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of all parameters that have a gradient. Collective over the ranks that hold them."""
+        directions = self._directions()
+        coming = [self._start(exchange, directions) for exchange, _ in self._exchanges[:1]]
+        returning: list[Callable[[], None]] = []
+        for number, (exchange, groups) in enumerate(self._exchanges):
+            whole = coming.pop()()
+            if number + 1 < len(self._exchanges):  # travels while this one is computed
+                coming.append(self._start(self._exchanges[number + 1][0], directions))
+            options = [groups[k] for k in exchange.owned]
+            updates = [
+                orthogonalise(x, of["ns_coefficients"], of["ns_steps"], of["eps"])
+                for x, of in zip(whole, options, strict=True)
+            ]
+            if returning:
+                returning.pop()()
+            back = exchange.to_holders(updates, torch.empty(0, dtype=self._dtype, device=self._device))
+            returning.append(partial(self._apply, exchange, groups, back))
+        for finish in returning:
+            finish()
+        self.others.step()
+
+    def _directions(self) -> dict[nn.Parameter, Tensor]:
+        """Of each stored parameter with matrices what is to be made orthogonal, from momentum and gradient."""
+        found = {}
+        for group in self.param_groups:
+            for param in group["params"] if group["muon"] else ():
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(param.grad)
+                momentum = state["momentum_buffer"]
+                momentum.lerp_(param.grad, 1 - group["momentum"])
+                found[param] = param.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        return found
+
+    def _start(self, exchange: Exchange, directions: dict[nn.Parameter, Tensor]) -> Callable[[], list[Tensor]]:
+        """What a rank has no gradient of is sent as 0: all ranks know the lengths beforehand."""
+        parts = []
+        for tensor in exchange.tensors:
+            direction = directions.get(tensor.parameter)
+            part = tensor.local(tensor.parameter if direction is None else direction)
+            part = torch.zeros_like(part, dtype=self._dtype) if direction is None else part.to(self._dtype)
+            parts.append(part.to(self._device))
+        return exchange.to_owners(parts)
+
+    def _apply(self, exchange: Exchange, groups: Sequence[dict[str, Any]], back: Callable[[], list[Tensor]]) -> None:
+        for tensor, group, update in zip(exchange.tensors, groups, back(), strict=True):
+            if tensor.parameter.grad is None:
+                continue
+            part, lr = tensor.local(tensor.parameter), group["lr"]
+            part.mul_(1 - lr * group["weight_decay"])
+            part.add_(update.to(part.device), alpha=-lr * lr_ratio(tensor.shape, group["adjust_lr_fn"]))
+
+
+def _is_for_muon(param: nn.Parameter, wanted: bool | None, holders: Holders) -> bool:
+    if wanted is False or (wanted is None and id(param) in holders.tables):
+        return False
+    spec = spec_of(param)
+    is_matrix = len(spec.shards[0].shape) == 2 + spec.is_stack
+    if wanted and not is_matrix:
+        raise ValueError(
+            f"muon=True in a group with {spec.name}, of shape {spec.shards[0].shape}: Muon is of matrices, of two dims"
+        )
+    return is_matrix

@@ -1,0 +1,154 @@
+"""One rank for each tensor, which has the whole of it for a moment: who that is, and how the parts come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from colossus.comm import uneven
+from colossus.comm.pending import Pending
+from colossus.layout.layout import Box
+from colossus.optim.logical_tensors import Holders, LogicalTensor, box_numel
+
+
+def choose_owners(costs: Sequence[float], ranks: int) -> list[int]:
+    """Of each tensor its owner: the dearest first, each to the rank with the least so far (LPT, Graham 1969: the rank
+    with the most has at most 4/3 of what it has in the best case)."""
+    given = [0.0] * ranks
+    owners = [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda each: -costs[each]):
+        owner = given.index(min(given))
+        owners[number] = owner
+        given[owner] += costs[number]
+    return owners
+
+
+class Exchange:
+    """Brings tensors to their owners, and from there to all ranks that hold parts of them.
+
+    To an owner each element comes once, from the ranks that hold a whole copy with it (`Holders.same_copy`); from it
+    each rank gets its own part. What a rank keeps is not sent: `bytes_sent`.
+
+    Args:
+        owners: of each tensor, by place in the group.
+    """
+
+    def __init__(self, tensors: Sequence[LogicalTensor], owners: Sequence[int], holders: Holders) -> None:
+        self.group, me = holders.group, holders.group.index
+        self.tensors = list(tensors)
+        n = self.group.size
+        senders = [holders.same_copy(tensor, owner) for tensor, owner in zip(tensors, owners, strict=True)]
+        self.owned = [number for number, owner in enumerate(owners) if owner == me]
+        #: numbers of the tensors that go to each rank, and of those that come from each: first of parts, then of values
+        self._sent = [[k for k, owner in enumerate(owners) if owner == to and me in senders[k]] for to in range(n)]
+        self._received = [[k for k in self.owned if source in senders[k]] for source in range(n)]
+        self._from_owner = [[k for k, owner in enumerate(owners) if owner == source] for source in range(n)]
+        to_owners, back = ([[0] * n for _ in range(n)] for _ in range(2))
+        for k, (tensor, owner) in enumerate(zip(tensors, owners, strict=True)):
+            for rank in range(n):
+                size = box_numel(tensor.boxes[rank])
+                back[owner][rank] += size
+                if rank in senders[k]:
+                    to_owners[rank][owner] += size
+        self._to_owners, self._back = (_lengths(table, me) for table in (to_owners, back))
+
+    def bytes_sent(self, item_bytes: int) -> tuple[int, int]:
+        """What this rank sends: parts to owners, and values from here. Over all ranks, of each tensor the elements that
+        its owner does not hold, and those that all other ranks hold."""
+        me = self.group.index
+        ways = (self._to_owners.sent, self._back.sent)
+        to_owners, back = ((sum(sent) - sent[me]) * item_bytes for sent in ways)
+        return to_owners, back
+
+    def to_owners(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Start to bring the parts of all tensors, of one dtype, to the owners.
+
+        Args:
+            parts: of each tensor what this rank holds.
+
+        Returns:
+            What waits for those that this rank owns, whole, in their order.
+        """
+        if self.group.size == 1:
+            return lambda: list(parts)
+        x = _flat([parts[k] for numbers in self._sent for k in numbers], parts)
+        pending = uneven.all_to_all(x, self._to_owners, self.group, what="to owners")
+
+        def wait() -> list[Tensor]:
+            arrived, at = pending.wait(), 0
+            whole = {k: arrived.new_empty(self.tensors[k].shape) for k in self.owned}
+            for source, numbers in enumerate(self._received):
+                for k in numbers:
+                    into = _part(whole[k], self.tensors[k].boxes[source])
+                    into.copy_(arrived[at : at + into.numel()].view(into.shape))
+                    at += into.numel()
+            return [whole[k] for k in self.owned]
+
+        return wait
+
+    def to_holders(self, whole: Sequence[Tensor], like: Tensor) -> Callable[[], list[Tensor]]:
+        """Start to give all ranks their parts.
+
+        Args:
+            whole: the tensors that this rank owns, in their order, of one dtype.
+            like: of that dtype and device.
+
+        Returns:
+            What waits for this rank's part of each tensor.
+        """
+        if self.group.size == 1:
+            return lambda: list(whole)
+        values = dict(zip(self.owned, whole, strict=True))
+        leaving = [_part(values[k], self.tensors[k].boxes[to]) for to in range(self.group.size) for k in self.owned]
+        pending: Pending = uneven.all_to_all(_flat(leaving, [like]), self._back, self.group, what="from owners")
+
+        def wait() -> list[Tensor]:
+            arrived, at = pending.wait(), 0
+            parts: dict[int, Tensor] = {}
+            for numbers in self._from_owner:
+                for k in numbers:
+                    shape = [stop - start for start, stop in self.tensors[k].own]
+                    size = box_numel(self.tensors[k].own)
+                    parts[k] = arrived[at : at + size].view(shape)
+                    at += size
+            return [parts[k] for k in range(len(self.tensors))]
+
+        return wait
+
+
+def _flat(parts: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts]) if parts else like[0].new_empty(0)
+
+
+def _part(whole: Tensor, box: Box) -> Tensor:
+    return whole[tuple(slice(start, stop) for start, stop in box)]
+
+
+def _lengths(table: list[list[int]], me: int) -> uneven.Lengths:
+    return uneven.Lengths(tuple(table[me]), tuple(row[me] for row in table), tuple(map(tuple, table)))
+
+
+def in_buckets(
+    tensors: Sequence[LogicalTensor], costs: Sequence[float], holders: Holders, limit: int
+) -> list[tuple[list[int], Exchange]]:
+    """Exchanges of some tensors each, which come one after the other, and which tensors (by number) each has.
+
+    The dearest are first. Each bucket has work for all owners, of at most ``limit`` elements for one, or one tensor.
+    """
+    owners = choose_owners(costs, holders.group.size)
+    buckets: list[list[int]] = [[]]
+    held = [0] * holders.group.size
+    for number in sorted(range(len(tensors)), key=lambda each: -costs[each]):
+        size = tensors[number].numel
+        if buckets[-1] and held[owners[number]] + size > limit:
+            buckets.append([])
+            held = [0] * holders.group.size
+        buckets[-1].append(number)
+        held[owners[number]] += size
+    return [
+        (numbers, Exchange([tensors[k] for k in numbers], [owners[k] for k in numbers], holders))
+        for numbers in buckets
+        if numbers
+    ]

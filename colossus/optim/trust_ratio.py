@@ -1,0 +1,157 @@
+"""LAMB and LARS: the step of each logical parameter is scaled by the ratio of two norms over all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.optim.logical_tensors import Holders, Sums
+from colossus.optim.torch_classes import groups_of
+
+
+class _TrustRatio(torch.optim.Optimizer):
+    """Steps of logical parameters, each times a ratio of norms that one small all-reduce gives for all of them.
+
+    State has the shape of the parameters, and is kept in the parts that ranks hold. A group of parameters may say
+    ``adapt=False``: its ratio is 1 (biases and norms, as some recipes have it).
+    """
+
+    def __init__(self, params: Iterable[Any], holders: Holders, defaults: dict[str, Any]) -> None:
+        super().__init__(groups_of(params), {"adapt": True, **defaults})
+        held = [(group, tensor) for group in self.param_groups for tensor in holders.tensors(group["params"])]
+        self._groups, self._tensors = [group for group, _ in held], [tensor for _, tensor in held]
+        self._sums = Sums(self._tensors, holders)
+
+    def _norms(self, *several: Sequence[Tensor]) -> list[Tensor]:
+        """Of each sequence, which has a part of every logical tensor, the norms of the whole tensors, float64."""
+        squares = torch.stack([self._sums.squares(parts) for parts in several])
+        return list(self._sums.over_ranks(squares).sqrt())
+
+    def _of_groups(self, option: str) -> Tensor:
+        """An option for each logical tensor, as its group has it: float64 [tensors]."""
+        return self._sums.counts.new_tensor([float(group[option]) for group in self._groups])
+
+    def _parts(self, of: dict[nn.Parameter, Tensor]) -> list[Tensor]:
+        """Of each logical tensor this rank's part of what belongs to its parameter, nothing where there is none."""
+        return [
+            tensor.local(of[tensor.parameter]) if tensor.parameter in of else tensor.parameter.new_empty(0)
+            for tensor in self._tensors
+        ]
+
+    def _trained(self) -> Iterable[tuple[dict[str, Any], nn.Parameter]]:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    yield group, param
+
+
+class LAMB(_TrustRatio):
+    """LAMB (1904.00962, algorithm 2): Adam's step and weight decay, times |w| / |step| of each logical parameter.
+
+    Args:
+        params: stored parameters, or groups of them.
+        holders: the ranks that hold them.
+        lr, betas, eps, weight_decay: as of torch.optim.AdamW, but that weight decay is in the step that is scaled.
+        bias_correction: of both moments.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        holders: Holders,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        bias_correction: bool = True,
+    ) -> None:
+        if not (all(0 <= beta < 1 for beta in betas) and eps >= 0 and weight_decay >= 0):
+            raise ValueError(
+                f"betas must be in [0, 1), eps and weight_decay 0 or more, got betas={betas}, eps={eps}, "
+                f"weight_decay={weight_decay}"
+            )
+        given = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
+        super().__init__(params, holders, given)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of all parameters that have a gradient. Collective over the ranks that hold parts of them."""
+        steps = {param: self._adam(group, param) for group, param in self._trained()}
+        weights = self._parts({param: param.detach() for param in steps})
+        updates = self._parts(steps)
+        w, u = self._norms(weights, updates)
+        ratios = torch.where((self._of_groups("adapt") > 0) & (w > 0) & (u > 0), w / u, 1.0)
+        for group, weight, update, ratio in zip(self._groups, weights, updates, ratios, strict=True):
+            weight.add_(update.mul_(ratio), alpha=-group["lr"])
+
+    def _adam(self, group: dict[str, Any], param: nn.Parameter) -> Tensor:
+        state, grad, (beta1, beta2) = self.state[param], param.grad, group["betas"]
+        assert grad is not None
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
+        state["step"] += 1
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        count = float(state["step"]) if group["bias_correction"] else torch.inf
+        denominator = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        step: Tensor = state["exp_avg"] / (1 - beta1**count) / denominator
+        return step.add_(param, alpha=group["weight_decay"])
+
+
+class LARS(_TrustRatio):
+    """LARS (1708.03888, algorithm 1): SGD with momentum, whose learning rate is scaled by trust_coefficient times
+    |w| / (|g| + weight_decay |w|) of each logical parameter.
+
+    Args:
+        params: stored parameters, or groups of them.
+        holders: the ranks that hold them.
+        momentum, weight_decay, nesterov: as of torch.optim.SGD; the learning rate is inside of the momentum.
+        trust_coefficient: eta of the paper.
+        eps: added to the divisor.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        holders: Holders,
+        lr: float = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 1e-4,
+        trust_coefficient: float = 1e-3,
+        eps: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        if not (0 <= momentum < 1 and weight_decay >= 0 and trust_coefficient > 0 and eps >= 0):
+            raise ValueError(
+                f"momentum must be in [0, 1), weight_decay and eps 0 or more, trust_coefficient above 0, got "
+                f"momentum={momentum}, weight_decay={weight_decay}, eps={eps}, trust_coefficient={trust_coefficient}"
+            )
+        given = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        given |= dict(trust_coefficient=trust_coefficient, eps=eps, nesterov=nesterov)
+        super().__init__(params, holders, given)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of all parameters that have a gradient. Collective over the ranks that hold parts of them."""
+        grads = {param: param.grad for _, param in self._trained() if param.grad is not None}
+        weights, gradients = self._parts({param: param.detach() for param in grads}), self._parts(grads)
+        w, g = self._norms(weights, gradients)
+        eta, decay, eps = map(self._of_groups, ("trust_coefficient", "weight_decay", "eps"))
+        ratios = torch.where((self._of_groups("adapt") > 0) & (w > 0) & (g > 0), eta * w / (g + decay * w + eps), 1.0)
+        momenta = self._parts({param: self._momentum(param) for param in grads})
+        for group, weight, gradient, momentum, ratio in zip(
+            self._groups, weights, gradients, momenta, ratios, strict=True
+        ):
+            change = gradient.add(weight, alpha=group["weight_decay"]).mul_(ratio * group["lr"])
+            momentum.mul_(group["momentum"]).add_(change)
+            weight.sub_(change.add_(momentum, alpha=group["momentum"]) if group["nesterov"] else momentum)
+
+    def _momentum(self, param: nn.Parameter) -> Tensor:
+        state = self.state[param]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        return state["momentum_buffer"]

@@ -1,0 +1,118 @@
+"""Who owns which tensor, what travels to owners and back, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.long import long
+from helpers.ranks import run_ranks
+from helpers.training import SIZES, batch_of, config_of, run_plan
+from helpers.whole_optimizers import OPTIMIZERS
+from hypothesis import given
+from hypothesis import strategies as st
+
+import colossus
+from colossus.comm import accounting
+from colossus.optim.muon import orthogonalise
+from colossus.optim.owner_exchange import choose_owners
+
+MODEL = dict(type="GPT", **{**SIZES, "num_layers": 1})
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=40), st.integers(1, 9))
+def test_no_owner_has_more_than_its_share_and_one_tensor(costs: list[float], ranks: int) -> None:
+    owners, given_ = choose_owners(costs, ranks), [0.0] * ranks
+    for owner, cost in zip(owners, costs, strict=True):
+        given_[owner] += cost
+    assert len(owners) == len(costs)
+    assert max(given_) <= sum(costs) / ranks + max(costs) * (1 - 1 / ranks) + 1e-9
+
+
+def count(rank: int, plan: dict[str, Any], name: str) -> tuple[float, float, float, float, list[int]]:
+    """Body of a rank: bytes that it sent to owners and from them in a step, by the count and by the formula; the
+    elements of what it owns."""
+    optimizer = OPTIMIZERS[name][0]
+    engine = colossus.initialize(
+        config_of(plan, 2, "fp64", optimizer=optimizer) | dict(model=MODEL, optimizer=optimizer)
+    )
+    part = 8 // engine.context.size("data")
+    with accounting.count() as counter:
+        engine.train_step({key: value[:part] for key, value in batch_of(0).items()})
+    own: Any = engine.optimizer
+    counted = [counter.bytes(operation=f"all_to_all {way}") for way in ("to owners", "from owners")]
+    exchanges, size, times = (own.exchanges, 2, 1) if name == "Muon" else ([own.exchange], 8, 2)
+    formula = [sum(each.bytes_sent(size)[way] for each in exchanges) * times ** (1 - way) for way in (0, 1)]
+    owned = [each.tensors[k].numel for each in exchanges for k in each.owned]
+    engine.close()
+    return *counted, *formula, owned
+
+
+@pytest.mark.parametrize(("plan", "to_owners", "back"), [
+    (dict(data=2), 0, 1), (dict(tensor=2), 1 / 2, 1 / 2), (dict(data=2, zero=3), 1 / 2, 1 / 2),
+])  # fmt: skip
+def test_bytes_to_owners_and_back_are_those_of_the_formula(plan: dict[str, Any], to_owners: float, back: float) -> None:
+    for name in ("Muon", "Shampoo"):
+        told = run_ranks(2, count, plan, name, with_context=False)
+        for of_rank in told:
+            assert of_rank[:2] == of_rank[2:4]
+        if name == "Muon":  # in bf16; of each element one rank has it, the other sends it or gets it
+            total = sum(sum(owned) for *_, owned in told)
+            assert total == 4 * 24**2 + 2 * 24 * 96
+            assert sum(each[0] for each in told) == pytest.approx(2 * total * to_owners, rel=0.02)
+            assert sum(each[1] for each in told) == pytest.approx(2 * total * back, rel=0.02)
+
+
+def test_a_matrix_becomes_orthogonal() -> None:
+    x = torch.randn(12, 31, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    singular = torch.linalg.svdvals(orthogonalise(x, (3.4445, -4.775, 2.0315), 5, 1e-7))
+    assert singular.min() > 0.6
+    assert singular.max() < 1.3
+    wide, tall = (orthogonalise(each, (1.5, -0.5, 0.0), 40, 1e-7) for each in (x, x.T))
+    assert torch.allclose(wide @ tall, torch.eye(12, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", *long("sgp")])
+def test_replicas_of_their_own_have_owners_inside_of_each(strategy: str) -> None:
+    """With its parameters whole or cut over two ranks of its own each replica is the same."""
+    optimizer = OPTIMIZERS["Adafactor"][0]
+    configs = [
+        config_of(dict(data=2, strategy=strategy, **plan), 3, "fp64") | dict(model=MODEL, optimizer=optimizer)
+        for plan in ({}, dict(tensor=2))
+    ]
+    whole, cut = run_plan(2, configs[0], 3), run_plan(4, configs[1], 3)
+    for replica in range(2):
+        for name, value in whole[replica].end.items():
+            assert torch.allclose(cut[2 * replica].end[name], value, rtol=0, atol=1e-9), name
+
+
+def test_masters_of_low_precision_parameters_are_updated_whole() -> None:
+    for name in ("Muon", "Adafactor", "LAMB"):
+        config = config_of({}, 4, "fp64", lr_schedule=dict(warmup_steps=0))
+        config |= dict(model=MODEL, optimizer=OPTIMIZERS[name][0])
+        config["train"]["precision"] = dict(params="bf16")
+        (alone,) = run_plan(1, config, 4)
+        for trace in run_plan(2, config | dict(parallel=dict(data=2, zero=1)), 4):
+            assert trace.losses == pytest.approx(alone.losses, rel=2**-8), name
+        moved = max((alone.end[key] - value).abs().max().item() for key, value in alone.start.items())
+        assert moved > 1e-3, name
+
+
+def test_what_is_wrong_is_told() -> None:
+    def error_of(optimizer: dict[str, Any]) -> str:
+        with pytest.raises(ValueError, match="must be") as caught:
+            colossus.initialize(dict(model=MODEL, optimizer=optimizer, device="cpu"))
+        return str(caught.value)
+
+    def body(rank: int) -> list[str]:
+        return [
+            error_of(dict(type="Muon", dtype="int8")),
+            error_of(dict(type="LAMB", betas=(0.9, 1.0))),
+            error_of(dict(type="Adafactor", d=0.5)),
+            error_of(dict(type="LARS", momentum=-1.0)),
+        ]
+
+    (told,) = run_ranks(1, body, with_context=False)
+    for message, wanted in zip(told, ("dtype", "betas must be", "d 1 or more", "momentum must be"), strict=True):
+        assert wanted in message
