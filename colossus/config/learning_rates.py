@@ -98,14 +98,13 @@ class _TorchScheduler:
         # with a momentum, because some refuse an optimizer that has none
         self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=lr, momentum=0.9)
         scheduler = self._make(self._optimizer, **options)
-        needed = [
-            each.name for each in inspect.signature(scheduler.step).parameters.values() if each.default is each.empty
-        ]
-        if needed:
+        try:
+            inspect.signature(scheduler.step).bind()
+        except TypeError as error:
             raise ValueError(
-                f"its step needs {', '.join(needed)}, but a learning rate is a function of the step here, the same on "
-                f"all ranks and after a resume: take a scheduler that counts steps"
-            )
+                f"its step is called without arguments ({error}): a learning rate is a function of the step here, the "
+                f"same on all ranks and after a resume; take a scheduler that counts steps"
+            ) from None
         self._optimizer.step()  # torch warns of a scheduler that steps before it
         self._scheduler = scheduler
 

@@ -168,7 +168,10 @@ def test_any_scheduler_of_torch_behind_the_warm_up(kind: Any, make: Any, options
         (dict(type="one_cycle", warmup_steps=7), "leave warmup_steps and min_ratio out"),
         (dict(type="inverse_sqrt"), "give warmup_steps, or timescale"),
         (dict(type="cosine_restarts", cycles=2.5), "lr_schedule.cycles: must be a whole number, got 2.5"),
-        (dict(type=scheduler.ReduceLROnPlateau), "ReduceLROnPlateau: its step needs metrics, but a learning rate is"),
+        (
+            dict(type=scheduler.ReduceLROnPlateau),
+            "its step is called without arguments (missing a required argument: 'metrics')",
+        ),
         (
             dict(type=scheduler.StepLR, stepsize=3),
             "StepLR: StepLR.__init__() got an unexpected keyword argument 'stepsize'",
