@@ -108,22 +108,25 @@ def test_averages_are_those_of_torch(rest: bool) -> None:
 
 
 def test_a_skipped_step_is_no_update() -> None:
-    """Of the running number, too, by which SWA divides."""
+    """Of the running number, too, by which SWA divides, and which tells EMA its first update."""
     engine = colossus.initialize(config_of({}, STEPS, "fp32", train=dict(on_nonfinite="skip")))
-    average, wanted = SWA(start=1), []
+    swa, ema, wanted = SWA(start=1), EMA(decay=0.5), []
     bias = engine.model.norm.bias
-    for step in range(4):
-        handle = bias.register_hook(lambda grad: grad * math.inf) if step in (0, 2) else None
+    for step in range(5):
+        handle = bias.register_hook(lambda grad: grad * math.inf) if step in (0, 3) else None
         result = engine.train_step(batch_of(step))
-        average.on_step_end(engine, result)
-        assert average.has_begun == (step > 0)
+        for hook in (swa, ema):
+            hook.on_step_end(engine, result)
+            assert hook.has_begun == (step > 0)
         if handle is None:
             wanted.append(bias.detach().clone())
         else:
             assert result.skipped
             handle.remove()
-    with average.averaged(engine):
-        torch.testing.assert_close(bias.detach(), torch.stack(wanted).mean(0), rtol=1e-6, atol=1e-9)
+    first, second, third = wanted
+    for hook, value in ((swa, (first + second + third) / 3), (ema, first.lerp(second, 0.5).lerp(third, 0.5))):
+        with hook.averaged(engine):
+            torch.testing.assert_close(bias.detach(), value, rtol=1e-6, atol=1e-9)
     engine.close()
 
 
