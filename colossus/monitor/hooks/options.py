@@ -73,7 +73,8 @@ class TrackerOptions(HookOptions):
     pip_name: ClassVar[str]
 
     def problems(self, config: Config) -> list[str]:
-        if importlib.util.find_spec(self.package) is not None:
+        found = importlib.util.find_spec(self.package)
+        if found is not None and found.origin is not None:  # a folder of that name has none
             return []
         return [f"needs {self.package}, which is not installed: pip install {self.pip_name}"]
 
@@ -100,7 +101,7 @@ class WandBOptions(TrackerOptions):
 
 
 class MLflowOptions(TrackerOptions):
-    package, pip_name = "mlflow", "mlflow-skinny"
+    package, pip_name = "mlflow", "mlflow"
 
     #: by default that of the variable MLFLOW_EXPERIMENT_NAME, else the name of the config
     experiment: Name | None = None
