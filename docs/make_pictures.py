@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ import torch
 import colossus
 from colossus.config import load_config
 from colossus.context.grid import build_grid
+from colossus.engine.results import EvalResult
 from colossus.graphs.graph import make_graph
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.monitor.hooks.averages import EMA, SWA
+from colossus.monitor.hooks.best_checkpoint import BestCheckpoint
+from colossus.monitor.hooks.early_stop import EarlyStop
 from colossus.optim.muon import flops
 from colossus.optim.owner_exchange import choose_owners
 from colossus.picture import new_figure
@@ -51,6 +55,7 @@ def write(folder: Path) -> None:
     memory_by_stage(folder / "memory-by-stage.svg")
     averages(folder / "averages.svg")
     owners(folder / "owners.svg")
+    early_stop(folder / "early-stop.svg")
 
 
 # -- SVG ------------------------------------------------------------------------------------------------------------
@@ -372,4 +377,32 @@ def owners(path: Path) -> None:
     axis.set_xticks(range(ranks))
     axis.set_xlabel("rank")
     axis.set_title("operations of a step, 10^9", fontsize=10, loc="left")
+    figure.savefig(path)
+
+
+def early_stop(path: Path) -> None:
+    """What EarlyStop and BestCheckpoint do on losses that are made up."""
+    losses = [2.9, 2.2, 1.8, 1.55, 1.6, 1.42, 1.36, 1.39, 1.31, 1.34, 1.33, 1.36, 1.4, 1.45, 1.5]
+    steps, saved, stops = [50 * (number + 1) for number in range(len(losses))], [], []
+    stop, best = EarlyStop(patience=5), BestCheckpoint(keep=2)
+    for step, loss in zip(steps, losses, strict=True):
+        engine: Any = SimpleNamespace(
+            context=SimpleNamespace(is_logging_rank=False),
+            checkpoints=SimpleNamespace(save=lambda step=step: saved.append(step)),
+            request_stop=lambda step=step: stops.append(step),
+        )
+        for hook in (stop, best):
+            hook.on_eval_end(engine, EvalResult(loss, 1, step=step))
+        if stops:
+            break
+    kept = [step for _, step in best.state_dict()["kept"]]
+    figure = new_figure(8, 3)
+    axis, number = figure.subplots(), steps.index(stops[0]) + 1
+    axis.plot(steps[:number], losses[:number], color=COLOURS[0], marker=".", zorder=1)
+    for at, size, colour, label in ((saved, 40, COLOURS[2], "saved"), (kept, 110, COLOURS[1], "kept: the two best")):
+        axis.scatter(at, [losses[steps.index(step)] for step in at], s=size, color=colour, label=label, zorder=-size)
+    axis.axvline(stops[0], color=DARK, linestyle=":", label="stopped: five are no better")
+    axis.set_xlabel("step")
+    axis.set_title("validation loss", fontsize=10, loc="left")
+    axis.legend(fontsize=8)
     figure.savefig(path)

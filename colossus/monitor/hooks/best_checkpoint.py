@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from colossus.checkpoint.folder import name_best
+from colossus.checkpoint.durable import remove
+from colossus.checkpoint.folder import name_best, name_of
 from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
@@ -18,8 +19,8 @@ class BestCheckpoint(Hook):
     """Keeps the checkpoints of the ``keep`` best evaluations among those of the run, under ``checkpoints``.
 
     The file ``checkpoints/best`` names them, the best first, and is taken wherever a checkpoint is: `colossus evaluate
-    RUN/checkpoints/best`. What it names stays, whatever ``checkpoint.keep_last`` says. A run that is resumed goes on
-    with what it has kept.
+    RUN/checkpoints/best`. What it names stays, whatever ``checkpoint.keep_last`` says; what it names no more is one of
+    the others, and is removed where ``checkpoint.every`` is 0. A run that is resumed goes on with what it has kept.
 
     Args:
         options: of `BestCheckpointOptions`.
@@ -29,6 +30,8 @@ class BestCheckpoint(Hook):
         self.options = BestCheckpointOptions(**options)
         #: (number, step) of each that is kept, the best first
         self._kept: list[tuple[float, int]] = []
+        #: of those that were, until the one that takes their place is complete
+        self._dropped: list[tuple[float, int]] = []
 
     def on_train_start(self, engine: Engine) -> None:
         if engine.checkpoints.resumed_from is not None and not engine.checkpoints.goes_on:
@@ -43,17 +46,23 @@ class BestCheckpoint(Hook):
         if place == self.options.keep or not is_better(value, None, self.options):
             return
         kept.insert(place, (value, summary.step))
-        self._kept = kept[: self.options.keep]
-        self._name(engine, besides=kept[self.options.keep :])  # until the new one is complete
+        self._kept, dropped = kept[: self.options.keep], kept[self.options.keep :]
+        self._dropped += dropped
+        self._name(engine)
         engine.checkpoints.save()
 
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
-        if saved.step in [step for _, step in self._kept]:
-            self._name(engine)
+        if saved.step not in [step for _, step in self._kept]:
+            return
+        dropped, self._dropped = self._dropped, []
+        self._name(engine)
+        if engine.context.is_logging_rank and not engine.config.checkpoint.every:  # else they are of the newest, or not
+            for _, step in dropped:
+                remove(engine.checkpoints.root / name_of(step))
 
-    def _name(self, engine: Engine, besides: list[tuple[float, int]] | None = None) -> None:
+    def _name(self, engine: Engine) -> None:
         if engine.context.is_logging_rank:
-            name_best(engine.checkpoints.root, [step for _, step in self._kept + (besides or [])])
+            name_best(engine.checkpoints.root, [step for _, step in self._kept + self._dropped])
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": [list(each) for each in self._kept]}
