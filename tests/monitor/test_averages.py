@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.examples import ROOT
 from helpers.fake_cuda import Waits, batch_on_device, run_fake_ranks
 from helpers.long import long
 from helpers.ranks import run_ranks
@@ -22,6 +24,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.config import ConfigError, load_config
 from colossus.monitor.hooks.averages import EMA, SWA
 from colossus.monitor.hooks.options import EMAOptions
+from colossus.registry import HOOKS
 
 STEPS = 10
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -149,6 +152,24 @@ def test_low_precision_is_averaged_in_float32() -> None:
     engine.close()
 
 
+def test_another_precision_takes_an_average_as_it_was_saved(tmp_path: Path) -> None:
+    def saved(precision: Any, folder: Path | None) -> list[Tensor]:
+        engine = colossus.initialize(config_of({}, STEPS, precision, checkpoint=dict(dir=str(tmp_path))))
+        ema = EMA(decay=0.9)
+        engine.checkpoints.hooks = [ema]
+        if folder is not None:
+            engine.checkpoints.load(folder)
+        for step in range(0 if folder else 3):
+            ema.on_step_end(engine, engine.train_step(batch_of(step)))
+        engine.checkpoints.save().wait()
+        engine.close()
+        return [entries["average"] for entries in ema.parameter_state().values()]
+
+    wide, low = saved("fp32", None), saved(dict(params="bf16", optimizer="bf16"), tmp_path)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(low, wide, strict=True))
+    assert not torch.equal(wide[0], wide[0].bfloat16().float())
+
+
 def test_running_statistics_are_measured_anew_as_torch_does() -> None:
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 2)).double()
@@ -203,6 +224,16 @@ def test_no_update_waits_for_a_device() -> None:
 def test_options_are_checked_before_a_process_starts(hook: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(dict(hooks=[hook]))
+
+
+def test_the_config_of_the_page_is_right() -> None:
+    section = (ROOT / "docs" / "toolbox.md").read_text().split("\n## Averages of weights\n")[1]
+    values: dict[str, Any] = {"train": {"eval_every": 100}}
+    exec(section.split("```python\n")[1].split("```")[0], {}, values)
+    config = load_config(values)
+    for hook in config.hooks:
+        options = HOOKS.build(hook.spec()).options
+        assert options.problems(config) == []
 
 
 def test_replicas_with_weights_of_their_own_are_refused() -> None:
