@@ -284,18 +284,10 @@ MLPS = Registry(
 )
 #: hooks of `colossus.monitor.hooks`, each with its file there; `colossus.monitor.hooks.options` has their options
 _MONITOR_HOOKS = {
-    "BestCheckpoint": "best_checkpoint",
-    "Callback": "callback",
-    "CSV": "csv_file",
-    "EMA": "averages",
-    "EarlyStop": "early_stop",
-    "Histograms": "histograms",
-    "MLflow": "mlflow_run",
-    "SWA": "averages",
-    "TensorBoard": "tensorboard",
-    "Throughput": "throughput",
-    "WandB": "wandb_run",
-}
+    "BestCheckpoint": "best_checkpoint", "Callback": "callback", "CSV": "csv_file", "EMA": "averages",
+    "EarlyStop": "early_stop", "Histograms": "histograms", "MLflow": "mlflow_run", "SWA": "averages",
+    "TensorBoard": "tensorboard", "Throughput": "throughput", "WandB": "wandb_run",
+}  # fmt: skip
 HOOKS = Registry("hook", {name: f"colossus.monitor.hooks.{file}:{name}" for name, file in _MONITOR_HOOKS.items()})
 HOOK_OPTIONS = Registry(
     "options of a hook", {name: f"colossus.monitor.hooks.options:{name}Options" for name in _MONITOR_HOOKS}

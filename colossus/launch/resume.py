@@ -62,7 +62,8 @@ class Origin:
             return None
         try:
             found = find_weights(wanted.path)
-            manifest_of(found, wanted.average)  # that it has one
+            if wanted.average is not None:
+                manifest_of(found, wanted.average)
             return found
         except CheckpointError as error:
             raise ConfigError(f"checkpoint.weights = {wanted.path!r}: {error}") from None

@@ -173,7 +173,9 @@ class State:
         kept = {
             "optimizer": (run.strategy.optimizer_state(run.optimizer), has_own_parameters(run)),
             "strategy": (run.strategy.parameter_state(), has_own_state(run)),
-            **{f"{HOOK_STATE}/{name}": (of_hook, has_own_parameters(run)) for name, of_hook in hooks.items()},
+            **{
+                f"{HOOK_STATE}/{name}": (of_hook, has_own_parameters(run)) for name, of_hook in hooks.items() if of_hook
+            },
         }
         for section, (of_params, is_own) in kept.items():
             where, by = (own + section, boxes_of(run, replicas_differ=True)) if is_own else (section, boxes)

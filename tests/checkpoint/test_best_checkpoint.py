@@ -23,18 +23,26 @@ BEST = {1: [8], 2: [8, 4]}
 
 
 class Told(BestCheckpoint):
-    """Writes down of which checkpoints hooks were told."""
+    """Writes down of which checkpoints hooks were told, and which steps are named while a better one is written."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.steps: list[int] = []
+        self.named: list[list[str]] = []
+
+    def on_eval_end(self, engine: Any, summary: EvalResult) -> None:
+        super().on_eval_end(engine, summary)
+        if engine.context.is_logging_rank:
+            self.named.append((engine.checkpoints.root / "best").read_text().split())
 
     def on_checkpoint(self, engine: Any, saved: Any) -> None:
         super().on_checkpoint(engine, saved)
         self.steps.append(saved.step)
 
 
-def train(rank: int, root: Path, steps: int, keep: int, checkpoint: dict[str, Any]) -> list[int]:
+def train(
+    rank: int, root: Path, steps: int, keep: int, checkpoint: dict[str, Any]
+) -> tuple[list[int], list[list[str]]]:
     engine = colossus.initialize(
         dict(
             parallel=dict(data=2),
@@ -49,7 +57,7 @@ def train(rank: int, root: Path, steps: int, keep: int, checkpoint: dict[str, An
     hook = Told(keep=keep)
     fit(engine, [hook])
     engine.close()
-    return hook.steps
+    return hook.steps, hook.named
 
 
 def steps_in(root: Path) -> list[int]:
@@ -77,7 +85,9 @@ def test_the_best_stay_and_a_resumed_run_goes_on_with_them(
         assert find_weights(root / "best") == root / name_of(8)
         assert read_manifest(root / name_of(8)).step == 8
         if len(parts) == 1:
-            assert told[0] == [sorted({*saved, *due})] * 2
+            assert [steps for steps, _ in told[0]] == [sorted({*saved, *due})] * 2
+            _, named = told[0][0]
+            assert name_of({1: 4, 2: 7}[keep]) in named[7]
 
     name_best(root, [99, 8])  # one that is not complete is passed over
     assert find_weights(root / "best") == root / name_of(8)

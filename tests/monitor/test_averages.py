@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.examples import ROOT
 from helpers.fake_cuda import Waits, batch_on_device, run_fake_ranks
 from helpers.long import long
 from helpers.ranks import run_ranks
@@ -22,6 +24,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.config import ConfigError, load_config
 from colossus.monitor.hooks.averages import EMA, SWA
 from colossus.monitor.hooks.options import EMAOptions
+from colossus.registry import HOOKS
 
 STEPS = 10
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -108,22 +111,25 @@ def test_averages_are_those_of_torch(rest: bool) -> None:
 
 
 def test_a_skipped_step_is_no_update() -> None:
-    """Of the running number, too, by which SWA divides."""
+    """Of the running number, too, by which SWA divides, and which tells EMA its first update."""
     engine = colossus.initialize(config_of({}, STEPS, "fp32", train=dict(on_nonfinite="skip")))
-    average, wanted = SWA(start=1), []
+    swa, ema, wanted = SWA(start=1), EMA(decay=0.5), []
     bias = engine.model.norm.bias
-    for step in range(4):
-        handle = bias.register_hook(lambda grad: grad * math.inf) if step in (0, 2) else None
+    for step in range(5):
+        handle = bias.register_hook(lambda grad: grad * math.inf) if step in (0, 3) else None
         result = engine.train_step(batch_of(step))
-        average.on_step_end(engine, result)
-        assert average.has_begun == (step > 0)
+        for hook in (swa, ema):
+            hook.on_step_end(engine, result)
+            assert hook.has_begun == (step > 0)
         if handle is None:
             wanted.append(bias.detach().clone())
         else:
             assert result.skipped
             handle.remove()
-    with average.averaged(engine):
-        torch.testing.assert_close(bias.detach(), torch.stack(wanted).mean(0), rtol=1e-6, atol=1e-9)
+    first, second, third = wanted
+    for hook, value in ((swa, (first + second + third) / 3), (ema, first.lerp(second, 0.5).lerp(third, 0.5))):
+        with hook.averaged(engine):
+            torch.testing.assert_close(bias.detach(), value, rtol=1e-6, atol=1e-9)
     engine.close()
 
 
@@ -144,6 +150,24 @@ def test_low_precision_is_averaged_in_float32() -> None:
     assert torch.equal(param, weights[2].bfloat16())
     assert torch.equal(average, before)
     engine.close()
+
+
+def test_another_precision_takes_an_average_as_it_was_saved(tmp_path: Path) -> None:
+    def saved(precision: Any, folder: Path | None) -> list[Tensor]:
+        engine = colossus.initialize(config_of({}, STEPS, precision, checkpoint=dict(dir=str(tmp_path))))
+        ema = EMA(decay=0.9)
+        engine.checkpoints.hooks = [ema]
+        if folder is not None:
+            engine.checkpoints.load(folder)
+        for step in range(0 if folder else 3):
+            ema.on_step_end(engine, engine.train_step(batch_of(step)))
+        engine.checkpoints.save().wait()
+        engine.close()
+        return [entries["average"] for entries in ema.parameter_state().values()]
+
+    wide, low = saved("fp32", None), saved(dict(params="bf16", optimizer="bf16"), tmp_path)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(low, wide, strict=True))
+    assert not torch.equal(wide[0], wide[0].bfloat16().float())
 
 
 def test_running_statistics_are_measured_anew_as_torch_does() -> None:
@@ -202,6 +226,16 @@ def test_options_are_checked_before_a_process_starts(hook: Any, words: str) -> N
         load_config(dict(hooks=[hook]))
 
 
+def test_the_config_of_the_page_is_right() -> None:
+    section = (ROOT / "docs" / "toolbox.md").read_text().split("\n## Averages of weights\n")[1]
+    values: dict[str, Any] = {"train": {"eval_every": 100}}
+    exec(section.split("```python\n")[1].split("```")[0], {}, values)
+    config = load_config(values)
+    for hook in config.hooks:
+        options = HOOKS.build(hook.spec()).options
+        assert options.problems(config) == []
+
+
 def test_replicas_with_weights_of_their_own_are_refused() -> None:
     def problems(data: int, strategy: Any) -> list[str]:
         config = load_config(dict(parallel=dict(data=data, strategy=strategy)))
@@ -210,4 +244,5 @@ def test_replicas_with_weights_of_their_own_are_refused() -> None:
     refused, unasked = problems(2, "local_sgd")
     assert refused.startswith("cannot average under local_sgd: each replica has weights of its own there")
     assert "train.eval_every = 0" in unasked
-    assert problems(1, "local_sgd") == problems(2, dict(type="server", servers=1)) == [unasked]
+    assert problems(2, "hierarchical") == [unasked]
+    assert "or servers have them" in problems(2, dict(type="server", servers=1))[0]

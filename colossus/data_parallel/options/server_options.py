@@ -45,10 +45,6 @@ class ServerOptions(PerReplicaOptions):
         return self.algorithm in _OWN
 
     @property
-    def replicas_differ(self) -> bool:
-        return self.mode == "async" or self.has_own_optimizer
-
-    @property
     def is_elastic(self) -> bool:
         return self.algorithm == "easgd"
 
@@ -56,7 +52,7 @@ class ServerOptions(PerReplicaOptions):
         servers = "a server on each host"
         if self.servers is not None:
             servers = f"{self.servers} server{'s' if self.servers > 1 else ''}"
-        if not self.replicas_differ:
+        if self.mode == "sync" and not self.has_own_optimizer:
             return f"exact: parameters at {servers}"
         bound = "" if self.max_staleness is None else f", at most {self.max_staleness} steps apart"
         name = {"sgd": "asynchronous SGD", "downpour": "Downpour", "easgd": "EASGD"}[self.algorithm]

@@ -33,11 +33,6 @@ class StrategyOptions(BaseModel):
         extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
     )
 
-    @property
-    def replicas_differ(self) -> bool:
-        """Whether each replica has parameters of its own."""
-        return False
-
     def check(self, config: Config) -> list[str]:
         """One line, that begins with the key, for each thing that does not fit the plan; ``parallel.data`` is known."""
         return []
@@ -56,10 +51,6 @@ class PerReplicaOptions(StrategyOptions):
 
     #: steps after which the loss of all replicas is logged, beside those of evaluations and checkpoints; 0: none
     log_every: CountOrZero = 0
-
-    @property
-    def replicas_differ(self) -> bool:
-        return True
 
     def check(self, config: Config) -> list[str]:
         return super().check(config) + spread_experts(config, "each of these has a whole replica")

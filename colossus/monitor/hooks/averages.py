@@ -16,7 +16,13 @@ from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.engine.results import EvalResult, StepResult
 from colossus.layout.split_parameter import as_shards
-from colossus.monitor.hooks.options import AverageOptions, EMAOptions, SWAOptions, own_parameters
+from colossus.monitor.hooks.options import (
+    AverageOptions,
+    EMAOptions,
+    SWAOptions,
+    has_weights_elsewhere,
+    no_average_under,
+)
 from colossus.state.run_values import named_hooks
 
 log = logging.getLogger("colossus.engine")
@@ -57,8 +63,8 @@ class WeightAverage(Hook):
 
     def on_train_start(self, engine: Engine) -> None:
         kind, resumed = type(self).__name__, engine.checkpoints.resumed_from
-        if not engine.strategy.exact and engine.context.size("data") > 1:
-            raise ValueError(f"{kind}: {own_parameters(type(engine.strategy).__name__)}")
+        if not engine.strategy.exact or has_weights_elsewhere(engine.config):
+            raise ValueError(f"{kind} {no_average_under(type(engine.strategy).__name__)}")
         if resumed is not None and not self._is_restored and engine.context.is_logging_rank:
             log.warning(
                 "%s: %s has no average of this hook, which begins with the weights after step %d",
@@ -100,8 +106,8 @@ class WeightAverage(Hook):
         strategy, kept = engine.strategy, {}
         with strategy.evaluation():
             engine.store.release()  # what compute has gathered
+            outer, strategy.is_averaged = strategy.is_averaged, True
             try:
-                strategy.is_averaged = True
                 for param, average in self._averages.items():
                     kept[param] = _exchange(param, average)
                 torch.clear_autocast_cache()
@@ -110,7 +116,7 @@ class WeightAverage(Hook):
                 engine.store.release()
                 for param, own in kept.items():
                     _put_back(param, self._averages[param], own)
-                strategy.is_averaged = False
+                strategy.is_averaged = outer
                 torch.clear_autocast_cache()
 
     def add_to_evaluation(self, engine: Engine, summary: EvalResult) -> Mapping[str, float]:

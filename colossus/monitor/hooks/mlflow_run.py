@@ -1,4 +1,4 @@
-"""A run of MLflow: ``hooks = [dict(type="MLflow", experiment="gpt")]``. Needs ``pip install mlflow-skinny``."""
+"""A run of MLflow: ``hooks = [dict(type="MLflow", experiment="gpt")]``. Needs ``pip install mlflow``."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from colossus.config import Config
 from colossus.config.errors import brief
 from colossus.config.plans import strategy_options
 from colossus.config.section import Count, CountOrZero, Names, Positive, Section
+from colossus.data_parallel.options.strategy_options import PerReplicaOptions
 from colossus.registry import imported
 
 NotNegative = Annotated[float, Field(ge=0)]
@@ -74,7 +75,8 @@ class TrackerOptions(HookOptions):
     pip_name: ClassVar[str]
 
     def problems(self, config: Config) -> list[str]:
-        if importlib.util.find_spec(self.package) is not None:
+        found = importlib.util.find_spec(self.package)
+        if found is not None and found.origin is not None:  # a folder of that name has none
             return []
         return [f"needs {self.package}, which is not installed: pip install {self.pip_name}"]
 
@@ -101,7 +103,7 @@ class WandBOptions(TrackerOptions):
 
 
 class MLflowOptions(TrackerOptions):
-    package, pip_name = "mlflow", "mlflow-skinny"
+    package, pip_name = "mlflow", "mlflow"
 
     #: by default that of the variable MLFLOW_EXPERIMENT_NAME, else the name of the config
     experiment: Name | None = None
@@ -186,19 +188,21 @@ class AverageOptions(HookOptions):
     evaluate: bool = False
 
     def problems(self, config: Config) -> list[str]:
-        strategy = strategy_options(config)
-        differ = strategy is not None and strategy.replicas_differ and config.parallel.data != 1
-        found = [own_parameters(str(config.parallel.strategy.type))] if differ else []
+        found = [no_average_under(str(config.parallel.strategy.type))] if has_weights_elsewhere(config) else []
         if self.evaluate and not config.train.eval_every:
             found.append("evaluates the average beside the weights, and train.eval_every = 0 evaluates never: set it")
         return found
 
 
-def own_parameters(strategy: str) -> str:
-    """Why no average is kept of replicas that differ."""
+def has_weights_elsewhere(config: Config) -> bool:
+    """Whether what a rank stores after a step may not be the weights of the run."""
+    return isinstance(strategy_options(config), PerReplicaOptions)
+
+
+def no_average_under(strategy: str) -> str:
     return (
-        f"cannot average under {strategy}: each replica has weights of its own there, and an average of those of one "
-        f"is not the run's; leave the hook out, or take an exact strategy (all_reduce, zero)"
+        f"cannot average under {strategy}: each replica has weights of its own there, or servers have them; leave the "
+        f"hook out, or take a strategy that keeps the same weights on all replicas (all_reduce, zero)"
     )
 
 
