@@ -10,43 +10,45 @@ from colossus.checkpoint.durable import remove
 from colossus.checkpoint.folder import name_best, name_of
 from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.engine.engine import Engine
-from colossus.engine.fit import Hook
 from colossus.engine.results import EvalResult
-from colossus.monitor.hooks.metric import is_better, value_of
+from colossus.monitor.hooks.metric_hook import MetricHook
 from colossus.monitor.hooks.options import BestCheckpointOptions
 
 log = logging.getLogger("colossus.checkpoint")
 
 
-class BestCheckpoint(Hook):
+class BestCheckpoint(MetricHook):
     """Keeps the checkpoints of the ``keep`` best evaluations among those of the run, under ``checkpoints``.
 
     The file ``checkpoints/best`` names them, the best first, and is taken wherever a checkpoint is: `colossus evaluate
     RUN/checkpoints/best`. What it names stays, whatever ``checkpoint.keep_last`` says; what it names no more is
-    removed, unless its step is one of ``checkpoint.every`` or ``keep_every``. A run that is resumed goes on with what it has kept.
+    removed, unless its step is one of ``checkpoint.every`` or ``keep_every``. A run that is resumed goes on with what
+    it has kept.
 
     Args:
         options: of `BestCheckpointOptions`.
     """
 
     def __init__(self, **options: Any) -> None:
-        self.options = BestCheckpointOptions(**options)
+        self.options: BestCheckpointOptions = BestCheckpointOptions(**options)
         #: (number, step) of each that is kept, the best first
         self._kept: list[tuple[float, int]] = []
         #: steps of those that were, until the one that takes their place is complete
         self._dropped: list[int] = []
 
     def on_train_start(self, engine: Engine) -> None:
+        super().on_train_start(engine)
+        _ = engine.checkpoints.root  # that there is one is found now, and not at the first save
         if engine.checkpoints.resumed_from is not None and not engine.checkpoints.goes_on:
             self._kept = []  # they are of the run that this one has begun from
         if self._kept:
             self._name(engine)
 
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
-        value = value_of(summary, self.options, self)
+        value = self.value_of(summary)
         kept = [each for each in self._kept if each[1] != summary.step]
-        place = next((at for at, (other, _) in enumerate(kept) if is_better(value, other, self.options)), len(kept))
-        if place == self.options.keep or not is_better(value, None, self.options):
+        place = next((at for at, (other, _) in enumerate(kept) if self.is_better(value, other)), len(kept))
+        if place == self.options.keep or not self.is_better(value, None):
             return
         kept.insert(place, (value, summary.step))
         self._kept = kept[: self.options.keep]
