@@ -308,6 +308,7 @@ def test_light_modules_load_no_torch() -> None:
         *graphs,
         "colossus.compare.run_bench",
         "colossus.data_parallel.options.gossip_options",
+        "colossus.monitor.hooks.options",
         "colossus.server.process",
         "colossus.cli.show",
         "colossus.cli.show_graph",

@@ -158,6 +158,14 @@ def test_a_metric_that_is_not_there_is_an_error_at_the_first_evaluation() -> Non
         fit(Evaluated([1.0, 2.0]), [EarlyStop(metric="validation_acuracy")])
 
 
+@pytest.mark.parametrize(
+    ("train", "told"), [({}, "train.eval_every = 0"), (dict(eval_every=1, validation=False), "no validation data")]
+)
+def test_a_loop_without_evaluations_is_told(train: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=f"EarlyStop looks at 'validation_loss' of evaluations, and .*{told}"):
+        fit(FakeEngine(steps=1, **train), [EarlyStop()])
+
+
 def test_what_hooks_add_is_in_the_rows_whatever_their_order(tmp_path: Path) -> None:
     seen: list[Any] = []
     tells = Callback(on_row=seen.append, add_to_row=lambda row: {"twice": 2 * row["loss"]})

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossus.engine.engine import Engine
-from colossus.engine.fit import Hook
 from colossus.engine.results import EvalResult
-from colossus.monitor.hooks.metric import is_better, value_of
+from colossus.monitor.hooks.metric_hook import MetricHook
 from colossus.monitor.hooks.options import EarlyStopOptions
 
 
-class EarlyStop(Hook):
+class EarlyStop(MetricHook):
     """Asks for a stop once ``patience`` evaluations in a row were no better than the best before them.
 
     All ranks see the same numbers, and stop after the step that follows, as `Engine.request_stop` says. A run that is
@@ -23,16 +22,17 @@ class EarlyStop(Hook):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.options = EarlyStopOptions(**options)
+        self.options: EarlyStopOptions = EarlyStopOptions(**options)
         self._best: float | None = None
         self._best_step = self._num_worse = 0
 
     def on_train_start(self, engine: Engine) -> None:
+        super().on_train_start(engine)
         self._stop_if_due(engine)
 
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
-        value = value_of(summary, self.options, self)
-        if is_better(value, self._best, self.options, self.options.min_delta):
+        value = self.value_of(summary)
+        if self.is_better(value, self._best, self.options.min_delta):
             self._best, self._best_step, self._num_worse = value, summary.step, 0
         else:
             self._num_worse += 1
