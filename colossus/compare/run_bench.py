@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from colossus.compare.bench_table import as_json, print_bench
-from colossus.compare.interleaved import alternate, environment, progress
-from colossus.compare.variants import check_plan, each_of, of_each
+from colossus.compare.interleaved import alternate, environment, progress, unique
+from colossus.compare.variants import check_plan, of_each
 from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.overrides import plan_overrides
 from colossus.config.plans import world_size
@@ -42,7 +42,7 @@ def run(
     noise of the machine meets all alike.
 
     Args:
-        plans: see `plan_overrides`; none, or an empty text: that of the file.
+        plans: see `plan_overrides`; none, or an empty text: that of the file. The same twice shows the noise.
         overrides: for all plans.
         warmup: steps before the first block.
         steps: of a block.
@@ -60,7 +60,8 @@ def run(
     if json is not None and not Path(json).absolute().parent.is_dir():
         raise ConfigError(f"--json {json}: there is no folder {Path(json).parent}")
     given = {
-        text or AS_IN_FILE: (*overrides, *plan_overrides(text), *_OWN_OVERRIDES) for text in each_of(plans or [""])
+        label if text else AS_IN_FILE + label: (*overrides, *plan_overrides(text), *_OWN_OVERRIDES)
+        for label, text in unique([" ".join(plan.split()) for plan in plans or [""]]).items()
     }
     configs = dict(zip(given, of_each(given, lambda label: _load(file, given[label])), strict=True))
     # torch is imported here

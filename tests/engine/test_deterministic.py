@@ -41,8 +41,8 @@ class Put(Lookup):
 
 def engine_of(build: Any = None, wanted: bool = True, **sections: Any) -> Engine:
     """The engine of a model class, or of sections of a config."""
-    config = dict(optimizer=dict(type="SGD", lr=0.01), train=dict(global_batch_size=8, deterministic=wanted))
-    return colossus.initialize(dict(device="cpu", **config, **sections), build)
+    train = dict(global_batch_size=8, deterministic=wanted)
+    return colossus.initialize(dict(device="cpu", optimizer=dict(type="SGD", lr=0.01), train=train) | sections, build)
 
 
 def train(engine: Engine, batch: Any) -> list[bytes]:
@@ -96,7 +96,7 @@ LLAMA = {**GPT, "type": "Llama"}
 PLANS: dict[str, dict[str, Any]] = {
     "data": dict(model=GPT, parallel=dict(data=2), comm=dict(bucket_mb=0.01)),
     "zero 3": dict(model=GPT, parallel=dict(data=2, zero=3)),
-    "tensor": dict(model=GPT, parallel=dict(tensor=2)),
+    "tensor": dict(model=GPT, parallel=dict(tensor=2), optimizer=dict(type="Muon", lr=0.01)),
     "pipeline": dict(model=GPT, parallel=dict(pipeline=2), schedule=dict(type="zb-h1", microbatches=4)),
     "experts": dict(model={**LLAMA, "experts": dict(num=4, top_k=2)}, parallel=dict(data=2, expert=2)),
 }
