@@ -51,6 +51,9 @@ def make_parser() -> Parser:
         "--json", metavar="FILE", nargs="?", const="-", help="the times of all blocks as JSON; without FILE in the "
         "place of the table",
     )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, say what would be timed, start nothing"
+    )
     return parser
 
 

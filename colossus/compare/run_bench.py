@@ -16,7 +16,7 @@ from colossus.compare.interleaved import alternate, environment, progress, uniqu
 from colossus.compare.variants import check_plan, of_each
 from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.overrides import plan_overrides
-from colossus.config.plans import world_size
+from colossus.config.plans import describe_plan, describe_processes, world_size
 from colossus.launch import command
 from colossus.launch.checks import check_given, describe_device, is_on_cuda
 from colossus.launch.servers import num_servers
@@ -35,6 +35,7 @@ def run(
     steps: int = 5,
     blocks: int = 6,
     json: str | None = None,
+    dry_run: bool = False,
 ) -> int:
     """Time the train step of a config file under each of the plans.
 
@@ -48,6 +49,7 @@ def run(
         steps: of a block.
         blocks: of each plan.
         json: a file for all times; ``-`` prints them in the place of the table.
+        dry_run: check everything, say what would be timed, start nothing.
 
     Returns:
         0 done, 1 a plan has failed.
@@ -69,6 +71,11 @@ def run(
 
     one_thread()
     of_each(configs, lambda label: check_plan(configs[label]))
+    if dry_run:
+        print("nothing was started (--dry-run)")
+        for label, config in configs.items():
+            print(f"{label}: {describe_plan(config)}, {describe_processes(world_size(config.parallel))}")
+        return 0
     with ExitStack() as stack:
         timed = [TimedPlan(label, file, given[label], config) for label, config in configs.items()]
         for plan in timed:
