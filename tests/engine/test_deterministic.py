@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -80,6 +81,10 @@ def of_one_process(rank: int) -> dict[str, Any]:
     other = engine_of(Put, wanted=False)
     other.train_step(batch)
     other.close()
+    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+    torch.cuda.is_initialized = lambda: True
+    with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8 before CUDA is first used"):
+        engine_of(Lookup)
     return dict(runs=len(runs), during=during, notes=error.value.__notes__, is_undone=switches() == before)
 
 
