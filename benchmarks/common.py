@@ -8,25 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colossus.compare.interleaved import Series, Spread, alternate, environment, progress, ratio
+from colossus.compare.interleaved import AGAIN, Series, Spread, alternate, environment, progress, ratio, unique
 
 __all__ = [
-    "Series", "Spread", "alternate", "environment", "make_parser", "print_table", "progress", "ratio", "unique",
-    "write_json",
+    "AGAIN", "Series", "Spread", "alternate", "environment", "make_parser", "print_table", "progress", "ratio",
+    "unique", "write_json",
 ]  # fmt: skip
-
-AGAIN = " (again)"
-
-
-def unique(names: Sequence[str]) -> dict[str, str]:
-    """Label -> name; a name given twice is the same code against itself, labelled ``(again)``."""
-    labels: dict[str, str] = {}
-    for name in names:
-        label = name
-        while label in labels:
-            label += AGAIN
-        labels[label] = name
-    return labels
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

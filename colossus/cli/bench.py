@@ -10,7 +10,7 @@ _EPILOG = """\
 examples:
   colossus bench configs/gpt_stdlib.py                                        # the plan of the file
   colossus bench configs/gpt_stdlib.py "parallel.tensor=2 parallel.data=1" "parallel.zero=1"
-  colossus bench configs/gpt_stdlib.py data=4 "data=2 tensor=2" "pipeline=2 schedule.microbatches=4"
+  colossus bench configs/gpt_stdlib.py data=4 data=4 "data=2 tensor=2" "pipeline=2 schedule.microbatches=4"
   colossus bench config.py "" train.precision=bf16 --overrides train.global_batch_size=64 --json bench.json
 
 A plan is overrides of the file, in quotes where there are several; an empty text is the plan of the file. Keys of
@@ -20,8 +20,7 @@ All plans are checked before the first process is started. The processes of all 
 memory, on the same devices, and take turns: blocks of steps run while the other plans wait, so that noise of the
 machine meets all alike. The data is the config's, read before the clock starts; there are no evaluations, checkpoints
 and hooks. Each rank has as many threads as a launch gives it; OMP_NUM_THREADS=1 gives it one. The ratio to the first
-plan is the median of the ratios of blocks, with quartiles: a plan beside itself shows the noise
-(data=2 "data=2 train.seed=0").
+plan is the median of the ratios of blocks, with quartiles; a plan given twice shows how much of that is noise.
 
 exit codes: 0 done, 1 a plan has failed (the others are told), 2 wrong config or usage, 130 stopped by Ctrl-C
 """
@@ -52,6 +51,9 @@ def make_parser() -> Parser:
         "--json", metavar="FILE", nargs="?", const="-", help="the times of all blocks as JSON; without FILE in the "
         "place of the table",
     )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, say what would be timed, start nothing"
+    )
     return parser
 
 

@@ -16,6 +16,8 @@ from typing import Any
 #: name -> seconds, one per block
 Series = dict[str, list[float]]
 
+AGAIN = " (again)"
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -55,6 +57,17 @@ def alternate(runners: Mapping[str, Callable[[], float]], blocks: int, *, label:
             series[name].append(runners[name]())
     progress("")
     return series
+
+
+def unique(names: Sequence[str]) -> dict[str, str]:
+    """Label -> name; a name given twice is the same code against itself, labelled ``(again)``."""
+    labels: dict[str, str] = {}
+    for name in names:
+        label = name
+        while label in labels:
+            label += AGAIN
+        labels[label] = name
+    return labels
 
 
 def progress(text: str) -> None:

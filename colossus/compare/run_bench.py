@@ -12,11 +12,11 @@ from pathlib import Path
 from rich.console import Console
 
 from colossus.compare.bench_table import as_json, print_bench
-from colossus.compare.interleaved import alternate, environment, progress
-from colossus.compare.variants import check_plan, each_of, of_each
+from colossus.compare.interleaved import alternate, environment, progress, unique
+from colossus.compare.variants import check_plan, of_each
 from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.overrides import plan_overrides
-from colossus.config.plans import world_size
+from colossus.config.plans import describe_plan, describe_processes, world_size
 from colossus.launch import command
 from colossus.launch.checks import check_given, describe_device, is_on_cuda
 from colossus.launch.servers import num_servers
@@ -35,6 +35,7 @@ def run(
     steps: int = 5,
     blocks: int = 6,
     json: str | None = None,
+    dry_run: bool = False,
 ) -> int:
     """Time the train step of a config file under each of the plans.
 
@@ -42,12 +43,13 @@ def run(
     noise of the machine meets all alike.
 
     Args:
-        plans: see `plan_overrides`; none, or an empty text: that of the file.
+        plans: see `plan_overrides`; none, or an empty text: that of the file. The same twice shows the noise.
         overrides: for all plans.
         warmup: steps before the first block.
         steps: of a block.
         blocks: of each plan.
         json: a file for all times; ``-`` prints them in the place of the table.
+        dry_run: check everything, say what would be timed, start nothing.
 
     Returns:
         0 done, 1 a plan has failed.
@@ -60,7 +62,8 @@ def run(
     if json is not None and not Path(json).absolute().parent.is_dir():
         raise ConfigError(f"--json {json}: there is no folder {Path(json).parent}")
     given = {
-        text or AS_IN_FILE: (*overrides, *plan_overrides(text), *_OWN_OVERRIDES) for text in each_of(plans or [""])
+        label if text else AS_IN_FILE + label: (*overrides, *plan_overrides(text), *_OWN_OVERRIDES)
+        for label, text in unique([" ".join(plan.split()) for plan in plans or [""]]).items()
     }
     configs = dict(zip(given, of_each(given, lambda label: _load(file, given[label])), strict=True))
     # torch is imported here
@@ -68,6 +71,11 @@ def run(
 
     one_thread()
     of_each(configs, lambda label: check_plan(configs[label]))
+    if dry_run:
+        print("nothing was started (--dry-run)")
+        for label, config in configs.items():
+            print(f"{label}: {describe_plan(config)}, {describe_processes(world_size(config.parallel))}")
+        return 0
     with ExitStack() as stack:
         timed = [TimedPlan(label, file, given[label], config) for label, config in configs.items()]
         for plan in timed:

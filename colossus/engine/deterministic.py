@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+#: what cuBLAS reads when CUDA starts, unless the user has set it
+VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @contextmanager
@@ -26,12 +27,13 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    if torch.cuda.is_initialized() and _CUBLAS not in os.environ:
-        raise ValueError(
-            f"train.deterministic = True needs the environment variable {_CUBLAS}=:4096:8 before CUDA is first used, "
-            f"and this process has used it already: set it before Python starts"
-        )
-    os.environ.setdefault(_CUBLAS, ":4096:8")  # stays: cuBLAS has read it
+    for name, value in VARIABLES.items():
+        if torch.cuda.is_initialized() and name not in os.environ:
+            raise ValueError(
+                f"train.deterministic = True needs the environment variable {name}={value} before CUDA is first used, "
+                f"and this process has used it already: set it before Python starts"
+            )
+        os.environ.setdefault(name, value)  # it stays, as cuBLAS has read it
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     filled, timed = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark

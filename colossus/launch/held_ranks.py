@@ -20,6 +20,7 @@ from colossus.config import Config
 from colossus.config.plans import world_size
 from colossus.context.local_ranks import LocalRanks
 from colossus.context.world import choose_backend
+from colossus.engine.deterministic import VARIABLES
 
 #: what a rank gives as an answer, as all ranks do
 _REFUSALS = (DamagedCheckpoint, CheckpointError, FloatingPointError)
@@ -53,6 +54,7 @@ def hold_ranks(config: Config, make: Callable[[], Any], threads: int) -> LocalRa
         start="spawn" if uses_cuda or sys.platform == "darwin" else "fork",
         backend=choose_backend(config.comm.backend, "cuda" if uses_cuda else "cpu"),
         collective_timeout=config.comm.timeout_seconds,
+        variables=VARIABLES if config.train.deterministic else None,  # the process group may start CUDA
     )
 
 

@@ -40,7 +40,7 @@ def test_refused(arguments: list[str], words: list[str], capsys: pytest.CaptureF
 
 
 def test_plans_are_timed_side_by_side_and_one_that_fails_is_told(tmp_path: Path) -> None:
-    plans = ["data=1", "data=2", "data=4"]
+    plans = ["data=1", "data=2", "data=4", "data=1"]
     line = [*BENCH, *plans, "--warmup", "1", "--steps", "2", "--blocks", "3", "--json", "bench.json"]
     code, out, err = finish(start(line, tmp_path, TROUBLE="raise", TROUBLED_RANK="3"))
     assert code == 1, err
@@ -49,13 +49,13 @@ def test_plans_are_timed_side_by_side_and_one_that_fails_is_told(tmp_path: Path)
     found = json.loads((tmp_path / "bench.json").read_text())
     assert (found["warmup"], found["steps"], found["blocks"]) == (1, 2, 3)
     assert found["environment"]["device"] == "cpu, backend gloo"
-    one, two, failed = found["plans"]
-    assert [plan["label"] for plan in found["plans"]] == plans
+    one, two, failed, again = found["plans"]
+    assert [plan["label"] for plan in found["plans"]] == [*plans[:3], "data=1 (again)"]
     assert failed["failure"] == "rank 3: ValueError: the third step is one too many"
     assert "step_seconds" not in failed
     assert f"data=4: failed: {failed['failure']}" in out
     assert (one["ranks"], two["ranks"], two["threads"]) == (1, 2, 1)
-    for plan in (one, two):
+    for plan in (one, two, again):
         times = plan["block_step_seconds"]
         assert len(times) == 3
         assert plan["step_seconds"] == vars(Spread.of(times))
@@ -65,7 +65,7 @@ def test_plans_are_timed_side_by_side_and_one_that_fails_is_told(tmp_path: Path)
         assert plan["tokens_per_second"] == pytest.approx(4 / plan["step_seconds"]["median"])
         assert plan["mfu"] is None  # nobody knows the peak of a CPU
         assert plan["peak_memory_bytes"] > 1e7
-        cells = next(line for line in out.splitlines() if line.startswith(plan["label"])).split()
+        cells = next(line for line in out.splitlines() if line.startswith(f"{plan['label']}  ")).split()
         assert f"{4 / plan['step_seconds']['median']:,.0f}" in cells
     assert one["sent_bytes_per_step"] == {}
     # ten gradients in float32; what else there is are the numbers of the step

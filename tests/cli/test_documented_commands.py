@@ -1,7 +1,8 @@
 """Every command line of README.md and docs/*.md that starts with ``colossus`` does what the page says.
 
 They run in this process, in a folder that has the repository's configs and the files and runs that the pages take for
-a user's. What would take long ends early: `launch`, `compare` and `profile` get ``--dry-run``, the others less to do.
+a user's. What would take long ends early: `launch`, `compare`, `profile` and `bench` get ``--dry-run``, the others less
+to do.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ SHORTER = {
     "launch": ["--dry-run"],
     "compare": ["--dry-run"],
     "profile": ["--dry-run"],
+    "bench": ["--dry-run"],
     "evaluate": ["train.eval_batches=1"],
     "generate": ["--max-tokens", "2"],
     "verify": ["--steps", "1", "model.num_layers=1", "model.hidden_size=32", "model.seq_len=16", "checkpoint.every=0"],

@@ -356,6 +356,7 @@ _LONG = (*(f"{mode}, all" for mode in MODES), "3d_2x1x2")
 
 
 @pytest.mark.parametrize("plan", [pytest.param(each, marks=[pytest.mark.long] * (each in _LONG)) for each in PLANS])
+@pytest.mark.rest("2d")
 def test_pairs_train_as_in_plain_torch(plan: str) -> None:
     world, tensor, names = PLANS[plan]
     results = run_ranks(world, train, tensor, names, with_context=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -41,8 +42,8 @@ class Put(Lookup):
 
 def engine_of(build: Any = None, wanted: bool = True, **sections: Any) -> Engine:
     """The engine of a model class, or of sections of a config."""
-    config = dict(optimizer=dict(type="SGD", lr=0.01), train=dict(global_batch_size=8, deterministic=wanted))
-    return colossus.initialize(dict(device="cpu", **config, **sections), build)
+    train = dict(global_batch_size=8, deterministic=wanted)
+    return colossus.initialize(dict(device="cpu", optimizer=dict(type="SGD", lr=0.01), train=train) | sections, build)
 
 
 def train(engine: Engine, batch: Any) -> list[bytes]:
@@ -80,6 +81,10 @@ def of_one_process(rank: int) -> dict[str, Any]:
     other = engine_of(Put, wanted=False)
     other.train_step(batch)
     other.close()
+    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+    torch.cuda.is_initialized = lambda: True
+    with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8 before CUDA is first used"):
+        engine_of(Lookup)
     return dict(runs=len(runs), during=during, notes=error.value.__notes__, is_undone=switches() == before)
 
 
@@ -96,7 +101,7 @@ LLAMA = {**GPT, "type": "Llama"}
 PLANS: dict[str, dict[str, Any]] = {
     "data": dict(model=GPT, parallel=dict(data=2), comm=dict(bucket_mb=0.01)),
     "zero 3": dict(model=GPT, parallel=dict(data=2, zero=3)),
-    "tensor": dict(model=GPT, parallel=dict(tensor=2)),
+    "tensor": dict(model=GPT, parallel=dict(tensor=2), optimizer=dict(type="Muon", lr=0.01)),
     "pipeline": dict(model=GPT, parallel=dict(pipeline=2), schedule=dict(type="zb-h1", microbatches=4)),
     "experts": dict(model={**LLAMA, "experts": dict(num=4, top_k=2)}, parallel=dict(data=2, expert=2)),
 }

@@ -183,6 +183,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path, long_run: Proces
     wait_for(lambda: not any(is_running(rank) for rank in ranks), *ranks)
 
 
+@pytest.mark.long
 def test_a_blocked_rank_does_not_delay_the_stop(tmp_path: Path) -> None:
     process = start([*LAUNCH, "--run-dir", "run"], tmp_path, TROUBLE="hang")
     wait_for(lambda: has_rows(process, tmp_path / "run", 2), process.pid)
