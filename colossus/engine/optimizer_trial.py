@@ -46,7 +46,7 @@ def trial_problem(optimizer: torch.optim.Optimizer, params: Sequence[nn.Paramete
     except Exception as error:
         log.warning(
             "%s could not be tried on parts of a parameter (%s: %s): make sure that it computes each element from this "
-            "element alone, or let it have whole parameters (optimizer.whole = True)",
+            "element alone, or let it have whole parameters, optimizer = dict(type=.., whole=True)",
             kind.__name__, type(error).__name__, error,
         )  # fmt: skip
         return None

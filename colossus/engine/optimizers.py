@@ -194,8 +194,8 @@ def _takes(kind: Callable[..., Any], argument: str) -> bool:
 
 #: what to take in the place of an optimizer that computes with whole matrices
 _WHOLE = (
-    "Take an exact one by its name (LAMB, LARS, Adafactor, Muon), let this one have whole parameters (optimizer.whole "
-    "= True), one that works element by element (AdamW, SGD), or a plan that stores parameters whole"
+    "Take an exact one by its name (LAMB, LARS, Adafactor, Muon), let this one have whole parameters, optimizer = "
+    "dict(type=.., whole=True), one that works element by element (AdamW, SGD), or a plan that stores parameters whole"
 )
 
 
@@ -212,8 +212,8 @@ def _problem(
             "it holds parameters that were not given to it. Make it of the parameters in the pairs that the function "
             "is called with: they are what this rank stores and trains, those of the model need not be"
         )
-    if words := _refusal(type(made)) if not all(id(param) in tables for param in held) else None:
-        return words
+    if (words := _refusal(type(made))) and not all(id(param) in tables for param in held):
+        return f"{kind}: {words}"
     sizes = context.grid.sizes
     in_parts = [
         param
