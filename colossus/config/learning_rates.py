@@ -95,8 +95,17 @@ class _TorchScheduler:
     def _start(self, lr: float, options: dict[str, Any]) -> None:
         import torch
 
-        # with a momentum, because some refuse an optimizer that has none
-        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=lr, momentum=0.9)
+        class OneParameter(torch.optim.Optimizer):
+            """Without the constructor of its base, which imports torch._dynamo: 1.6 s on each rank."""
+
+            def __init__(self) -> None:
+                self.defaults = {"lr": lr, "momentum": 0.9}  # some schedulers refuse an optimizer without a momentum
+                self.param_groups = [{"params": [torch.nn.Parameter(torch.zeros(()))], **self.defaults}]
+
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                pass
+
+        self._optimizer = OneParameter()
         scheduler = self._make(self._optimizer, **options)
         try:
             inspect.signature(scheduler.step).bind()
@@ -105,7 +114,7 @@ class _TorchScheduler:
                 f"its step is called without arguments ({error}): a learning rate is a function of the step here, the "
                 f"same on all ranks and after a resume; take a scheduler that counts steps"
             ) from None
-        self._optimizer.step()  # torch warns of a scheduler that steps before it
+        self._optimizer.step()  # torch warns of a scheduler that steps before
         self._scheduler = scheduler
 
 
