@@ -11,66 +11,39 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any, TypeVar
+
+from colossus.import_path import imported, is_path
 
 T = TypeVar("T")
 
 
-def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str | None:
-    """The known name closest in spelling to ``name``, or None when none is as close as ``cutoff``, 0 to 1."""
+def nearest(name: str, known: list[str]) -> str | None:
+    """The known name closest in spelling to ``name``, or None when nothing is close."""
     folded = {candidate.lower(): candidate for candidate in reversed(known)}
-    match = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=cutoff)
+    match = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.5)
     return folded[match[0]] if match else None
-
-
-def is_path(name: object) -> bool:
-    """Whether a name is ``"package.module:attribute"``, of something that is imported."""
-    return isinstance(name, str) and ":" in name
-
-
-def imported(path: str) -> Any:
-    """The class or function that ``"package.module:attribute"`` names; modules beside the config file are found.
-
-    Raises:
-        ValueError: there is no such module or attribute, naming the nearest, or it cannot be called.
-    """
-    module_name, _, attribute = path.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
-        raise ValueError(f"{path!r} is no 'package.module:attribute'")
-    found: Any = _module(path, module_name)
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            close = nearest(name, [each for each in dir(found) if not each.startswith("_")])
-            hint = f"; did you mean {close!r}?" if close else ""
-            raise ValueError(f"{path!r}: {module_name} has no {attribute!r}{hint}")
-        found = getattr(found, name)
-    if not callable(found):
-        raise ValueError(f"{path!r} is of type {type(found).__name__}, which cannot be called")
-    return found
-
-
-def _module(path: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if not f"{name}.".startswith(f"{missing}."):  # one that the module itself imports
-            raise ValueError(f"{path!r}: {name} cannot be imported: {error}") from error
-        parent, _, child = missing.rpartition(".")
-        places = getattr(importlib.import_module(parent), "__path__", []) if parent else None
-        close = nearest(child, [module.name for module in pkgutil.iter_modules(places)], cutoff=0.6)
-        hint = f"; did you mean {f'{parent}.{close}'.lstrip('.')!r}?" if close else ""
-        raise ValueError(f"{path!r}: there is no module {missing!r}{hint}") from None
-    except Exception as error:
-        raise ValueError(f"{path!r}: importing {name} raised {type(error).__name__}: {error}") from error
 
 
 class Registry:
     """A table of one kind of thing (models, tensor modes, datasets, ...) by name."""
 
-    def __init__(self, kind: str, builtin: Mapping[str, str] | None = None, *, package: str | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        builtin: Mapping[str, str] | None = None,
+        *,
+        package: str | None = None,
+        refused: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            builtin: name -> ``"package.module:attribute"``.
+            package: whose modules register classes.
+            refused: names that people know from elsewhere -> why there is none, and what to take.
+        """
         self.kind = kind
+        self.refused = dict(refused or {})
         self._builtin = dict(builtin or {})
         self._package = package
         self._entries: dict[str, Any] = {}
@@ -123,6 +96,8 @@ class Registry:
 
     def missing(self, name: str) -> str:
         """The message for a name that is not registered."""
+        if name in self.refused:
+            return f"no {self.kind} named {name!r}: {self.refused[name]}"
         known = self.names()
         close, parts = nearest(name, known), name.split(".")
         if len(parts) > 1 and all(map(str.isidentifier, parts)):
@@ -218,18 +193,24 @@ DATASETS = Registry(
         "TokenFile": "colossus.data.tokens:TokenFile",
     },
 )
+#: those of torch that compute each element from this element alone, so that they are the same on a part of a parameter
+TORCH_OPTIMIZERS = (
+    "AdamW", "Adam", "Adagrad", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD",
+)  # fmt: skip
 OPTIMIZERS = Registry(
     "optimizer",
     {
-        "AdamW": "torch.optim.adamw:AdamW",
-        "Adam": "torch.optim.adam:Adam",
-        "Adagrad": "torch.optim.adagrad:Adagrad",
-        "SGD": "torch.optim.sgd:SGD",
+        **{name: f"torch.optim.{name.lower()}:{name}" for name in TORCH_OPTIMIZERS},
         # of whole parameters
         "Adafactor": "colossus.optim.adafactor:Adafactor",
         "LAMB": "colossus.optim.trust_ratio:LAMB",
         "LARS": "colossus.optim.trust_ratio:LARS",
         "Muon": "colossus.optim.muon:Muon",
+    },
+    refused={
+        "LBFGS": "it evaluates the loss again within a step, which a step of many ranks does once; take AdamW",
+        "SparseAdam": "it is for sparse gradients alone; give the tables theirs, "
+        "optimizer.tables = dict(type='SparseAdam'), and the other parameters AdamW",
     },
 )
 #: rules of tables with sparse gradients, each with its options

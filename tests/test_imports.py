@@ -52,7 +52,8 @@ LEVELS = {
 }
 #: anyone may import these; they import only each other as listed
 LEAVES = {
-    "registry": set(),
+    "import_path": set(),
+    "registry": {"import_path"},
     "_lazy": set(),
     "machine": set(),
     "torch_versions": set(),
@@ -62,7 +63,7 @@ LEAVES = {
     "picture": set(),
     "error_place": set(),
     "graphs": {"registry", "arithmetic"},
-    "config": {"registry", "_lazy", "arithmetic", "graphs"},
+    "config": {"registry", "import_path", "_lazy", "arithmetic", "graphs"},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 
 from colossus.cli.parser import OVERRIDES, Parser, load
@@ -31,4 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(key_help(arguments.key, config))
     else:
         print(json.dumps(as_dict(config), indent=2) if arguments.json else as_source(config).rstrip())
+        if config.optimizer.has_groups and not arguments.json:  # the model is built: torch takes its time
+            built = importlib.import_module("colossus.launch.checks").check_model(config)
+            for line in built.group_rules if built is not None else ():
+                print(f"# {line}")
     return 0

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, SupportsFloat
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from colossus.config.errors import brief, explain, unknown_key
+from colossus.config.optimizer_section import GROUP_OPTIONS, GroupRule
 from colossus.config.schema import ReadingOptions
 from colossus.config.section import FROM_LIST, Named, Section
 from colossus.registry import (
@@ -25,6 +26,7 @@ from colossus.registry import (
     LR_SCHEDULES,
     OPTIMIZERS,
     TABLE_OPTIMIZERS,
+    TORCH_OPTIMIZERS,
     Registry,
 )
 
@@ -44,13 +46,25 @@ def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
     """One line for each option of ``named`` that its component does not take, or not with this value."""
     if registry is LR_SCHEDULES and callable(named.type):
         return _schedule_problems(key, named)
-    known, problems = parameters(named.type, registry), []
-    if known is not None:
-        reading = (*ReadingOptions.model_fields, "validation") if registry is DATASETS else ()
-        known = [*type(named).model_fields, *known, *reading]
-        wrong = [option for option in named.options if option not in known]
-        problems = [f"{key}.{option}: {unknown_key(f'{key}.{option}', list(dict.fromkeys(known)))}" for option in wrong]
-    return problems + _range_problems(key, named, registry)
+    known = parameters(named.type, registry)
+    reading = (*ReadingOptions.model_fields, "validation") if registry is DATASETS else ()
+    names = _unknown(key, named, [*known, *reading]) if known is not None else []
+    values = _range_problems(key, named.type, named.options, registry)
+    problems = names + values
+    for number, rule in enumerate(getattr(named, "groups", ()) if registry is OPTIMIZERS else ()):
+        of_rule = f"{key}.groups.{number}"
+        of_groups = GROUP_OPTIONS.get(named.type, ()) if isinstance(named.type, str) else ()
+        of_class = [name for name in known or () if name not in ("params", "holders", "lr")]
+        names = _unknown(of_rule, rule, [*of_class, *of_groups]) if known is not None else []
+        together = _range_problems(of_rule, named.type, {**named.options, **rule.options}, registry)
+        problems += names + [problem for problem in together if problem.replace(of_rule, key, 1) not in values]
+    return problems
+
+
+def _unknown(key: str, section: Named | GroupRule, known: Sequence[str]) -> list[str]:
+    known = list(dict.fromkeys([*type(section).model_fields, *known]))
+    wrong = [option for option in section.options if option not in known]
+    return [f"{key}.{option}: {unknown_key(f'{key}.{option}', known)}" for option in wrong]
 
 
 # -- names ----------------------------------------------------------------------------------------------------
@@ -131,15 +145,15 @@ class _TableOptimizer(_Optimizer):
     amsgrad: Annotated[bool, _only(False, "must be False: there is no form of amsgrad for rows")] = False
 
 
-def _range_problems(key: str, named: Named, registry: Registry) -> list[str]:
+def _range_problems(key: str, kind: Any, options: dict[str, Any], registry: Registry) -> list[str]:
     ranges: dict[str, type[Section]] = {OPTIMIZERS.kind: _Optimizer, TABLE_OPTIMIZERS.kind: _TableOptimizer}
     section = (ranges | {DATASETS.kind: ReadingOptions}).get(registry.kind)
-    if registry is HOOKS and named.type in HOOK_OPTIONS:
-        section = HOOK_OPTIONS.get(named.type)
-    if section is None or (registry is OPTIMIZERS and named.type not in ("AdamW", "Adam", "Adagrad", "SGD")):
+    if registry is HOOKS and kind in HOOK_OPTIONS:
+        section = HOOK_OPTIONS.get(kind)
+    if section is None or (registry is OPTIMIZERS and kind not in TORCH_OPTIMIZERS):
         return []
     try:
-        checked = section.model_validate(named.options)
+        checked = section.model_validate(options)
     except ValidationError as error:
         return [f"{path}: {problem}" for path, problem in explain(error, section, key).items()]
     if isinstance(checked, _Optimizer) and checked.nesterov and (not checked.momentum or checked.dampening):

@@ -14,6 +14,7 @@ from colossus.config.components import option_problems
 from colossus.config.errors import ConfigError, explain
 from colossus.config.schema import Config, Parallel
 from colossus.config.section import Named
+from colossus.import_path import is_path
 from colossus.registry import (
     DATASETS,
     HOOKS,
@@ -28,7 +29,6 @@ from colossus.registry import (
     TABLE_OPTIMIZERS,
     TENSOR_MODES,
     Registry,
-    is_path,
 )
 
 

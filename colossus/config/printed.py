@@ -20,7 +20,6 @@ from pydantic_core import PydanticUndefined
 from colossus.config.errors import ConfigError, subsection
 from colossus.config.plans import model_options
 from colossus.config.schema import Config
-from colossus.config.section import Named
 from colossus.registry import MODEL_OPTIONS, STRATEGY_OPTIONS, nearest
 
 
@@ -57,10 +56,9 @@ def _literal(value: Any, column: int, indent: str) -> str:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Named):
-        return {key: _plain(item) for key, item in value.spec().items()}
     if isinstance(value, BaseModel):
-        return {key: _plain(getattr(value, key)) for key in type(value).model_fields}
+        known = {key: getattr(value, key) for key in type(value).model_fields}
+        return {key: _plain(item) for key, item in {**known, **(value.model_extra or {})}.items()}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

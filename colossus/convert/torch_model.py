@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from colossus.convert.parallelize import parallelize
-from colossus.registry import imported
+from colossus.import_path import imported
 
 
 def torch_model(

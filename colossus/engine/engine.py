@@ -44,6 +44,7 @@ class Engine:
         executor: runs the stages of this rank.
         observers: told of what happens inside of a step; append your own.
         num_parameters: elements of the whole model, a tied parameter counted once.
+        group_rules: what the rules of ``optimizer.groups`` have met, a line for each pattern.
         loss_scaler: of fp16, else None.
         run: the parts that have a state, how far it is, and where the launcher keeps what it writes.
         checkpoints: saves and loads all of this.
@@ -58,10 +59,12 @@ class Engine:
         executor: Executor,
         inputs: Inputs,
         num_parameters: int,
+        group_rules: Sequence[str] = (),
     ) -> None:
         self.run, self.config, self.context, self.device = run, run.config, run.context, run.context.device
         self.model, self.optimizer, self.store, self.strategy = run.model, run.optimizer, run.store, run.strategy
         self.pipeline, self.executor, self.inputs, self.num_parameters = pipeline, executor, inputs, num_parameters
+        self.group_rules = group_rules
         self.observers, self.loss_scaler = stages.observers, optimizer_step.loss_scaler
         self._stages, self._optimizer_step = stages, optimizer_step
         #: why no step or evaluation may begin

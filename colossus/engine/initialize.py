@@ -28,6 +28,7 @@ from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.optimizers import OptimizerFactory, build_optimizer, holders_of, require_factory
+from colossus.engine.parameter_groups import ParameterGroups, make_groups
 from colossus.engine.routers import Routers, routers_of
 from colossus.engine.stages import ModelStages
 from colossus.gradients.reduction import ModelParts
@@ -113,26 +114,29 @@ def make_engine(
         loss = loss_of(module, loss_fn)
         store = _store_parameters(config, context, module, strategy, pipeline, loaders)
         tables = {id(table.param) for table in strategy.tables or ()} if whole.has_tables else None
-        updates, config = build_optimizer(config, optimizer, strategy.trained, holders_of(module, strategy), tables)
+        holders = holders_of(module, strategy)
+        updates, config = build_optimizer(config, optimizer, strategy.trained, holders, tables, whole.groups)
         strategy.optimizer_made(updates)
         step = OptimizerStep(config, module, updates, store, strategy, Routers(whole.routers, module, strategy))
         inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
         stages = ModelStages(context, module, pipeline, store, strategy, inputs, loss)
         executor = pipeline.make_executor(stages, model_parallel_of(context), stages.observers)
         run = Run(config, context, module, updates, store, strategy, step.watch, step.loss_scaler, loaders)
-        return Engine(run, step, pipeline, stages, executor, inputs, whole.num_parameters)
+        rules = () if whole.groups is None else whole.groups.met
+        return Engine(run, step, pipeline, stages, executor, inputs, whole.num_parameters, rules)
     except BaseException:
         context.close()
         raise
 
 
 class WholeModel(NamedTuple):
-    """What a rank knows of the model beyond its own part: its size, whether it has tables with sparse gradients, and
-    its routers (`routers_of`)."""
+    """What a rank knows of the model beyond its own part: its size, whether it has tables with sparse gradients, its
+    routers (`routers_of`), and its groups of parameters, where rules say so."""
 
     num_parameters: int
     has_tables: bool
     routers: dict[str, int]
+    groups: ParameterGroups | None
 
 
 def _build_model(
@@ -153,8 +157,11 @@ def _build_model(
     def prepare(whole: nn.Module) -> None:
         if context.world_size > 1:
             existing.update(fingerprints_of_existing(whole))
+        groups = make_groups(config.optimizer, whole)  # freezes parameters
         tables = survey(whole, context)
-        found.append(WholeModel(num_parameters(whole), bool(tables.untied), routers_of(whole)))
+        if groups is not None:
+            groups.set_apart([table.name for table in tables.untied], name="tables")
+        found.append(WholeModel(num_parameters(whole), bool(tables.untied), routers_of(whole), groups))
         require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_given=has_optimizer)
         strategy.check_tables(tables)
         pipeline.split(whole)

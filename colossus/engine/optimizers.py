@@ -11,17 +11,21 @@ import torch
 from torch import nn
 
 from colossus.comm.objects import all_gather_object
-from colossus.config import Config
+from colossus.config import Config, ConfigError
+from colossus.config.errors import brief
+from colossus.config.optimizer_section import GROUP_OPTIONS
 from colossus.config.optimizer_section import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
+from colossus.engine.optimizer_trial import trial_problem
+from colossus.engine.parameter_groups import ParameterGroups
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.lm_head import LMHead
 from colossus.layout.parameter import spec_of
 from colossus.optim.logical_tensors import Holders
 from colossus.optim.torch_classes import without_dynamo
 from colossus.optim.whole import WholeParameters
-from colossus.registry import OPTIMIZERS
+from colossus.registry import OPTIMIZERS, TORCH_OPTIMIZERS
 from colossus.sparse.table_optimizers import group_tables, table_problem
 from colossus.state.optimizer import why_not_saved
 
@@ -29,16 +33,21 @@ from colossus.state.optimizer import why_not_saved
 NamedParameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
-#: the types of a config that are torch's
-_TORCHS = ("AdamW", "Adam", "Adagrad", "SGD")
 #: in the place of the optimizer of a rank that has nothing to update
 _EMPTY: Any = object()
+#: those that are fused unless the options say otherwise
+_FUSED = ("AdamW", "Adam", "SGD")
 
 
-def torch_optimizer(name: str, params: Iterable[nn.Parameter], **options: Any) -> Any:
-    """One of torch's that a config names: fused unless the options say otherwise."""
+def torch_optimizer(name: str, params: Iterable[Any], **options: Any) -> Any:
+    """One of torch's that a config names: fused where it can be, unless the options say otherwise.
+
+    Args:
+        params: parameters, or groups of them.
+    """
     params, kind = list(params), OPTIMIZERS.get(name)
-    if name != "Adagrad" and not options.get("foreach") and not any(param.is_complex() for param in params):
+    held = [param for each in params for param in (each["params"] if isinstance(each, dict) else [each])]
+    if name in _FUSED and not options.get("foreach") and not any(param.is_complex() for param in held):
         options.setdefault("fused", True)  # torch's fused kernels know no complex numbers
     return without_dynamo(kind)(params, **options)
 
@@ -68,6 +77,7 @@ def build_optimizer(
     params: Sequence[nn.Parameter],
     holders: Holders,
     tables: Container[int] | None = None,
+    groups: ParameterGroups | None = None,
 ) -> tuple[torch.optim.Optimizer, Config]:
     """The optimizer of this rank, and the config with the learning rate that the schedule starts from.
 
@@ -80,19 +90,26 @@ def build_optimizer(
         params: what this rank updates, as it is stored.
         holders: the ranks that hold them (`holders_of`).
         tables: ids of those of them that have sparse gradients; None: no rank has one.
+        groups: of a config that has rules for them.
 
     Raises:
-        ValueError: on all ranks, when what the user's function returns is no optimizer of these parameters.
+        ValueError: on all ranks, when what the user's function returns is no optimizer of these parameters, or one that
+            computes something else with the parts of parameters that ranks store (`trial_problem`).
     """
-    named, context = [(spec_of(param).name, param) for param in params], holders.context
-    made = _make(factory, config, named, holders)
-    problem = None if made is _EMPTY else _problem(made, dict(named), config)
+    context = holders.context
+    if factory is None:
+        require_options(config.optimizer, context)
+    named = [(spec_of(param).name, param) for param in params]
+    made = _make(factory, config, named, holders, groups)
+    problem = None if made is _EMPTY else _problem(made, dict(named), config, context, tables or ())
     #: of each group
     rates: list[float | None] = []
     if made is not _EMPTY and problem is None:
+        if factory is None and tables is not None:
+            group_tables(made, config, lambda param: id(param) in tables)
+        for group in made.param_groups if groups is not None else ():
+            group["lr"] *= group.pop("lr_scale", 1.0)
         rates = [float(group["lr"]) if "lr" in group else None for group in made.param_groups]
-        if factory is None:
-            _group_tables(made, config, context, tables)
         if tables:
             problem = table_problem(made, {id(param): name for name, param in named if id(param) in tables})
     source = "optimizer.type" if factory is None else "optimizer="
@@ -104,11 +121,9 @@ def build_optimizer(
     if not rates:
         raise ValueError(f"{source}: the optimizer has no parameter on any rank, so nothing would be trained")
     if made is _EMPTY:  # torch's insist on a parameter
-        groups: list[dict[str, Any]] = [{"params": [], "lr": rate or 0.0} for rate in rates]
-        groups[0]["params"] = [nn.Parameter(torch.zeros(0))]
-        made = torch.optim.SGD(groups, lr=0.0, fused=False, foreach=False)
-        if factory is None:
-            _group_tables(made, config, context, tables)
+        empty: list[dict[str, Any]] = [{"params": [], "lr": rate or 0.0} for rate in rates]
+        empty[0]["params"] = [nn.Parameter(torch.zeros(0))]
+        made = torch.optim.SGD(empty, lr=0.0, fused=False, foreach=False)
     if factory is not None:
         peak = next((rate for rate in rates if rate), None)
         lr: dict[str, Any] = {} if peak is None else {"lr": peak}
@@ -131,32 +146,39 @@ def holders_of(module: nn.Module, strategy: Strategy) -> Holders:
     return Holders(context, (axis for axis in strategy.summed_axes if axis != "pipeline"), rows)
 
 
-def _make(factory: OptimizerFactory | None, config: Config, named: NamedParameters, holders: Holders) -> Any:
+def _make(
+    factory: OptimizerFactory | None,
+    config: Config,
+    named: NamedParameters,
+    holders: Holders,
+    groups: ParameterGroups | None,
+) -> Any:
     """What the user's function, or the config's, returns; ``_EMPTY`` on a rank where it has nothing to update."""
     if not named:
         return _EMPTY
+    section = config.optimizer
     try:
         if factory is not None:
             return factory(list(named))
-        options = config.optimizer.spec()
-        kind = options.pop("type")
-        params = [param for _, param in named]
-        if isinstance(kind, str) and kind in _TORCHS and not config.optimizer.whole:
-            return torch_optimizer(kind, params, **options)
-        kind = kind if callable(kind) else OPTIMIZERS.get(kind)
-        if config.optimizer.whole:
+        params: list[Any] = [param for _, param in named] if groups is None else groups.of(named)
+        kind, options = _class_of(section), section.arguments
+        if section.whole:
             return WholeParameters(params, holders, partial(_plain(kind), **options))
+        if section.type in TORCH_OPTIMIZERS:
+            return torch_optimizer(section.type, params, **options)
         if _takes(kind, "holders"):
             return kind(params, holders, **options)
-        return (
-            kind(named_parameters=named, **options)
-            if _takes(kind, "named_parameters")
-            else kind(params=params, **options)
-        )
+        if _takes(kind, "named_parameters"):
+            return kind(named_parameters=named, **options)
+        return kind(params=params, **options)
     except ValueError as error:
         if "empty parameter list" in str(error):  # torch's, where the function picks none of this stage
             return _EMPTY
         raise
+
+
+def _class_of(section: OptimizerSection) -> Any:
+    return section.type if callable(section.type) else OPTIMIZERS.get(section.type)
 
 
 def _plain(kind: Any) -> Any:
@@ -170,7 +192,16 @@ def _takes(kind: Callable[..., Any], argument: str) -> bool:
         return False
 
 
-def _problem(made: Any, named: dict[str, nn.Parameter], config: Config) -> str | None:
+#: what to take in the place of an optimizer that computes with whole matrices
+_WHOLE = (
+    "Take an exact one by its name (LAMB, LARS, Adafactor, Muon), let this one have whole parameters, optimizer = "
+    "dict(type=.., whole=True), one that works element by element (AdamW, SGD), or a plan that stores parameters whole"
+)
+
+
+def _problem(
+    made: Any, named: dict[str, nn.Parameter], config: Config, context: ParallelContext, tables: Container[int]
+) -> str | None:
     """What is wrong with an optimizer of these parameters, in words."""
     kind, names = type(made).__name__, {id(param): name for name, param in named.items()}
     if not isinstance(made, torch.optim.Optimizer):
@@ -181,18 +212,74 @@ def _problem(made: Any, named: dict[str, nn.Parameter], config: Config) -> str |
             "it holds parameters that were not given to it. Make it of the parameters in the pairs that the function "
             "is called with: they are what this rank stores and trains, those of the model need not be"
         )
-    if isinstance(made, (torch.optim.Adafactor, torch.optim.Muon)):
-        split = next((names[id(param)] for param in held if spec_of(param).layout.shard_axes), None)
-        if split is not None:
-            return (
-                f"{kind} computes with whole matrices, but this rank holds a shard of {split}: the update would depend "
-                f"on the plan. Take one that works element by element (AdamW, SGD), or give this one whole parameters"
-            )
+    if (words := _refusal(type(made))) and not all(id(param) in tables for param in held):
+        return f"{kind}: {words}"
+    sizes = context.grid.sizes
+    in_parts = [
+        param
+        for param in held
+        if id(param) not in tables and any(sizes[axis] > 1 for axis in spec_of(param).layout.shard_axes)
+    ]
+    if in_parts and (words := trial_problem(made, in_parts)):
+        return (
+            f"{words}, and this rank stores a part of {names[id(in_parts[0])]}: what is trained would depend on the "
+            f"plan. {_WHOLE}"
+        )
     if config.checkpoint.every and (reason := why_not_saved(made)):
         return f"{reason}; or set checkpoint.every = 0"
     return None
 
 
-def _group_tables(made: Any, config: Config, context: ParallelContext, tables: Container[int] | None) -> None:
-    if tables is not None:
-        group_tables(made, config, lambda param: id(param) in tables)
+def _refusal(kind: type) -> str | None:
+    """Why no run has this class of torch."""
+    return next((why for name, why in OPTIMIZERS.refused.items() if issubclass(kind, getattr(torch.optim, name))), None)
+
+
+def require_options(section: OptimizerSection, context: ParallelContext) -> None:
+    """That the class of a config takes the values of its options, those of its groups, too: by making it once, of a
+    parameter of its own.
+
+    Raises:
+        ConfigError: with what the class says, and the option, where it is one.
+    """
+    kind = _class_of(section)
+    name = getattr(kind, "__name__", str(kind))
+    if section.has_groups and _takes(kind, "named_parameters"):
+        raise ConfigError(
+            f"optimizer.groups, layer_decay: {name} takes named_parameters, of which it makes groups itself: leave "
+            f"them out, or let it take params"
+        )
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or _takes(kind, "named_parameters"):
+        return
+    if words := _refusal(kind):
+        raise ConfigError(f"optimizer.type: {name}: {words}")
+    of_groups = GROUP_OPTIONS.get(section.type, ()) if isinstance(section.type, str) else ()
+    sections = {"optimizer": section.arguments}
+    for number, rule in enumerate(section.groups):
+        own = {key: value for key, value in rule.options.items() if key not in of_groups}
+        sections[f"optimizer.groups.{number}"] = own
+    for key, own in sections.items():
+        if words := _options_refused(kind, {**section.arguments, **own}, own, context):
+            raise ConfigError(f"{key}{words}")
+
+
+def _options_refused(
+    kind: Callable[..., Any], options: dict[str, Any], own: Iterable[str], context: ParallelContext
+) -> str | None:
+    """What a class says when it is made with these options; of those in ``own`` the one without which it does not."""
+    holders = {"holders": Holders(context, ())} if _takes(kind, "holders") else {}
+
+    def refused(**options: Any) -> str | None:
+        try:
+            kind([nn.Parameter(torch.zeros(2, 2))], **holders, **options)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return None
+
+    words = refused(**options)
+    if words is None:
+        return None
+    for name in own:
+        if refused(**{key: value for key, value in options.items() if key != name}) is None:
+            return f".{name}: {words}, got {brief(options[name])}"
+    return f": {words}"

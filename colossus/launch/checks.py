@@ -46,7 +46,8 @@ def check_given(config: Config) -> None:
 
 
 class ModelInfo(NamedTuple):
-    """Number of parameters of the model and of rank 0's shards of it, and a line for each pipeline stage.
+    """Number of parameters of the model and of rank 0's shards of it, a line for each pipeline stage, and one for each
+    pattern of ``optimizer.groups``.
 
     What rank 0 holds is None where the run decides it, which looks at the data first (owners of tables).
     """
@@ -54,6 +55,7 @@ class ModelInfo(NamedTuple):
     num_parameters: int
     num_local_parameters: int | None
     stages: tuple[str, ...] = ()
+    group_rules: tuple[str, ...] = ()
 
 
 def check_model(config: Config) -> ModelInfo | None:
@@ -64,8 +66,8 @@ def check_model(config: Config) -> ModelInfo | None:
         the ranks raise that with a traceback.
 
     Raises:
-        ConfigError: for what the layers refuse, for stages that cannot be cut out of the model, and for the first
-            wrong action of a schedule.
+        ConfigError: for what the layers refuse, for stages that cannot be cut out of the model, for the first wrong
+            action of a schedule, and for what the optimizer refuses of its options and groups.
     """
     schedule = config.schedule
     try:
@@ -76,23 +78,28 @@ def check_model(config: Config) -> ModelInfo | None:
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext
     from colossus.engine.checkpointed_modules import with_activation_checkpoint
+    from colossus.engine.optimizers import require_options
+    from colossus.engine.parameter_groups import make_groups
     from colossus.layout.parameter import num_parameters
     from colossus.schedule.pipeline import PipelineRuntime
     from colossus.sparse.table_optimizers import require_optimizer_of_tables
     from colossus.sparse.tables import survey
 
-    if config.model is None:
-        return None
-    spec = config.model.spec()
-    total = 0
+    spec = None if config.model is None else config.model.spec()
+    total, rules = 0, list[str]()
     try:
         context = ParallelContext.from_config(config, connect=False)
+        require_options(config.optimizer, context)
+        if spec is None:
+            return None
         pipeline = PipelineRuntime(config, context)
         strategy = STRATEGIES.build(config.parallel.data_strategy)
 
         def cut(model: object) -> None:
             nonlocal total
             total = num_parameters(model)  # type: ignore[arg-type]
+            if (groups := make_groups(config.optimizer, model)) is not None:  # type: ignore[arg-type]
+                rules.extend(groups.met)
             tables = survey(model, context)  # type: ignore[arg-type]
             try:
                 require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_given=False)
@@ -112,7 +119,7 @@ def check_model(config: Config) -> ModelInfo | None:
         return ModelInfo(total, None) if total else None
     held = sum(parameter.numel() for parameter in model.parameters())
     stages = pipeline.partition.describe() if pipeline.partition is not None else []
-    return ModelInfo(total, held, tuple(stages))
+    return ModelInfo(total, held, tuple(stages), tuple(rules))
 
 
 # -- weights --------------------------------------------------------------------------------------------------

@@ -212,6 +212,7 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
     rows += [("device", describe_device(config, local_ranks)), ("parameters", parameters)]
     for number, stage in enumerate(model.stages if model is not None else ()):
         rows.append(("" if number else "stages", stage.removeprefix("stage ")))
+    rows += [("" if at else "groups", line) for at, line in enumerate(model.group_rules if model is not None else ())]
     rows += [
         ("batch", f"{train.global_batch_size} {samples} per step: {each}"),
         ("steps", f"{train.steps}, {train.precision.name}, seed {train.seed}"),

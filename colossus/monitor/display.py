@@ -90,6 +90,7 @@ class Display(Hook):
             if engine.config.train.eval_every and loaders.validation_missing:
                 lines.append(f"no validation: {loaders.validation_missing}")
         lines += engine.strategy.choices_made()
+        lines += engine.group_rules
         if checkpoints.resumed_from is not None:
             where = f"resumed from {checkpoints.resumed_from} at step {self.first}"
             lines.append(f"{where}, saved under {checkpoints.resumed_plan}")

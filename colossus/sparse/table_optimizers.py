@@ -11,7 +11,7 @@ from torch import nn
 
 from colossus.config import Config
 from colossus.config.optimizer_section import Optimizer
-from colossus.registry import TABLE_OPTIMIZERS
+from colossus.registry import OPTIMIZERS, TABLE_OPTIMIZERS
 from colossus.rows.row_rules import RULES, Rule, rule_of
 
 #: the ``step`` of torch's optimizers with a form for rows -> name of the rule
@@ -92,16 +92,33 @@ def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_given: b
         )
     if not tables or section.tables is not None or is_given:
         return
-    kind = section.type
+    kind = OPTIMIZERS.get(section.type) if isinstance(section.type, str) else section.type
     if isinstance(kind, type) and _rule_of_kind(kind, {"momentum": 0}) is None:
         raise ValueError(f"the model has tables with sparse gradients, and {_no_sparse_form(kind.__name__)}")
 
 
 def group_tables(optimizer: Any, config: Config, is_table: Callable[[nn.Parameter], bool]) -> None:
-    """Move the tables of this rank to a last group of their own, which every rank has, without weight decay; with
-    ``optimizer.tables`` it has their rule and its options.
+    """Give the tables of this rank no weight decay, and with ``optimizer.tables`` their rule and its options: in the
+    groups of the name "tables", which every rank has. Where rules have made none, all are moved to a last group.
     """
+    groups = [group for group in optimizer.param_groups if group.get("name") == "tables"]
+    if not groups:
+        groups = [_moved(optimizer, is_table)]
+        optimizer.param_groups += groups
     section = config.optimizer
+    for group in groups:
+        for table in group["params"]:  # some keep state from the start on (torch.optim.Adagrad), of their own rule
+            optimizer.state.pop(table, None)
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+        if section.tables is not None:
+            spec = section.tables.spec()
+            rule, options = TABLE_OPTIMIZERS.build({**spec, "lr": spec["lr"] or section.lr})
+            group |= {**options, "row_rule": rule}
+
+
+def _moved(optimizer: Any, is_table: Callable[[nn.Parameter], bool]) -> dict[str, Any]:
+    """A group of all tables, with the options of the first group, out of which they are taken."""
     tables: list[nn.Parameter] = []
     names: list[str] = []
     for group in optimizer.param_groups:
@@ -113,20 +130,10 @@ def group_tables(optimizer: Any, config: Config, is_table: Callable[[nn.Paramete
                 name for name, param in zip(group["param_names"], group["params"], strict=True) if not is_table(param)
             ]
         group["params"] = [param for param in group["params"] if not is_table(param)]
-    for table in tables:  # some keep state from the start on (torch.optim.Adagrad), of the shape of their own rule
-        optimizer.state.pop(table, None)
     first = optimizer.param_groups[0]
     group = {key: value for key, value in first.items() if key not in ("params", "param_names", "lr_scale")}
     group |= {"params": tables, "name": "tables"}
-    if "param_names" in first:
-        group["param_names"] = names
-    if "weight_decay" in group:
-        group["weight_decay"] = 0.0
-    if section.tables is not None:
-        spec = section.tables.spec()
-        rule, options = TABLE_OPTIMIZERS.build({**spec, "lr": spec["lr"] or section.lr})
-        group |= {**options, "row_rule": rule}
-    optimizer.param_groups.append(group)
+    return {**group, "param_names": names} if "param_names" in first else group
 
 
 # -- what ``optimizer.tables`` may name: a rule, with all of its options ----------------------------------------------

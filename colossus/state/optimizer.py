@@ -118,6 +118,11 @@ def options_to_go_on(
         is_logged: whether this rank logs what differs.
     """
     if saved is None or len(made) != len(saved["made"]):
+        if saved is not None and is_logged:
+            log.warning(
+                "the optimizer of the checkpoint has %d groups of parameters, this run has %d: their options are those "
+                "of the config", len(saved["made"]), len(made),
+            )  # fmt: skip
         return list(made)
     changed, out = [], []
     for now, before, then in zip(made, saved["made"], saved["now"], strict=True):

@@ -60,7 +60,7 @@ def test_empty_config_is_one_process() -> None:
     assert config.parallel.rank_order == ("pipeline", "data", "sequence", "tensor")
     assert config.train.schedule_steps == config.train.steps == 100
     assert config.parallel.strategy.type == "all_reduce"
-    assert config.optimizer.spec() == dict(type="AdamW", lr=3e-4)
+    assert (config.optimizer.type, config.optimizer.arguments) == ("AdamW", dict(lr=3e-4))
 
 
 def test_short_forms() -> None:
@@ -84,7 +84,7 @@ def test_components_objects_and_callables() -> None:
     assert config.data is samples
     assert config.hooks[0] is print
     assert config.hooks[1].spec() == dict(type=Net, width=1)
-    assert config.optimizer.spec() == dict(type="AdamW", lr=3e-4, weight_decay=0.1)
+    assert config.optimizer.arguments == dict(lr=3e-4, weight_decay=0.1)
 
 
 # Wrong keys and values
@@ -303,7 +303,7 @@ def test_overrides_of_short_forms() -> None:
     assert (tensor.size, tensor.mode) == (4, "2d")
     tensor = load_config({}, ["parallel.tensor=4", "parallel.tensor.mode=1d"]).parallel.tensor
     assert (tensor.size, tensor.mode) == (4, "1d")
-    assert load_config({}, ["optimizer=SGD", "optimizer.lr=1"]).optimizer.spec() == dict(type="SGD", lr=1.0)
+    assert load_config({}, ["optimizer=SGD", "optimizer.lr=1"]).optimizer.arguments == dict(lr=1.0)
     assert load_config({}, ["data.type=TextFolder", "data.path=x"]).data.options == dict(path="x")
 
 

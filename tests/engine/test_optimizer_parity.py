@@ -1,4 +1,4 @@
-"""AdamW, SGD with momentum, and a user's own with groups: ten steps under a plan are those of plain torch."""
+"""AdamW, SGD with momentum, groups of a function and by rule: ten steps under a plan are those of plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 
 STEPS = 10
-MODEL = {**SIZES, "num_layers": 1}
+MODEL = {**SIZES, "num_layers": 2}
 CLIP = 0.5
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -27,6 +27,35 @@ def two_groups(named: Named) -> torch.optim.Optimizer:
     decayed = [param for _, param in named if param.ndim > 1]
     others = [param for _, param in named if param.ndim <= 1]
     return torch.optim.AdamW([dict(params=decayed), dict(params=others, lr=1e-3, weight_decay=0.0)], lr=2e-3)
+
+
+#: no weight decay of biases and norms, a slow embedding, a frozen MLP, and slower the further from the output
+RULES: dict[str, Any] = dict(
+    type="AdamW", lr=2e-3, betas=(0.8, 0.95), weight_decay=0.1, layer_decay=0.6,
+    groups=[
+        dict(match=["*.bias", "*norm*"], weight_decay=0.0),
+        dict(match="embedding*", lr_scale=0.5, betas=(0.9, 0.99)),
+        dict(match="blocks.0.mlp.*", frozen=True),
+    ],
+)  # fmt: skip
+
+
+def ruled(named: Named) -> torch.optim.Optimizer:
+    """What `RULES` say, one group for each parameter."""
+    groups = []
+    for name, param in named:
+        if name.startswith("blocks.0.mlp."):
+            param.requires_grad_(False)
+            continue
+        depth = int(name.split(".")[1]) if name.startswith("blocks.") else 2 if name[:4] in ("norm", "head") else -1
+        is_embedding = name.startswith("embedding")
+        group = dict(params=[param], lr=2e-3 * 0.6 ** (2 - depth) * (0.5 if is_embedding else 1.0))
+        if is_embedding:
+            group["betas"] = (0.9, 0.99)
+        if name.endswith(".bias") or "norm" in name:
+            group["weight_decay"] = 0.0
+        groups.append(group)
+    return torch.optim.AdamW(groups, lr=2e-3, betas=(0.8, 0.95), weight_decay=0.1)
 
 
 #: name -> the config's optimizer or the function that makes one, and the same of plain torch
@@ -40,6 +69,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any] | None, Callable[[Named], torch.optim
         lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, weight_decay=0.01),
     ),
     "two groups": (None, two_groups),
+    "rules": (RULES, ruled),
 }
 
 #: what another plan tells as well

@@ -212,5 +212,7 @@ def muon(rank: int) -> list[str]:
 
 def test_an_optimizer_of_whole_matrices_is_refused_on_shards() -> None:
     for told in run_ranks(2, muon, with_context=False):
-        assert "Muon computes with whole matrices, but this rank holds a shard of up.weight" in told[0]
+        assert "Muon computes something else with parts of a parameter than with the whole" in told[0]
+        assert "this rank stores a part of up.weight" in told[0]
+        assert "dict(type=.., whole=True)" in told[0]
         assert told[1] == "trained"

@@ -1,0 +1,109 @@
+"""Whether an optimizer computes the same with the parts of a parameter as with the whole: it is tried.
+
+AdamW, SGD or Lion compute each element from this element and its gradient. LAMB's norms, Adafactor's means and Muon's
+products are of whole matrices: of a part they would be others, in silence, and under each plan other ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.random import GLOBAL_RNG
+from colossus.registry import TORCH_OPTIMIZERS
+
+log = logging.getLogger("colossus.engine")
+
+#: of the parameter that is tried, as many dims of it as those of the run have; and where it is cut, in dim 0 or 1
+_SHAPE, _CUTS = (7, 5, 3, 2, 2), (2, 3)
+_STEPS = 4
+#: largest difference, as a part of the largest change of an element, that is rounding of a few steps in float64
+_ROUNDING = 1e-6
+
+
+def trial_problem(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> str | None:
+    """What is wrong with an optimizer of parts of parameters, in words: a copy of it takes a few steps with a small
+    random tensor, whole and in two parts. One that cannot be tried is let through, with a line in the log.
+
+    Args:
+        params: of the optimizer, those of which this rank stores a part.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("colossus.") or _step_of(kind) in _ELEMENTWISE:
+        return None
+    chosen: dict[tuple[int, int], nn.Parameter] = {}  # one of each group and number of dims
+    group_of = {id(param): at for at, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    for param in params:
+        chosen.setdefault((group_of[id(param)], param.dim()), param)
+    try:
+        found = [gap for param in chosen.values() for gap in _gaps(optimizer, param)]
+    except Exception as error:
+        log.warning(
+            "%s could not be tried on parts of a parameter (%s: %s): make sure that it computes each element from this "
+            "element alone, or let it have whole parameters, optimizer = dict(type=.., whole=True)",
+            kind.__name__, type(error).__name__, error,
+        )  # fmt: skip
+        return None
+    worst = max(found)
+    if worst <= _ROUNDING:
+        return None
+    return (
+        f"{kind.__name__} computes something else with parts of a parameter than with the whole (tried on a small "
+        f"random one: after {_STEPS} steps they differ by {worst:.2g} of the largest change)"
+    )
+
+
+def _step_of(kind: type[torch.optim.Optimizer]) -> Any:
+    return inspect.unwrap(kind.step)
+
+
+_ELEMENTWISE = tuple(_step_of(getattr(torch.optim, name)) for name in TORCH_OPTIMIZERS)
+
+
+def _gaps(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> list[float]:
+    """How far the parts of a tensor are from the whole behind the last step, for each dim that is cut."""
+    shape = _SHAPE[: param.dim()]
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn((_STEPS + 1, *shape), generator=generator, dtype=torch.float64).to(param.device)
+    start, gradients = numbers[0], numbers[1:]
+    whole = _stepped(optimizer, param, start, gradients)
+    change = (whole - start).abs().max().item()
+    if not change > 0:
+        raise ValueError("it changes nothing in its first steps")
+    gaps = []
+    for dim, cut in enumerate(_CUTS[: param.dim()]):
+        sizes = [cut, shape[dim] - cut]
+        parts = [
+            _stepped(optimizer, param, part, of_part)
+            for part, of_part in zip(start.split(sizes, dim), gradients.split(sizes, dim + 1), strict=True)
+        ]
+        gaps.append((torch.cat(parts, dim) - whole).abs().max().item() / change)
+    return gaps
+
+
+def _stepped(optimizer: torch.optim.Optimizer, param: nn.Parameter, start: Tensor, gradients: Tensor) -> Tensor:
+    """``start`` after a step with each of the gradients, by a copy of the optimizer that has it in the place of
+    ``param``, and nothing else."""
+    small = nn.Parameter(start.clone())
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    #: id of what is copied -> what stands for it in the copy
+    memo: dict[int, Any] = {id(other): nn.Parameter(other.new_empty(0)) for other in held}
+    memo[id(param)] = small
+    for of_param in optimizer.state.values():
+        for value in of_param.values() if isinstance(of_param, dict) else ():
+            if isinstance(value, Tensor) and value.dim():
+                memo[id(value)] = torch.zeros_like(small) + (value.flatten()[0] if value.numel() else 0.0)
+    copied = object.__new__(type(optimizer))
+    memo[id(optimizer)] = copied
+    vars(copied).update(copy.deepcopy(vars(optimizer), memo))
+    with GLOBAL_RNG.preserved(0):
+        for gradient in gradients:
+            small.grad = gradient.clone()
+            copied.step()
+    return small.detach()
