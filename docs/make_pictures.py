@@ -1,5 +1,4 @@
-"""Pictures of the pages, drawn from what the code computes: grids of ranks, layouts, graphs, schedules, bytes, memory,
-learning rates.
+"""Pictures of the pages, drawn from what the code computes: grids of ranks, layouts, graphs, schedules, bytes, memory.
 
 ``conf.py`` calls `write`; the pictures are not checked in. The README's is: ``python docs/make_pictures.py`` draws it.
 """
@@ -10,8 +9,6 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-from toolbox_pictures import TOOLBOX
 
 from colossus.config import load_config
 from colossus.context.grid import build_grid
@@ -45,8 +42,6 @@ def write(folder: Path) -> None:
         timeline(kind, folder / f"timeline-{kind}.svg")
     bytes_by_mode(folder / "bytes-by-mode.svg")
     memory_by_stage(folder / "memory-by-stage.svg")
-    for draw_tool in TOOLBOX:
-        draw_tool(folder / f"{draw_tool.__name__.replace('_', '-')}.svg")
 
 
 # -- SVG ------------------------------------------------------------------------------------------------------------

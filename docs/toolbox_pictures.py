@@ -167,5 +167,7 @@ def early_stop(path: Path) -> None:
     figure.savefig(path)
 
 
-#: each draws the file of its name
-TOOLBOX = (averages, early_stop, learning_rates, owners, plots)
+def write(folder: Path) -> None:
+    """All of them, into a folder that is there."""
+    for draw in (averages, early_stop, learning_rates, owners, plots):
+        draw(folder / f"{draw.__name__.replace('_', '-')}.svg")

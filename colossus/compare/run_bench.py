@@ -23,7 +23,7 @@ from colossus.launch.servers import num_servers
 
 AS_IN_FILE = "as in the file"
 #: no evaluation and no checkpoint comes between steps, and none makes replicas wait for each other
-_OWN_OVERRIDES = ("checkpoint.every=0", "train.eval_every=0")
+_OWN_OVERRIDES = ("checkpoint.every=0", "train.eval_every=0", "train.batch_ramp=None", "train.profile=None")
 
 
 def run(
