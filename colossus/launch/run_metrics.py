@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from colossus.config import by_path
 
 
 class RunMetrics:
@@ -43,6 +46,16 @@ class RunMetrics:
                 row |= {key: row[key] * replicas for key in ("tokens", "tokens_per_second") if key in row}
         self.seconds = list(accumulate(row.get("step_seconds", 0.0) for row in self.rows))
         self.tokens = list(accumulate(row.get("tokens", 0.0) for row in self.rows))
+
+    @cached_property
+    def numbers(self) -> dict[str, dict[int, float]]:
+        """key -> index of a row -> its number; keys in keys, and numbers of lists, are joined by points."""
+        found: dict[str, dict[int, float]] = {}
+        for at, row in enumerate(self.rows):
+            for key, number in by_path(row, lists=True):
+                if isinstance(number, int | float) and not isinstance(number, bool):
+                    found.setdefault(key, {})[at] = float(number)
+        return found
 
 
 def _replicas(folder: Path) -> int:
