@@ -163,7 +163,7 @@ def _make(
         params: list[Any] = [param for _, param in named] if groups is None else groups.of(named)
         kind, options = _class_of(section), section.arguments
         if section.whole:
-            return WholeParameters(params, holders, partial(_plain(kind), **options))
+            return WholeParameters(params, holders, partial(kind, **options))
         if section.type in TORCH_OPTIMIZERS:
             return torch_optimizer(section.type, params, **options)
         if _takes(kind, "holders"):
@@ -178,11 +178,10 @@ def _make(
 
 
 def _class_of(section: OptimizerSection) -> Any:
-    return section.type if callable(section.type) else OPTIMIZERS.get(section.type)
-
-
-def _plain(kind: Any) -> Any:
-    return without_dynamo(kind) if getattr(kind, "__module__", "").startswith("torch.optim") else kind
+    """What makes the optimizer; classes of torch and our own without what their wrappers import."""
+    kind = section.type if callable(section.type) else OPTIMIZERS.get(section.type)
+    is_ours = getattr(kind, "__module__", "").startswith(("torch.optim", "colossus.optim"))
+    return without_dynamo(kind) if is_ours and isinstance(kind, type) else kind
 
 
 def _takes(kind: Callable[..., Any], argument: str) -> bool:
