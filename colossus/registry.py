@@ -223,13 +223,12 @@ TABLE_OPTIMIZERS = Registry(
         "SGD": "colossus.sparse.table_optimizers:sgd",
     },
 )
+_LR_SCHEDULES = (
+    "constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "multistep", "one_cycle", "polynomial", "step",
+    "wsd",
+)  # fmt: skip
 LR_SCHEDULES = Registry(
-    "learning-rate schedule",
-    {
-        "constant": "colossus.engine.lr_schedules:constant",
-        "cosine": "colossus.engine.lr_schedules:cosine",
-        "linear": "colossus.engine.lr_schedules:linear",
-    },
+    "learning-rate schedule", {name: f"colossus.engine.lr_schedules:{name}" for name in _LR_SCHEDULES}
 )
 SCHEDULES = Registry(
     "schedule",
@@ -283,4 +282,13 @@ MLPS = Registry(
         "swiglu": "colossus.layers.block:GatedMLP",
     },
 )
-HOOKS = Registry("hook", {"TensorBoard": "colossus.monitor.tensorboard:TensorBoard"})
+#: hooks of `colossus.monitor.hooks`, each with its file there; `colossus.monitor.hooks.options` has their options
+_MONITOR_HOOKS = {
+    "BestCheckpoint": "best_checkpoint", "Callback": "callback", "CSV": "csv_file", "EMA": "averages",
+    "EarlyStop": "early_stop", "Histograms": "histograms", "MLflow": "mlflow_run", "SWA": "averages",
+    "TensorBoard": "tensorboard", "Throughput": "throughput", "WandB": "wandb_run",
+}  # fmt: skip
+HOOKS = Registry("hook", {name: f"colossus.monitor.hooks.{file}:{name}" for name, file in _MONITOR_HOOKS.items()})
+HOOK_OPTIONS = Registry(
+    "options of a hook", {name: f"colossus.monitor.hooks.options:{name}Options" for name in _MONITOR_HOOKS}
+)

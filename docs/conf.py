@@ -8,10 +8,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import make_pictures  # noqa: E402
 import make_reference  # noqa: E402
+import toolbox_pictures  # noqa: E402
 
 import colossus  # noqa: E402
 
 make_pictures.write(HERE / "pictures")
+toolbox_pictures.write(HERE / "pictures")
 make_reference.write(HERE / "reference")
 
 project = "colossus"

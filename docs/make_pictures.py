@@ -15,8 +15,6 @@ from colossus.context.grid import build_grid
 from colossus.graphs.graph import make_graph
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
-from colossus.optim.muon import flops
-from colossus.optim.owner_exchange import choose_owners
 from colossus.picture import new_figure
 from colossus.registry import TENSOR_MODES
 from colossus.schedule.actions import placement
@@ -44,7 +42,6 @@ def write(folder: Path) -> None:
         timeline(kind, folder / f"timeline-{kind}.svg")
     bytes_by_mode(folder / "bytes-by-mode.svg")
     memory_by_stage(folder / "memory-by-stage.svg")
-    owners(folder / "owners.svg")
 
 
 # -- SVG ------------------------------------------------------------------------------------------------------------
@@ -309,20 +306,3 @@ def memory_by_stage(path: Path) -> None:
 
 if __name__ == "__main__":
     PLAN.write_text(plan())
-
-
-def owners(path: Path) -> None:
-    """What the owners of matrices compute under Muon: a GPT of 4 blocks on 8 ranks, the matrices of a block in a colour."""
-    hidden, blocks, ranks = 1024, 4, 8
-    shapes = [(hidden, hidden)] * 4 + [(4 * hidden, hidden), (hidden, 4 * hidden)]
-    costs = [flops(shape, 5) for _ in range(blocks) for shape in shapes]
-    figure = new_figure(6, 2.6)
-    axis, heights = figure.subplots(), [0.0] * ranks
-    for number, owner in enumerate(choose_owners(costs, ranks)):
-        block = number // len(shapes)
-        axis.bar(owner, costs[number] / 1e9, bottom=heights[owner], color=COLOURS[block], edgecolor="white")
-        heights[owner] += costs[number] / 1e9
-    axis.set_xticks(range(ranks))
-    axis.set_xlabel("rank")
-    axis.set_title("operations of a step, 10^9", fontsize=10, loc="left")
-    figure.savefig(path)

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from colossus.cli import main as cli
 from colossus.config.printed import all_keys
 from colossus.config.schema import Config
-from colossus.registry import GRAPHS, MODEL_OPTIONS, STRATEGY_OPTIONS
+from colossus.registry import GRAPHS, HOOK_OPTIONS, MODEL_OPTIONS, STRATEGY_OPTIONS
 
 #: page -> (title, what is on it, modules whose ``__all__`` is, more names)
 API: dict[str, tuple[str, str, list[str], list[str]]] = {
@@ -105,7 +105,7 @@ def _config() -> str:
         "# Config keys",
         "Every key of a config file. `colossus config FILE --help KEY` prints the same, with the options of the model "
         "and strategy of that file. A bare number where a section is expected sets its size; a bare name sets its "
-        "`type`. Options of [models, strategies and graphs](options.md) are on a page of their own.",
+        "`type`. Options of [models, strategies, hooks and graphs](options.md) are on a page of their own.",
         "## Top level",
     ]
     for parent, rows in _grouped(all_keys(section=Config)).items():
@@ -117,7 +117,7 @@ def _config() -> str:
 
 def _options() -> str:
     sections = [
-        "# Models, strategies, graphs",
+        "# Models, strategies, hooks, graphs",
         "## Models",
         'Options of `model = dict(type="...")`.',
     ]
@@ -129,6 +129,9 @@ def _options() -> str:
     ]
     for name in STRATEGY_OPTIONS.names():
         sections += [f"### `{name}`", *_of(STRATEGY_OPTIONS.get(name))]
+    sections += ["## Hooks", 'Options of `hooks = [dict(type="...")]`. What each does: [](../toolbox.md#hooks).']
+    for name in HOOK_OPTIONS.names():
+        sections += [f"### `{name}`", *_of(HOOK_OPTIONS.get(name))]
     sections += [
         "## Graphs",
         'Of `parallel.strategy.graph`: a name, or `dict(type="...", **options)`.',

@@ -160,6 +160,7 @@ def test_an_example_can_be_launched(name: str, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("name", ["mlp", "vit"])
+@pytest.mark.rest("vit")
 def test_an_example_learns(name: str) -> None:
     def body(rank: int) -> list[float]:
         overrides = ["lr_schedule.type=constant", "lr_schedule.warmup_steps=5"]
@@ -269,6 +270,7 @@ def run_guides(rank: int, tensor: str) -> None:
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("world", "tensor"), [(1, "1"), (2, "2"), (4, "dict(mode='2d', size=4)")])
+@pytest.mark.rest("1-1", "4-dict(mode='2d', size=4)")
 def test_the_guides_run(world: int, tensor: str) -> None:
     run_ranks(world, run_guides, tensor, with_context=False)
 

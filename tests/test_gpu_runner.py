@@ -159,6 +159,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_program_without_a_device(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     done = run("--device", "cpu", "--only", "device", "--json", str(out), "--logs", str(tmp_path / "logs"))

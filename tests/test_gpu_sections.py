@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers import on_host
 from helpers.fake_cuda import Waits, run_fake_ranks
-from helpers.long import but
 from helpers.ranks import grid, grid_of, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +44,8 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", but(("one rank", "2d"), PLANS))
+@pytest.mark.long
+@pytest.mark.parametrize("name", PLANS)
 def test_every_layer_case(name: str) -> None:
     mode, plan, dtypes = PLANS[name]
     (count,) = run_fake_ranks(plan.world_size, _computed, mode, plan, dtypes)
@@ -71,9 +71,8 @@ def _steps(rank: int, names: tuple[str, ...]) -> list[str]:
     return modes
 
 
-@pytest.mark.parametrize(
-    "names", [("bf16", "fp16"), pytest.param(tuple(waits.CONFIGS), marks=pytest.mark.long)], ids=len
-)
+@pytest.mark.long
+@pytest.mark.parametrize("names", [("bf16", "fp16"), tuple(waits.CONFIGS)], ids=len)
 def test_the_steps_whose_waits_are_counted(names: tuple[str, ...]) -> None:
     """The same configs under which a real device is to be waited for by nobody."""
     assert run_fake_ranks(1, _steps, names) == [["error", "default"]]
@@ -87,6 +86,7 @@ def _staged(rank: int) -> int:
     return staged.copies
 
 
+@pytest.mark.long
 def test_what_ranks_on_one_device_exchange() -> None:
     """The same calls and values, with tensors of the CPU that are staged."""
     assert min(run_ranks(staging.WORLD, _staged, with_context=False)) > 200

@@ -33,6 +33,7 @@ def require(names: Sequence[str], plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", SOME)
+@pytest.mark.rest("2d 4", "data 2")
 def test_some_models(plan: str) -> None:
     require(SOME[plan], plan)
 

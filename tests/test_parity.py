@@ -114,6 +114,7 @@ def test_every_plan_follows_the_one_process_run(plan: str, precision: str, steps
             assert_same_numbers(trace, reference)
 
 
+@pytest.mark.long
 def test_depth_is_a_data_axis() -> None:
     """2.5D with a depth of 2 is 2D on two data ranks, to the last bit."""
     deep, wide = (run_of(plan, "fp64", FEW_STEPS)[0] for plan in ("2.5d", "data2_2d"))

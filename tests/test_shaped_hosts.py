@@ -40,6 +40,7 @@ def in_use(networks: Collection[str]) -> set[str]:
     return found & set(networks)
 
 
+@pytest.mark.long
 @needs_hosts
 def test_hosts_share_files_and_the_network_and_nothing_else(tmp_path: Path) -> None:
     before = traces()
@@ -63,6 +64,7 @@ def test_hosts_share_files_and_the_network_and_nothing_else(tmp_path: Path) -> N
     assert traces() == before
 
 
+@pytest.mark.long
 @needs_hosts
 def test_ranks_share_memory_inside_of_a_host_alone() -> None:
     size, rounds = 1 << 20, 3

@@ -12,6 +12,7 @@ from pathlib import Path
 from colossus.arithmetic import byte_count
 from colossus.checkpoint.manifest import Manifest, TensorEntry
 from colossus.checkpoint.matching import natural_order
+from colossus.checkpoint.saved_averages import averages_in
 
 #: of a column; what is longer moves what follows it
 _WIDEST = 72
@@ -62,6 +63,8 @@ def _head(folder: Path, manifest: Manifest) -> str:
     for section, tensors in _sections(manifest).items():
         dtypes = Counter(entry.dtype for entry in tensors.values())
         lines[section] = f"{_size(tensors.values())} in {len(tensors)} tensors ({', '.join(dtypes)})"
+    if averages := averages_in(manifest):
+        lines["averages"] = f"{', '.join(averages)} (--weights of evaluate, generate and checkpoint convert)"
     if manifest.tokenizer is not None:
         lines["tokenizer"] = manifest.tokenizer
     if manifest.values:

@@ -2,6 +2,7 @@
 
     checkpoints/
         latest                  text: the name of the newest complete checkpoint
+        best                    text: the names of those with the best metric, the best first, where any were looked for
         step-00000100/          manifest.json, rank-00000.safetensors, ...
         step-00000200.tmp-...   being written, or left by a run that was killed meanwhile
 
@@ -16,6 +17,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from colossus.checkpoint.durable import flush_folder, remove, write_flushed
@@ -24,7 +26,7 @@ from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
 log = logging.getLogger("colossus.checkpoint")
 
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 #: below a run folder, unless the config names another place
 IN_RUN_FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -103,10 +105,10 @@ def _newest_first(root: Path) -> list[Path]:
     """What ``latest`` names, then all others, the newest first, at last what has a name and no manifest."""
     found = checkpoints(root)[::-1]
     found += [path for path in reversed(named(root)) if path not in found]
-    try:
-        name = (root / LATEST).read_text().strip()
-    except (OSError, UnicodeDecodeError):
+    names = _names_in(root / LATEST)
+    if not names:
         return found
+    name = names[0]
     if root / name in found:
         found.remove(root / name)
         return [root / name, *found]
@@ -114,13 +116,24 @@ def _newest_first(root: Path) -> list[Path]:
     return found
 
 
+def _names_in(pointer: Path) -> list[str]:
+    """The names that a file like ``latest`` holds; none where there is no such file."""
+    try:
+        return pointer.read_text().split()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
 def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Path:
-    """The checkpoint folder that a user means: one itself, a folder of checkpoints, or a run folder.
+    """The checkpoint folder that a user means: one itself, a folder of checkpoints, or a run folder; or the first one
+    that a file ``latest`` or ``best`` names and that is there.
 
     ``damaged`` is that of `find_latest`.
     """
     path = path.expanduser()
     try:
+        if path.name in (LATEST, BEST):
+            path = next((one for name in _names_in(path) if (one := path.parent / name).is_dir()), path)
         if (path / MANIFEST).exists():
             if damaged is not None and path in damaged:
                 raise damaged[path]
@@ -191,15 +204,26 @@ def put_in_place(temporary_folder: Path, root: Path, step: int) -> None:
 
 def name_latest(path: Path) -> None:
     """Let ``latest`` name a checkpoint that is there: a run goes on from it, and newer ones are of another branch."""
-    pointer = path.parent / LATEST
-    write_flushed(pointer.with_name(f".{LATEST}"), f"{path.name}\n".encode())
-    os.replace(pointer.with_name(f".{LATEST}"), pointer)
-    flush_folder(path.parent)
+    _point(path.parent / LATEST, [path.name])
+
+
+def name_best(root: Path, steps: Sequence[int]) -> None:
+    """Let ``best`` name the checkpoints of these steps, the best first, whether or not they are complete yet: `prune`
+    leaves them."""
+    root.mkdir(parents=True, exist_ok=True)
+    _point(root / BEST, [name_of(step) for step in steps])
+
+
+def _point(pointer: Path, names: Sequence[str]) -> None:
+    new = pointer.with_name(f".{pointer.name}")
+    write_flushed(new, "".join(f"{name}\n" for name in names).encode())
+    os.replace(new, pointer)
+    flush_folder(pointer.parent)
 
 
 def prune(root: Path, keep_last: int, keep_every: int) -> None:
-    """Remove those that were replaced by one of the same step, and old ones: all but the ``keep_last`` newest and those
-    whose step is a multiple of ``keep_every``.
+    """Remove those that were replaced by one of the same step, and old ones: all but the ``keep_last`` newest, those
+    whose step is a multiple of ``keep_every``, and those that ``best`` names.
 
     What ``latest`` names counts as the newest, whatever the clock says. One that is damaged does not count.
 
@@ -210,11 +234,11 @@ def prune(root: Path, keep_last: int, keep_every: int) -> None:
     for path in named(root):
         if path.suffix == ".replaced" and is_whole(path.with_suffix("")):
             remove(path)
-    steps, kept = named(root), 0
+    steps, kept, best = named(root), 0, _names_in(root / BEST)
     for path in _newest_first(root) if keep_last else ():
         if kept < keep_last:
             kept += is_whole(path)
-        elif (path / MANIFEST).exists() and (not keep_every or steps[path] % keep_every):
+        elif (path / MANIFEST).exists() and path.name not in best and (not keep_every or steps[path] % keep_every):
             remove(path)
 
 

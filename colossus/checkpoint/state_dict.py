@@ -172,7 +172,9 @@ def _whole(own: _Shard | None, tensor: WholeTensor, context: ParallelContext) ->
 # -- out of a folder --------------------------------------------------------------------------------------
 
 
-def read_state_dict(path: Path | str, *, only: Sequence[str] | None = None, verify: bool = True) -> dict[str, Tensor]:
+def read_state_dict(
+    path: Path | str, *, only: Sequence[str] | None = None, average: str | None = None, verify: bool = True
+) -> dict[str, Tensor]:
     """Whole parameters and buffers by full logical name, as ``torch.nn.Module.load_state_dict(.., strict=True)`` takes
     them: tied ones under each of their names, one tensor. No processes, no engine, whatever the plan that saved them.
 
@@ -182,6 +184,7 @@ def read_state_dict(path: Path | str, *, only: Sequence[str] | None = None, veri
         path: a checkpoint, a folder of them (the latest is read) or a run folder; or a model folder of Hugging Face,
             whose tensors are given by our names.
         only: patterns (`fnmatch`) of names; None is all.
+        average: of the weights that a hook has kept, "ema" or "swa", in the place of the parameters.
         verify: compare the checksums of all files first.
 
     Returns:
@@ -190,11 +193,11 @@ def read_state_dict(path: Path | str, *, only: Sequence[str] | None = None, veri
     Raises:
         CheckpointError: when there is no whole checkpoint, or a pattern meets nothing.
     """
-    return dict(stream_saved_state_dict(path, only=only, verify=verify))
+    return dict(stream_saved_state_dict(path, only=only, average=average, verify=verify))
 
 
 def stream_saved_state_dict(
-    path: Path | str, *, only: Sequence[str] | None = None, verify: bool = True
+    path: Path | str, *, only: Sequence[str] | None = None, average: str | None = None, verify: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """What `read_state_dict` gives, one after the other: no more than one whole parameter is held.
 
@@ -203,7 +206,7 @@ def stream_saved_state_dict(
     Yields:
         (name, tensor); the names of a tied parameter follow each other, with the same tensor.
     """
-    reader = open_weights(find_weights(path))
+    reader = open_weights(find_weights(path), average)
     names: dict[str, list[str]] = {name: [name] for name in sorted(reader.manifest.names("model"), key=natural_order)}
     for alias, name in reader.manifest.aliases.items():
         names[name].append(alias)

@@ -13,6 +13,7 @@ from colossus.checkpoint.durable import write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import locate
 from colossus.checkpoint.manifest import MANIFEST, TOKENIZER_FILE, Manifest, read_manifest
+from colossus.checkpoint.saved_averages import with_average
 from colossus.registry import WEIGHT_FORMATS
 
 if TYPE_CHECKING:
@@ -35,19 +36,31 @@ def find_weights(path: Path | str, damaged: dict[Path, CheckpointError] | None =
     return path
 
 
-def open_weights(folder: Path | str) -> CheckpointReader:
-    """A reader of what `find_weights` has found; a `CheckpointError` when it is not whole."""
+def open_weights(folder: Path | str, average: str | None = None) -> CheckpointReader:
+    """A reader of what `find_weights` has found; a `CheckpointError` when it is not whole.
+
+    Args:
+        average: of weights, in the place of the parameters (`with_average`).
+    """
     foreign = _format_of(Path(folder))
     opens = importlib.import_module("colossus.checkpoint.reader").CheckpointReader if foreign is None else foreign.open
     reader: CheckpointReader = opens(Path(folder))
+    reader.manifest = _averaged(reader.manifest, Path(folder), average)
     return reader
 
 
-def manifest_of(folder: Path) -> Manifest:
-    """What `find_weights` has found holds; a `CheckpointError` when it is not whole."""
+def manifest_of(folder: Path, average: str | None = None) -> Manifest:
+    """What `find_weights` has found holds, see `open_weights`."""
     foreign = _format_of(folder)
     manifest: Manifest = read_manifest(folder) if foreign is None else foreign.manifest(folder)
-    return manifest
+    return _averaged(manifest, folder, average)
+
+
+def _averaged(manifest: Manifest, folder: Path, average: str | None) -> Manifest:
+    try:
+        return manifest if average is None else with_average(manifest, average)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
 
 
 def describe_weights(folder: Path) -> str:

@@ -17,8 +17,9 @@ examples:
 
 A strategy is its name and its options, as on the command line: "sgp overlap=1 graph=ring". It replaces the strategy of
 the file. Keys of optimizer, lr_schedule and train may be given with it: "sgp optimizer.lr=4e-3". A plan is keys of
-parallel, "data=2 tensor=4 tensor.mode=2d"; an axis that it does not name has size 1. Keys of the schedule may be given
-with it: "pipeline=2 schedule.microbatches=4". Values have no spaces. Both options: every strategy under every plan.
+parallel, "data=2 tensor=4 tensor.mode=2d"; an axis that it does not name has size 1. Other overrides may be given with
+it, "pipeline=2 schedule.microbatches=4"; with these alone, "parallel.zero=1", the rest of the plan is that of the file.
+Values have no spaces. Both options: every strategy under every plan.
 Overrides come before these options, and count for all runs.
 
 All runs are checked before the first begins. Each is a launch of its own, with a run folder below DIR, and what it

@@ -48,6 +48,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("src", metavar="SRC", help=f"{WHAT}, or a model folder of Hugging Face")
     parser.add_argument("dst", metavar="DST", help="the folder to write, which must not be there")
     parser.add_argument("--to", required=True, choices=WEIGHT_WRITERS.names(), help="the form that is written")
+    parser.add_average()
     parser.add_argument(
         "--dtype", choices=list(DTYPES), help="of the weights that are written (default: as they are stored)"
     )
@@ -79,7 +80,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)  # copies, which more threads do not speed up
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype is not None else None
-    with open_weights(source) as reader:
+    with open_weights(source, arguments.average) as reader:
         reader.verify()
         total = sum(reader.entry(f"model/{name}").num_bytes for name in reader.manifest.names("model"))
         with progress(total) as advance:

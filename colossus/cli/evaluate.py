@@ -14,6 +14,7 @@ examples:
   colossus evaluate runs/try data.type=TextFolder data.path=books                     # what it holds out of books
   colossus evaluate path/to/llama data.type=TextFolder data.path=books train.global_batch_size=8 model.seq_len=1024
   colossus evaluate runs/mine --config mine.py          # where the model or the data is a class of yours
+  colossus evaluate runs/try --weights ema              # the average that the hook EMA has kept
 
 The plan is that of the run, on this machine; overrides, which win over what the checkpoint records, change it. All of
 the data is evaluated, where a run evaluates train.eval_batches batches of it: over as many, under the same plan, the
@@ -38,6 +39,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--split", choices=("validation", "train"), default="validation", help="the data (default: validation)"
     )
+    parser.add_average()
     parser.add_argument(
         "--config", metavar="FILE", dest="config_file", help="a config file in the place of what the checkpoint records"
     )

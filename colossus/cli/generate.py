@@ -69,6 +69,7 @@ def make_parser() -> Parser:
         help="only the likeliest tokens that together have the probability P (default: 1, all)",
     )
     how.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (default: 0)")
+    parser.add_average()
     parser.add_argument(
         "--config",
         metavar="FILE",

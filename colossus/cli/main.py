@@ -22,6 +22,9 @@ COMMANDS = {
     "doctor": "doctor",
     "verify": "verify",
     "compare": "compare",
+    "plot": "plot",
+    "profile": "profile",
+    "bench": "bench",
     "evaluate": "evaluate",
     "generate": "generate",
     "checkpoint": "checkpoint",
@@ -40,6 +43,9 @@ commands:
   doctor        test this machine: devices, backend, cores, speed between ranks, ports
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
   compare FILE  the same job under several data-parallel strategies or plans, in one table
+  plot RUN...   loss, speed, memory and more by step, tokens or time, of one run or several over each other
+  profile FILE  train a few steps, and say where the time of a step goes
+  bench FILE    time the train step under one or several plans, side by side
   evaluate DIR  the loss of a checkpoint's model on its run's validation data, or on other data
   generate DIR  continue text with the model of a checkpoint
   checkpoint inspect|verify|diff|convert DIR

@@ -60,6 +60,14 @@ class Parser(argparse.ArgumentParser):
     def add_overrides(self, help_text: str) -> None:
         self.add_argument("overrides", metavar="section.key=value", nargs="*", help=help_text)
 
+    def add_average(self) -> None:
+        self.add_argument(
+            "--weights",
+            metavar="NAME",
+            dest="average",
+            help="ema or swa: the average that a hook of the run has kept (default: the weights themselves)",
+        )
+
     def add_nproc(self, help_text: str, default: int | None = None) -> None:
         self.add_argument("--nproc", type=positive_integer, metavar="N", default=default, help=help_text)
 

@@ -31,14 +31,16 @@ def make_parser() -> Parser:
         "Works for any plan, of any size; nothing is started. With --timeline, what each rank of the pipeline does\n"
         "when, its bubble and the activations it holds. With --graph, which replica sends to which in each step, and\n"
         "how fast that brings replicas together. With --strategy, what is sent for each table (sparse=True) and for\n"
-        "the other parameters. With --layers, which modules of the model are split how, and what that saves.",
+        "the other parameters. With --layers, which modules of the model are split how, and what that saves.\n"
+        "With --lr, the learning rate of each step, and the batch where it grows.",
         OVERRIDES + "\nexamples:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
         "parallel.tensor.depth=2 --nproc 4096\n"
         "  colossus show config.py --timeline parallel.pipeline=4 schedule.type=zb-h1 schedule.microbatches=8\n"
         "  colossus show config.py --timeline timeline.svg   # a picture, too; needs the extra: colossus[plot]\n"
         "  colossus show config.py --graph parallel.data=8 parallel.strategy.type=sgp\n"
         "  colossus show config.py --strategy parallel.data=8 parallel.strategy=hybrid\n"
-        "  colossus show config.py --layers parallel.tensor=2\n",
+        "  colossus show config.py --layers parallel.tensor=2\n"
+        "  colossus show config.py --lr lr_schedule.type=wsd lr_schedule.warmup_steps=100\n",
     )
     parser.add_file()
     parser.add_nproc("processes of the run (default: WORLD_SIZE under torchrun, else the product of the sizes)")
@@ -50,6 +52,9 @@ def make_parser() -> Parser:
         metavar="OUT",
         help=f"draw the pipeline schedule over time; with OUT ({', '.join(FORMATS)}) into this file, too",
     )
+    parser.add_argument(
+        "--lr", nargs="?", const="", metavar="OUT", help="draw the learning rate by step; with OUT into this file, too"
+    )
     parser.add_argument("--graph", action="store_true", help="peers of a gossip strategy by step, steps to consensus")
     parser.add_argument("--strategy", action="store_true", help="what the data-parallel strategy sends, by parameter")
     parser.add_argument("--layers", action="store_true", help="what each module of the model became, what it sends")
@@ -57,9 +62,10 @@ def make_parser() -> Parser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if "=" in (arguments.timeline or ""):  # an override that follows --timeline, which may have a value
-        arguments.overrides.append(arguments.timeline)
-        arguments.timeline = ""
+    for name in ("timeline", "lr"):
+        if "=" in (getattr(arguments, name) or ""):  # an override that follows an option which may have a value
+            arguments.overrides.append(getattr(arguments, name))
+            setattr(arguments, name, "")
     config = load(arguments)
     if arguments.graph:
         graphs = importlib.import_module("colossus.cli.show_graph")  # numpy takes its time
@@ -70,6 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.layers:
         layers = importlib.import_module("colossus.cli.show_layers")
         print(layers.render_layers(config))
+    elif arguments.lr is not None:
+        rates = importlib.import_module("colossus.cli.show_lr")
+        print(rates.render_learning_rates(config, shutil.get_terminal_size((100, 24)).columns, arguments.lr))
     elif arguments.timeline is None:
         print(render(config, every_rank=arguments.all))
     else:
@@ -125,6 +134,8 @@ def _head(config: Config) -> str:
         f"batch       {batch} {samples} = data {parallel.data} x microbatches {microbatches} x {each}",
         f"model       {_model(config)}",
     ]
+    if config.train.batch_ramp is not None:
+        lines.insert(3, f"ramp        {config.train.batch_ramp}")
     of_strategy = strategy_options(config)
     if of_strategy is not None and (promise := of_strategy.describe(parallel.data)):
         lines.append(f"strategy    {name_of(parallel.strategy.type)} ({promise})")

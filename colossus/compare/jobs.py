@@ -6,15 +6,15 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from colossus.compare.variants import check_plan, each_of, of_each
 from colossus.config import Config, ConfigError, as_dict, load_config
 from colossus.config.overrides import plan_overrides, strategy_overrides
-from colossus.config.plans import world_size
 from colossus.launch import run_folder
-from colossus.launch.checks import check_data, check_devices, check_given, check_model
+from colossus.launch.checks import check_given
 from colossus.launch.resume import AUTO
 
 #: the run folders are the places of checkpoints; rows tell what was sent; a run that was stopped goes on
@@ -86,36 +86,32 @@ def make_jobs(
                 f"{text}: --strategies says what the strategies are: write it into the text of each that it is for, "
                 f"'{strategies[-1]} option=..'"
             )
-    jobs: list[Job] = []
-    problems: dict[str, ConfigError] = {}
-    for strategy, plan in itertools.product(_each(strategies), _each(plans)):
-        label = ", ".join(filter(None, [strategy, plan]))
-        try:
-            given = list(overrides)
-            given += plan_overrides(plan) if plan is not None else []
-            given += strategy_overrides(strategy) if strategy is not None else []
-            config = load_config(file, given, nproc)
-            check_given(config)
-            if config.checkpoint.resume not in (None, AUTO):
-                raise ConfigError(
-                    f"checkpoint.resume = {config.checkpoint.resume!r}: the runs of a comparison begin at the first "
-                    f"step; checkpoint.weights=.. gives them weights",
-                    config.source,
-                )
-            root = root or run_folder.default_folder(f"compare-{config.name}")
-            first = config.train.seed
-            for seed in range(first, first + num_seeds) if num_seeds > 1 else [None]:
-                own = (*given, *([f"train.seed={seed}"] if seed is not None else []), *_OWN_OVERRIDES)
-                folder = root / _folder_name(label, seed)
-                jobs.append(Job(label, seed, file, own, nproc, load_config(file, own, nproc), folder))
-        except ConfigError as error:
-            problems[label] = error
-    _raise_any(problems, len(_each(strategies)) * len(_each(plans)))
-    return jobs
+    pairs = itertools.product(each_of(strategies) or (None,), each_of(plans) or (None,))
+    given = {", ".join(filter(None, pair)): pair for pair in pairs}
 
+    def of(label: str) -> list[Job]:
+        nonlocal root
+        strategy, plan = given[label]
+        mine = list(overrides)
+        mine += plan_overrides(plan) if plan is not None else []
+        mine += strategy_overrides(strategy) if strategy is not None else []
+        config = load_config(file, mine, nproc)
+        check_given(config)
+        if config.checkpoint.resume not in (None, AUTO):
+            raise ConfigError(
+                f"checkpoint.resume = {config.checkpoint.resume!r}: the runs of a comparison begin at the first "
+                f"step; checkpoint.weights=.. gives them weights",
+                config.source,
+            )
+        root = root or run_folder.default_folder(f"compare-{config.name}")
+        first, jobs = config.train.seed, []
+        for seed in range(first, first + num_seeds) if num_seeds > 1 else [None]:
+            own = (*mine, *([f"train.seed={seed}"] if seed is not None else []), *_OWN_OVERRIDES)
+            folder = root / _folder_name(label, seed)
+            jobs.append(Job(label, seed, file, own, nproc, load_config(file, own, nproc), folder))
+        return jobs
 
-def _each(texts: Sequence[str]) -> list[str] | list[None]:
-    return [*dict.fromkeys(" ".join(text.split()) for text in texts)] or [None]
+    return [job for jobs in of_each(given, of) for job in jobs]
 
 
 def check_jobs(jobs: Sequence[Job]) -> None:
@@ -124,31 +120,20 @@ def check_jobs(jobs: Sequence[Job]) -> None:
     Raises:
         ConfigError: as `make_jobs`.
     """
-    problems: dict[str, ConfigError] = {}
     checked: set[str] = set()
+    by_label: dict[str, list[Job]] = {}
     for job in jobs:
-        plan = repr((job.config.parallel.model_copy(update={"strategy": None}), job.config.schedule))
-        try:
+        by_label.setdefault(job.label, []).append(job)
+
+    def check(label: str) -> None:
+        for job in by_label[label]:
+            plan = repr((job.config.parallel.model_copy(update={"strategy": None}), job.config.schedule))
             _check_folder(job)
             if plan not in checked:
                 checked.add(plan)
-                check_devices(job.config, world_size(job.config.parallel))
-                check_model(job.config)
-                check_data(job.config)
-        except ConfigError as error:
-            problems[job.label] = error
-    _raise_any(problems, len({job.label for job in jobs}))
+                check_plan(job.config)
 
-
-def _raise_any(problems: Mapping[str, ConfigError], num_labels: int) -> None:
-    """What is wrong with each label; what is wrong with all is said once."""
-    if not problems:
-        return
-    errors = list(problems.values())
-    if len(errors) == num_labels and all(error.problems == errors[0].problems for error in errors):
-        raise errors[0]
-    lines = [f"{label}: {problem}" for label, error in problems.items() for problem in error.problems]
-    raise ConfigError(lines, errors[0].source)
+    of_each(by_label, check)
 
 
 def _check_folder(job: Job) -> None:

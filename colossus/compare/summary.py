@@ -8,18 +8,18 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from colossus.arithmetic import byte_count, clock
 from colossus.compare.jobs import Job
+from colossus.compare.printed_rows import print_lines, print_rows, seconds_text
 from colossus.launch import run_folder
+from colossus.launch.run_metrics import RunMetrics
 
 #: a training loss is the mean over this part of all steps: that of one step is one batch's
 _WINDOW = 0.05
@@ -40,30 +40,16 @@ class Ended:
     code: int = 0
 
 
-class Curve:
-    """The rows of one run's metrics; of a step that was run again the last counts.
-
-    The clock counts the seconds of steps: not those of evaluations and checkpoints, nor those in which a stopped run
-    stood still.
+class Curve(RunMetrics):
+    """The rows of one run, and what they say after so many steps or seconds.
 
     Args:
-        replicas: of the run: a row with ``replica`` counts the tokens of one of them.
+        replicas: of the run.
     """
 
     def __init__(self, path: Path, replicas: int = 1) -> None:
-        rows: dict[int, Mapping[str, Any]] = {}
-        for line in path.read_bytes().splitlines() if path.exists() else []:
-            try:
-                row = json.loads(line)
-                rows[int(row["step"])] = row
-            except (ValueError, KeyError, TypeError):  # half a row of a run that was killed
-                continue
-        self.replicas = replicas
-        self.steps = sorted(rows)
-        self.rows = [rows[step] for step in self.steps]
-        #: at the end of each step, since the first began
-        self.seconds = list(accumulate(_number(row, "step_seconds", 0.0) for row in self.rows))
-        self._warm = self.rows[min(_WARM_UP_STEPS, int(len(rows) * _WARM_UP)) :]
+        super().__init__(path, replicas)
+        self._warm = self.rows[min(_WARM_UP_STEPS, int(len(self.rows) * _WARM_UP)) :]
 
     def loss_after(self, steps: int) -> float | None:
         return self._loss(bisect_right(self.steps, steps))
@@ -83,8 +69,7 @@ class Curve:
     def tokens_per_second(self) -> float | None:
         """Of all replicas, which make the same number of steps: tokens of all steps over their seconds."""
         seconds = sum(_number(row, "step_seconds", 0.0) for row in self._warm)
-        tokens = [_number(row, "tokens", 0.0) * (self.replicas if "replica" in row else 1) for row in self._warm]
-        return sum(tokens) / seconds if seconds else None
+        return sum(_number(row, "tokens", 0.0) for row in self._warm) / seconds if seconds else None
 
     def step_seconds(self) -> float | None:
         found = [_number(row, "step_seconds") for row in self._warm if "step_seconds" in row]
@@ -245,15 +230,9 @@ def print_table(comparison: Comparison, console: Console, counted: str = "tokens
         "waited/step",
         "distance",
     )
-    table = Table("", *columns, box=None, pad_edge=False, header_style="bold")
-    for column in table.columns:
-        column.no_wrap = True
-        column.justify = "right" if column.header else "left"
-    for row in comparison.rows:
-        table.add_row(row.label, *([] if row.problems else _cells(row)))
-    console.width = max(console.width, console.measure(table, options=console.options.update(max_width=10_000)).maximum)
     if comparison.equal_steps:
-        console.print(table)
+        rows = [(row.label, *([] if row.problems else _cells(row))) for row in comparison.rows]
+        print_rows(console, columns, rows)
     lines = [f"{row.label}: {line}" for row in comparison.rows for line in row.problems]
     if comparison.equal_steps:
         lines += [
@@ -265,8 +244,7 @@ def print_table(comparison: Comparison, console: Console, counted: str = "tokens
         ]
     else:
         lines.append("no run has come to its end, so there are no numbers")
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_lines(console, lines)
 
 
 def _cells(row: Row) -> Iterator[str]:
@@ -281,11 +259,7 @@ def _cells(row: Row) -> Iterator[str]:
         yield shown(name, "{:.4f}".format) + percent
     faster = f" x{row.tokens_ratio:.2f}" if row.tokens_ratio else ""
     yield shown("tokens_per_second", "{:,.0f}".format) + faster
-    yield shown("step_seconds", _seconds)
+    yield shown("step_seconds", seconds_text)
     yield shown("bytes_sent", byte_count)
-    yield shown("wait_seconds", _seconds)
+    yield shown("wait_seconds", seconds_text)
     yield shown("consensus_distance", "{:.2g}".format)
-
-
-def _seconds(value: float) -> str:
-    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

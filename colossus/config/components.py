@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, SupportsFloat
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
@@ -21,7 +21,8 @@ from colossus.config.schema import ReadingOptions
 from colossus.config.section import FROM_LIST, Named, Section
 from colossus.registry import (
     DATASETS,
-    LR_SCHEDULES,
+    HOOK_OPTIONS,
+    HOOKS,
     OPTIMIZERS,
     TABLE_OPTIMIZERS,
     TORCH_OPTIMIZERS,
@@ -42,8 +43,6 @@ def is_text(kind: Any) -> bool:
 
 def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
     """One line for each option of ``named`` that its component does not take, or not with this value."""
-    if registry is LR_SCHEDULES and callable(named.type):
-        return _schedule_problems(key, named)
     known = parameters(named.type, registry)
     reading = (*ReadingOptions.model_fields, "validation") if registry is DATASETS else ()
     names = _unknown(key, named, [*known, *reading]) if known is not None else []
@@ -146,6 +145,8 @@ class _TableOptimizer(_Optimizer):
 def _range_problems(key: str, kind: Any, options: dict[str, Any], registry: Registry) -> list[str]:
     ranges: dict[str, type[Section]] = {OPTIMIZERS.kind: _Optimizer, TABLE_OPTIMIZERS.kind: _TableOptimizer}
     section = (ranges | {DATASETS.kind: ReadingOptions}).get(registry.kind)
+    if registry is HOOKS and kind in HOOK_OPTIONS:
+        section = HOOK_OPTIONS.get(kind)
     if section is None or (registry is OPTIMIZERS and kind not in TORCH_OPTIMIZERS):
         return []
     try:
@@ -154,22 +155,4 @@ def _range_problems(key: str, kind: Any, options: dict[str, Any], registry: Regi
         return [f"{path}: {problem}" for path, problem in explain(error, section, key).items()]
     if isinstance(checked, _Optimizer) and checked.nesterov and (not checked.momentum or checked.dampening):
         return [f"{key}.nesterov: needs a momentum above 0 and no dampening"]
-    return []
-
-
-def _schedule_problems(key: str, named: Named) -> list[str]:
-    """A schedule of the user's own takes the progress (0 to 1) and ``min_ratio``, and gives the part of the peak."""
-    for progress in (0.0, 0.5, 1.0):
-        did = ""
-        try:
-            part = named.type(progress, getattr(named, "min_ratio", 0.0), **named.options)
-            if not isinstance(part, SupportsFloat) or not float(part) >= 0:
-                did = f"returns {brief(part)}"
-        except Exception as error:
-            did = f"raises {type(error).__name__}: {error}"
-        if did:
-            return [
-                f"{key}.type: is called as f(progress, min_ratio, **options), with progress from 0 to 1, and returns "
-                f"the learning rate as a part of optimizer.lr, 0 or more; at progress {progress:g} it {did}"
-            ]
     return []

@@ -51,15 +51,23 @@ def strategy_overrides(text: str) -> list[str]:
 
 
 def plan_overrides(text: str) -> list[str]:
-    """``"data=2 tensor=4"`` -> ``["parallel.pipeline.size=1", .., "parallel.data=2", "parallel.tensor=4"]``.
+    """A plan as text: overrides, or keys of ``parallel`` without that word.
 
-    An axis that is not named has size 1; all else stays as the file has it. Keys of ``schedule`` may be given, too:
-    ``"pipeline=2 schedule.microbatches=4"``.
+    ``"parallel.zero=1 schedule.microbatches=4"`` is two overrides, and all else stays as the file has it.
+    ``"data=2 tensor=4"`` is a whole plan, ``["parallel.pipeline.size=1", .., "parallel.data=2", "parallel.tensor=4"]``:
+    an axis that it does not name has size 1. Overrides may stand beside such keys.
     """
-    words = text.split()
-    named = {re.split(r"\W", word)[0] for word in words}
-    whole = [f"parallel.{axis}{'' if axis == 'data' else '.size'}=1" for axis in AXES if axis not in named]
-    return whole + [word if word.startswith("schedule") else f"parallel.{word}" for word in words]
+    words = [word if _names_section(word) else f"parallel.{word}" for word in text.split()]
+    if all(map(_names_section, text.split())):
+        return words
+    named = {re.split(r"\W", word.removeprefix("parallel."))[0] for word in words}
+    return [f"parallel.{axis}{'' if axis == 'data' else '.size'}=1" for axis in AXES if axis not in named] + words
+
+
+def _names_section(word: str) -> bool:
+    """Whether a word is an override of its own; ``data=2`` names the axis, ``data.path=..`` a key of the section."""
+    section, dot, _ = word.partition("=")[0].partition(".")
+    return section in Config.model_fields and (bool(dot) or section not in AXES)
 
 
 def _literal(node: ast.expr) -> Any:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from colossus.arithmetic import expert_factor, factors, not_a_multiple
 from colossus.config.components import option_problems
 from colossus.config.errors import ConfigError, explain
+from colossus.config.learning_rates import learning_rate_problems
 from colossus.config.schema import Config, Parallel
 from colossus.config.section import Named
 from colossus.import_path import is_path
@@ -61,6 +62,8 @@ def check_names(config: Config) -> None:
                 continue
         if isinstance(value.type, str) and value.type not in registry:
             problems.append(f"{key}.type: {registry.missing(value.type)}")
+        elif registry is LR_SCHEDULES:
+            problems += learning_rate_problems(config)
         elif value.type not in own_options.get(registry.kind, ()):
             problems += option_problems(key, value, registry)
     for axis, registry in (("tensor", TENSOR_MODES), ("sequence", SEQUENCE_MODES)):
@@ -139,6 +142,8 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     config = config.model_copy(update={"parallel": resolved})
     if of_strategy is not None:
         problems += of_strategy.check(config)
+    if config.train.profile is not None:
+        problems += config.train.profile.problems(world_size(resolved))
     if problems:
         raise ConfigError(problems)
     return config
@@ -249,6 +254,8 @@ def plan_problems(config: Config, parallel: Parallel, options: Any) -> list[str]
         by += f" x {ways} (shards into which tensor mode {tensor.mode} splits a batch)" if ways > 1 else ""
         batch = not_a_multiple("train.global_batch_size", train.global_batch_size, f"{by} = {divisor}", divisor)
         problems.append(batch)
+    elif train.batch_ramp is not None:
+        problems += train.batch_ramp.plan_problems(train.global_batch_size, data, microbatches, ways)
     if train.eval_batch_size is not None and train.eval_batch_size % data:
         problems.append(not_a_multiple("train.eval_batch_size", train.eval_batch_size, f"data {data}", data))
     return problems

@@ -72,7 +72,8 @@ class StrategySection(Named):
 
 
 class LRSchedule(Named):
-    #: a name (constant, cosine, ..), or f(progress, min_ratio, **options) -> the part of ``optimizer.lr``
+    #: a name (constant, cosine, wsd, ..), a class of torch.optim.lr_scheduler or its path, or
+    #: f(progress, min_ratio, **options) -> the part of ``optimizer.lr``
     type: Annotated[Any, AfterValidator(require_type)] = "constant"
     #: steps over which the learning rate rises linearly to ``optimizer.lr``
     warmup_steps: CountOrZero = 0

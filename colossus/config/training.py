@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from colossus.config.section import Count, CountOrZero, Names, Positive, Seconds, Section, ShortSection
+from colossus.config.batch_sizes import BatchRamp, BatchSizes
+from colossus.config.section import (
+    FROM_LIST,
+    Count,
+    CountOrZero,
+    Names,
+    Positive,
+    Seconds,
+    Section,
+    ShortSection,
+    is_number,
+)
 
 DType = Literal["fp32", "fp64", "bf16", "fp16"]
 
@@ -113,6 +124,37 @@ class ActivationCheckpoint(ShortSection):
         return f"{self.type}, {which}{every}"
 
 
+def _ranks(value: Any) -> Any:
+    is_list = isinstance(value, list | tuple) and all(is_number(item) and item >= 0 for item in value)
+    if is_list or value == "all":
+        return tuple(value) if is_list else value
+    raise ValueError(f"must be 'all' or the numbers of ranks, (0, 1), got {value!r}")
+
+
+class Profile(Section):
+    """Where the time of some steps goes: a table of all ranks, and traces of some."""
+
+    #: the first and the last step that are profiled, counted from 1 as the display counts them
+    steps: Annotated[tuple[Count, Count], FROM_LIST]
+    #: those of which torch.profiler writes a trace, or "all"; () writes none
+    ranks: Annotated[tuple[int, ...] | Literal["all"], BeforeValidator(_ranks)] = (0,)
+
+    @model_validator(mode="after")
+    def _has_steps(self) -> Profile:
+        first, last = self.steps
+        if first > last:
+            raise ValueError(f"steps = ({first}, {last}): the first step comes after the last; write ({last}, {first})")
+        return self
+
+    def problems(self, num_ranks: int) -> list[str]:
+        """What of it does not fit a run of so many ranks."""
+        missing = [rank for rank in self.ranks if rank not in range(num_ranks)] if self.ranks != "all" else []
+        if not missing:
+            return []
+        there = f"ranks 0 to {num_ranks - 1}" if num_ranks > 1 else "rank 0 alone"
+        return [f"train.profile.ranks: no rank {', '.join(map(str, missing))}: this plan has {there}"]
+
+
 class Train(Section):
     #: optimizer steps of the run
     steps: Count = 100
@@ -144,6 +186,32 @@ class Train(Section):
     eval_batches: Count = 10
     #: sequences per validation batch, over all data ranks; None: ``global_batch_size``
     eval_batch_size: Count | None = None
+    #: a smaller batch at the beginning of the run, dict(start=, steps=, increment=)
+    batch_ramp: BatchRamp | None = None
+    #: dict(steps=(10, 13), ranks=(0,)): where the time of these steps goes; None does not look
+    profile: Profile | None = None
+    #: algorithms of torch that give the same bits each time; an operation that has none is refused, some are slower
+    deterministic: bool = False
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Of the global batch by step."""
+        return BatchSizes(self.global_batch_size, self.batch_ramp)
+
+    @model_validator(mode="after")
+    def _ramp_ends_at_the_batch(self) -> Train:
+        if self.batch_ramp is not None:
+            self.batch_ramp.require_end(self.global_batch_size)
+        return self
+
+    @model_validator(mode="after")
+    def _profiles_own_steps(self) -> Train:
+        if self.profile is not None and self.profile.steps[1] > self.steps:
+            first, last = self.profile.steps
+            raise ValueError(
+                f"profile.steps = ({first}, {last}), but the run ends with step {self.steps} (train.steps)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _loss_is_scaled(self) -> Train:
@@ -178,6 +246,8 @@ class Weights(ShortSection):
     strict: bool = True
     #: patterns of names in this model that may have more rows than were saved: a larger vocabulary, more positions
     grow: Names = ()
+    #: "ema" or "swa": the average of weights that a hook of that run has kept, in the place of its weights
+    average: Annotated[str, Field(min_length=1)] | None = None
 
     @classmethod
     def keys_of(cls, bare: Any) -> dict[str, Any] | None:

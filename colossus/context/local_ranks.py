@@ -14,7 +14,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -58,6 +58,7 @@ class LocalRanks:
         start: ``fork`` or ``spawn``; what is spawned must be picklable.
         backend: of the process group.
         collective_timeout: seconds; by default torch's own.
+        variables: of the ranks' environment, where it has none of these names.
         once: the ranks answer with what ``make`` returns (``made``), and end.
 
     Raises:
@@ -73,6 +74,7 @@ class LocalRanks:
         start: str = "fork",
         backend: str = "gloo",
         collective_timeout: float | None = None,
+        variables: Mapping[str, str] | None = None,
         once: bool = False,
     ) -> None:
         self.world, self.patience = world, patience
@@ -86,7 +88,7 @@ class LocalRanks:
             store = os.path.join(self._folder.name, "store")
             for rank in range(world):
                 here, there = context.Pipe()
-                arguments = (there, rank, world, store, backend, collective_timeout, make, once)
+                arguments = (there, rank, world, store, backend, collective_timeout, variables or {}, make, once)
                 self._processes.append(context.Process(target=_serve, args=arguments))
                 self._processes[-1].start()
                 there.close()
@@ -161,12 +163,14 @@ def _serve(
     store: str,
     backend: str,
     collective_timeout: float | None,
+    variables: Mapping[str, str],
     make: Callable[[int], Any],
     once: bool,
 ) -> None:
     code = 0
     try:
         torch.set_num_threads(1)
+        os.environ.update({**variables, **os.environ})
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         if world > 1:
             if backend == "nccl":

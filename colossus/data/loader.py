@@ -99,24 +99,28 @@ class Loader:
 
         It is the same on all ranks of one data rank; it differs between data ranks only by a user's own state.
         """
-        return {**self.source.state_dict(), **self._order_settings()}
+        return self._state(behind=0)
 
     def trained_state_dict(self) -> dict[str, Any]:
         """`state_dict` behind the last batch that was trained on. Warns where it cannot be told any more."""
-        state = self.state_dict()
-        if self.num_untrained and isinstance(self.source, MapSource):
-            state["step"] -= self.num_untrained
-        elif self.num_untrained:
+        if isinstance(self.source, MapSource):
+            return self._state(behind=self.num_untrained)
+        if self.num_untrained:
             log.warning(
                 "a checkpoint is saved with %d batch(es) taken from the loader and not trained on: a run that goes on "
                 "from it does not see them. Save after engine.train_step, before the next batch is taken",
                 self.num_untrained,
             )
-        return state
+        return self._state(behind=0)
+
+    def _state(self, behind: int) -> dict[str, Any]:
+        state = self.source.state_dict()
+        state["step"] -= behind
+        return {**state, **self._order_settings(state["step"])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the state was taken. Warns when seed, batch size or data are no longer the same."""
-        for key, now in self._order_settings().items():
+        for key, now in self._order_settings(state["step"]).items():
             if state.get(key, now) != now:
                 log.warning(
                     "the data order changes on resume: %s was %s when the checkpoint was written and is %s now",
@@ -125,9 +129,10 @@ class Loader:
         self.num_untrained = 0
         self.source.load_state_dict(state)
 
-    def _order_settings(self) -> dict[str, int]:
-        """What the order of samples follows from, beside the step."""
-        settings = {"seed": self.shard.seed, "global_batch_size": self.shard.global_batch_size}
+    def _order_settings(self, step: int) -> dict[str, int]:
+        """What the order of samples follows from, beside the step: of a batch that grows the samples before it, too."""
+        sizes = self.shard.sizes
+        settings = {"seed": self.shard.seed, "global_batch_size": sizes.full, "samples": sizes.before(step)}
         if isinstance(self.source, MapSource):
             settings["num_samples"] = self.source.num_samples
         return settings

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from colossus.config import Config, model_options
+from colossus.config.batch_sizes import BatchRamp
 from colossus.config.schema import ReadingOptions
 from colossus.config.section import Named
 from colossus.data.loader import Loader, Loaders, ValidationLoader
@@ -117,6 +118,7 @@ def build_loaders(
     pairs: int | None = None,
     device: torch.device | str = "cpu",
     eval_batch_size: int | None = None,
+    batch_ramp: BatchRamp | None = None,
 ) -> Loaders:
     """Loaders for whatever a config holds under ``data``.
 
@@ -135,6 +137,7 @@ def build_loaders(
             In the dict also `ReadingOptions`; ``validation``: None or False for none, a dict of options in place of
             those for training, or data of any kind above.
         eval_batch_size: samples of a validation batch over all data ranks, ``global_batch_size`` when not given.
+        batch_ramp: of training batches that grow to ``global_batch_size``.
 
     Raises:
         ValueError: sizes that do not divide, unknown names or options, data that cannot be read as stated.
@@ -151,10 +154,15 @@ def build_loaders(
     spec = parse_data(data)
     if pairs is not None and (given := spec.options.get("pairs", pairs)) != pairs:
         raise ValueError(f"data.pairs = {given}, but model.pairs = {pairs}: leave data.pairs out")
-    train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, endless=True)
+    train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, endless=True, ramp=batch_ramp)
     train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
     _check_vocabulary(train_data, vocab_size)
     train = Loader(_make_source(train_data, train_shard, spec.reading_options), shard=train_shard, device=device)
+    if batch_ramp is not None and not isinstance(train.source, MapSource):
+        raise ValueError(
+            f"train.batch_ramp is for a dataset whose samples are read by number (__getitem__ and __len__), but "
+            f"{type(train_data).__name__} gives batches, or samples, one after the other"
+        )
     if isinstance(train.source, MapSource) and train.source.num_samples < global_batch_size:
         raise ValueError(
             f"{type(train_data).__name__} has {train.source.num_samples} samples, fewer than train.global_batch_size = "
@@ -197,6 +205,7 @@ def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, dev
         pairs=getattr(options, "pairs", None),
         device=device,
         eval_batch_size=train.eval_batch_size,
+        batch_ramp=train.batch_ramp,
     )
 
 

@@ -1,8 +1,9 @@
 """Which samples make up the global batch of a step: a pure function of (seed, step). No torch, no state.
 
 The samples of all epochs form one endless sequence: position ``p`` is sample ``permutation_of_epoch[p % n]`` of
-epoch ``p // n``, and step ``s`` takes positions ``s * global_batch_size`` onwards. A global batch may thus
-straddle two epochs, nothing is dropped, and resuming at any step needs no more than its number.
+epoch ``p // n``, and step ``s`` takes the positions from ``BatchSizes.before(s)`` on, ``s * global_batch_size`` unless
+the batch grows. A global batch may thus straddle two epochs, nothing is dropped, and resuming at any step needs no more
+than its number.
 
 The permutation of an epoch is never stored. It is a Feistel network with cycle walking (Black and Rogaway,
 "Ciphers with Arbitrary Finite Domains", 2002): a sample number is written as two digits in mixed radix, each round
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from colossus.arithmetic import either, nearest_multiples
+from colossus.config.batch_sizes import BatchRamp, BatchSizes
 from colossus.random import seed_words
 
 _ROUNDS = 8
@@ -42,10 +44,17 @@ class BatchShard:
     data_size: int
     #: training starts over at the end of the data, validation ends
     endless: bool
+    #: of training batches that grow; each size divides by ``data_size``
+    ramp: BatchRamp | None = None
+
+    @functools.cached_property
+    def sizes(self) -> BatchSizes:
+        """Of the global batch by step."""
+        return BatchSizes(self.global_batch_size, self.ramp)
 
     @property
     def size(self) -> int:
-        """Samples of this data rank in a batch."""
+        """Samples of this data rank in a whole batch."""
         return self.global_batch_size // self.data_size
 
     def span(self, size: int) -> tuple[int, int]:
@@ -73,29 +82,35 @@ class SampleOrder:
 
     def span(self, step: int) -> tuple[int, int]:
         """From and up to which place of the global batch of a step this data rank's samples are."""
-        whole = self.shard.global_batch_size
+        whole = self.shard.sizes.at(step)
         return self.shard.span(whole if self.shard.endless else min(whole, self.num_samples - step * whole))
 
     def indices(self, step: int, span: tuple[int, int]) -> IndexArray:
         """The samples of a step; of a validation batch those of any span."""
-        shard, places = self.shard, np.arange(*span)
-        if not shard.endless:
-            return step * shard.global_batch_size + places
-        block, row = divmod(step, self._num_steps)
+        sizes, places = self.shard.sizes, np.arange(*span)
+        if not self.shard.endless:
+            return sizes.before(step) + places
+        if step < sizes.full_from:
+            return self._shuffled(sizes.before(step) + places)
+        block, row = divmod(step - sizes.full_from, self._num_steps)
         if self._block is None or self._block[0] != block:
             steps = block * self._num_steps + np.arange(self._num_steps)
-            epochs, positions = np.divmod(steps[:, None] * shard.global_batch_size + places, self.num_samples)
-            samples = np.empty_like(positions)
-            for epoch in np.unique(epochs).tolist():
-                here = epochs == epoch
-                samples[here] = permute(positions[here], self.num_samples, shard.seed, epoch)
-            self._block = block, samples
+            self._block = block, self._shuffled(sizes.before(sizes.full_from) + steps[:, None] * sizes.full + places)
         return self._block[1][row]
+
+    def _shuffled(self, places: IndexArray) -> IndexArray:
+        """The samples in these places of the endless sequence."""
+        epochs, positions = np.divmod(places, self.num_samples)
+        samples = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            samples[here] = permute(positions[here], self.num_samples, self.shard.seed, epoch)
+        return samples
 
     def seeds(self, step: int, span: tuple[int, int], indices: IndexArray) -> list[int]:
         """For each of these samples a 63-bit seed of the random numbers that are drawn while it is read: a function of
         (seed, epoch, index)."""
-        epochs = (step * self.shard.global_batch_size + np.arange(*span)) // self.num_samples
+        epochs = (self.shard.sizes.before(step) + np.arange(*span)) // self.num_samples
         keys = np.array([_seed_key(self.shard.seed, epoch) for epoch in epochs.tolist()], np.uint64)
         seeds: list[int] = (_hash(indices.astype(np.uint64), keys) >> np.uint64(1)).tolist()
         return seeds

@@ -38,6 +38,7 @@ class Checkpoints:
         resume_from: what `resume` loads: "auto" (the latest of this run), a folder, None; as the config has it.
         resumed_from: the checkpoint that was loaded, None where none was.
         resumed_plan: the plan it was saved under, in words.
+        goes_on: whether that is a checkpoint of this run: one in its folder of checkpoints.
         weights_from: the checkpoint of which weights were loaded, None where none were.
         weights_match: what of it went where.
         stall_seconds: that training has waited for checkpoints so far, since the engine was made.
@@ -51,7 +52,7 @@ class Checkpoints:
         self._has_begun = False
         self.resume_from = self._config.resume
         self.resumed_from: Path | None = None
-        self.resumed_plan = ""
+        self.resumed_plan, self.goes_on = "", False
         self.weights_from: Path | None = None
         self.weights_match: WeightMatch | None = None
         self.on_progress: Callable[[], None] = lambda: None
@@ -115,7 +116,7 @@ class Checkpoints:
         return self._save
 
     def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
-        """Save if ``checkpoint.every`` says so; tell which saves have ended since the last call.
+        """Save if ``checkpoint.every`` says so; tell which saves, also of `save`, have ended since the last call.
 
         A save that fails is an error in the log of rank 0, and the next one is tried.
 
@@ -125,14 +126,13 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks, when the save after the last step failed.
         """
-        if not self._config.every:
-            return []
-        is_due = is_last or self._run.completed_steps % self._config.every == 0
-        if self._save is not None and (is_due or self._save.is_done):
+        step = self._run.completed_steps
+        is_due = bool(self._config.every) and (is_last or step % self._config.every == 0)
+        if self._save is not None and (is_last or self._save.is_done or (is_due and self._saved_step != step)):
             self.finish()
         if is_due:
             self._run.strategy.sync_point()
-            if self._saved_step != self._run.completed_steps:
+            if self._saved_step != step:
                 save = self.save(background=self._config.background and not is_last)
                 if is_last:
                     save.wait()
@@ -158,8 +158,8 @@ class Checkpoints:
     def _require_own_parameters(self) -> None:
         if self._run.strategy.is_averaged:
             raise CheckpointError(
-                "no checkpoint can be saved or loaded inside of strategy.evaluation() or export(), where parameters "
-                "are the average of the replicas: leave that block first"
+                "no checkpoint can be saved or loaded inside of averaged(), strategy.evaluation() or export(), where "
+                "parameters are an average: leave that block first"
             )
 
     # -- loads --------------------------------------------------------------------------------------------
@@ -178,8 +178,9 @@ class Checkpoints:
         if weights is not None and not is_taken:
             with under_key("checkpoint.weights"):
                 self.load_weights(
-                    weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow
-                )
+                    weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow,
+                    average=weights.average,
+                )  # fmt: skip
 
     def resume(self) -> Path | None:
         """Go on where `resume_from` says, once; where that is nowhere, a run that begins takes the weights
@@ -234,6 +235,7 @@ class Checkpoints:
         rename: Rename | None = None,
         strict: bool = True,
         grow: Sequence[str] = (),
+        average: str | None = None,
     ) -> WeightMatch:
         """Take parameters and buffers of a checkpoint, no optimizer and no step: where fine-tuning begins.
 
@@ -249,6 +251,7 @@ class Checkpoints:
             grow: patterns of names in this model that may have more rows (dim 0) than were saved, for a larger
                 vocabulary or more positions: the saved rows are loaded, the others keep their initial values. Of
                 learned positions a model with a smaller ``seq_len`` takes the first rows, without being told.
+            average: of the weights that a hook of the run has kept, "ema" or "swa", in the place of the parameters.
 
         Returns:
             What was loaded from where, what was missing, left over, of another shape: the same on all ranks.
@@ -265,7 +268,7 @@ class Checkpoints:
                 reader, only=only, rename=rename, strict=strict, grow=grow, on_progress=self.on_progress
             )
 
-        self.weights_from = self._read_newest(lambda damaged: find_weights(path, damaged), take)
+        self.weights_from = self._read_newest(lambda damaged: find_weights(path, damaged), take, average)
         assert self.weights_match is not None
         if not self.weights_match.is_complete and self._run.context.is_logging_rank:
             log.warning("not loaded from %s: %s", self.weights_from, self.weights_match)
@@ -280,14 +283,17 @@ class Checkpoints:
         if found is not None:
             self.resumed_from = found
             self.weights_from = self.weights_match = None
-            is_own = (self._dir or self._run.folder) and found.parent.resolve() == self.root.resolve()
-            self._saved_step = self._run.completed_steps if is_own else None
-            if is_own and self._config.every and self._run.context.is_logging_rank:
+            has_root = self._dir is not None or self._run.folder is not None
+            self.goes_on = has_root and found.parent.resolve() == self.root.resolve()
+            self._saved_step = self._run.completed_steps if self.goes_on else None
+            if self.goes_on and self._config.every and self._run.context.is_logging_rank:
                 # perhaps an older one: a run that is killed before its next save goes on with this branch
                 folder.name_latest(found)
         return found
 
-    def _read_newest(self, find: Find, take: Callable[[CheckpointReader], None]) -> Path | None:
+    def _read_newest(
+        self, find: Find, take: Callable[[CheckpointReader], None], average: str | None = None
+    ) -> Path | None:
         """Read what rank 0 finds; if a checksum shows that it is damaged, what it finds without that."""
         self._require_own_parameters()
         self._run.strategy.sync_point()
@@ -302,7 +308,8 @@ class Checkpoints:
                 return None
             try:
                 # what inference mode makes, nothing could train
-                with torch.inference_mode(False), on_all_ranks(self._world, partial(open_weights, found)) as reader:
+                opens = partial(open_weights, found, average)
+                with torch.inference_mode(False), on_all_ranks(self._world, opens) as reader:
                     take(reader)
             except DamagedCheckpoint as error:
                 damaged[found] = error

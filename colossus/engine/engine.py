@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from colossus.comm import collectives
+from colossus.data.batch import batch_size_of
 from colossus.data.loader import Loader, Loaders
 from colossus.engine.checkpoints import Checkpoints
+from colossus.engine.deterministic import add_switch
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.optimizer_step import OptimizerStep
@@ -59,6 +61,7 @@ class Engine:
         executor: Executor,
         inputs: Inputs,
         num_parameters: int,
+        closing: ExitStack,
         group_rules: Sequence[str] = (),
     ) -> None:
         self.run, self.config, self.context, self.device = run, run.config, run.context, run.context.device
@@ -67,10 +70,13 @@ class Engine:
         self.group_rules = group_rules
         self.observers, self.loss_scaler = stages.observers, optimizer_step.loss_scaler
         self._stages, self._optimizer_step = stages, optimizer_step
+        #: the process as it was before, and its groups
+        self._closing = closing
         #: why no step or evaluation may begin
         self._ended: str | None = None
         #: steps, and forwards of evaluations, so far
         self._num_runs = 0
+        self._sizes = run.config.train.batch_sizes
         self._parallel = model_parallel_of(run.context)
         self.checkpoints = Checkpoints(State(run, self))
         self._evaluation = Evaluation(run.model, stages.metrics.names, run.context, run.strategy, self._forward)
@@ -106,14 +112,15 @@ class Engine:
 
         Args:
             batch: a nest of tensors, dim 0 the samples; every rank of a model passes the same one. Split into
-                ``schedule.microbatches`` along dim 0, and each of these over the tensor axes that split a batch.
+                ``schedule.microbatches`` along dim 0 (fewer while ``train.batch_ramp`` grows), and each of these over
+                the tensor axes that split a batch.
 
         Returns:
             Loss and gradient norm of the global batch, the same on all ranks.
 
         Raises:
-            ValueError: when the batch does not divide, ranks that share a batch were given different ones, the loss
-                function does not return (sum, count), or gradients are turned off.
+            ValueError: when the batch does not divide or is not of the ramp's size, ranks that share a batch were given
+                different ones, the loss function does not return (sum, count), or gradients are turned off.
             NonFiniteGradients: on all ranks, see ``train.on_nonfinite``.
         """
         if not torch.is_grad_enabled():
@@ -123,10 +130,12 @@ class Engine:
             )
         if self.strategy.is_averaged:
             raise RuntimeError(
-                "no step can be trained inside of strategy.evaluation() or export(), where parameters are the average "
-                "of the replicas: leave that block first"
+                "no step can be trained inside of averaged(), strategy.evaluation() or export(), where parameters are "
+                "an average: leave that block first"
             )
-        step_batch = self.inputs.split(batch, self.pipeline.num_microbatches)
+        if self.config.train.batch_ramp is not None:
+            self._require_size(batch)
+        step_batch = self.inputs.split(batch, self.pipeline.microbatches_at(self.completed_steps))
         self._begin_run()
         check, mark = self._optimizer_step.batch_check, None
         if check.num_sharing > 1:
@@ -149,18 +158,29 @@ class Engine:
             self.model.train()
         self._stages.step = self.completed_steps
         with self._ends_if_it_fails():
-            factor = self.loss_scaler.begin_step(batch.whole) if self.loss_scaler is not None else None
+            factor = None
+            if self.loss_scaler is not None:
+                part = self._sizes.at(self.completed_steps) / self._sizes.full
+                factor = self.loss_scaler.begin_step(batch.whole, part)
             self.strategy.loss_scale = factor
             with as_shards():
                 self.optimizer.zero_grad(set_to_none=True)
                 self.store.begin_step()
                 self.strategy.begin_step(self.completed_steps)
                 self._optimizer_step.routers.begin_step()
-            totals = self._run(self.pipeline.actions, batch, factor)
+            totals = self._run(self.pipeline.actions_of(len(batch.microbatches)), batch, factor)
             with as_shards():
                 self.store.end_step()
                 self.strategy.finish()
         return totals
+
+    def _require_size(self, batch: Any) -> None:
+        data, samples = self.context.size("data"), self._sizes.at(self.completed_steps)
+        if (size := batch_size_of(batch)) * data != samples:
+            raise ValueError(
+                f"train.batch_ramp: step {self.completed_steps + 1} takes {samples} samples = data {data} x "
+                f"{samples // data}, but this data rank's batch has {size}: take batches from engine.loader"
+            )
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
@@ -195,6 +215,7 @@ class Engine:
                 return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
         except BaseException as error:
             add_place(error)
+            add_switch(error)
             raise
 
     # -- evaluation ---------------------------------------------------------------------------------------
@@ -267,4 +288,4 @@ class Engine:
         self.checkpoints.finish()
         self.strategy.close()
         self.pipeline.close()
-        self.context.close()
+        self._closing.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
 
 from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.engine.results import EvalResult, StepResult
@@ -35,8 +37,32 @@ class Hook:
         reads them in the next ``on_step_end`` waits for nothing (see `colossus.monitor.metrics.LateResults`).
         """
 
+    def add_to_evaluation(self, engine: Engine, summary: EvalResult) -> Mapping[str, float]:
+        """After an evaluation, before any ``on_eval_end``: further numbers of it, the same on all ranks.
+
+        By names that no other hook gives (``ema.validation_loss``): `EvalResult.numbers` has them, so the rows of
+        metrics, early stops and best checkpoints have.
+        """
+        return {}
+
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
         """After an evaluation, which follows the ``on_step_end`` of the step it belongs to."""
+
+    def add_to_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Further numbers for the row of a step in ``metrics.jsonl``, on the logging rank alone.
+
+        `colossus.monitor.metrics.Metrics` asks once the numbers of the step are there, on an accelerator one step late.
+
+        Args:
+            row: what it has without hooks.
+        """
+        return {}
+
+    def on_row(self, row: Mapping[str, Any]) -> None:
+        """The row of a step is written, that of its evaluation included; on the logging rank alone.
+
+        In the order of steps, each once; the last ones may come at ``on_train_end``, or ``on_exception``.
+        """
 
     def on_save(self, engine: Engine) -> None:
         """A checkpoint of the state as it is between two steps is about to be saved: what belongs to the steps so far
@@ -64,6 +90,16 @@ class Hook:
 
         It is found by the name of the class, and among several of one name by the order of the hooks.
         """
+
+    def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+        """What a checkpoint is to keep for each parameter as it is stored (``engine.store.parameters()``): tensors of
+        its shape, others that are the same on all ranks, or plain values. Called on all ranks. It is saved by logical
+        name, and so taken back under another plan. What is named ``average`` can be evaluated and exported in the place
+        of the parameters (``--weights``)."""
+        return {}
+
+    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """Take back what `parameter_state` gave, before `load_state_dict`; empty when the checkpoint has none."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +171,8 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
                 summary = engine.evaluate()
                 stopped, stop_signal = not summary.complete, summary.stop_signal
                 if summary.complete:
+                    more = {name: x for hook in hooks for name, x in hook.add_to_evaluation(engine, summary).items()}
+                    summary = replace(summary, more=more)
                     validation_loss = summary.loss
                     for hook in hooks:
                         hook.on_eval_end(engine, summary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.consistency import fingerprints_of_existing, require_same_settings, require_same_values
+from colossus.engine.deterministic import deterministic_algorithms
 from colossus.engine.engine import Engine
 from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import LossFunction, loss_of
@@ -100,9 +102,11 @@ def make_engine(
         require_factory(optimizer, config)
     log.resize(config.comm.log_size)
     shared_memory.enable(config.comm.shared_memory)
-    device = pick_device(config.device, config.comm.backend)
-    context = ParallelContext.from_config(config, device=device, on_join=partial(require_same_settings, config))
-    try:  # the parts of an engine, in the order in which they need each other
+    with ExitStack() as closing:  # the parts of an engine, in the order in which they need each other
+        closing.enter_context(deterministic_algorithms(config.train.deterministic))  # before CUDA starts
+        device = pick_device(config.device, config.comm.backend)
+        context = ParallelContext.from_config(config, device=device, on_join=partial(require_same_settings, config))
+        closing.callback(context.close)
         data, index, size = data if data is not None else config.data, context.index("data"), context.size("data")
         loaders = None
         if data is not None:
@@ -123,10 +127,7 @@ def make_engine(
         executor = pipeline.make_executor(stages, model_parallel_of(context), stages.observers)
         run = Run(config, context, module, updates, store, strategy, step.watch, step.loss_scaler, loaders)
         rules = () if whole.groups is None else whole.groups.met
-        return Engine(run, step, pipeline, stages, executor, inputs, whole.num_parameters, rules)
-    except BaseException:
-        context.close()
-        raise
+        return Engine(run, step, pipeline, stages, executor, inputs, whole.num_parameters, closing.pop_all(), rules)
 
 
 class WholeModel(NamedTuple):

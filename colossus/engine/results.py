@@ -181,6 +181,11 @@ class StepResult:
         return bool(self.wait()["skipped"])
 
     @property
+    def skipped_on_device(self) -> Tensor | int:
+        """The same as a number where it was found, for which nobody waits; 0 where no step is skipped."""
+        return self._more["skipped"]
+
+    @property
     def num_skipped(self) -> int:
         """Steps skipped so far, this one included."""
         return int(self.wait()["num_skipped"])
@@ -205,6 +210,7 @@ class EvalResult:
         step: optimizer steps done.
         complete: whether no stop was requested during it.
         stop_signal: number of the signal that was the reason, if one was.
+        more: what hooks have added (`Hook.add_to_evaluation`), by name.
     """
 
     loss_sum: float
@@ -213,6 +219,7 @@ class EvalResult:
     step: int = 0
     complete: bool = True
     stop_signal: int | None = None
+    more: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -228,3 +235,9 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """Name -> sum / count."""
         return {name: total / count if count else float("nan") for name, (total, count) in self.sums.items()}
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """All of it by the names that rows of metrics have: ``validation_loss``, ``validation_accuracy``, .."""
+        means = {"loss": self.loss, **self.metrics}
+        return {f"validation_{name}": mean for name, mean in means.items()} | dict(self.more)

@@ -22,16 +22,18 @@ from colossus.registry import DATASETS, MODELS, SCHEDULES
 #: what evaluations look at of a recorded config
 _EVALUATE_SECTIONS = ("model", "data", "parallel", "schedule", "train", "comm", "device")
 #: keys of the section train that say how to train
-_OF_TRAINING = ("activation_checkpoint", "steps", "schedule_steps", "eval_every", "eval_batches")
+_OF_TRAINING = ("activation_checkpoint", "batch_ramp", "steps", "schedule_steps", "eval_every", "eval_batches")
 _DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Weights and what is known of them: the folder of a checkpoint, or of Hugging Face."""
+    """Weights and what is known of them: the folder of a checkpoint, or of Hugging Face; where it is not None, the
+    average of them that is meant."""
 
     folder: Path
     manifest: Manifest
+    average: str | None = None
 
     @property
     def is_foreign(self) -> bool:
@@ -44,14 +46,17 @@ class WeightSource:
         return self.manifest.config.get("token_ids") or {}
 
 
-def find_source(path: Path | str) -> WeightSource:
+def find_source(path: Path | str, average: str | None = None) -> WeightSource:
     """The model that a user means: a checkpoint, a folder of them, a run folder, or a folder of Hugging Face.
+
+    Args:
+        average: of the weights that a hook has kept, "ema" or "swa", in the place of the parameters.
 
     Raises:
         CheckpointError: when there is none, or it is not whole.
     """
     found = find_weights(path)
-    return WeightSource(found, manifest_of(found))
+    return WeightSource(found, manifest_of(found, average), average)
 
 
 @dataclass(frozen=True)

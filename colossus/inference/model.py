@@ -181,7 +181,7 @@ def load_model(
 @torch.no_grad()
 def _load(source: WeightSource, module: nn.Module, context: ParallelContext) -> None:
     world = context.group(context.grid.names)
-    with on_all_ranks(world, lambda: open_weights(source.folder)) as reader:
+    with on_all_ranks(world, lambda: open_weights(source.folder, source.average)) as reader:
         reader.verify(world)
         boxes = parameter_boxes(module, context, (), replicas_differ=False)
         match = require_same_model(reader, known_weights(module, context))

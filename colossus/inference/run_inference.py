@@ -69,7 +69,8 @@ def _say(line: str, code: int = DONE) -> int:
 
 
 def _title(source: WeightSource) -> str:
-    return str(source.folder) if source.is_foreign else f"{source.folder}, step {source.manifest.step}"
+    of_average = "" if source.average is None else f", {source.average} of the weights"
+    return str(source.folder) if source.is_foreign else f"{source.folder}, step {source.manifest.step}{of_average}"
 
 
 # -- generate ---------------------------------------------------------------------------------------------
@@ -84,6 +85,7 @@ def generate(
     max_tokens: int = 256,
     tokenizer: str | None = None,
     config_file: str | None = None,
+    average: str | None = None,
     json: bool = False,
     **sampling: Any,
 ) -> int:
@@ -97,7 +99,7 @@ def generate(
         how = Sampling(**sampling)
         if prompts and tokens:
             raise ConfigError("--prompt and --tokens: give prompts as text, or as numbers")
-        source = find_source(checkpoint)
+        source = find_source(checkpoint, average)
         config = generation_config(source, overrides, config_file)
         of_text = None if tokens else tokenizer_of(source, tokenizer)
         texts = None if of_text is None else _read(prompts)
@@ -172,6 +174,7 @@ def evaluate(
     overrides: Sequence[str] = (),
     *,
     config_file: str | None = None,
+    average: str | None = None,
     split: str = "validation",
     nproc: int | None = None,
     json: bool = False,
@@ -183,7 +186,7 @@ def evaluate(
     """
 
     def work() -> None:
-        source = find_source(checkpoint)
+        source = find_source(checkpoint, average)
         config = evaluation_config(source, overrides, config_file, nproc=nproc)
         if split == "train":
             config = training_data(config)
@@ -204,7 +207,7 @@ def evaluate(
             _say(f"{split} data: {loaders.description.partition('; validation: ')[2]}")
         began = time.perf_counter()
         with on_ranks(config, partial(make_engine, config)) as call:
-            numbers = _numbers(call(partial(_evaluate, source.folder)), config, loaders)
+            numbers = _numbers(call(partial(_evaluate, source)), config, loaders)
         numbers["seconds"] = time.perf_counter() - began
         if json:
             about = {"checkpoint": str(source.folder), "step": source.manifest.step, "split": split}
@@ -218,9 +221,9 @@ def evaluate(
     return _exit_code("evaluate", work)
 
 
-def _evaluate(folder: Path, engine: Any) -> EvalResult:
-    """On a rank: the weights of a folder on the validation data, as the engine of its run evaluates them."""
-    engine.checkpoints.load_weights(folder)
+def _evaluate(source: WeightSource, engine: Any) -> EvalResult:
+    """On a rank: the weights of a source on the validation data, as the engine of its run evaluates them."""
+    engine.checkpoints.load_weights(source.folder, average=source.average)
     found: EvalResult = engine.evaluate()
     return found
 

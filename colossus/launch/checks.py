@@ -12,11 +12,11 @@ import colossus
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.matching import ModelTensor, match_weights
 from colossus.checkpoint.weight_sources import manifest_of
-from colossus.config import Config, ConfigError, model_options
+from colossus.config import Config, ConfigError, Named, model_options
 from colossus.config.plans import describe_processes, suggestions
 from colossus.context.visible_devices import counted, explain_visible, may_be_of_one_rank
 from colossus.hf.family import family_of
-from colossus.registry import MODELS, STRATEGIES
+from colossus.registry import HOOK_OPTIONS, MODELS, STRATEGIES
 from colossus.schedule.build import make_schedule
 
 if TYPE_CHECKING:
@@ -27,13 +27,17 @@ _SAMPLES = 16
 
 
 def check_given(config: Config) -> None:
-    """That a config which is launched by itself names a model and data.
+    """That a config which is launched by itself names a model and data, and has what its hooks need.
 
     Raises:
-        ConfigError: for each that it lacks.
+        ConfigError: for each thing that it lacks.
     """
     lines = {"model": "model = dict(type='GPT', ...), or your own class", "data": "data = dict(type='PythonStdlib')"}
     missing = [f"{key}: the config has none: {line}" for key, line in lines.items() if getattr(config, key) is None]
+    for number, hook in enumerate(config.hooks):
+        if isinstance(hook, Named) and hook.type in HOOK_OPTIONS:
+            options = HOOK_OPTIONS.get(hook.type)(**hook.options)
+            missing += [f"hooks.{number}: {hook.type} {problem}" for problem in options.problems(config)]
     if missing:
         raise ConfigError(missing, config.source)
 
@@ -143,7 +147,7 @@ def check_weights(config: Config, folder: Path) -> None:
     parts = [part for tensor in family.tensors(options) for part in tensor.parts]
     known = {part.name: ModelTensor(part.shape, tuple(names.get(part.name, [part.name]))) for part in parts}
     try:
-        manifest = manifest_of(folder)
+        manifest = manifest_of(folder, weights.average)
         match_weights(
             known, manifest.shapes("model"), manifest.aliases, only=weights.only, rename=weights.rename,
             grow=weights.grow, shorten=getattr(options, "positions_by_row", ()), strict=weights.strict,

@@ -215,6 +215,7 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
     rows += [("" if at else "groups", line) for at, line in enumerate(model.group_rules if model is not None else ())]
     rows += [
         ("batch", f"{train.global_batch_size} {samples} per step: {each}"),
+        *([("ramp", str(train.batch_ramp))] if train.batch_ramp is not None else []),
         ("steps", f"{train.steps}, {train.precision.name}, seed {train.seed}"),
     ]
     if train.activation_checkpoint.type != "none":

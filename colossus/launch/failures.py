@@ -99,9 +99,14 @@ def kind_of(error: BaseException) -> Kind:
         return "config"
     for cause in _chain(error):
         # Python's own ConnectionError is an OSError: a user's loader talking to some server, not our collectives
-        if isinstance(cause, RuntimeError) and any(word in str(cause) for word in _COMMUNICATION_ERRORS):
+        if isinstance(cause, RuntimeError) and is_communication(str(cause)):
             return "communication"
     return "error"
+
+
+def is_communication(text: str) -> bool:
+    """Whether the text of an error says that a peer has gone, or is silent."""
+    return any(word in text for word in _COMMUNICATION_ERRORS)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

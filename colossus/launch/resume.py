@@ -15,7 +15,7 @@ from typing import NamedTuple, TextIO
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import checkpoints, find_latest, locate, root_of
 from colossus.checkpoint.manifest import read_manifest
-from colossus.checkpoint.weight_sources import find_weights
+from colossus.checkpoint.weight_sources import find_weights, manifest_of
 from colossus.config import Config, ConfigError
 from colossus.launch import run_folder
 from colossus.launch.checks import check_weights
@@ -61,7 +61,10 @@ class Origin:
         if wanted is None or self.checkpoint is not None:
             return None
         try:
-            return find_weights(wanted.path)
+            found = find_weights(wanted.path)
+            if wanted.average is not None:
+                manifest_of(found, wanted.average)
+            return found
         except CheckpointError as error:
             raise ConfigError(f"checkpoint.weights = {wanted.path!r}: {error}") from None
 

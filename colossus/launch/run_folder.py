@@ -22,6 +22,8 @@ from colossus.config import Config, ConfigError, as_dict
 from colossus.launch import failures
 
 METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.json", "versions.json"
+#: where the time of a step goes
+PROFILE = "profile/summary.json"
 #: locked while a run uses the folder: by its launcher, and by its first rank, which may outlive it
 LOCK, RANK_LOCK = "run.lock", "rank.lock"
 

@@ -96,6 +96,10 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     metrics, display = Metrics(folder / run_folder.METRICS), Display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
     hooks = [_beginning(run, config), metrics, display, *user_hooks]
+    if config.train.profile is not None:
+        from colossus.monitor.profiler import Profiler
+
+        hooks.append(Profiler(config.train.profile))
 
     run.flush_metrics = metrics.flush
     run.stop.before_hard_end(metrics.flush)

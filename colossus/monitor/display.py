@@ -135,7 +135,7 @@ class Display(Hook):
         self.result = result
 
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
-        self.validation = {"loss": summary.loss, **summary.metrics}
+        self.validation = {"loss": summary.loss, **summary.metrics, **summary.more}
         if self._live is not None:
             self._redraw()
         elif self.shown:

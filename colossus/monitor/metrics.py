@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +20,7 @@ from colossus.engine.fit import Hook, evaluation_due
 from colossus.engine.results import EvalResult, StepResult
 from colossus.machine import peak_resident_bytes
 from colossus.monitor.mfu import Utilisation
+from colossus.monitor.row_file import RowFile
 
 T = TypeVar("T")
 #: seconds that a run which has failed waits for the numbers of a step, should its device be stuck
@@ -118,18 +116,6 @@ def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
     return {axes: {"calls": counter.calls(axes), "bytes": counter.bytes(axes)} for axes in names}
 
 
-def keep_rows(path: Path, last_step: int) -> None:
-    """Cut the file behind the row of ``last_step``, or before what is no whole row."""
-    size = 0
-    with suppress(FileNotFoundError):
-        with suppress(ValueError, KeyError, TypeError):
-            for line in path.read_bytes().splitlines(keepends=True):
-                if not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
-                    break
-                size += len(line)
-        os.truncate(path, size)
-
-
 class Metrics(Hook):
     """Writes one row per step, as soon as its numbers are there; numbers are not rounded, one that is none is ``NaN``.
 
@@ -154,13 +140,16 @@ class Metrics(Hook):
     writes it without. The rows of the steps that a checkpoint has are on the disk before it is complete; a run that
     goes on behind step N keeps the rows up to N and drops those behind, which come again.
 
+    All hooks of the run are asked what else a row has (`Hook.add_to_row`), and are given each row that is written
+    (`Hook.on_row`), on the thread that trains.
+
     Args:
         path: the file; rows are appended.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: int | None = None
+        self._file: RowFile | None = None
         #: with the seconds of each step, and what else its row has
         self._rows: LateResults[tuple[float, dict[str, Any]]] = LateResults()
         self._train = Train()
@@ -168,18 +157,19 @@ class Metrics(Hook):
         self._counts = False
         self._counting = ExitStack()
         self._moved: accounting.Counter | None = None
-        self._warned = False
         self._stalled = 0.0
         self._utilisation = Utilisation()
+        self._hooks: Sequence[Any] = ()
+        #: rows that are written and not given to the hooks yet
+        self._written: deque[dict[str, Any]] = deque()
 
     def on_train_start(self, engine: Engine) -> None:
+        self._hooks = engine.checkpoints.hooks
         self._utilisation = Utilisation.of(engine)
         self._stalled = engine.checkpoints.stall_seconds
         if engine.context.is_logging_rank:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if engine.checkpoints.resumed_from is not None:
-                keep_rows(self._path, engine.completed_steps)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            is_resumed = engine.checkpoints.resumed_from is not None
+            self._file = RowFile(self._path, engine.completed_steps if is_resumed else None)
             self._counts, self._train = engine.config.comm.accounting, engine.config.train
         self._timer.start()
 
@@ -209,15 +199,13 @@ class Metrics(Hook):
     def on_eval_end(self, engine: Engine, summary: EvalResult) -> None:
         row = self._rows.last
         if row is not None:
-            means = {"loss": summary.loss, **summary.metrics}
-            row[1].update({f"validation_{name}": mean for name, mean in means.items()} | engine.strategy.consensus())
+            row[1].update(summary.numbers | engine.strategy.consensus())
         self._write()
 
     def on_save(self, engine: Engine) -> None:
         self._write()
         if self._file is not None:
-            with suppress(OSError):  # rows can be missing, and training goes on: see `_append`
-                os.fsync(self._file)
+            self._file.flush()
 
     def on_train_end(self, engine: Engine) -> None:
         self._write()
@@ -232,10 +220,14 @@ class Metrics(Hook):
 
     def flush(self) -> None:
         """Write the rows whose numbers are there, without waiting for a device. May be called from another thread."""
-        self._write(patience=0.0)
+        self._rows.take(self._write_row, patience=0.0)
 
     def _write(self, *, but: int = 0, patience: float = math.inf) -> None:
         self._rows.take(self._write_row, but=but, patience=patience)
+        while self._written:
+            row = self._written.popleft()
+            for hook in self._hooks:
+                hook.on_row(row)
 
     def _write_row(self, result: StepResult, belongings: tuple[float, dict[str, Any]]) -> None:
         seconds, more = belongings
@@ -248,16 +240,7 @@ class Metrics(Hook):
         maybe = {"mfu": mfu, "replica": result.replica, "loss_scale": result.loss_scale}
         row |= {key: value for key, value in maybe.items() if value is not None}
         row |= {"skipped": result.num_skipped} if has_scale or self._train.on_nonfinite == "skip" else {}
+        row |= {name: number for hook in self._hooks for name, number in hook.add_to_row(row).items()}
+        self._written.append(row)
         if self._file is not None:
-            self._append((json.dumps(row) + "\n").encode(), self._file)
-
-    def _append(self, line: bytes, file: int) -> None:
-        """One unbuffered write: whatever happens next, the line is in the file. Training goes on without it."""
-        size = os.fstat(file).st_size
-        with suppress(OSError):
-            if os.write(file, line) == len(line):
-                return
-            os.ftruncate(file, size)  # a full disk takes a part: no half line
-        if not self._warned:
-            self._warned = True
-            print(f"colossus: rows are missing in {self._path} (is the disk full?); training goes on", file=sys.stderr)
+            self._file.append(row)

@@ -85,7 +85,7 @@ class LAMB(_TrustRatio):
         w, u = self._norms(weights, updates)
         ratios = torch.where((self._of_groups("adapt") > 0) & (w > 0) & (u > 0), w / u, 1.0)
         for group, weight, update, ratio in zip(self._groups, weights, updates, ratios, strict=True):
-            weight.add_(update.mul_(ratio), alpha=-group["lr"])
+            weight.add_(update.mul_(ratio.to(update.device)), alpha=-group["lr"])
 
     def _adam(self, group: dict[str, Any], param: nn.Parameter) -> Tensor:
         state, grad, (beta1, beta2) = self.state[param], param.grad, group["betas"]
@@ -146,7 +146,7 @@ class LARS(_TrustRatio):
         for group, weight, gradient, momentum, ratio in zip(
             self._groups, weights, gradients, momenta, ratios, strict=True
         ):
-            change = gradient.add(weight, alpha=group["weight_decay"]).mul_(ratio * group["lr"])
+            change = gradient.add(weight, alpha=group["weight_decay"]).mul_(ratio.to(weight.device) * group["lr"])
             momentum.mul_(group["momentum"]).add_(change)
             weight.sub_(change.add_(momentum, alpha=group["momentum"]) if group["nesterov"] else momentum)
 

@@ -24,8 +24,8 @@ class PipelineRuntime:
     """What a rank knows of the pipeline of its run; without one, that is a schedule of one stage on one rank.
 
     Attributes:
-        num_microbatches: of a step.
-        actions: of this rank in a step.
+        num_microbatches: of a whole batch.
+        actions: of this rank in a step with a whole batch.
         rank_of: stage -> index along the pipeline axis.
         rank: this rank's index along the pipeline axis.
         partition: of the model, from `split` on; None when there is one stage.
@@ -35,16 +35,46 @@ class PipelineRuntime:
         self._context, self._schedule, self._split = context, config.schedule, config.parallel.pipeline.split
         self.rank = context.index("pipeline")
         self.rank_of: Mapping[int, int]
-        self.actions: Sequence[Action]
+        self._sizes = config.train.batch_sizes
         self.set_microbatches(config.schedule.microbatches)
         self.partition: Partition | None = None
         self._links: Links | None = None
 
     def set_microbatches(self, number: int) -> None:
-        """Cut the batch of a step into so many, from the next step on. All ranks must call."""
+        """Cut the whole batch of a step into so many, from the next step on. All ranks must call.
+
+        Raises:
+            ValueError: see `make_schedule`; the stages are placed or reduced otherwise when a batch that grows has
+                fewer microbatches.
+        """
         schedule, size = self._schedule, self._context.size("pipeline")
-        actions = make_schedule(schedule.type, size, number, **schedule.options)
-        self.num_microbatches, self.rank_of, self.actions = number, placement(actions), actions[self.rank]
+        self.num_microbatches = number
+        #: number of microbatches -> the actions of this rank
+        self._actions: dict[int, Sequence[Action]] = {}
+        for each in sorted({self._microbatches_of(samples) for samples in self._sizes.all}, reverse=True):
+            actions = make_schedule(schedule.type, size, each, **schedule.options)
+            own, rank_of = actions[self.rank], placement(actions)
+            if self._actions and (rank_of != self.rank_of or _reduced(own) != _reduced(self.actions)):
+                raise ValueError(
+                    f"train.batch_ramp: schedule {schedule.type!r} places the stages, or completes their gradients, in "
+                    f"another order with {each} microbatches than with {number}"
+                )
+            self.rank_of, self._actions[each] = rank_of, own
+
+    @property
+    def actions(self) -> Sequence[Action]:
+        return self._actions[self.num_microbatches]
+
+    def actions_of(self, microbatches: int) -> Sequence[Action]:
+        """The actions of this rank in a step of so many microbatches."""
+        return self._actions[microbatches]
+
+    def microbatches_at(self, step: int) -> int:
+        """Into how many the batch of a step (from 0) is cut: while it grows into fewer, of the same size."""
+        return self._microbatches_of(self._sizes.at(step))
+
+    def _microbatches_of(self, samples: int) -> int:
+        return -(-self.num_microbatches * samples // self._sizes.full)
 
     @property
     def last_stage(self) -> int:
@@ -85,7 +115,7 @@ class PipelineRuntime:
 
         Parameters that several stages of the rank share come with the last of these.
         """
-        order = [action.stage for action in self.actions if action.kind == "reduce"]
+        order = _reduced(self.actions)
         found: dict[int, list[nn.Parameter]] = {}
         taken: set[int] = set()
         for stage in reversed(order):
@@ -131,3 +161,8 @@ class PipelineRuntime:
     def close(self) -> None:
         if self._links is not None:
             self._links.close()
+
+
+def _reduced(actions: Sequence[Action]) -> list[int]:
+    """The stages in the order in which their gradients are complete."""
+    return [action.stage for action in actions if action.kind == "reduce"]

@@ -194,6 +194,8 @@ def read_state(
     values: Mapping[str, Any],
     boxes: Sequence[ParameterBox],
     existing: Mapping[Any, Mapping[str, Any]] | None = None,
+    *,
+    keeps_dtypes: bool = False,
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """The state of this rank's parameters, as `state_boxes` had it under whatever plan.
 
@@ -203,6 +205,7 @@ def read_state(
     Args:
         values: of the checkpoint, decoded.
         existing: what is kept now: memory that fits is filled, and no other is taken.
+        keeps_dtypes: what had the dtype of its parameter keeps that, too.
     """
     entries: dict[str, list[str]] = {}  # of each parameter by name, what is saved of its state in tensors
     for name in reader.manifest.names(section):
@@ -223,7 +226,7 @@ def read_state(
             if entry not in of_param:
                 shape = _by_row(box.parameter) if is_by_row else box.parameter.shape
                 is_as_parameter = saved.dtype == reader.manifest.tensors[f"model/{box.name}"].dtype
-                dtype = box.parameter.dtype if is_as_parameter else DTYPES[saved.dtype]
+                dtype = box.parameter.dtype if is_as_parameter and not keeps_dtypes else DTYPES[saved.dtype]
                 kept = (existing or {}).get(box.parameter, {}).get(entry)
                 fits = isinstance(kept, Tensor) and (kept.shape, kept.dtype) == (shape, dtype)
                 of_param[entry] = kept if fits else torch.zeros(shape, dtype=dtype, device=box.parameter.device)

@@ -18,6 +18,7 @@ from colossus.checkpoint.values import decode
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loader
 from colossus.random import GlobalRng
+from colossus.state.optimizer import ParameterState
 from colossus.state.replicas import ReplicaSource, has_own_parameters, replica_prefix, replica_record
 from colossus.state.run import Run, Stateful
 from colossus.state.whole_state import SUFFIX
@@ -149,25 +150,29 @@ class SavedHook(Stateful, Protocol):
 
     def on_save(self, engine: Any) -> None: ...
 
+    def parameter_state(self) -> ParameterState: ...
+
+    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None: ...
+
 
 def hook_values(hooks: Sequence[SavedHook], owner: Any) -> dict[str, Any]:
     """What each hook of this rank gives, if it gives anything, by path; that of the first rank is saved."""
     for hook in hooks:
         hook.on_save(owner)
-    states = {f"hooks/{name}": hook.state_dict() for name, hook in _by_name(hooks)}
+    states = {f"hooks/{name}": hook.state_dict() for name, hook in named_hooks(hooks)}
     return {path: state for path, state in states.items() if state}
 
 
 def _restore_hooks(hooks: Sequence[SavedHook], values: Mapping[str, Any], context: ParallelContext) -> None:
     saved = {path.removeprefix("hooks/"): value for path, value in values.items() if path.startswith("hooks/")}
-    for name, hook in _by_name(hooks):
+    for name, hook in named_hooks(hooks):
         if name in saved:
             hook.load_state_dict(saved.pop(name))
     if saved and context.is_logging_rank:
         log.warning("state of hooks that this run does not have is dropped: %s", ", ".join(saved))
 
 
-def _by_name(hooks: Sequence[SavedHook]) -> Iterator[tuple[str, SavedHook]]:
+def named_hooks(hooks: Sequence[SavedHook]) -> Iterator[tuple[str, SavedHook]]:
     """By the name of the class; of several of one name by their number, too."""
     count: Counter[str] = Counter()
     for hook in hooks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.checkpoint.matching import Rename, WeightMatch, match_weights
 from colossus.checkpoint.rank_errors import gather_on_all_ranks, on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.saved_averages import HOOK_STATE
 from colossus.checkpoint.tensor_box import RankState, TensorBox, entries_of
 from colossus.checkpoint.tensor_file import host_bytes
 from colossus.checkpoint.values import encode
@@ -24,6 +25,7 @@ from colossus.config import as_dict
 from colossus.config.plans import describe_zero
 from colossus.layout.split_parameter import as_shards
 from colossus.state.optimizer import (
+    ParameterState,
     group_options,
     optimizer_values,
     options_to_go_on,
@@ -52,7 +54,15 @@ from colossus.state.replicas import (
     replica_source,
 )
 from colossus.state.run import Run
-from colossus.state.run_values import SavedHook, decoded_values, hook_values, restore_run, run_values, written_for
+from colossus.state.run_values import (
+    SavedHook,
+    decoded_values,
+    hook_values,
+    named_hooks,
+    restore_run,
+    run_values,
+    written_for,
+)
 from colossus.state.whole_state import load_whole, whole_boxes
 
 #: when reading fails although every byte had been read for the checksums
@@ -126,10 +136,12 @@ class State:
         buffers = buffers_of(run.model)
         values: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
+        kept_by_hooks: dict[str, ParameterState] = {}
 
         def prepare() -> dict[str, int]:
             with as_shards(), torch.no_grad():
                 of_hooks = hook_values(self.hooks, self._owner)
+                kept_by_hooks.update({name: hook.parameter_state() for name, hook in named_hooks(self.hooks)})
                 if rank == 0:
                     values.update({path: encode(value, path, tensors) for path, value in of_hooks.items()})
                 held: dict[str, Any] = {name: entry.held for name, entry in buffers.items()}
@@ -142,7 +154,7 @@ class State:
             boxes = boxes_of(run)
             state.tensors += buffer_boxes(buffers, rank, checksums, buffer_means(run))
             state.tensors += model_boxes(run, boxes)
-            self._add_per_parameter(state, boxes)
+            self._add_per_parameter(state, boxes, kept_by_hooks)
             for name, entry in entries_of(run.model).items():
                 state.aliases.update({alias: name for alias in entry.names if alias != name})
             # of the optimizer of each pipeline stage: its class, and the options of its groups
@@ -153,12 +165,17 @@ class State:
         state.tensors += [TensorBox.whole(key, tensor) for key, tensor in tensors.items()]
         return state
 
-    def _add_per_parameter(self, state: RankState, boxes: list[ParameterBox]) -> None:
-        """What optimizer and strategy keep for each parameter."""
+    def _add_per_parameter(
+        self, state: RankState, boxes: list[ParameterBox], hooks: Mapping[str, ParameterState]
+    ) -> None:
+        """What optimizer, strategy and hooks keep for each parameter."""
         run, own = self.run, replica_prefix(self.run.context.index("data"))
         kept = {
             "optimizer": (run.strategy.optimizer_state(run.optimizer), has_own_parameters(run)),
             "strategy": (run.strategy.parameter_state(), has_own_state(run)),
+            **{
+                f"{HOOK_STATE}/{name}": (of_hook, has_own_parameters(run)) for name, of_hook in hooks.items() if of_hook
+            },
         }
         for section, (of_params, is_own) in kept.items():
             where, by = (own + section, boxes_of(run, replicas_differ=True)) if is_own else (section, boxes)
@@ -225,6 +242,9 @@ class State:
         kept = read_state(f"{source.strategy}strategy", reader, values, boxes) if is_kept else {}
         run.strategy.load_parameter_state(kept)
         run.strategy.parameters_loaded()
+        for name, hook in named_hooks(self.hooks):
+            section = f"{source.own}{HOOK_STATE}/{name}"
+            hook.load_parameter_state(read_state(section, reader, values, boxes, keeps_dtypes=True))
         restore_run(run, self.hooks, reader.manifest.step, values, source, same_plan=same_plan)
 
     def load_weights(

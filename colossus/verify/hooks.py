@@ -71,13 +71,12 @@ class Reference(Recorder):
     The batch of a step is one microbatch, unless layers mix its samples (batch norm): then it is cut as under the plan.
     """
 
-    def __init__(self, folder: str, num_microbatches: int) -> None:
-        self._num_microbatches = num_microbatches
+    def __init__(self, folder: str) -> None:
         self._folder, self._order, self._samples = Path(folder), dict[str, None](), dict[int, list[str]]()
 
     def start(self, engine: Engine, weights: list[Held]) -> None:
-        if model_parallel_of(engine.context).interleaves_microbatches:
-            engine.pipeline.set_microbatches(self._num_microbatches)
+        if not model_parallel_of(engine.context).interleaves_microbatches:
+            engine.pipeline.set_microbatches(1)
         for logical in logical_parameters(engine.model):
             if logical.parameter.requires_grad:
                 logical.parameter.register_post_accumulate_grad_hook(

@@ -128,17 +128,16 @@ def sections(
     out: dict[str, Any] = {key: getattr(config, key) for key in Config.model_fields}
     train = {"precision": PrecisionSection(**PRECISIONS["fp64"]), "steps": steps, "eval_every": 0, "log_every": steps}
     if tolerance is None:
-        out["parallel"], out["schedule"] = {"data": 1}, {}
+        out["parallel"], out["schedule"] = {"data": 1}, {"microbatches": config.schedule.microbatches}
     else:  # what is not a number is compared, too
         train |= {"on_nonfinite": "skip", "max_skips": steps}
     out["train"] = config.train.model_copy(update=train)
-    num_microbatches = config.schedule.microbatches
-    out["hooks"] = [{"type": make_hook, "folder": folder, "tolerance": tolerance, "num_microbatches": num_microbatches}]
+    out["hooks"] = [{"type": make_hook, "folder": folder, "tolerance": tolerance}]
     return out
 
 
-def make_hook(folder: str, tolerance: float | None, num_microbatches: int) -> Any:
+def make_hook(folder: str, tolerance: float | None) -> Any:
     # imported late: a config is checked without torch
     from colossus.verify.hooks import Comparison, Reference
 
-    return Reference(folder, num_microbatches) if tolerance is None else Comparison(folder, tolerance)
+    return Reference(folder) if tolerance is None else Comparison(folder, tolerance)

@@ -188,13 +188,13 @@ CASES: dict[str, Case] = {
     "own loader": Case(own=True, data=shuffled),
     "data": Case(2, dict(data=2), own=True),
     "1d": Case(2, dict(tensor=2)),
-    "1f1b": Case(2, dict(pipeline=2), dict(schedule=PIPELINE)),
+    "1f1b": Case(2, dict(pipeline=2), dict(schedule=PIPELINE), is_long=True),
     "zb-v": Case(2, dict(pipeline=2), dict(schedule=ZB_V)),
-    "ring": Case(2, dict(sequence=2), dict(model=GPT | dict(attention_dropout=0.0))),
+    "ring": Case(2, dict(sequence=2), dict(model=GPT | dict(attention_dropout=0.0)), is_long=True),
     "ulysses": Case(
         2, dict(sequence=dict(size=2, mode="ulysses")), dict(model=GPT | dict(attention_dropout=0.0)), is_long=True
     ),
-    "zero 2": Case(2, dict(data=2, zero=2), own=True),
+    "zero 2": Case(2, dict(data=2, zero=2), own=True, is_long=True),
     "zero 3": Case(2, dict(data=2, zero=3)),
     "zero 2 fp16": Case(2, dict(data=2, zero=2), train=FP16),
     "local steps": Case(2, dict(data=2, strategy=dict(type=LocalSteps, every=2))),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 from helpers.ranks import grid
 from helpers.small_run import Counter, make_engine
 from torch import distributed as dist
@@ -105,6 +106,7 @@ def _trains(root: Path, *, background: bool) -> Callable[[ParallelContext, Calla
     return body
 
 
+@pytest.mark.long
 def test_runs_are_killed_and_resumed(in_memory: Path) -> None:
     drawn = random.Random(15)
     root, step = in_memory / "checkpoints", 0

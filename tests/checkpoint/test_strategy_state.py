@@ -118,6 +118,7 @@ def _goes_on_elsewhere(rank: int, cases: int, folder: Path) -> dict[str, tuple[A
 
 
 @pytest.mark.parametrize("cases", [1, 2])
+@pytest.mark.rest("2")
 def test_a_run_goes_on_with_other_servers_and_with_all_reduce(cases: int, tmp_path: Path) -> None:
     for found in run_ranks(cases, _goes_on_elsewhere, cases, tmp_path, with_context=False):
         for name, ((losses, weights), (again, weights_again)) in found.items():

@@ -15,7 +15,7 @@ from helpers.launching import TINY, finish, start
 from rich.console import Console
 
 from colossus.cli.main import main
-from colossus.compare import jobs
+from colossus.compare import variants
 from colossus.compare.jobs import Job, check_jobs, make_jobs
 from colossus.compare.run_compare import run_all
 from colossus.compare.summary import Comparison, Ended, Mean, Row, compare, print_table
@@ -68,13 +68,29 @@ def test_a_strategy_as_text(text: str, spec: dict[str, Any]) -> None:
         (strategy_overrides, "sgp overlap", "'parallel.strategy.overlap' has no '='"),
         (plan_overrides, "data 4", "'parallel.data' has no '='"),
         (plan_overrides, "dat=4", "parallel.dat: no such key; did you mean parallel.data?"),
-        (plan_overrides, "data=4 train.steps=3", "parallel.train: no such key; did you mean train?"),
+        (plan_overrides, "data=4 trian.steps=3", "parallel.trian: no such key"),
     ],
 )
 def test_text_that_is_neither(file: str, overrides: Callable[[str], list[str]], text: str, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(file, ["parallel.tensor=1", *overrides(text)])
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("data=4 train.steps=3", (4, 1)),
+        ("tensor=4 tensor.mode=1d", (1, 4)),
+        ("parallel.tensor.size=4", (2, 4)),  # the file has data 2
+        ("data.type=PythonStdlib", (2, 1)),
+        ("", (2, 1)),
+    ],
+)
+def test_a_plan_as_text(file: str, text: str, sizes: tuple[int, int]) -> None:
+    config = load_config(file, ["parallel.tensor=1", *plan_overrides(text)])
+    assert (config.parallel.data, config.parallel.tensor.size) == sizes
+    assert config.train.steps == (3 if "train.steps" in text else STEPS)
 
 
 # refused before a run starts
@@ -124,7 +140,7 @@ def test_models_and_data_are_checked_before_a_run_starts(
         if config.parallel.data == 4:
             raise ConfigError("model: no such file")
 
-    monkeypatch.setattr(jobs, "check_model", check_model)
+    monkeypatch.setattr(variants, "check_model", check_model)
     made = make_jobs(file, [], plans=["data=2", "data=4"], num_seeds=2, root=tmp_path)
     with pytest.raises(ConfigError) as error:
         check_jobs(made)

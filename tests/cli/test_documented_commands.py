@@ -1,12 +1,14 @@
 """Every command line of README.md and docs/*.md that starts with ``colossus`` does what the page says.
 
 They run in this process, in a folder that has the repository's configs and the files and runs that the pages take for
-a user's. What would take long ends early: `launch` and `compare` get ``--dry-run``, the others less to do.
+a user's. What would take long ends early: `launch`, `compare`, `profile` and `bench` get ``--dry-run``, the others less
+to do.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shlex
 import sys
@@ -27,6 +29,8 @@ ROOT = Path(colossus.__file__).parent.parent
 SHORTER = {
     "launch": ["--dry-run"],
     "compare": ["--dry-run"],
+    "profile": ["--dry-run"],
+    "bench": ["--dry-run"],
     "evaluate": ["train.eval_batches=1"],
     "generate": ["--max-tokens", "2"],
     "verify": ["--steps", "1", "model.num_layers=1", "model.hidden_size=32", "model.seq_len=16", "checkpoint.every=0"],
@@ -93,6 +97,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         engine.run.completed_steps = 500
         engine.checkpoints.save(background=False).wait()
         engine.close()
+        row = dict(step=1, loss=5.5, grad_norm=1.0, memory_bytes=1e9, tokens=64, step_seconds=0.1)
+        (here / "runs" / run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     sys.path[:] = path
     make_tokenizer(make_folder(here / "models" / "gpt2", GPT2 | dict(vocab_size=VOCABULARY)))
     return here

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers.launching import environment, finish, start
 
 ROOT = Path(__file__).parents[2]
 SHORTER = {"train.steps=100": "train.steps=2", "train.steps=150": "train.steps=3", "steps=100": "steps=2"}
 
 
+@pytest.mark.long
 def test_the_tutorial_runs_from_its_first_command_to_its_last(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     config = (ROOT / "configs" / "gpt_stdlib.py").read_text()

@@ -21,6 +21,13 @@ def test_ranks_are_joined_and_answer_in_order() -> None:
     assert run_local_ranks(3, body) == [3.0, 13.0, 23.0]
 
 
+def test_variables_are_those_of_the_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONE", "mine")
+    names = ("ONE", "TWO")
+    found = run_local_ranks(1, lambda rank: list(map(os.environ.get, names)), variables={"ONE": "1", "TWO": "2"})
+    assert (found, os.environ.get("TWO")) == ([["mine", "2"]], None)
+
+
 def test_an_object_stays_between_calls() -> None:
     class Counter:
         def __init__(self, rank: int) -> None:
@@ -50,12 +57,12 @@ def test_the_first_traceback_is_shown_and_codes_are_kept() -> None:
 
 def test_a_rank_that_works_is_slow_and_one_that_does_not_is_hung() -> None:
     def works(rank: int) -> int:
-        until = time.process_time() + 2.1
+        until = time.process_time() + 1.4
         while time.process_time() < until:
             pass
         return rank
 
-    assert run_local_ranks(2, works, patience=1.5) == [0, 1]
+    assert run_local_ranks(2, works, patience=1.0) == [0, 1]
     with pytest.raises(RanksFailed) as caught:
         run_local_ranks(2, lambda rank: time.sleep(60 * rank), patience=1.0)
     assert caught.value.silent == [1]

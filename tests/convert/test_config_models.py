@@ -52,6 +52,7 @@ def train(rank: int, model: dict[str, Any], plan: dict[str, Any], out: Path | No
 
 
 @pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.rest("gpt2")
 def test_a_folder_trains_by_transformers_own_code_and_is_written_again(kind: str, tmp_path: Path) -> None:
     """Losses and weights after the steps are those of the model in plain torch, under its own names."""
     transformers.logging.set_verbosity_error()

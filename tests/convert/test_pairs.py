@@ -179,8 +179,14 @@ TABLES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, str]]] = {
 MASKED = ("llama, eager", "bert", "neox", "t5")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=() if mode == "1d" or name == "llama, eager" else pytest.mark.long)
+        for name in TABLES
+        for mode in MODES
+    ],
+)
 def test_tables(name: str, mode: str) -> None:
     make, example, wanted = TABLES[name]
     if mode == "3d" and name in MASKED:  # a mask is of samples that other ranks have inside of a pair
@@ -350,6 +356,7 @@ _LONG = (*(f"{mode}, all" for mode in MODES), "3d_2x1x2")
 
 
 @pytest.mark.parametrize("plan", [pytest.param(each, marks=[pytest.mark.long] * (each in _LONG)) for each in PLANS])
+@pytest.mark.rest("2d")
 def test_pairs_train_as_in_plain_torch(plan: str) -> None:
     world, tensor, names = PLANS[plan]
     results = run_ranks(world, train, tensor, names, with_context=False)

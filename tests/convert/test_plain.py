@@ -103,7 +103,7 @@ def require(names: Sequence[str], plan: str) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.rest("data 2 zero 3")
+@pytest.mark.rest("data 2 zero 3", "3d 4 (2,1,2)")
 @pytest.mark.parametrize("plan", ["data 2 zero 3", "3d 4 (2,1,2)", "pipeline 2 zb-h1"])
 def test_models_of_users(plan: str) -> None:
     require(SOME if "zero" in plan else SOME[::2], plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from helpers.fake_cuda import Waits, batch_on_device, files_of, run_fake_ranks
 from helpers.training import BATCH, batch_of, config_of
@@ -109,6 +110,7 @@ CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
 ]
 
 
+@pytest.mark.long
 def test_a_step_waits_once_for_each_message() -> None:
     strategies = [strategy for strategy, _ in CASES]
     first, second = run_fake_ranks(4, steps, strategies, ranks=(0, 1))

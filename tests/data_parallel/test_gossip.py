@@ -116,7 +116,7 @@ def facts() -> dict[str, list[Run]]:
 
 
 @pytest.mark.parametrize("name", FACTS)
-@pytest.mark.rest("exponential")
+@pytest.mark.rest("exponential", "irregular")
 def test_mixing_alone_finds_the_mean(name: str) -> None:
     """By z = x / w; where w is not 1 x itself is elsewhere. The exponential graph is through in log2(4) steps."""
     of_all = facts()[name]

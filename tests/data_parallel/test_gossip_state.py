@@ -82,6 +82,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.rest("sgp")
 def test_stopped_and_resumed_is_the_run_through(name: str, root: Path) -> None:
     overlap = CASES[name][0].get("overlap", 0)
     for of_rank in told(root):
@@ -168,6 +169,7 @@ def _stops(rank: int) -> dict[str, tuple[list[tuple[int, int | None]], int]]:
     return found
 
 
+@pytest.mark.long
 def test_all_replicas_stop_after_the_same_step() -> None:
     """Also those that wait for a message of one that has requested a stop, and so sends none."""
     found, *others = run_ranks(REPLICAS, _stops, with_context=False, timeout=20.0)

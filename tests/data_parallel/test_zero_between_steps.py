@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -177,3 +178,23 @@ def test_a_parameter_that_is_used_outside_of_its_block_is_refused() -> None:
     for words in run_ranks(2, _refused, with_context=False):
         assert "blocks.0.scale" in words
         assert "block(x)" in words
+
+
+def _copied(rank: int) -> None:
+    for parallel in PLANS:
+        engine = start(parallel)
+        for habit in (write_to_data, backward_of_a_call):
+            engine.train_step(batch(engine, 0))
+            habit(engine)
+            wanted, copied = full_state_dict(engine.model, engine.context), copy.deepcopy(engine.model)
+            engine.train_step(batch(engine, 1))
+            found = full_state_dict(copied, engine.context)
+            assert all(torch.equal(found[name], value) for name, value in wanted.items()), (parallel, habit)
+            with pytest.raises(ValueError, match=r"this rank holds .* stored Shard\(data\)"):
+                copied(batch(engine, 0)[0])
+        engine.close()
+
+
+def test_a_copy_has_the_whole_parameters_of_its_moment() -> None:
+    """Of plain modules, too, whose parameters a rank stores in rows; called it is refused, since nothing gathers it."""
+    run_ranks(2, _copied, with_context=False)

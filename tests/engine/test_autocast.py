@@ -48,7 +48,7 @@ def exact_twin(dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
     return twin, x, out
 
 
-@pytest.mark.rest("1d", "2.5d_depth2", "2d")
+@pytest.mark.rest("1d", "2.5d_depth2", "2d", "3d")
 @pytest.mark.parametrize("mode", ["1d", "1d_sequence", "2d", "2.5d_depth2", "3d"])
 def test_products_are_taken_in_bfloat16_and_gradients_are_not(mode: str) -> None:
     twin, whole, expected = exact_twin(torch.float32)

@@ -154,7 +154,8 @@ WAITING: dict[str, tuple[Case, list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["some", *long("all")])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["some", "all"])
 def test_the_steps_that_wait_do_it_as_often_as_is_said(kind: str) -> None:
     chosen = [name for name in WAITING if kind == "all" or name not in LATER]
     (found,) = run_fake_ranks(4, gpt, {name: WAITING[name][0] for name in chosen})

@@ -53,6 +53,8 @@ def config(plan: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     "full checkpoint", "selective checkpoint",
 )  # fmt: skip
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.rest("2d")
+@pytest.mark.rest("ring")
 def test_every_plan_drops_what_one_process_drops(name: str) -> None:
     world, plan, more = PLANS[name]
     reference = shared_run(1, config({}, {"model": more.get("model", {})}), STEPS)[0]

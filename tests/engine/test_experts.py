@@ -109,6 +109,7 @@ def test_a_step_tells_what_its_routers_have_counted(plan: dict[str, Any], tmp_pa
     assert row["experts"]["blocks.0.mlp.router"]["tokens"] == alone[ROUTERS[0]]["tokens"]
 
 
+@pytest.mark.long
 def test_low_precision() -> None:
     """Follows float32 roughly."""
 

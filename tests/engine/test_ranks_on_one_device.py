@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers import on_host
 from helpers.fake_cuda import batch_on_device, run_fake_ranks
-from helpers.long import long
 from helpers.ranks import run_ranks
 from helpers.training import BATCH, batch_of, config_of, train
 from torch import Tensor
@@ -122,7 +121,8 @@ def on_fake_devices(rank: int, given: dict[str, dict[str, Any]], backend: str) -
     return called
 
 
-@pytest.mark.parametrize("backend", ["nccl", *long("gloo")])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_a_backend_is_given_tensors_of_its_device_alone(backend: str) -> None:
     given = configs()
     # not the ring: its attention is one operation for torch, and inside of it fake tensors have no device

@@ -185,6 +185,11 @@ TABLE: dict[str, Bad] = {
     "option of the schedule": bad(
         "lr_schedule.", "powr", text="lr_schedule = dict(type=lambda progress, ratio, power: 1.0, powr=2)"
     ),
+    "batches that do not grow": bad(
+        "train.batch_ramp is for a dataset whose samples are read by number",
+        text="data = dict(type=lambda: DataLoader(_Samples(), batch_size=8))",
+        overrides="train.batch_ramp=dict(start=4,steps=2) schedule.microbatches=2",
+    ),
     # plan and model
     "processes": bad(
         "parallel: data 2 x tensor 2 = 4, but 3 processes", overrides="parallel.data=2 parallel.tensor=2", nproc=3
@@ -253,6 +258,11 @@ TABLE: dict[str, Bad] = {
         "train.global_batch: no such key; did you mean train.global_batch_size?", overrides="train.global_batch=3"
     ),
     "steps": bad("train.steps: must be at least 1, got 0", overrides="train.steps=0"),
+    "profile": bad("profile.steps = (1, 3), but the run ends with step 2", overrides="train.profile.steps=(1,3)"),
+    "profile of nobody": bad(
+        "train.profile.ranks: no rank 1: this plan has rank 0 alone",
+        overrides="train.profile=dict(steps=(1,2),ranks=(0,1))",
+    ),
     "an override that is none": bad("'train.steps' has no '='", overrides="train.steps"),
     "a file that raises": bad("NameError: name 'nowhere' is not defined", text="data = nowhere"),
     "a file that exits": bad("SystemExit: the file called exit()", text="raise SystemExit(0)"),

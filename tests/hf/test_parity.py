@@ -111,7 +111,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-@pytest.mark.rest("zero 3", "pipeline")
+@pytest.mark.rest("zero 3", "pipeline", "1d")
 @pytest.mark.parametrize("plan", but({"1d, as many as heads", "2d", "2.5d", "3d", "pipeline, 1d"}, PLANS))
 def test_models_of_transformers(plan: str, folders: Path, references: dict[str, Any], tmp_path: Path) -> None:
     world, parallel = PLANS[plan]
@@ -155,6 +155,7 @@ def assert_is_written(mine: Path, theirs: Path) -> None:
         assert torch.equal(model.eval()(inputs).logits, original.eval()(inputs).logits)
 
 
+@pytest.mark.long
 def test_in_fp32_and_of_unchanged_transformers(tmp_path: Path) -> None:
     """Logits and gradients in float32; and in float64, of which transformers computes some things in float32."""
 

@@ -38,6 +38,7 @@ def check(case: Case, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
+@pytest.mark.rest("exit0 at constructor under 2 nodes", "hang at constructor under data 2")
 def test_a_fault_ends_as_it_should(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "TIMEOUT_SECONDS", 3.0)
     check(case, tmp_path)

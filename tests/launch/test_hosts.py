@@ -68,6 +68,7 @@ def test_a_run_on_two_hosts_is_that_of_one(two_hosts: list[Host], tmp_path: Path
         assert [row[name] for row in rows if name in row] == pytest.approx(wanted, rel=1e-12)
 
 
+@pytest.mark.long
 @needs_hosts
 def test_a_death_on_one_host_is_reported_on_both(long_run: Nodes) -> None:
     launchers, folder = long_run

@@ -120,6 +120,7 @@ def test_a_rank_that_hangs_is_shown_where_it_hangs(tmp_path: Path) -> None:
     assert "rank 0 stopped because rank 1 did not answer." in err
 
 
+@pytest.mark.long
 def test_under_torchrun_the_failing_rank_prints_the_block(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     code, _, err = finish(start([*torchrun, *LAUNCH[1:]], tmp_path, TROUBLE="raise"))
@@ -182,6 +183,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path, long_run: Proces
     wait_for(lambda: not any(is_running(rank) for rank in ranks), *ranks)
 
 
+@pytest.mark.long
 def test_a_blocked_rank_does_not_delay_the_stop(tmp_path: Path) -> None:
     process = start([*LAUNCH, "--run-dir", "run"], tmp_path, TROUBLE="hang")
     wait_for(lambda: has_rows(process, tmp_path / "run", 2), process.pid)

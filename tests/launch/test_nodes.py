@@ -90,6 +90,7 @@ def test_a_killed_rank_is_named_on_all_nodes(long_run: Nodes) -> None:
     assert both.count("rank 0 stopped because rank 1 went away.") == 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("short_grace")
 def test_ranks_that_do_not_communicate_end_with_the_other_node(tmp_path: Path) -> None:
     launchers = start_nodes(tmp_path, "comm.timeout_seconds=600", TROUBLE="hang", TROUBLED_RANK="0")
@@ -110,6 +111,7 @@ def test_two_nodes_train_to_the_end_or_none_begins(tmp_path: Path) -> None:
     assert [row["step"] for row in rows_of(Path(run))] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.long
 def test_a_folder_in_use_is_refused_on_all_nodes(tmp_path: Path) -> None:
     """Only the first node, which makes the folder, sees who has locked it."""
     with run_folder.prepare(tmp_path / "run"):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.long import long
 from helpers.modes import MODES, own
 from helpers.ranks import RankError, grid, run_ranks
 from helpers.resnet import SIZES, PlainResNet, ResNet
@@ -196,7 +195,8 @@ def require(trace: Trace, microbatches: int) -> None:
     assert_is_plain_torch(trace, PlainResNet(microbatches), SIZES, STEPS, BATCH)
 
 
-@pytest.mark.parametrize("world", [2, *long(4)])
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 4])
 def test_resnet_is_plain_torch(world: int) -> None:
     """Losses, gradients, weights and running statistics, the same to the bit on all ranks."""
     chosen = {name: plan for name, plan in PLANS.items() if plan[0] == world}

@@ -205,6 +205,7 @@ def checkpointed(rank: int, mode: Mode, precision: str, kinds: list[str]) -> lis
 
 
 @pytest.mark.parametrize("mode", but(ALL.keys() - {"3d_2x1x2"}, ALL))
+@pytest.mark.rest("3d_2x1x2")
 def test_checkpointed_blocks(mode: str) -> None:
     (results,) = run_fake_ranks(ALL[mode].world, checkpointed, ALL[mode], "bf16", ["full", "selective"])
     assert results == [[], []]

@@ -54,7 +54,7 @@ REST = (
 )  # fmt: skip
 
 
-@pytest.mark.rest(*REST)
+@pytest.mark.rest(*REST, "pipeline_with_bare_stages")
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_follows_the_one_process_run(plan: str) -> None:
     assert_is_one_process(plan, **(PIPELINE if "pipeline" in plan else {}))
@@ -82,6 +82,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "losses_2d", "losses_ring", "bias_1d", "bias_recomputed", "losses", "interleaved", "zero3_losses", "zb"
 )
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.rest("bias_accumulated", "losses_recomputed")
 def test_losses_and_biases_are_those_of_one_process(variant: str) -> None:
     plan, kind, more = VARIANTS[variant]
     assert_is_one_process(plan, kind, **more)

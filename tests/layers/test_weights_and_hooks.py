@@ -102,7 +102,7 @@ class Hooked(nn.Module):
         return gradient.clamp(-0.5, 0.5) + 0.01
 
 
-@pytest.mark.rest("1-options0", "3-options1")
+@pytest.mark.rest("1-options0", "3-options1", "1-options1")
 @pytest.mark.parametrize("options", [dict(weights="microbatch"), dict(weights="step")])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_a_hook_of_a_weight_is_called_once_for_each_backward(options: dict[str, Any], microbatches: int) -> None:

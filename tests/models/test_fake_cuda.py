@@ -101,7 +101,7 @@ def by_world(cases: dict[str, Case]) -> dict[int, dict[str, Case]]:
     return worlds
 
 
-@pytest.mark.rest("512")
+@pytest.mark.long
 @pytest.mark.parametrize("world", by_world(CASES))
 def test_a_step_waits_for_nothing(world: int) -> None:
     assert run_fake_ranks(world, body, by_world(CASES)[world], "bf16") == [{}]

@@ -121,6 +121,7 @@ FEW: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 @pytest.mark.parametrize("group", FEW)
+@pytest.mark.rest("4 ranks")
 def test_both_follow_one_process(group: str) -> None:
     compare({case: PLANS[case[1]] for case in FEW[group]}, "fp64", STEPS)
 

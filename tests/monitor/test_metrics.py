@@ -68,7 +68,7 @@ def test_a_disk_that_is_full_for_a_while_leaves_whole_rows(
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(file, data[:40] if number == 2 else data)
 
-    monkeypatch.setattr("colossus.monitor.metrics.os.write", write)
+    monkeypatch.setattr("colossus.monitor.row_file.os.write", write)
     fit(FakeEngine(steps=4), [Metrics(path)])
     monkeypatch.undo()
     assert [row["step"] for row in rows_of(path)] == [1, 4]

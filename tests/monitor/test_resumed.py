@@ -6,15 +6,15 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 from helpers.launched.fake_engine import FakeEngine
 
 from colossus.engine.fit import fit
+from colossus.monitor.hooks.tensorboard import TensorBoard
 from colossus.monitor.metrics import Metrics
-from colossus.monitor.tensorboard import TensorBoard
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def test_tensorboard_hides_the_steps_that_come_again(
         def __init__(self, folder: str, purge_step: int | None) -> None:
             calls.append(purge_step)
 
-        def add_scalar(self, name: str, value: float, step: int) -> None: ...
+        def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None: ...
 
         def flush(self) -> None:
             calls.append("flush")
@@ -78,7 +78,7 @@ def test_tensorboard_hides_the_steps_that_come_again(
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     engine = resumed(step, steps=4, validation=False) if step else FakeEngine(steps=4, validation=False)
-    engine.run = SimpleNamespace(folder=tmp_path)  # type: ignore[attr-defined]
+    engine.run.folder = tmp_path
     engine.checkpoints.on_save_after = {4}
-    fit(engine, [TensorBoard()])
+    fit(engine, [Metrics(tmp_path / "metrics.jsonl"), TensorBoard()])
     assert calls == [4 if step else None, "flush"]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from helpers.fake_cuda import Waits, batch_on_device, run_fake_ranks
-from helpers.long import but, long
 from helpers.training import batch_of, config_of
 
 import colossus
@@ -55,7 +54,8 @@ def run_all(rank: int, cases: list[dict[str, Any]]) -> list[list[str]]:
     return [waits_of(case) for case in cases]
 
 
-@pytest.mark.parametrize("kinds", [("1f1b", "interleaved", "zb-v"), *long(("gpipe", "zb-h1"))])
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", [("1f1b", "interleaved", "zb-v"), ("gpipe", "zb-h1")])
 def test_schedules_wait_for_nothing(kinds: tuple[str, ...]) -> None:
     cases = [PIPELINES[kind] for kind in kinds]
     assert run_fake_ranks(2, run_all, cases, ranks=(0, 1)) == [[[]] * len(cases)] * 2
@@ -120,14 +120,14 @@ PRODUCTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         dict(samples=256, model=dict(num_layers=8), schedule=schedule("zb-v", 4)),
     ),
 }
-DEFAULT = ("512: data x pipeline x ring x 3d",)
 
 
 def one(rank: int, settings: dict[str, Any]) -> list[str]:
     return waits_of(settings)
 
 
-@pytest.mark.parametrize("name", but([name for name in PRODUCTS if name not in DEFAULT], PRODUCTS))
+@pytest.mark.long
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_products_of_all_axes_wait_for_nothing(name: str) -> None:
     world, parallel, more = PRODUCTS[name]
     size = parallel.get("pipeline", 1)

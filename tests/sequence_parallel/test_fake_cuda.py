@@ -112,7 +112,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.rest("hybrid x 1d")
+@pytest.mark.rest("hybrid x 1d", "ring x 3d")
 @pytest.mark.parametrize("name", but(["ring"], PLANS))
 def test_documents_and_padding_wait_for_nothing(name: str) -> None:
     world, parallel = PLANS[name]

@@ -36,6 +36,7 @@ def until_ended(process: int, seconds: float = 5.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_one_that_is_killed_and_one_that_is_ended_in_order() -> None:
     first, second = start_servers(2, KEY)
     try:

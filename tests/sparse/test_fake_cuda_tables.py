@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.fake_cuda import Waits, batch_on_device, files_of, run_fake_ranks
-from helpers.long import long
 from torch import Tensor, nn
 
 import colossus
@@ -87,7 +86,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["bf16", *long("fp32", "fp16")])
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
 def test_steps_stay_on_the_device_and_wait_where_lengths_depend_on_values(precision: str) -> None:
     strategies = [dict(type="hybrid", ways={"*": way}) for way in WAYS]
     (found,) = run_fake_ranks(4, steps, strategies, precision)

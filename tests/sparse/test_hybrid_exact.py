@@ -85,6 +85,7 @@ DEFAULT = ("2d",)
 
 
 @pytest.mark.parametrize("product", but([name for name in PRODUCTS if name not in DEFAULT], PRODUCTS))
+@pytest.mark.rest("2d")
 def test_products_are_one_process(product: str) -> None:
     world, plan = PRODUCTS[product]
     cases = {}

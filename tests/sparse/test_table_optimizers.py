@@ -143,6 +143,7 @@ def poison(engine: Any, rank: int, value: float) -> Any:
 
 
 @pytest.mark.parametrize("way", but(["dense", "gather"], ["dense", "gather", "owners"]))
+@pytest.mark.rest("owners")
 def test_a_row_gradient_that_is_not_finite_names_its_table(way: str) -> None:
     def body(rank: int) -> Any:
         found = []

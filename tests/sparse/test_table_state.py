@@ -62,6 +62,7 @@ def all_saved(rank: int, world: int, root: Path) -> list[list[float]]:
 WAYS = ("owners", "gather", "dense")
 
 
+@pytest.mark.long
 def test_a_run_goes_on_under_any_number_of_owners_and_any_way(tmp_path: Path) -> None:
     expected = run_ranks(1, all_saved, 1, tmp_path, with_context=False)[0][0]
     for saved in run_ranks(3, all_saved, 3, tmp_path, with_context=False):

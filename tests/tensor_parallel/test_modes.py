@@ -335,6 +335,7 @@ shapes = st.lists(st.tuples(multiples, multiples, multiples, st.integers(2, 4), 
 @pytest.mark.parametrize("mode", but([mode for mode in MODES if mode not in FEW[:2]], MODES))
 @settings(max_examples=examples(2))  # a fork and six layers each; the first is of the smallest sizes
 @given(drawn=shapes)
+@pytest.mark.rest("2d_2x3")
 def test_drawn_shapes(mode: str, drawn: list[tuple[int, int, int, int, bool]]) -> None:
     chosen = []
     for first, wide, last, ndim, bias in drawn:

@@ -28,6 +28,7 @@ def require(names: Sequence[str], plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["1d 2", "pipeline 2 zb-h1", *long("3d 4 (2,1,2)")])
+@pytest.mark.rest("pipeline 2 zb-h1")
 def test_some_models(plan: str) -> None:
     require(SOME[::2] if plan.startswith("3d") else SOME, plan)
 

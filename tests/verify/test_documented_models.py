@@ -99,6 +99,7 @@ def test_every_model_of_the_pages_is_verified() -> None:
     [["parallel.tensor=2"], ["parallel.tensor.mode=2d", "parallel.tensor.size=4"], ["parallel.data=2"]],
     ids=" ".join,
 )
+@pytest.mark.rest("parallel.tensor.mode=2d parallel.tensor.size=4")
 def test_the_models_of_the_pages_agree(verify: Verify, words: list[str]) -> None:
     code, out, err = verify(config_text(), *words)
     assert code == 0, out + err

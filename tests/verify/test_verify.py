@@ -385,13 +385,13 @@ def test_fingerprints_see_every_element_and_no_batch_size() -> None:
 def test_the_hooks_and_sections_of_both_runs(tmp_path: Path) -> None:
     user = config_file(tmp_path, GPT + "\nhooks = [print]\nlr_schedule = dict(type='linear')\n")
     overrides = [*TWO_BY_TWO, "train.precision=fp32", "train.steps=50", "schedule.microbatches=2"]
-    for tolerance, kind, size, microbatches in ((None, Reference, 1, 1), (1e-9, Comparison, 2, 2)):
+    for tolerance, kind, size in ((None, Reference, 1), (1e-9, Comparison, 2)):
         config = load_config(write_config(tmp_path, str(user), overrides, None, 2, tolerance=tolerance))
         assert [type(hook.type(**hook.options)) for hook in config.hooks] == [kind]
         assert (config.train.precision.name, config.train.steps, config.train.schedule_steps) == ("fp64", 2, 50)
         assert config.lr_schedule.type == "linear"
         assert (config.parallel.data, config.parallel.tensor.size) == (size, size)
-        assert config.schedule.microbatches == microbatches
+        assert config.schedule.microbatches == 2  # in one process the hook makes it one
 
 
 # -- through the launcher -------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class FakeCheckpoints:
         self.on_resume: Callable[[list[Hook]], None] = lambda hooks: None
         self.on_save_after: set[int] = set()
         self.resumed_from: Path | None = None
+        self.goes_on = False
         self.resumed_plan = ""
         self.weights_match = None
         self.stall_seconds = 0.0
@@ -58,11 +59,12 @@ class FakeEngine:
         self.config = load_config({"train": {"global_batch_size": 1, **train}}, nproc=1)
         self.context = ParallelContext.from_config(self.config)
         self.device = torch.device("cpu")
-        self.completed_steps, self.num_parameters = 0, 8
+        self.completed_steps, self.num_parameters, self.group_rules = 0, 8, ()
         self.loader: Any = itertools.repeat("batch")
         self.loaders = None
         self.strategy = Strategy()
         self.checkpoints = FakeCheckpoints(self)
+        self.run = SimpleNamespace(folder=None)
         self.eval_loader = ["batch"] if validation else None
         self.stop_at, self.fail_at, self.stop_in_evaluation = stop_at, fail_at, stop_in_evaluation
 
@@ -89,6 +91,9 @@ class FakeEngine:
             is_there=True,
             wait=lambda: None,
         )
+
+    def request_stop(self) -> None:
+        self.stop_at = self.completed_steps + 1
 
     def withdraw_stop(self) -> None:
         self.stop_at = self.stop_in_evaluation = 0

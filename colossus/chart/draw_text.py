@@ -1,0 +1,152 @@
+"""Charts as text. A character of braille has 2 x 4 dots, which is drawn here so that it needs nothing installed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from colossus.chart.panel import PALETTE, Bars, Line, Panel, log_ticks, readable, ticks
+
+#: bit of a dot in a braille character, by row and column
+_BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+#: what parts of bars are drawn with: a full block and shades, then ASCII
+_FILLS = "\u2588\u2592\u2591\u2593#=+:-."
+#: what a legend shows of a line that is drawn in braille
+_DASH = "\u2812\u2812"
+
+
+def text_chart(panel: Panel | Bars, width: int = 80, height: int = 16, *, colour: bool = False) -> str:
+    """A chart as lines of text, of at most so many columns and rows; bars take the rows they need.
+
+    Args:
+        colour: lines in colours (ANSI escapes) and braille. Without it, where there are several, each is drawn with a
+            letter of its own, markers with the capital one.
+    """
+    return _text_bars(panel, width, colour) if isinstance(panel, Bars) else _text_lines(panel, width, height, colour)
+
+
+def _text_lines(panel: Panel, width: int, height: int, colour: bool) -> str:
+    lines = sorted((line for line in panel.lines if line.style != "faint"), key=lambda line: line.style == "markers")
+    points = [list(zip(line.x, panel.heights(line), strict=True)) for line in lines]
+    shown = [point for each in points for point in each if not math.isnan(point[1])]
+    if not shown:
+        return f"{panel.title}\n  no numbers"
+    places = [panel.colour(line) for line in lines]
+    has_letters = not colour and len(set(places)) > 1
+    marks = [_mark(line, place, has_letters) for line, place in zip(lines, places, strict=True)]
+    entries = [(mark or _DASH, line.label, place) for mark, line, place in zip(marks, lines, places, strict=True)]
+    legend = _legend(entries, width, colour)
+
+    (left, right), (low, high) = (_range(values) for values in zip(*shown, strict=True))
+    rows = max(3, height - 3 - len(legend))
+    down = (4 * rows - 1) / (high - low)
+    y_ticks = (log_ticks if panel.log_y else ticks)(low, high, max(2, rows // 2))
+    labels = {round((high - at) * down) // 4: readable(10**at if panel.log_y else at) for at in y_ticks}
+    margin = max(map(len, labels.values()), default=0) + 1
+    columns = max(8, width - margin - 1)
+    across = (2 * columns - 1) / (right - left)
+
+    #: (row, column) of a character -> its last line, and the dots of all
+    cells: dict[tuple[int, int], tuple[int, int]] = {}
+    for at, (line, own) in enumerate(zip(lines, points, strict=True)):
+        for row, column in _dots([((high - y) * down, (x - left) * across) for x, y in own], line.style == "line"):
+            cell = row // 4, column // 2
+            cells[cell] = at, cells.get(cell, (0, 0))[1] | _BRAILLE[row % 4][column % 2]
+
+    chart = [" " * (margin + 1) + " ".join(filter(None, (panel.title, panel.y_label and f"({panel.y_label})")))]
+    for row in range(rows):
+        drawn = [" "] * columns
+        for column in range(columns):
+            if (row, column) in cells:
+                at, bits = cells[row, column]
+                drawn[column] = _paint(marks[at] or chr(0x2800 + bits), places[at], colour)
+        edge = "\u2524" if row in labels else "\u2502"
+        chart.append(f"{labels.get(row, ''):>{margin}}{edge}{''.join(drawn).rstrip()}")
+    return "\n".join([*chart, *_x_axis(panel, left, right, margin, columns), *legend])
+
+
+def _mark(line: Line, place: int, has_letters: bool) -> str:
+    """The character that a line is drawn with; none: braille."""
+    if not has_letters:
+        return "o" if line.style == "markers" or len(line.y) == 1 else ""
+    letter = chr(ord("a") + place % 26)
+    return letter.upper() if line.style == "markers" else letter
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """The smallest and the largest; where they are the same, room to either side."""
+    low, high = min(values), max(values)
+    room = max(abs(low) / 10, float(low == 0 or abs(low) >= 1))
+    return (low - room, high + room) if high - low <= 1e-9 * abs(high) else (low, high)
+
+
+def _dots(points: Sequence[tuple[float, float]], is_joined: bool) -> Iterator[tuple[int, int]]:
+    """The dots of points and, where they are joined, of the straight lines between neighbours."""
+    before = (math.nan, math.nan)
+    for point in points:
+        if not math.isnan(point[0]):
+            start = before if is_joined and not math.isnan(before[0]) else point
+            steps = max(1, math.ceil(max(abs(b - a) for a, b in zip(start, point, strict=True))))
+            for step in range(steps + 1):
+                row, column = (round(a + (b - a) * step / steps) for a, b in zip(start, point, strict=True))
+                yield row, column
+        before = point
+
+
+def _x_axis(panel: Panel, left: float, right: float, margin: int, columns: int) -> tuple[str, str]:
+    """The axis, its label at the end, and its numbers below their ticks."""
+    axis, numbers = ["\u2500"] * columns, [" "] * (margin + 1 + columns)
+    end = 0
+    for at in ticks(left, right, max(2, columns // 10)):
+        if panel.has_whole_x and abs(at - round(at)) > 1e-9:
+            continue
+        column, text = round((at - left) / (right - left) * (columns - 1)), readable(at)
+        start = min(max(margin + 1 + column - len(text) // 2, 0), len(numbers) - len(text))
+        if start >= end:
+            axis[column] = "\u252c"
+            numbers[start : start + len(text)] = text
+            end = start + len(text) + 1
+    label = panel.x_label and f" {panel.x_label}"
+    return f"{'':>{margin}}\u2514{''.join(axis[: columns - len(label)])}{label}", "".join(numbers).rstrip()
+
+
+def _legend(entries: Sequence[tuple[str, str, int]], width: int, colour: bool) -> list[str]:
+    """Marks and labels (with their colours) in as many rows as they need."""
+    rows: list[str] = []
+    used = width
+    for mark, label, place in entries:
+        if label:
+            text = f"  {mark} {label}"[:width]
+            if used + len(text) > width:
+                rows.append("")
+                used = 0
+            rows[-1] += _paint(text, place, colour)
+            used += len(text)
+    return rows
+
+
+def _paint(text: str, place: int, colour: bool) -> str:
+    if not colour:
+        return text
+    red, green, blue = bytes.fromhex(PALETTE[place % len(PALETTE)][1:])
+    return f"\033[38;2;{red};{green};{blue}m{text}\033[0m"
+
+
+def _text_bars(bars: Bars, width: int, colour: bool) -> str:
+    totals = [sum(sizes) for sizes in zip(*bars.parts.values(), strict=True)]
+    longest = max(totals, default=0.0)
+    if not longest > 0:
+        return f"{bars.title}\n  no numbers"
+    names = [name if len(name) <= width // 3 else f"{name[: width // 3 - 1]}\u2026" for name in bars.names]
+    margin = max(map(len, names)) + 1
+    scale = max(8, width - margin - 10) / longest
+    rows = [" " * margin + " ".join(filter(None, (bars.title, bars.x_label and f"({bars.x_label})")))]
+    for at, (name, total) in enumerate(zip(names, totals, strict=True)):
+        drawn, below = "", 0.0
+        for place, sizes in enumerate(bars.parts.values()):
+            length = round((below + sizes[at]) * scale) - round(below * scale)
+            drawn += _paint(_FILLS[place % len(_FILLS)] * length, place, colour)
+            below += sizes[at]
+        rows.append(f"{name:<{margin}}{drawn} {readable(float(f'{total:.3g}'))}")
+    entries = [(_FILLS[place % len(_FILLS)], name, place) for place, name in enumerate(bars.parts)]
+    return "\n".join([*rows, *_legend(entries, width, colour)])

@@ -1,0 +1,61 @@
+"""``colossus bench``: the train step of a config, timed under one or several plans side by side."""
+
+from __future__ import annotations
+
+import argparse
+
+from colossus.cli.parser import Parser, call, positive_integer
+
+_EPILOG = """\
+examples:
+  colossus bench configs/gpt_stdlib.py                                        # the plan of the file
+  colossus bench configs/gpt_stdlib.py "parallel.tensor=2 parallel.data=1" "parallel.zero=1"
+  colossus bench configs/gpt_stdlib.py data=4 data=4 "data=2 tensor=2" "pipeline=2 schedule.microbatches=4"
+  colossus bench config.py "" train.precision=bf16 --overrides train.global_batch_size=64 --json bench.json
+
+A plan is overrides of the file, in quotes where there are several; an empty text is the plan of the file. Keys of
+parallel may be given without that word, as for compare: an axis that is not named has size 1 then.
+
+All plans are checked before the first process is started. The processes of all plans are there at once, with their
+memory, on the same devices, and take turns: blocks of steps run while the other plans wait, so that noise of the
+machine meets all alike. The data is the config's, read before the clock starts; there are no evaluations, checkpoints
+and hooks. Each rank has as many threads as a launch gives it; OMP_NUM_THREADS=1 gives it one. The ratio to the first
+plan is the median of the ratios of blocks, with quartiles; a plan given twice shows how much of that is noise.
+
+exit codes: 0 done, 1 a plan has failed (the others are told), 2 wrong config or usage, 130 stopped by Ctrl-C
+"""
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "colossus bench",
+        "Time the train step of a config file under its plan, or under several side by side: median and quartiles of\n"
+        "the step, the ratio to the first plan, tokens per second, MFU where the device's peak is known, bytes sent\n"
+        "along each axis, memory of the fullest rank.",
+        _EPILOG,
+    )
+    parser.add_argument("file", metavar="FILE", help="config file (Python)")
+    parser.add_argument("plans", metavar="PLAN", nargs="*", help='"section.key=value ..", or "axis=size .."')
+    parser.add_argument(
+        "--overrides", metavar="section.key=value", nargs="+", default=[], help="overrides for all plans"
+    )
+    for name, default, what in (
+        ("warmup", 3, "steps before the first block"),
+        ("steps", 5, "steps of a block"),
+        ("blocks", 6, "blocks of each plan"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=positive_integer, metavar="N", default=default, help=f"{what} (default: {default})"
+        )
+    parser.add_argument(
+        "--json", metavar="FILE", nargs="?", const="-", help="the times of all blocks as JSON; without FILE in the "
+        "place of the table",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, say what would be timed, start nothing"
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return call("colossus.compare.run_bench", "run", arguments, "file", "plans")

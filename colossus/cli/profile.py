@@ -1,0 +1,85 @@
+"""``colossus profile``: where the time of a step goes."""
+
+from __future__ import annotations
+
+import argparse
+
+from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, load, number_argument, positive_integer
+from colossus.config.schema import Config
+from colossus.launch import run_folder
+
+_EPILOG = (
+    OVERRIDES
+    + """
+examples:
+  colossus profile configs/gpt_stdlib.py
+  colossus profile config.py parallel.pipeline=2 --steps 5 --warmup 10 --ranks 0,2
+  colossus profile config.py --ranks all --out runs/profile     # a trace of each rank
+
+It trains for a few steps, evaluates and saves nothing, and runs no hooks of the config. All ranks time their steps: the
+table, which is in DIR/profile/summary.json, too, has the part of a step that is forward, backward, the optimizer, and
+what ranks wait for: communication over each axis as far as nothing hides it, other stages of the pipeline, data.
+DIR/profile/rank<N>.trace.json.gz has everything that torch.profiler sees of a rank, for https://ui.perfetto.dev.
+In a run of its own: colossus launch config.py train.profile.steps=(100,103)
+
+"""
+    + EXIT_CODES
+)
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "colossus profile", "Train a few steps, and say where the time of a step goes on each rank.", _EPILOG
+    )
+    parser.add_file()
+    parser.add_argument(
+        "--steps", type=positive_integer, default=3, metavar="N", help="steps that are profiled (default: 3)"
+    )
+    parser.add_argument(
+        "--warmup",
+        type=number_argument("a whole number of at least 0", lambda value: value >= 0, int),
+        default=5,
+        metavar="N",
+        help="steps before them (default: 5)",
+    )
+    parser.add_argument(
+        "--ranks", type=_ranks, default=(0,), metavar="N,N", help="ranks that are traced, or all (default: 0)"
+    )
+    parser.add_nproc("processes (default: the product of the plan's sizes)")
+    parser.add_argument("--out", metavar="DIR", help="the run folder (default: runs/profile-<name>-<time>)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
+    return parser
+
+
+def _ranks(text: str) -> str | tuple[int, ...]:
+    words = text.split(",")
+    if text != "all" and not all(word.isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"must be numbers of ranks, 0,2, or all, got {text!r}")
+    return "all" if text == "all" else tuple(map(int, words))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = load(arguments)
+    first, last = arguments.warmup + 1, arguments.warmup + arguments.steps
+    launched = argparse.Namespace(
+        file=arguments.file,
+        overrides=[*arguments.overrides, *short_run(config, first, last, arguments.ranks)],
+        nproc=arguments.nproc,
+        dry_run=arguments.dry_run,
+        run_dir=arguments.out or str(run_folder.default_folder(f"profile-{config.name}")),
+    )
+    return call("colossus.launch.command", "run", launched, "file", "overrides")
+
+
+def short_run(config: Config, first: int, last: int, ranks: str | tuple[int, ...]) -> list[str]:
+    """Overrides that make of a config a run to the end of step ``last``, whose steps are those of the whole run."""
+    return [
+        f"train.steps={last}",
+        f"train.schedule_steps={config.train.schedule_steps}",
+        "train.eval_every=0",
+        "train.log_every=1",
+        f"train.profile=dict(steps=({first}, {last}), ranks={ranks!r})",
+        "checkpoint.every=0",
+        "checkpoint.resume=None",
+        "hooks=()",
+    ]

@@ -1,0 +1,56 @@
+"""``colossus show --lr``: the learning rate of each step, and the batch where it grows, in numbers and as a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from colossus.arithmetic import counted
+from colossus.chart import Line, Panel, save_charts, text_chart
+from colossus.chart.panel import readable
+from colossus.config import Config, ConfigError, model_options
+from colossus.config.learning_rates import LearningRates
+from colossus.config.plans import name_of
+
+#: points of a line, at most twice as many: more than a picture shows
+_POINTS = 1000
+
+
+def render_learning_rates(config: Config, width: int, picture: str | None = None) -> str:
+    """The learning rates of a config's run, drawn into ``picture``, too, if given. Steps count from 1, as in metrics.
+
+    Raises:
+        ConfigError: for a picture that cannot be drawn.
+    """
+    train, schedule, model = config.train, config.lr_schedule, model_options(config)
+    rates, sizes = LearningRates(config), train.batch_sizes
+    every = [rates.at(step) for step in range(train.steps)]
+    samples, length = getattr(model, "samples", "sequences"), getattr(model, "seq_len", 0)
+    seen = sizes.before(train.steps)
+    of_schedule = {"warmup_steps": schedule.warmup_steps, "min_ratio": schedule.min_ratio, **schedule.options}
+    told = "".join(f", {key} {value}" for key, value in of_schedule.items() if value)
+    top, tokens = max(every), f", {seen * length:,} tokens" if length else ""
+    lines = [
+        str(config.name),
+        f"schedule       {name_of(schedule.type)}{told}",
+        f"learning rate  {readable(every[0])} in step 1, at most {readable(top)} (step {every.index(top) + 1:,}), "
+        f"{readable(every[-1])} in step {train.steps:,}",
+    ]
+    panels = [_panel("learning rate", "", train.steps, every.__getitem__)]
+    if train.batch_ramp is not None:
+        lines.append(f"batch          {sizes.at(0)} {samples}, {sizes.full} from step {sizes.full_from + 1:,} on")
+        panels.append(_panel("batch", samples, train.steps, sizes.at))
+    lines.append(f"in all         {counted(train.steps, 'step')}, {seen:,} {samples}{tokens}")
+    if picture:
+        try:
+            save_charts(panels, Path(picture))
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"--lr: {error}") from error
+    charts = [text_chart(panel, width, height) for panel, height in zip(panels, (16, 12), strict=False)]
+    return "\n\n".join(["\n".join(lines), *charts, *([f"drawn in {picture}"] if picture else [])])
+
+
+def _panel(title: str, unit: str, steps: int, at: Callable[[int], float]) -> Panel:
+    shown = sorted({*range(0, steps, max(1, steps // _POINTS)), steps - 1})
+    line = Line("", [step + 1 for step in shown], [at(step) for step in shown])
+    return Panel(title, [line], x_label="step", y_label=unit)

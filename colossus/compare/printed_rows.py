@@ -1,0 +1,31 @@
+"""A table of which each row is one line, however narrow the terminal. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_rows(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows of cells: the label of the row, then one for each of the columns."""
+    table = Table("", *columns, box=None, pad_edge=False, header_style="bold")
+    for column in table.columns:
+        column.no_wrap = True
+        column.justify = "right" if column.header else "left"
+    for row in rows:
+        table.add_row(*row)
+    console.width = max(console.width, console.measure(table, options=console.options.update(max_width=10_000)).maximum)
+    console.print(table)
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Print lines as they are."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def seconds_text(value: float) -> str:
+    """``12.3 ms`` or ``1.23 s``."""
+    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

@@ -1,0 +1,91 @@
+"""The global batch by step: of one size, or growing at the beginning of a run. No torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+from pydantic import Field
+
+from colossus.arithmetic import either, not_a_multiple
+from colossus.config.section import Count, Section
+
+
+class BatchRamp(Section):
+    """The global batch grows from ``start`` to ``train.global_batch_size``."""
+
+    #: sequences of the first step
+    start: Count
+    #: steps over which it grows, by equal numbers of steps at each size; from then on it is ``global_batch_size``
+    steps: Count
+    #: sequences by which it grows at a time; by default ``start``
+    increment: Count = Field(default_factory=lambda values: values["start"])
+
+    def __str__(self) -> str:
+        return f"the batch begins with {self.start} and grows by {self.increment} at a time, up to step {self.steps}"
+
+    def require_end(self, full: int) -> None:
+        """That it comes to a batch of this size.
+
+        Raises:
+            ValueError: with the nearest increments that do.
+        """
+        rest = full - self.start
+        if rest <= 0:
+            raise ValueError(f"batch_ramp.start = {self.start} is not below global_batch_size = {full}")
+        if rest % self.increment:
+            divisors = [each for each in range(1, rest + 1) if rest % each == 0]
+            near = [each for each in divisors if each < self.increment][-1:]
+            near += [each for each in divisors if each > self.increment][:1]
+            raise ValueError(
+                f"batch_ramp.increment = {self.increment} does not divide global_batch_size {full} - start "
+                f"{self.start} = {rest}; nearest: {either(near)}"
+            )
+
+    def plan_problems(self, full: int, data: int, microbatches: int, ways: int) -> list[str]:
+        """Which of its numbers are not of whole microbatches, as a plan cuts a batch of size ``full``.
+
+        Args:
+            ways: shards into which a tensor mode splits a batch.
+        """
+        unit = full // microbatches
+        by = f"data {data} x {unit // data} samples of a microbatch = {unit}"
+        sizes = {"start": self.start, "increment": self.increment}
+        problems = [
+            not_a_multiple(f"train.batch_ramp.{key}", size, by, unit) for key, size in sizes.items() if size % unit
+        ]
+        if problems:
+            fewest = full // math.gcd(*sizes.values())
+            fit = (number for number in range(fewest, full + 1, fewest) if full % (number * data * ways) == 0)
+            if number := next(fit, None):
+                problems[-1] += f"\n  or keep the ramp and take smaller microbatches: schedule.microbatches={number}"
+        return problems
+
+
+class BatchSizes:
+    """Samples of the global batch of each step, from 0. A function of the config alone, not of the plan.
+
+    Attributes:
+        full: of the whole batch.
+        full_from: the first step that has it.
+        all: every size, ascending.
+    """
+
+    def __init__(self, full: int, ramp: BatchRamp | None = None) -> None:
+        self.full = full
+        self._start, self._increment, number = full, 0, 0
+        if ramp is not None:
+            self._start, self._increment = ramp.start, ramp.increment
+            number = (full - ramp.start) // ramp.increment
+        #: the steps from which each increment counts
+        self._grows = [-(-times * ramp.steps // number) for times in range(1, number + 1)] if ramp is not None else []
+        self.full_from = self._grows[-1] if self._grows else 0
+        self.all = sorted({self._start, *map(self.at, self._grows)})
+
+    def at(self, step: int) -> int:
+        """Of a step."""
+        return self._start + self._increment * bisect_right(self._grows, step)
+
+    def before(self, step: int) -> int:
+        """Of all steps before it together: the place in the data at which it begins."""
+        return self._start * step + self._increment * sum(max(0, step - first) for first in self._grows)

@@ -1,0 +1,225 @@
+"""Hooks that keep an average of the weights beside the run: ``hooks = [dict(type="EMA", decay=0.999)]``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.checkpoint.saved_averages import AVERAGE
+from colossus.context.precision import LOW
+from colossus.engine.engine import Engine
+from colossus.engine.fit import Hook
+from colossus.engine.results import EvalResult, StepResult
+from colossus.layout.split_parameter import as_shards
+from colossus.monitor.hooks.options import (
+    AverageOptions,
+    EMAOptions,
+    SWAOptions,
+    has_weights_elsewhere,
+    no_average_under,
+)
+from colossus.state.run_values import named_hooks
+
+log = logging.getLogger("colossus.engine")
+
+
+class WeightAverage(Hook):
+    """Base of the hooks that average: after a step the average moves towards the parameters by a weight.
+
+    Each rank averages what it stores: shards, and under ZeRO rows, so nothing is sent. Averages are of the dtype of
+    their parameter, of low precision in float32. The first update takes the parameters as they are, as
+    `torch.optim.swa_utils.AveragedModel` does; a step that was skipped is no update. Parameters that are frozen, and
+    buffers, are not averaged.
+
+    In a loop of your own call `on_train_start` once and `on_step_end` after each step, and set
+    ``engine.checkpoints.hooks`` for it to be saved.
+    """
+
+    def __init__(self, options: AverageOptions) -> None:
+        self.options = options
+        self._averages: dict[nn.Parameter, Tensor] = {}
+        #: how many updates were made: where steps may be skipped on an accelerator this is a number of the device
+        self._updates = torch.zeros((), dtype=torch.float64)
+        self._is_restored = False
+
+    def weight(self, updates: Tensor) -> Tensor:
+        """Of the parameters in the new average, 1 - weight is that of the old; float64 scalar.
+
+        Args:
+            updates: made before this one.
+        """
+        raise NotImplementedError
+
+    def is_due(self, step: int) -> bool:
+        """Whether an update follows a step (from 1)."""
+        return step % self.options.every == 0
+
+    # -- in the loop ---------------------------------------------------------------------------------------
+
+    def on_train_start(self, engine: Engine) -> None:
+        kind, resumed = type(self).__name__, engine.checkpoints.resumed_from
+        if not engine.strategy.exact or has_weights_elsewhere(engine.config):
+            raise ValueError(f"{kind} {no_average_under(type(engine.strategy).__name__)}")
+        if resumed is not None and not self._is_restored and engine.context.is_logging_rank:
+            log.warning(
+                "%s: %s has no average of this hook, which begins with the weights after step %d",
+                kind, resumed, engine.completed_steps,
+            )  # fmt: skip
+
+    @torch.no_grad()
+    def on_step_end(self, engine: Engine, result: StepResult) -> None:
+        if not self.is_due(result.step):
+            return
+        is_taken = 1.0 - torch.as_tensor(result.skipped_on_device, dtype=torch.float64)
+        weight = self.weight(self._updates) * is_taken
+        with as_shards():
+            if not self._averages:
+                self._averages = {
+                    param: param.detach().to(_wide(param), copy=True) for param in engine.strategy.trained
+                }
+            _move(self._averages, weight)
+        self._updates = self._updates + is_taken
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is an average. On an accelerator this may wait for the last step."""
+        return bool(self._updates > 0)
+
+    @contextmanager
+    def averaged(self, engine: Engine) -> Iterator[None]:
+        """Inside, the parameters are the average; behind it those that are trained again, bit for bit.
+
+        For evaluations, `full_state_dict` and `colossus.hf.save`; nothing can be trained, saved or loaded inside. All
+        ranks call. Values are exchanged in place: beside them one parameter is held, or, of parameters in low
+        precision, all of these.
+
+        Raises:
+            ValueError: when there is no average yet.
+        """
+        if not self.has_begun:
+            raise ValueError(f"{type(self).__name__} has no average yet: no update was made")
+        strategy, kept = engine.strategy, {}
+        with strategy.evaluation():
+            engine.store.release()  # what compute has gathered
+            outer, strategy.is_averaged = strategy.is_averaged, True
+            try:
+                for param, average in self._averages.items():
+                    kept[param] = _exchange(param, average)
+                torch.clear_autocast_cache()
+                yield
+            finally:
+                engine.store.release()
+                for param, own in kept.items():
+                    _put_back(param, self._averages[param], own)
+                strategy.is_averaged = outer
+                torch.clear_autocast_cache()
+
+    def add_to_evaluation(self, engine: Engine, summary: EvalResult) -> Mapping[str, float]:
+        if not self.options.evaluate or not self.has_begun:
+            return {}
+        with self.averaged(engine):
+            found = engine.evaluate()
+        name = next(name for name, hook in named_hooks(engine.checkpoints.hooks) if hook is self).lower()
+        return {f"{name}.{key}": mean for key, mean in found.numbers.items()} if found.complete else {}
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": float(self._updates)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._updates = torch.tensor(state["updates"], dtype=torch.float64)
+        self._is_restored = True
+
+    def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+        return {param: {AVERAGE: average} for param, average in self._averages.items()}
+
+    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        self._averages = {param: entries[AVERAGE].to(_wide(param)) for param, entries in state.items()}
+        self._updates, self._is_restored = torch.zeros((), dtype=torch.float64), False
+
+
+class EMA(WeightAverage):
+    """The exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``.
+
+    Args:
+        options: see `EMAOptions`.
+    """
+
+    options: EMAOptions
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(EMAOptions(**options))
+
+    def weight(self, updates: Tensor) -> Tensor:
+        decay = torch.full_like(updates, self.options.decay_of_update)
+        if self.options.warmup:
+            decay = torch.minimum(decay, (1.0 + updates) / (10.0 + updates))
+        return torch.where(updates == 0, 1.0, 1.0 - decay)
+
+
+class SWA(WeightAverage):
+    """Stochastic weight averaging (1803.05407): the mean of the weights of every so many steps from one on.
+
+    Args:
+        options: see `SWAOptions`.
+    """
+
+    options: SWAOptions
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(SWAOptions(**options))
+
+    def is_due(self, step: int) -> bool:
+        since = step - self.options.start
+        return since >= 0 and since % self.options.every == 0
+
+    def weight(self, updates: Tensor) -> Tensor:
+        return 1.0 / (updates + 1.0)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    """The dtype of an average: of updates that are small beside it low precision would lose all."""
+    return torch.float32 if param.dtype in LOW else param.dtype
+
+
+def _move(averages: Mapping[nn.Parameter, Tensor], weight: Tensor) -> None:
+    """Let averages move towards their parameters by a weight; a device that has it is not waited for."""
+    wide = [(average, param.detach()) for param, average in averages.items() if average.dtype == param.dtype]
+    low = [(average, param.detach()) for param, average in averages.items() if average.dtype != param.dtype]
+    # of low precision one after the other, so that one cast is held
+    for pairs in (wide, *([(average, param.to(average.dtype))] for average, param in low)):
+        if pairs:
+            old, new = [average for average, _ in pairs], [values for _, values in pairs]
+            is_known = weight.device.type == "cpu"
+            torch._foreach_lerp_(old, new, weight.item() if is_known else [weight.to(each) for each in old])
+
+
+@torch.no_grad()
+def _exchange(param: nn.Parameter, average: Tensor) -> Tensor | None:
+    """Write an average to its parameter; gives the parameter's own values, or None where the average has them now."""
+    with as_shards():
+        own = param.detach().clone()
+        param.copy_(average)
+        if average.dtype != param.dtype:
+            return own
+        average.copy_(own)
+        return None
+
+
+@torch.no_grad()
+def _put_back(param: nn.Parameter, average: Tensor, own: Tensor | None) -> None:
+    """Undo `_exchange`, which gave ``own``."""
+    if own is None:
+        _exchange(param, average)
+        return
+    with as_shards():
+        param.copy_(own)

@@ -1,0 +1,22 @@
+"""Functions of a user's own at the moments of a run: ``hooks = [dict(type="Callback", on_step_end=my_function)]``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from colossus.engine.fit import Hook
+from colossus.monitor.hooks.options import CallbackOptions
+
+
+class Callback(Hook):
+    """Calls each function where `Hook` calls the method of that name, with the same arguments, on the same ranks.
+
+    Args:
+        functions: by the name of the method, as `CallbackOptions` has them.
+    """
+
+    def __init__(self, **functions: Callable[..., Any] | str) -> None:
+        for name, function in CallbackOptions(**functions):
+            if function is not None:
+                setattr(self, name, function)

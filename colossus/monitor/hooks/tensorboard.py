@@ -1,0 +1,46 @@
+"""TensorBoard files: ``hooks = ["TensorBoard"]``. Needs the ``tensorboard`` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from colossus.monitor.hooks.options import TensorBoardOptions
+from colossus.monitor.hooks.tracker import Histogram, TrackedRun, Tracker, charts_of
+
+
+class TensorBoard(Tracker):
+    """Each number of the rows as a chart, and histograms where they are made. A run that goes on hides what an attempt
+    before it has written of the steps that come again.
+
+    Args:
+        options: of `TensorBoardOptions`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._log_dir = TensorBoardOptions(**options).log_dir
+        self._writer: Any = None
+
+    def start(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purged = run.step + 1 if run.is_resumed else None
+        self._writer = SummaryWriter(self._log_dir or str(run.folder / "tensorboard"), purge_step=purged)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        for name, number in charts_of(row).items():
+            self._writer.add_scalar(name, number, row["step"], walltime=row["time"])
+
+    def write_histogram(self, histogram: Histogram) -> None:
+        edges, counts = histogram.edges, histogram.counts
+        self._writer.add_histogram_raw(
+            f"{histogram.kind}/{histogram.name}", edges[0], edges[-1], sum(counts), sum=0.0, sum_squares=0.0,
+            bucket_limits=edges[1:], bucket_counts=counts, global_step=histogram.step,
+        )  # fmt: skip
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self, *, is_good: bool) -> None:
+        self._writer.close()

@@ -1,0 +1,39 @@
+"""How long steps take, over a window: ``hooks = ["Throughput"]``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from colossus.engine.fit import Hook
+from colossus.monitor.hooks.options import ThroughputOptions
+
+
+class Throughput(Hook):
+    """Adds to each row, of the last ``window`` steps, ``step_seconds_first_quartile``, ``step_seconds_median``,
+    ``step_seconds_third_quartile`` and ``tokens_per_second_window``, all tokens over all seconds. Evaluations do not
+    count.
+
+    Args:
+        options: of `ThroughputOptions`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        window = ThroughputOptions(**options).window
+        #: of each step
+        self._seconds: deque[float] = deque(maxlen=window)
+        self._tokens: deque[float] = deque(maxlen=window)
+
+    def add_to_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._seconds.append(row["step_seconds"])
+        self._tokens.append(row["tokens_per_second"] * row["step_seconds"])
+        first, median, third = np.quantile(self._seconds, (0.25, 0.5, 0.75)).tolist()
+        return {
+            "step_seconds_first_quartile": first,
+            "step_seconds_median": median,
+            "step_seconds_third_quartile": third,
+            "tokens_per_second_window": sum(self._tokens) / sum(self._seconds),
+        }

@@ -1,0 +1,194 @@
+"""Base of hooks that pass the rows of metrics on: to files, and to programs that keep track of runs."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from colossus.config import Config
+from colossus.engine.engine import Engine
+from colossus.engine.fit import Hook
+from colossus.monitor.metrics import PATIENCE, Metrics
+
+#: seconds that the end of a run waits for what is still to be passed on
+PATIENCE_AT_END = 60.0
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as it begins, or goes on.
+
+    Attributes:
+        folder: the run folder; the working folder outside of a launch.
+        name: that of the run folder, else that of the config.
+        step: optimizer steps done.
+        is_resumed: whether it goes on behind a checkpoint: what was passed on of later steps comes again.
+    """
+
+    config: Config
+    folder: Path
+    name: str
+    step: int
+    is_resumed: bool
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many elements of a parameter, or of its gradient, are between which numbers.
+
+    Attributes:
+        name: full logical name of the parameter.
+        kind: ``weights`` or ``gradients``.
+        edges: [bins + 1], ascending.
+        counts: [bins].
+    """
+
+    step: int
+    kind: str
+    name: str
+    edges: list[float]
+    counts: list[int]
+
+
+class Tracker(Hook):
+    """Passes on, from the logging rank, each row that `Metrics` has written, on a thread of its own.
+
+    Nobody waits for it but a checkpoint, some seconds, and the end of the run, a minute. What it raises is one warning
+    and training goes on. Subclasses override `start`, `write`, .., which run on that thread, one after the other; after
+    a `start` that failed none of them is called.
+
+    Attributes:
+        run_id: by which the other program knows this run; a run that is resumed goes on with it.
+    """
+
+    def __init__(self) -> None:
+        self.run_id: str | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._has_warned = False
+
+    # -- of subclasses ------------------------------------------------------------------------------------
+
+    def start(self, run: TrackedRun) -> None:
+        """A run begins, or goes on."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """A row of metrics."""
+
+    def write_histogram(self, histogram: Histogram) -> None:
+        """Of `colossus.monitor.hooks.histograms.Histograms`, where a run has that hook."""
+
+    def flush(self) -> None:
+        """A checkpoint is about to be saved."""
+
+    def close(self, *, is_good: bool) -> None:
+        """The run has ended, well or not."""
+
+    # -- of the run ---------------------------------------------------------------------------------------
+
+    def on_train_start(self, engine: Engine) -> None:
+        name, checkpoints = type(self).__name__, engine.checkpoints
+        if not any(isinstance(each, Metrics) for each in takewhile(lambda each: each is not self, checkpoints.hooks)):
+            raise ValueError(
+                f"{name} passes on the rows that Metrics writes: give fit both, Metrics first: "
+                f"fit(engine, [Metrics(Path('metrics.jsonl')), {name}()])"
+            )
+        is_resumed = checkpoints.resumed_from is not None
+        if is_resumed and not checkpoints.goes_on:
+            self.run_id = None  # it is of the run that this one has begun from
+        if not engine.context.is_logging_rank:
+            return
+        folder, config = engine.run.folder or Path(), engine.config
+        run = TrackedRun(config, folder, folder.name or str(config.name), engine.completed_steps, is_resumed)
+        self._thread = threading.Thread(target=self._work, args=(run,), name=f"colossus-{name}", daemon=True)
+        self._thread.start()
+
+    def on_row(self, row: Mapping[str, Any]) -> None:
+        if self._thread is not None:
+            self._calls.put(lambda: self.write(row))
+
+    def add_histogram(self, histogram: Histogram) -> None:
+        """Pass it on; on the logging rank."""
+        if self._thread is not None:
+            self._calls.put(lambda: self.write_histogram(histogram))
+
+    def on_save(self, engine: Engine) -> None:
+        if self._thread is not None:
+            self._calls.put(self.flush)
+            is_through = threading.Event()
+            self._calls.put(is_through.set)
+            is_through.wait(PATIENCE)
+
+    def on_train_end(self, engine: Engine) -> None:
+        self._end(PATIENCE_AT_END, is_good=True)
+
+    def on_exception(self, engine: Engine, error: BaseException) -> None:
+        self._end(PATIENCE, is_good=False)
+
+    def _end(self, patience: float, *, is_good: bool) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._calls.put(lambda: self.close(is_good=is_good))
+        self._calls.put(None)
+        thread.join(patience)
+        if thread.is_alive():
+            self._warn(f"has not taken all rows {patience:.0f} s after the end of the run")
+
+    def _work(self, run: TrackedRun) -> None:
+        try:
+            self.start(run)
+        except Exception as error:
+            self._thread = None
+            self._warn(f"{type(error).__name__}: {error}")
+            return
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception as error:
+                self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, problem: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            print(f"colossus: {type(self).__name__}: {problem}; rows may be missing, training goes on", file=sys.stderr)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.run_id is None else {"run_id": self.run_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.run_id = state["run_id"]
+
+
+# -- names ------------------------------------------------------------------------------------------------
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row by their path, ``comm.data.bytes``; lists are left out."""
+    found: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{below}": number for below, number in numbers_of(value).items()}
+        elif isinstance(value, int | float):
+            found[name] = value
+    return found
+
+
+def charts_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The same by the names that trackers group by: ``train/loss``, ``validation/loss``; what is of one replica alone
+    is ``train/replica_0/loss``."""
+    found = {}
+    for name, number in numbers_of(row).items():
+        if "validation_" in name:
+            found[f"validation/{name.replace('validation_', '', 1)}"] = number
+        elif "replica" in row and name in ("loss", "grad_norm", "tokens"):
+            found[f"train/replica_{row['replica']}/{name}"] = number
+        elif name not in ("step", "time", "replica"):
+            found[f"train/{name}"] = number
+    return found

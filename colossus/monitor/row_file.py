@@ -1,0 +1,62 @@
+"""A file of rows, one JSON object a line, each with a ``step``."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class RowFile:
+    """Rows are appended. A disk that takes none is one warning, and training goes on without them.
+
+    Args:
+        last_step: of a run that goes on: the rows behind it come again, so they are cut off. None leaves all.
+    """
+
+    def __init__(self, path: Path, last_step: int | None = None) -> None:
+        self._path, self._has_warned = path, False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if last_step is not None:
+            _keep_rows(path, last_step)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Whatever happens next, the line is in the file."""
+        try:
+            append_whole(self._file, (json.dumps(row) + "\n").encode())
+        except OSError:
+            if not self._has_warned:
+                self._has_warned = True
+                told = f"rows are missing in {self._path} (is the disk full?); training goes on"
+                print(f"colossus: {told}", file=sys.stderr)
+
+    def flush(self) -> None:
+        """To the disk."""
+        with suppress(OSError):
+            os.fsync(self._file)
+
+
+def append_whole(file: int, line: bytes) -> None:
+    """Append to a file by one unbuffered write: all of it, or, where an OSError is raised, nothing."""
+    size = os.fstat(file).st_size
+    if os.write(file, line) != len(line):  # a full disk takes a part: no half line
+        os.ftruncate(file, size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _keep_rows(path: Path, last_step: int) -> None:
+    """Cut the file behind the rows of ``last_step``, or before what is no whole row."""
+    size = 0
+    with suppress(FileNotFoundError):
+        with suppress(ValueError, KeyError, TypeError):
+            for line in path.read_bytes().splitlines(keepends=True):
+                if not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
+                    break
+                size += len(line)
+        os.truncate(path, size)

@@ -1,0 +1,110 @@
+"""Named regions of a step on one rank: each interval of time belongs to the innermost, so that the parts of a step add
+up to the step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+#: part of a step: what has no other name
+REST = "rest"
+#: part of a step: weights become whole; collectives inside of such a region are of this part
+GATHERS = "gathers"
+
+
+class HostClock:
+    """Seconds of this process, for a device that computes while it is told what to."""
+
+    def now(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        return float(ended - began)
+
+    def settle(self) -> None:
+        """Before `seconds` is asked."""
+
+
+class DeviceClock:
+    """Seconds of an accelerator's current stream, by events in it: when the device gets to a region, not when the host
+    does. A stream that waits for a collective, or has nothing to do, waits in the region that the host had come to."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+
+    def now(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        return float(began.elapsed_time(ended)) / 1000
+
+    def settle(self) -> None:
+        self._module.synchronize(self._device)
+
+
+class Regions:
+    """The regions of this rank, in steps and between them.
+
+    Regions of other threads count for nothing, but for those of a backward, for which the main thread waits.
+
+    Attributes:
+        is_traced: torch.profiler is to see the regions, where it runs.
+        steps: of each `step` its parts, in seconds.
+    """
+
+    def __init__(self, device: torch.device, *, is_traced: bool = False) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._clock = HostClock() if device.type == "cpu" else DeviceClock(device)
+        self.is_traced, self._thread = is_traced, threading.get_ident()
+        #: (name, part) of those that are open, the innermost last
+        self._open: list[tuple[str, str]] = []
+        #: of the running step: (time, part that begins then)
+        self._marks: list[tuple[Any, str]] | None = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around a step: what is inside is counted."""
+        self._marks = []
+        with self.region(f"step {number}", REST):
+            yield
+        marks, self._marks = self._marks, None
+        self._clock.settle()
+        seconds: dict[str, float] = defaultdict(float)
+        for (began, part), (ended, _) in pairwise(marks):
+            seconds[part] += self._clock.seconds(began, ended)
+        self.steps.append(dict(seconds))
+
+    @contextmanager
+    def region(self, name: str, part: str) -> Iterator[None]:
+        """Around some work; a region inside of one of the same name is none."""
+        outer_name, outer_part = self._open[-1] if self._open else ("", REST)
+        if outer_name == name or not self._counts_thread():
+            yield
+            return
+        part = GATHERS if outer_part == GATHERS else part
+        self._open.append((name, part))
+        self._mark(part)
+        try:
+            with record_function(name) if self.is_traced else nullcontext():
+                yield
+        finally:
+            self._open.pop()
+            self._mark(outer_part)
+
+    def _mark(self, part: str) -> None:
+        if self._marks is not None:
+            self._marks.append((self._clock.now(), part))
+
+    def _counts_thread(self) -> bool:
+        # -1: this thread runs no backward
+        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
