@@ -163,7 +163,7 @@ def _make(
         params: list[Any] = [param for _, param in named] if groups is None else groups.of(named)
         kind, options = _class_of(section), section.arguments
         if section.whole:
-            return WholeParameters(params, holders, partial(_plain(kind), **options))
+            return WholeParameters(params, holders, partial(kind, **options))
         if section.type in TORCH_OPTIMIZERS:
             return torch_optimizer(section.type, params, **options)
         if _takes(kind, "holders"):
@@ -178,11 +178,10 @@ def _make(
 
 
 def _class_of(section: OptimizerSection) -> Any:
-    return section.type if callable(section.type) else OPTIMIZERS.get(section.type)
-
-
-def _plain(kind: Any) -> Any:
-    return without_dynamo(kind) if getattr(kind, "__module__", "").startswith("torch.optim") else kind
+    """What makes the optimizer; classes of torch and our own without what their wrappers import."""
+    kind = section.type if callable(section.type) else OPTIMIZERS.get(section.type)
+    is_ours = getattr(kind, "__module__", "").startswith(("torch.optim", "colossus.optim"))
+    return without_dynamo(kind) if is_ours and isinstance(kind, type) else kind
 
 
 def _takes(kind: Callable[..., Any], argument: str) -> bool:
@@ -271,7 +270,7 @@ def _options_refused(
 
     def refused(**options: Any) -> str | None:
         try:
-            _plain(kind)([nn.Parameter(torch.zeros(2, 2))], **holders, **options)
+            kind([nn.Parameter(torch.zeros(2, 2))], **holders, **options)
         except (TypeError, ValueError) as error:
             return str(error)
         return None
@@ -281,5 +280,5 @@ def _options_refused(
         return None
     for name in own:
         if refused(**{key: value for key, value in options.items() if key != name}) is None:
-            return f".{name}: {words}, got {brief(options[name])}"
+            return f".{name}: {words}" + ("" if "got " in words else f", got {brief(options[name])}")
     return f": {words}"
