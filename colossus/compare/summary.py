@@ -40,14 +40,10 @@ class Ended:
 
 
 class Curve(RunMetrics):
-    """The rows of one run, and what they say after so many steps or seconds.
+    """The rows of one run, and what they say after so many steps or seconds."""
 
-    Args:
-        replicas: of the run.
-    """
-
-    def __init__(self, path: Path, replicas: int = 1) -> None:
-        super().__init__(path, replicas)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self._warm_up = min(_WARM_UP_STEPS, int(len(self.rows) * _WARM_UP))
 
     def loss_after(self, steps: int) -> float | None:
@@ -172,7 +168,7 @@ def compare(jobs: Sequence[Job], ended: Mapping[str, Ended]) -> Comparison:
         mine, lines = curves.setdefault(job.label, []), problems.setdefault(job.label, [])
         how = ended.get(job.name, Ended("not run"))
         if how.state == "done":
-            mine.append(Curve(job.folder / run_folder.METRICS, job.config.parallel.data or 1))
+            mine.append(Curve(job.folder / run_folder.METRICS))
         else:
             seed = "" if job.seed is None else f"seed {job.seed} "
             lines.append(f"{seed}{how.state}{how.reason and f': {how.reason}'}")

@@ -15,11 +15,10 @@ class RunMetrics:
     """The rows of one run; of a step that was run again the last counts, and half a last line does not.
 
     A row with ``replica`` tells the tokens and the speed of one replica; here they are times the number of replicas, as
-    they are in the other rows.
+    they are in the other rows; how many, the ``config.json`` beside the file tells.
 
     Args:
         path: of the file; one that is not there has no rows.
-        replicas: of the run; by default what the ``config.json`` beside the file says, or 1.
 
     Attributes:
         steps: rising.
@@ -29,9 +28,9 @@ class RunMetrics:
         tokens: of all steps up to each, of those that the file has.
     """
 
-    def __init__(self, path: Path, replicas: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        replicas = _replicas(path.parent) if replicas is None else replicas
+        replicas = _replicas(path.parent)
         rows: dict[int, dict[str, Any]] = {}
         for line in path.read_bytes().splitlines() if path.exists() else []:
             try:
