@@ -146,11 +146,7 @@ class WeightAverage(Hook):
 
 
 class EMA(WeightAverage):
-    """The exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``.
-
-    Args:
-        options: see `EMAOptions`.
-    """
+    """The exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``."""
 
     options: EMAOptions
 
@@ -165,11 +161,7 @@ class EMA(WeightAverage):
 
 
 class SWA(WeightAverage):
-    """Stochastic weight averaging (1803.05407): the mean of the weights of every so many steps from one on.
-
-    Args:
-        options: see `SWAOptions`.
-    """
+    """Stochastic weight averaging (1803.05407): the mean of the weights of every so many steps from one on."""
 
     options: SWAOptions
 

@@ -16,11 +16,7 @@ _MOST_PARAMS, _LONGEST_PARAM = 100, 500
 
 
 class MLflow(Tracker):
-    """Config as parameters, rows as metrics. Steps that come again after a resume are logged again, in the same run.
-
-    Args:
-        options: of `MLflowOptions`.
-    """
+    """Config as parameters, rows as metrics. Steps that come again after a resume are logged again, in the same run."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
