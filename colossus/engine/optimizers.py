@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from colossus.optim.logical_tensors import Holders
 from colossus.optim.torch_classes import without_dynamo
 from colossus.optim.whole import WholeParameters
 from colossus.registry import OPTIMIZERS, TORCH_OPTIMIZERS
-from colossus.sparse.table_optimizers import group_tables, table_problem
+from colossus.sparse.table_optimizers import set_table_options, table_problem
 from colossus.state.optimizer import why_not_saved
 
 #: (full name, parameter) of what a rank updates, as ``model.named_parameters()`` would give it
@@ -76,7 +76,7 @@ def build_optimizer(
     factory: OptimizerFactory | None,
     params: Sequence[nn.Parameter],
     holders: Holders,
-    tables: Container[int] | None = None,
+    tables: Collection[int] = (),
     groups: ParameterGroups | None = None,
 ) -> tuple[torch.optim.Optimizer, Config]:
     """The optimizer of this rank, and the config with the learning rate that the schedule starts from.
@@ -89,8 +89,8 @@ def build_optimizer(
     Args:
         params: what this rank updates, as it is stored.
         holders: the ranks that hold them (`holders_of`).
-        tables: ids of those of them that have sparse gradients; None: no rank has one.
-        groups: of a config that has rules for them.
+        tables: ids of those of them that have sparse gradients.
+        groups: of a config that has rules for them, or of a model with tables.
 
     Raises:
         ValueError: on all ranks, when what the user's function returns is no optimizer of these parameters, or one that
@@ -101,12 +101,12 @@ def build_optimizer(
         require_options(config.optimizer, context)
     named = [(spec_of(param).name, param) for param in params]
     made = _make(factory, config, named, holders, groups)
-    problem = None if made is _EMPTY else _problem(made, dict(named), config, context, tables or ())
+    problem = None if made is _EMPTY else _problem(made, dict(named), config, context, tables)
     #: of each group
     rates: list[float | None] = []
     if made is not _EMPTY and problem is None:
-        if factory is None and tables is not None:
-            group_tables(made, config, lambda param: id(param) in tables)
+        if factory is None:
+            set_table_options(made, config.optimizer)
         for group in made.param_groups if groups is not None else ():
             group["lr"] *= group.pop("lr_scale", 1.0)
         rates = [float(group["lr"]) if "lr" in group else None for group in made.param_groups]
@@ -199,7 +199,7 @@ _WHOLE = (
 
 
 def _problem(
-    made: Any, named: dict[str, nn.Parameter], config: Config, context: ParallelContext, tables: Container[int]
+    made: Any, named: dict[str, nn.Parameter], config: Config, context: ParallelContext, tables: Collection[int]
 ) -> str | None:
     """What is wrong with an optimizer of these parameters, in words."""
     kind, names = type(made).__name__, {id(param): name for name, param in named.items()}
@@ -243,10 +243,10 @@ def require_options(section: OptimizerSection, context: ParallelContext) -> None
     """
     kind = _class_of(section)
     name = getattr(kind, "__name__", str(kind))
-    if section.has_groups and _takes(kind, "named_parameters"):
+    if (section.has_groups or section.tables is not None) and _takes(kind, "named_parameters"):
         raise ConfigError(
-            f"optimizer.groups, layer_decay: {name} takes named_parameters, of which it makes groups itself: leave "
-            f"them out, or let it take params"
+            f"optimizer.groups, layer_decay, tables: {name} takes named_parameters, of which it makes groups itself: "
+            f"leave them out, or let it take params"
         )
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or _takes(kind, "named_parameters"):
         return

@@ -82,6 +82,15 @@ def make_groups(section: Optimizer, model: nn.Module) -> ParameterGroups | None:
     return groups
 
 
+def one_group(model: nn.Module) -> ParameterGroups:
+    """That of a whole model of which nothing is said."""
+    groups = ParameterGroups()
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            groups.add(name, {})
+    return groups
+
+
 def _meets(patterns: Sequence[str], name: str, part: str) -> bool:
     """Whether one of them matches a parameter, by its name or by that of a logical parameter in it."""
     return any(fnmatchcase(each, pattern) for pattern in patterns for each in (name, part))
