@@ -19,7 +19,7 @@ from colossus.launch import run_folder
 from colossus.launch.run_metrics import RunMetrics
 from colossus.registry import nearest
 
-#: keys of what evaluations write begin so; such numbers are drawn as markers
+#: keys of what evaluations write begin so, behind the name of an average (``ema.``); such numbers are drawn as markers
 EVALUATED = "validation_"
 
 
@@ -43,7 +43,7 @@ class View:
     is_smoothed: bool = True
 
 
-_LOSSES = {"loss": "", "validation_loss": "validation", "validation_*_loss": "validation"}
+_LOSSES = {"loss": "", "validation_loss": "validation", "*.validation_loss": "validation"}
 _MEMORY = {"memory_bytes": "", "memory_reserved_bytes": "reserved"}
 VIEWS = {
     "loss": View("loss", _LOSSES),
@@ -109,14 +109,15 @@ def make_panels(
     x_label, places = _places(metrics, x)
     runs = [Run(name, each, places[name]) for name, each in metrics.items()]
     keys = list(dict.fromkeys(key for run in runs for key in run.numbers))
-    evaluated = [key for key in keys if key.startswith(EVALUATED) and not key.endswith("_loss")]
+    evaluated = [key for key in keys if key.startswith(EVALUATED) and key not in _LOSSES]
     panels: list[Panel | Bars] = []
     for name in names or dict.fromkeys(["loss", *evaluated, *VIEWS, *BARS]):
         panel: Panel | Bars | None
         if name in BARS:
             panel = BARS[name](runs)
         else:
-            panel = _panel(VIEWS.get(name, View(name, {name: ""})), runs, keys, smooth, x_label)
+            patterns = [name, *([f"*.{name}"] if name in evaluated else [])]
+            panel = _panel(VIEWS.get(name, View(name, dict.fromkeys(patterns, ""))), runs, keys, smooth, x_label)
         if panel is not None:
             panels.append(panel)
         elif names:
@@ -158,13 +159,13 @@ def _panel(view: View, runs: Sequence[Run], keys: Sequence[str], smooth: int, x_
         for pattern, label in view.keys.items()
         for key, part in _matching(pattern, keys).items()
     }
-    # the validation loss has the colour of the loss
+    # the validation loss has the colour of the loss, and the first line of a run the same one in all panels
     owners = {key: key.removeprefix(EVALUATED) if key.removeprefix(EVALUATED) in labels else key for key in labels}
     colours = list(dict.fromkeys(owners.values()))
     lines: list[Line] = []
     for at, run in enumerate(runs):
         for key in filter(run.numbers.__contains__, labels):
-            colour, is_evaluated = at * len(colours) + colours.index(owners[key]), key.startswith(EVALUATED)
+            colour, is_evaluated = colours.index(owners[key]) * len(runs) + at, _is_evaluated(key)
             rows = list(run.numbers[key])
             x, y = [run.x[row] for row in rows], [number * view.scale for number in run.numbers[key].values()]
             if view.is_smoothed and smooth > 1 and not is_evaluated:
@@ -173,6 +174,10 @@ def _panel(view: View, runs: Sequence[Run], keys: Sequence[str], smooth: int, x_
             name = _line_name(run.name, key, labels[key], len(runs), len(labels))
             lines.append(Line(name, x, y, "markers" if is_evaluated else "line", colour))
     return Panel(view.title, lines, x_label, view.unit, view.log_y) if lines else None
+
+
+def _is_evaluated(key: str) -> bool:
+    return key.rpartition(".")[2].startswith(EVALUATED)
 
 
 def _matching(pattern: str, keys: Sequence[str]) -> dict[str, str]:
