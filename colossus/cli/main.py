@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A run that a signal has stopped ends with 128 and the signal's number.
     """
+    with contextlib.suppress(AttributeError, ValueError):  # a name that the terminal cannot show is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     command, *words = list(sys.argv[1:] if argv is None else argv) or [""]
     if command in ("", "-h", "--help", "help"):
         print(SUMMARY + EXIT_CODES, end="", file=sys.stdout if command else sys.stderr)
