@@ -20,7 +20,7 @@ from colossus.compare import run_compare, variants
 from colossus.compare.jobs import Job, check_jobs, make_jobs
 from colossus.compare.run_compare import run_all
 from colossus.compare.summary import Comparison, Ended, Mean, Row, compare, print_table
-from colossus.config import ConfigError, load_config
+from colossus.config import ConfigError, as_dict, load_config
 from colossus.config.overrides import apply_overrides, plan_overrides, strategy_overrides
 
 FILE = """
@@ -174,7 +174,7 @@ def test_every_strategy_under_every_plan_with_every_seed(file: str, tmp_path: Pa
 def write_rows(job: Job, rows: Sequence[dict[str, Any]]) -> None:
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (job.folder / "config.json").write_text(json.dumps(dict(parallel=dict(data=job.config.parallel.data))))
+    (job.folder / "config.json").write_text(json.dumps(as_dict(job.config), default=str))
 
 
 def row_of(step: int, **more: Any) -> dict[str, Any]:
