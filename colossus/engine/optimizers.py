@@ -270,7 +270,7 @@ def _options_refused(
 
     def refused(**options: Any) -> str | None:
         try:
-            _plain(kind)([nn.Parameter(torch.zeros(2, 2))], **holders, **options)
+            kind([nn.Parameter(torch.zeros(2, 2))], **holders, **options)
         except (TypeError, ValueError) as error:
             return str(error)
         return None
