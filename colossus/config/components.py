@@ -51,7 +51,7 @@ def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
     for number, rule in enumerate(getattr(named, "groups", ()) if registry is OPTIMIZERS else ()):
         of_rule = f"{key}.groups.{number}"
         of_groups = GROUP_OPTIONS.get(named.type, ()) if isinstance(named.type, str) else ()
-        of_class = [name for name in known or () if name not in ("params", "holders", "lr")]
+        of_class = [name for name in known or () if name not in ("params", "lr")]
         names = _unknown(of_rule, rule, [*of_class, *of_groups]) if known is not None else []
         together = _range_problems(of_rule, named.type, {**named.options, **rule.options}, registry)
         problems += names + [problem for problem in together if problem.replace(of_rule, key, 1) not in values]
@@ -66,6 +66,9 @@ def _unknown(key: str, section: Named | GroupRule, known: Sequence[str]) -> list
 
 # -- names ----------------------------------------------------------------------------------------------------
 
+#: what an optimizer gets from the engine
+_GIVEN = ("holders", "named_parameters")
+
 
 def parameters(kind: str | Callable[..., Any], registry: Registry) -> list[str] | None:
     """Names of the arguments a component can take, or None when it takes any or they are not known."""
@@ -79,7 +82,7 @@ def parameters(kind: str | Callable[..., Any], registry: Registry) -> list[str] 
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in found):
         return None
-    return [parameter.name for parameter in found if parameter.kind is not parameter.POSITIONAL_ONLY]
+    return [each.name for each in found if each.kind is not each.POSITIONAL_ONLY and each.name not in _GIVEN]
 
 
 def _parsed(module: str, name: str) -> list[str] | None:
@@ -96,7 +99,8 @@ def _parsed(module: str, name: str) -> list[str] | None:
             body, wanted, num_bound = node.body, "__init__", 1
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name == wanted and node.args.kwarg is None:
-            return [argument.arg for argument in [*node.args.args[num_bound:], *node.args.kwonlyargs]]
+            names = [argument.arg for argument in [*node.args.args[num_bound:], *node.args.kwonlyargs]]
+            return [name for name in names if name not in _GIVEN]
     return None
 
 

@@ -290,5 +290,5 @@ def _options_refused(
         return None
     for name in own:
         if refused(**{key: value for key, value in options.items() if key != name}) is None:
-            return f".{name}: {words}, got {brief(options[name])}"
+            return f".{name}: {words}" + ("" if "got " in words else f", got {brief(options[name])}")
     return f": {words}"
