@@ -37,10 +37,7 @@ def run(
     json: str | None = None,
     dry_run: bool = False,
 ) -> int:
-    """Time the train step of a config file under each of the plans.
-
-    All plans' processes are started once. Then blocks of steps run in turn, while the others wait in a read, so that
-    noise of the machine meets all alike.
+    """Time the train step of a config file under each of the plans, side by side (`alternate`).
 
     Args:
         plans: see `plan_overrides`; none, or an empty text: that of the file. The same twice shows the noise.

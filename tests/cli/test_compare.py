@@ -173,6 +173,7 @@ def test_every_strategy_under_every_plan_with_every_seed(file: str, tmp_path: Pa
 def write_rows(job: Job, rows: Sequence[dict[str, Any]]) -> None:
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (job.folder / "config.json").write_text(json.dumps(dict(parallel=dict(data=job.config.parallel.data))))
 
 
 def row_of(step: int, **more: Any) -> dict[str, Any]:

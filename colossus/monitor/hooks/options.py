@@ -70,26 +70,25 @@ class CSVOptions(HookOptions):
 class TrackerOptions(HookOptions):
     """Of hooks that pass rows to another package."""
 
-    #: what is imported, and what pip calls it
+    #: what is imported, and installed by pip
     package: ClassVar[str]
-    pip_name: ClassVar[str]
 
     def problems(self, config: Config) -> list[str]:
         found = importlib.util.find_spec(self.package)
         if found is not None and found.origin is not None:  # a folder of that name has none
             return []
-        return [f"needs {self.package}, which is not installed: pip install {self.pip_name}"]
+        return [f"needs {self.package}, which is not installed: pip install {self.package}"]
 
 
 class TensorBoardOptions(TrackerOptions):
-    package, pip_name = "tensorboard", "tensorboard"
+    package = "tensorboard"
 
     #: None: ``tensorboard`` in the run folder
     log_dir: Name | None = None
 
 
 class WandBOptions(TrackerOptions):
-    package, pip_name = "wandb", "wandb"
+    package = "wandb"
 
     #: by default that of the variable WANDB_PROJECT, else the name of the config
     project: Name | None = None
@@ -103,7 +102,7 @@ class WandBOptions(TrackerOptions):
 
 
 class MLflowOptions(TrackerOptions):
-    package, pip_name = "mlflow", "mlflow"
+    package = "mlflow"
 
     #: by default that of the variable MLFLOW_EXPERIMENT_NAME, else the name of the config
     experiment: Name | None = None
