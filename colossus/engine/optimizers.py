@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from colossus.config.optimizer_section import GROUP_OPTIONS
 from colossus.config.optimizer_section import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
-from colossus.engine.optimizer_trial import trial_problem
+from colossus.engine.optimizer_trial import UntriedError, trial_problem
 from colossus.engine.parameter_groups import ParameterGroups
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.lm_head import LMHead
@@ -28,6 +29,8 @@ from colossus.optim.whole import WholeParameters
 from colossus.registry import OPTIMIZERS, TORCH_OPTIMIZERS
 from colossus.sparse.table_optimizers import set_table_options, table_problem
 from colossus.state.optimizer import why_not_saved
+
+log = logging.getLogger("colossus.engine")
 
 #: (full name, parameter) of what a rank updates, as ``model.named_parameters()`` would give it
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -101,7 +104,12 @@ def build_optimizer(
         require_options(config.optimizer, context)
     named = [(spec_of(param).name, param) for param in params]
     made = _make(factory, config, named, holders, groups)
-    problem = None if made is _EMPTY else _problem(made, dict(named), config, context, tables)
+    problem, untried = None, ""
+    if made is not _EMPTY:
+        try:
+            problem = _problem(made, dict(named), config, context, tables)
+        except UntriedError as error:
+            untried = str(error)
     #: of each group
     rates: list[float | None] = []
     if made is not _EMPTY and problem is None:
@@ -113,11 +121,13 @@ def build_optimizer(
         if tables:
             problem = table_problem(made, {id(param): name for name, param in named if id(param) in tables})
     source = "optimizer.type" if factory is None else "optimizer="
-    by_rank = all_gather_object((problem, rates), context.group(context.grid.names))
-    for rank, (of_rank, _) in enumerate(by_rank):
+    by_rank = all_gather_object((problem, rates, untried), context.group(context.grid.names))
+    for rank, (of_rank, *_) in enumerate(by_rank):
         if of_rank is not None:
             raise ValueError(f"{source}: {of_rank}" + (f" (rank {rank})" if context.world_size > 1 else ""))
-    rates = next((found for _, found in by_rank if found), [])
+    rates = next((found for _, found, _ in by_rank if found), [])
+    if context.is_logging_rank and (told := [words for *_, words in by_rank if words]):
+        log.warning("%s", told[0])
     if not rates:
         raise ValueError(f"{source}: the optimizer has no parameter on any rank, so nothing would be trained")
     if made is _EMPTY:  # torch's insist on a parameter
@@ -201,7 +211,7 @@ _WHOLE = (
 def _problem(
     made: Any, named: dict[str, nn.Parameter], config: Config, context: ParallelContext, tables: Collection[int]
 ) -> str | None:
-    """What is wrong with an optimizer of these parameters, in words."""
+    """What is wrong with an optimizer of these parameters, in words; see `trial_problem`."""
     kind, names = type(made).__name__, {id(param): name for name, param in named.items()}
     if not isinstance(made, torch.optim.Optimizer):
         return f"the function returned a {kind}; it must return a torch.optim.Optimizer over what it is given"
@@ -213,6 +223,8 @@ def _problem(
         )
     if (words := _refusal(type(made))) and not all(id(param) in tables for param in held):
         return f"{kind}: {words}"
+    if config.checkpoint.every and (reason := why_not_saved(made)):
+        return f"{reason}; or set checkpoint.every = 0"
     sizes = context.grid.sizes
     in_parts = [
         param
@@ -224,8 +236,6 @@ def _problem(
             f"{words}, and this rank stores a part of {names[id(in_parts[0])]}: what is trained would depend on the "
             f"plan. {_WHOLE}"
         )
-    if config.checkpoint.every and (reason := why_not_saved(made)):
-        return f"{reason}; or set checkpoint.every = 0"
     return None
 
 
