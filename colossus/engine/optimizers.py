@@ -249,6 +249,10 @@ def require_options(section: OptimizerSection, context: ParallelContext) -> None
             f"optimizer.groups, layer_decay: {name} takes named_parameters, of which it makes groups itself: leave "
             f"them out, or let it take params"
         )
+    if section.whole and _takes(kind, "holders"):
+        raise ConfigError(
+            f"optimizer.whole: {name} looks at whole parameters by itself, and sends less for it: leave whole out"
+        )
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or _takes(kind, "named_parameters"):
         return
     if words := _refusal(kind):
@@ -281,5 +285,6 @@ def _options_refused(
         return None
     for name in own:
         if refused(**{key: value for key, value in options.items() if key != name}) is None:
-            return f".{name}: {words}, got {brief(options[name])}"
+            got = brief(options[name])
+            return f".{name}: {words}" + ("" if f"got {got}" in words else f", got {got}")
     return f": {words}"
