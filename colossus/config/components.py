@@ -139,6 +139,26 @@ class _Optimizer(_Ranges):
     fused: bool = False
 
 
+class _Exact(_Optimizer):
+    """Of those that look at whole parameters."""
+
+    momentum: Beta = 0.9
+
+
+class _Adafactor(_Ranges):
+    params: OfTheModel = None
+    weight_decay: NotNegative = 0.0
+    eps: Annotated[tuple[NotNegative | None, NotNegative], FROM_LIST] = (None, 1e-3)
+
+
+class _Muon(_Exact):
+    ns_coefficients: Annotated[tuple[float, float, float], FROM_LIST] = (3.4445, -4.775, 2.0315)
+    adamw: dict[str, Any] | None = None
+
+
+_EXACT: dict[str, type[Section]] = {"Adafactor": _Adafactor, "LAMB": _Exact, "LARS": _Exact, "Muon": _Muon}
+
+
 class _TableOptimizer(_Optimizer):
     """Of tables with sparse gradients."""
 
@@ -151,7 +171,9 @@ def _range_problems(key: str, kind: Any, options: dict[str, Any], registry: Regi
     section = (ranges | {DATASETS.kind: ReadingOptions}).get(registry.kind)
     if registry is HOOKS and kind in HOOK_OPTIONS:
         section = HOOK_OPTIONS.get(kind)
-    if section is None or (registry is OPTIMIZERS and kind not in TORCH_OPTIMIZERS):
+    if registry is OPTIMIZERS and kind not in TORCH_OPTIMIZERS:
+        section = _EXACT.get(kind) if isinstance(kind, str) else None
+    if section is None:
         return []
     try:
         checked = section.model_validate(options)

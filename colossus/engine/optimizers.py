@@ -258,6 +258,10 @@ def require_options(section: OptimizerSection, context: ParallelContext) -> None
             f"optimizer.groups, layer_decay, tables: {name} takes named_parameters, of which it makes groups itself: "
             f"leave them out, or let it take params"
         )
+    if section.whole and _takes(kind, "holders"):
+        raise ConfigError(
+            f"optimizer.whole: {name} looks at whole parameters by itself, and sends less for it: leave whole out"
+        )
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or _takes(kind, "named_parameters"):
         return
     if words := _refusal(kind):

@@ -60,7 +60,7 @@ def make_groups(section: Optimizer, model: nn.Module) -> ParameterGroups | None:
 
     Raises:
         ConfigError: for a pattern that meets no parameter, one that takes the rows of a fused parameter apart, and a
-            model without blocks for ``layer_decay``.
+            model without blocks for ``layer_decay``, or of which all is frozen.
     """
     if not section.has_groups:
         return None
@@ -79,6 +79,11 @@ def make_groups(section: Optimizer, model: nn.Module) -> ParameterGroups | None:
             _, of_layer = layers.get(name, ("", 1.0))
             groups.add(name, {**settings, "lr_scale": settings.get("lr_scale", 1.0) * of_layer})
     groups.met = _describe(section, model, names, layers)
+    if not groups.group_of:
+        raise ConfigError(
+            f"optimizer.groups: all {counted(len(names), 'parameter')} are frozen, so nothing would be trained: say "
+            f"frozen=False of some in a later rule"
+        )
     return groups
 
 

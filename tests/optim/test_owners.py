@@ -114,5 +114,7 @@ def test_what_is_wrong_is_told() -> None:
         ]
 
     (told,) = run_ranks(1, body, with_context=False)
-    for message, wanted in zip(told, ("dtype", "betas must be", "d 1 or more", "momentum must be"), strict=True):
+    for message, wanted in zip(
+        told, ("dtype", "betas.1: must be less than 1", "d 1 or more", "momentum: must be"), strict=True
+    ):
         assert wanted in message
