@@ -11,14 +11,14 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from colossus.config.errors import brief, explain, unknown_key
 from colossus.config.optimizer_section import GROUP_OPTIONS, GroupRule
 from colossus.config.schema import ReadingOptions
-from colossus.config.section import FROM_LIST, Named, Section
+from colossus.config.section import FROM_LIST, Named, Positive, Section
 from colossus.registry import (
     DATASETS,
     HOOK_OPTIONS,
@@ -145,18 +145,27 @@ class _Exact(_Optimizer):
     momentum: Beta = 0.9
 
 
+class _LARS(_Exact):
+    trust_coefficient: Positive = 1e-3
+
+
 class _Adafactor(_Ranges):
     params: OfTheModel = None
     weight_decay: NotNegative = 0.0
+    beta2_decay: Annotated[float, Field(le=0)] = -0.8
+    d: Annotated[float, Field(ge=1)] = 1.0
     eps: Annotated[tuple[NotNegative | None, NotNegative], FROM_LIST] = (None, 1e-3)
 
 
 class _Muon(_Exact):
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
     ns_coefficients: Annotated[tuple[float, float, float], FROM_LIST] = (3.4445, -4.775, 2.0315)
     adamw: dict[str, Any] | None = None
 
 
-_EXACT: dict[str, type[Section]] = {"Adafactor": _Adafactor, "LAMB": _Exact, "LARS": _Exact, "Muon": _Muon}
+_EXACT: dict[str, type[Section]] = {"Adafactor": _Adafactor, "LAMB": _Exact, "LARS": _LARS, "Muon": _Muon}
 
 
 class _TableOptimizer(_Optimizer):

@@ -41,11 +41,6 @@ class Adafactor(torch.optim.Optimizer):
         d: float = 1.0,
         weight_decay: float = 0.0,
     ) -> None:
-        if not (beta2_decay <= 0 and (eps[0] or 0.0) >= 0 and eps[1] >= 0 and d >= 1 and weight_decay >= 0):
-            raise ValueError(
-                f"beta2_decay must be 0 or less, both eps and weight_decay 0 or more and d 1 or more, got beta2_decay="
-                f"{beta2_decay}, eps={eps}, d={d}, weight_decay={weight_decay}"
-            )
         given = dict(lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), d=d, weight_decay=weight_decay)
         super().__init__(groups_of(params), given)
         self._held = [(group, tensor) for group in self.param_groups for tensor in holders.tensors(group["params"])]
