@@ -86,6 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean colossus {close}?" if close else ";"
         print(f"colossus: no command {command!r}{hint} commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    return _stoppable(lambda: _run(command, words))
+
+
+def _run(command: str, words: list[str]) -> int:
     if command == "config" and "--help" in words[:-1]:  # --help KEY
         words[words.index("--help")] = "--key"
     module = importlib.import_module(f"colossus.cli.{COMMANDS[command]}")
@@ -95,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(words)
     except SystemExit as stop:
         return int(stop.code or 0)
-    return _stoppable(lambda: module.run(arguments))
+    return int(module.run(arguments))
 
 
 def _stoppable(run: Callable[[], int]) -> int:
