@@ -18,7 +18,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from colossus.config.errors import brief, explain, unknown_key
 from colossus.config.optimizer_section import GROUP_OPTIONS, GroupRule
 from colossus.config.schema import ReadingOptions
-from colossus.config.section import FROM_LIST, Named, Positive, Section
+from colossus.config.section import FROM_LIST, Named, NotNegative, Positive, Section
 from colossus.registry import (
     DATASETS,
     HOOK_OPTIONS,
@@ -116,7 +116,6 @@ def _only(right: Any, why: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-NotNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 OfTheModel = Annotated[Any, _only(None, "the parameters are those of the model; leave it out")]
 
