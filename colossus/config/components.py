@@ -44,6 +44,8 @@ def is_text(kind: Any) -> bool:
 def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
     """One line for each option of ``named`` that its component does not take, or not with this value."""
     known = parameters(named.type, registry)
+    if known is not None and registry is OPTIMIZERS:  # these two are the engine's to give
+        known = [name for name in known if name not in ("params", "holders")]
     reading = (*ReadingOptions.model_fields, "validation") if registry is DATASETS else ()
     names = _unknown(key, named, [*known, *reading]) if known is not None else []
     values = _range_problems(key, named.type, named.options, registry)
@@ -51,7 +53,7 @@ def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
     for number, rule in enumerate(getattr(named, "groups", ()) if registry is OPTIMIZERS else ()):
         of_rule = f"{key}.groups.{number}"
         of_groups = GROUP_OPTIONS.get(named.type, ()) if isinstance(named.type, str) else ()
-        of_class = [name for name in known or () if name not in ("params", "holders", "lr")]
+        of_class = [name for name in known or () if name != "lr"]
         names = _unknown(of_rule, rule, [*of_class, *of_groups]) if known is not None else []
         together = _range_problems(of_rule, named.type, {**named.options, **rule.options}, registry)
         problems += names + [problem for problem in together if problem.replace(of_rule, key, 1) not in values]
