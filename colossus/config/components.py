@@ -44,6 +44,8 @@ def is_text(kind: Any) -> bool:
 def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
     """One line for each option of ``named`` that its component does not take, or not with this value."""
     known = parameters(named.type, registry)
+    if known is not None and registry is OPTIMIZERS:  # these two are the engine's to give
+        known = [name for name in known if name not in ("params", "holders")]
     reading = (*ReadingOptions.model_fields, "validation") if registry is DATASETS else ()
     names = _unknown(key, named, [*known, *reading]) if known is not None else []
     values = _range_problems(key, named.type, named.options, registry)
