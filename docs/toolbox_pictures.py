@@ -19,6 +19,8 @@ from colossus.cli.plot_panels import make_panels
 from colossus.config import load_config
 from colossus.config.batch_sizes import BatchRamp, BatchSizes
 from colossus.config.learning_rates import LearningRates
+from colossus.config.optimizer_section import Optimizer
+from colossus.engine.parameter_groups import make_groups
 from colossus.engine.results import EvalResult
 from colossus.launch.run_metrics import RunMetrics
 from colossus.monitor.hooks.averages import EMA, SWA
@@ -167,7 +169,47 @@ def early_stop(path: Path) -> None:
     figure.savefig(path)
 
 
+def layer_decay(path: Path) -> None:
+    """The part of the learning rate that each layer of a GPT of 12 blocks has."""
+    figure = new_figure(8, 2.6)
+    axis = figure.subplots()
+    with torch.device("meta"):
+        model = torch.nn.Module()
+        model.embedding = torch.nn.Embedding(256, 8)
+        model.blocks = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(12)))
+        model.head = torch.nn.Linear(8, 256)
+    first = dict.fromkeys(["embedding.weight", *(f"blocks.{n}.weight" for n in range(12)), "head.weight"])
+    for decay, colour in ((0.9, COLOURS[0]), (0.75, COLOURS[1])):
+        groups = make_groups(Optimizer(layer_decay=decay), model)
+        assert groups is not None
+        shares = [groups.options[groups.group_of[name]]["lr_scale"] for name in first]
+        axis.bar([at + (decay < 0.8) * 0.4 for at in range(len(first))], shares, 0.4, color=colour, label=f"{decay}")
+    axis.set_xticks([at + 0.2 for at in range(len(first))], ["before", *map(str, range(12)), "behind"])
+    axis.set_xlabel("block")
+    axis.set_title("part of the learning rate, by layer_decay", fontsize=10, loc="left")
+    axis.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def profile(path: Path) -> None:
+    """What ``colossus plot --panels profile`` draws of a pipeline with few microbatches and with many: what 1F1B leaves
+    idle of a step, the rest made up."""
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = {}
+        for microbatches in (2, 4, 16):
+            run, step, idle = Path(folder, f"microbatches={microbatches}"), 0.6, 1 / (microbatches + 1)
+            parts = {"forward": 0.31, "backward": 0.61, "optimizer": 0.05, "data wait": 0.03}
+            seconds = {name: step * share for name, share in parts.items()}
+            seconds["pipeline idle"] = step * idle / (1 - idle)
+            (run / "profile").mkdir(parents=True)
+            about = dict(steps=[1, 3], parts=list(seconds), ranks=[dict(rank=0, stage=0, seconds=seconds)])
+            (run / "profile" / "summary.json").write_text(json.dumps(about))
+            (run / "metrics.jsonl").write_text(json.dumps(dict(step=1, loss=1.0)) + "\n")
+            metrics[run.name] = RunMetrics(run / "metrics.jsonl")
+        save_charts(make_panels(metrics, "step", 1, ["profile"]), path)
+
+
 def write(folder: Path) -> None:
     """All of them, into a folder that is there."""
-    for draw in (averages, early_stop, learning_rates, owners, plots):
+    for draw in (averages, early_stop, layer_decay, learning_rates, owners, plots, profile):
         draw(folder / f"{draw.__name__.replace('_', '-')}.svg")

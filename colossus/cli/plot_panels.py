@@ -6,11 +6,9 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from statistics import fmean
-from typing import Any
 
 from colossus.chart import Bars, Line, Panel
 from colossus.chart.panel import readable
@@ -19,7 +17,7 @@ from colossus.launch import run_folder
 from colossus.launch.run_metrics import RunMetrics
 from colossus.registry import nearest
 
-#: keys of what evaluations write begin so; such numbers are drawn as markers
+#: keys of what evaluations write begin so, behind the name of an average (``ema.``); such numbers are drawn as markers
 EVALUATED = "validation_"
 
 
@@ -43,7 +41,7 @@ class View:
     is_smoothed: bool = True
 
 
-_LOSSES = {"loss": "", "validation_loss": "validation", "validation_*_loss": "validation"}
+_LOSSES = {"loss": "", "validation_loss": "validation", "*.validation_loss": "validation"}
 _MEMORY = {"memory_bytes": "", "memory_reserved_bytes": "reserved"}
 VIEWS = {
     "loss": View("loss", _LOSSES),
@@ -61,37 +59,6 @@ VIEWS = {
 _UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run.
-
-    Attributes:
-        name: in legends.
-        x: where each row stands on the x axis.
-    """
-
-    name: str
-    metrics: RunMetrics
-    x: Sequence[float]
-
-    @cached_property
-    def numbers(self) -> dict[str, dict[int, float]]:
-        """key -> index of a row -> its number; keys in keys are joined by points."""
-        found: dict[str, dict[int, float]] = {}
-        for at, row in enumerate(self.metrics.rows):
-            for key, number in _flat(row):
-                found.setdefault(key, {})[at] = number
-        return found
-
-
-def _flat(row: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in row.items():
-        if isinstance(value, Mapping | list):
-            yield from _flat(value if isinstance(value, Mapping) else dict(enumerate(value)), f"{before}{key}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{before}{key}", float(value)
-
-
 def make_panels(
     metrics: Mapping[str, RunMetrics], x: str = "step", smooth: int = 1, names: Sequence[str] = ()
 ) -> list[Panel | Bars]:
@@ -107,16 +74,17 @@ def make_panels(
         ConfigError: for a name of which no run has numbers, and where none are named and none are there.
     """
     x_label, places = _places(metrics, x)
-    runs = [Run(name, each, places[name]) for name, each in metrics.items()]
-    keys = list(dict.fromkeys(key for run in runs for key in run.numbers))
-    evaluated = [key for key in keys if key.startswith(EVALUATED) and not key.endswith("_loss")]
+    keys = list(dict.fromkeys(key for run in metrics.values() for key in run.numbers))
+    evaluated = [key for key in keys if key.startswith(EVALUATED) and key not in _LOSSES]
     panels: list[Panel | Bars] = []
     for name in names or dict.fromkeys(["loss", *evaluated, *VIEWS, *BARS]):
         panel: Panel | Bars | None
         if name in BARS:
-            panel = BARS[name](runs)
+            panel = BARS[name](metrics)
         else:
-            panel = _panel(VIEWS.get(name, View(name, {name: ""})), runs, keys, smooth, x_label)
+            patterns = [name, *([f"*.{name}"] if name in evaluated else [])]
+            view = VIEWS.get(name, View(name, dict.fromkeys(patterns, "")))
+            panel = _panel(view, metrics, places, keys, smooth, x_label)
         if panel is not None:
             panels.append(panel)
         elif names:
@@ -151,28 +119,39 @@ def _places(metrics: Mapping[str, RunMetrics], x: str) -> tuple[str, dict[str, l
 # -- lines ----------------------------------------------------------------------------------------------------------
 
 
-def _panel(view: View, runs: Sequence[Run], keys: Sequence[str], smooth: int, x_label: str) -> Panel | None:
+def _panel(
+    view: View,
+    runs: Mapping[str, RunMetrics],
+    places: Mapping[str, Sequence[float]],
+    keys: Sequence[str],
+    smooth: int,
+    x_label: str,
+) -> Panel | None:
     """The panel of a view; None where no run has numbers of it."""
     labels = {
         key: " ".join(filter(None, (label, part)))
         for pattern, label in view.keys.items()
         for key, part in _matching(pattern, keys).items()
     }
-    # the validation loss has the colour of the loss
+    # the validation loss has the colour of the loss, and the first line of a run the same one in all panels
     owners = {key: key.removeprefix(EVALUATED) if key.removeprefix(EVALUATED) in labels else key for key in labels}
     colours = list(dict.fromkeys(owners.values()))
     lines: list[Line] = []
-    for at, run in enumerate(runs):
+    for at, (name, run) in enumerate(runs.items()):
         for key in filter(run.numbers.__contains__, labels):
-            colour, is_evaluated = at * len(colours) + colours.index(owners[key]), key.startswith(EVALUATED)
+            colour, is_evaluated = colours.index(owners[key]) * len(runs) + at, _is_evaluated(key)
             rows = list(run.numbers[key])
-            x, y = [run.x[row] for row in rows], [number * view.scale for number in run.numbers[key].values()]
+            x, y = [places[name][row] for row in rows], [number * view.scale for number in run.numbers[key].values()]
             if view.is_smoothed and smooth > 1 and not is_evaluated:
                 lines.append(Line("", x, y, "faint", colour))
-                y = moving_mean([run.metrics.steps[row] for row in rows], y, smooth)
-            name = _line_name(run.name, key, labels[key], len(runs), len(labels))
-            lines.append(Line(name, x, y, "markers" if is_evaluated else "line", colour))
+                y = moving_mean([run.steps[row] for row in rows], y, smooth)
+            label = _line_name(name, key, labels[key], len(runs), len(labels))
+            lines.append(Line(label, x, y, "markers" if is_evaluated else "line", colour))
     return Panel(view.title, lines, x_label, view.unit, view.log_y) if lines else None
+
+
+def _is_evaluated(key: str) -> bool:
+    return key.rpartition(".")[2].startswith(EVALUATED)
 
 
 def _matching(pattern: str, keys: Sequence[str]) -> dict[str, str]:
@@ -218,26 +197,26 @@ def gaps(panels: Sequence[Panel | Bars]) -> list[str]:
 # -- bars -----------------------------------------------------------------------------------------------------------
 
 
-def _bytes_by_axis(runs: Sequence[Run]) -> Bars | None:
+def _bytes_by_axis(runs: Mapping[str, RunMetrics]) -> Bars | None:
     """Bytes that the logging rank sends in a step, in the mean over the rows that tell it; None where none does."""
     means: dict[str, dict[str, float]] = {}
-    for run in runs:
-        rows = [row["comm"] for row in run.metrics.rows if "comm" in row]
+    for name, run in runs.items():
+        rows = [row["comm"] for row in run.rows if "comm" in row]
         axes = dict.fromkeys(axis for row in rows for axis in row)
         if rows:
-            means[run.name] = {axis: fmean(row.get(axis, {}).get("bytes", 0) for row in rows) for axis in axes}
+            means[name] = {axis: fmean(row.get(axis, {}).get("bytes", 0) for row in rows) for axis in axes}
     return _bars("sent by the first rank in a step", means, "bytes")
 
 
-def _time_by_part(runs: Sequence[Run]) -> Bars | None:
+def _time_by_part(runs: Mapping[str, RunMetrics]) -> Bars | None:
     """Where the time of a step goes, in the mean over ranks, by the profiles of runs; None where none has one."""
     means: dict[str, dict[str, float]] = {}
-    for run in runs:
-        path = run.metrics.path.parent / run_folder.PROFILE
+    for name, run in runs.items():
+        path = run.path.parent / run_folder.PROFILE
         if path.is_file():
             profile = json.loads(path.read_bytes())
             ranks = [rank["seconds"] for rank in profile["ranks"]]
-            means[run.name] = {part: 1e3 * fmean(rank.get(part, 0.0) for rank in ranks) for part in profile["parts"]}
+            means[name] = {part: 1e3 * fmean(rank.get(part, 0.0) for rank in ranks) for part in profile["parts"]}
     return _bars("time of a step, mean of ranks", means, "ms")
 
 

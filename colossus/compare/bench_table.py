@@ -74,11 +74,8 @@ def _bytes(block: Block, axis: str) -> float:
 
 def over_first(plans: Sequence[Measured]) -> list[Spread | None]:
     """Of each plan the time of a step over that of the first, block by block; None where one of them has failed."""
-    series = {str(number): plan.seconds for number, plan in enumerate(plans)}
-    has_failed = [plan.failure is not None for plan in plans]
-    return [
-        None if has_failed[0] or has_failed[number] else ratio(series, str(number), "0") for number in range(len(plans))
-    ]
+    series = {str(number): plan.seconds for number, plan in enumerate(plans) if plan.failure is None}
+    return [ratio(series, str(at), "0") if {str(at), "0"} <= series.keys() else None for at in range(len(plans))]
 
 
 def as_json(plans: Sequence[Measured]) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ what a step of it costs. No torch."""
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -41,15 +40,11 @@ class Ended:
 
 
 class Curve(RunMetrics):
-    """The rows of one run, and what they say after so many steps or seconds.
+    """The rows of one run, and what they say after so many steps or seconds."""
 
-    Args:
-        replicas: of the run.
-    """
-
-    def __init__(self, path: Path, replicas: int = 1) -> None:
-        super().__init__(path, replicas)
-        self._warm = self.rows[min(_WARM_UP_STEPS, int(len(self.rows) * _WARM_UP)) :]
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._warm_up = min(_WARM_UP_STEPS, int(len(self.rows) * _WARM_UP))
 
     def loss_after(self, steps: int) -> float | None:
         return self._loss(bisect_right(self.steps, steps))
@@ -59,52 +54,47 @@ class Curve(RunMetrics):
 
     def _loss(self, num_rows: int) -> float | None:
         window = max(1, round(len(self.rows) * _WINDOW))
-        losses = [_number(row, "loss") for row in self.rows[max(0, num_rows - window) : num_rows]]
-        return fmean(losses) if losses else None
+        return _mean(self._numbers("loss", max(0, num_rows - window), num_rows))
 
     def validation_after(self, steps: int) -> float | None:
         """That of the last evaluation not later than after ``steps``."""
-        return _last(self.rows[: bisect_right(self.steps, steps)], "validation_loss")
+        return next(reversed(self._numbers("validation_loss", 0, bisect_right(self.steps, steps))), None)
 
     def tokens_per_second(self) -> float | None:
         """Of all replicas, which make the same number of steps: tokens of all steps over their seconds."""
-        seconds = sum(_number(row, "step_seconds", 0.0) for row in self._warm)
-        return sum(_number(row, "tokens", 0.0) for row in self._warm) / seconds if seconds else None
+        seconds = sum(self._warm("step_seconds"))
+        return sum(self._warm("tokens")) / seconds if seconds else None
 
     def step_seconds(self) -> float | None:
-        found = [_number(row, "step_seconds") for row in self._warm if "step_seconds" in row]
+        found = self._warm("step_seconds")
         return median(found) if found else None
 
     def bytes_sent(self) -> float | None:
         """By the logging rank in a step, in the mean, along all axes and to parameter servers."""
-        rows = [row["comm"].values() for row in self._warm if "comm" in row]
-        pushed = self.mean("push_bytes")
+        rows = [row["comm"].values() for row in self.rows[self._warm_up :] if "comm" in row]
+        pushed = _mean(self._warm("push_bytes"))
         if not rows and pushed is None:
             return None
         return (fmean(sum(axis["bytes"] for axis in axes) for axes in rows) if rows else 0.0) + (pushed or 0.0)
 
     def wait_seconds(self) -> float | None:
         """For peers or servers, in a step, in the mean; None of strategies that do not measure it."""
-        waited = self.mean("peer_wait_seconds")
-        return self.mean("server_wait_seconds") if waited is None else waited
+        return _mean(self._warm("peer_wait_seconds") or self._warm("server_wait_seconds"))
 
     def consensus_distance(self) -> float | None:
         """Of the replicas from their average, relative to its norm; the last that was measured."""
-        return _last(self.rows, "consensus_distance_relative")
+        return next(reversed(self._numbers("consensus_distance_relative", 0, len(self.rows))), None)
 
-    def mean(self, key: str) -> float | None:
-        """Of the rows that have it."""
-        found = [_number(row, key) for row in self._warm if key in row]
-        return fmean(found) if found else None
+    def _warm(self, key: str) -> list[float]:
+        """What the rows behind the warm-up have of it."""
+        return self._numbers(key, self._warm_up, len(self.rows))
 
-
-def _number(row: Mapping[str, Any], key: str, otherwise: float = math.nan) -> float:
-    value = row.get(key)
-    return float(value) if isinstance(value, int | float) else otherwise
+    def _numbers(self, key: str, first: int, end: int) -> list[float]:
+        return [number for at, number in self.numbers.get(key, {}).items() if first <= at < end]
 
 
-def _last(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    return next((_number(row, key) for row in reversed(rows) if key in row), None)
+def _mean(found: Sequence[float]) -> float | None:
+    return fmean(found) if found else None
 
 
 # -- the rows of the table --------------------------------------------------------------------------------
@@ -178,7 +168,7 @@ def compare(jobs: Sequence[Job], ended: Mapping[str, Ended]) -> Comparison:
         mine, lines = curves.setdefault(job.label, []), problems.setdefault(job.label, [])
         how = ended.get(job.name, Ended("not run"))
         if how.state == "done":
-            mine.append(Curve(job.folder / run_folder.METRICS, job.config.parallel.data or 1))
+            mine.append(Curve(job.folder / run_folder.METRICS))
         else:
             seed = "" if job.seed is None else f"seed {job.seed} "
             lines.append(f"{seed}{how.state}{how.reason and f': {how.reason}'}")

@@ -3,7 +3,7 @@
 from colossus.config.errors import ConfigError
 from colossus.config.loading import load_config
 from colossus.config.plans import model_options, resolve_sizes
-from colossus.config.printed import as_dict, as_source
+from colossus.config.printed import as_dict, as_source, by_path
 from colossus.config.schema import Config
 from colossus.config.section import Named
 
@@ -13,6 +13,7 @@ __all__ = [
     "Named",
     "as_dict",
     "as_source",
+    "by_path",
     "load_config",
     "model_options",
     "resolve_sizes",

@@ -42,6 +42,20 @@ def as_source(config: Config) -> str:
     return "".join(f"{key} = {_literal(value, len(key) + 3, '')}\n" for key, value in as_dict(config).items())
 
 
+def by_path(nest: Any, path: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """What a nest of such data holds, by the keys that lead there: ``comm.data.bytes``.
+
+    Args:
+        lists: whether what is in lists is told, too, by its number; else a list is one thing.
+    """
+    below: Any = dict(enumerate(nest)) if lists and isinstance(nest, list) else nest
+    if not isinstance(below, Mapping) or not below:
+        yield path, nest
+        return
+    for key, value in below.items():
+        yield from by_path(value, f"{path}.{key}" if path else key, lists=lists)
+
+
 def _literal(value: Any, column: int, indent: str) -> str:
     if not isinstance(value, dict) or not all(key.isidentifier() and not keyword.iskeyword(key) for key in value):
         return repr(value)

@@ -120,12 +120,14 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the state was taken. Warns when seed, batch size or data are no longer the same."""
-        for key, now in self._order_settings(state["step"]).items():
-            if state.get(key, now) != now:
-                log.warning(
-                    "the data order changes on resume: %s was %s when the checkpoint was written and is %s now",
-                    key, state[key], now,
-                )  # fmt: skip
+        changed = {key: now for key, now in self._order_settings(state["step"]).items() if state.get(key, now) != now}
+        if "global_batch_size" in changed:
+            changed.pop("samples", None)  # follow from it
+        for key, now in changed.items():
+            log.warning(
+                "the data order changes on resume: %s was %s when the checkpoint was written and is %s now",
+                key, state[key], now,
+            )  # fmt: skip
         self.num_untrained = 0
         self.source.load_state_dict(state)
 

@@ -19,7 +19,7 @@ import colossus
 from colossus.arithmetic import named_ranks
 from colossus.comm.objects import all_gather_object
 from colossus.config import Config, ConfigError
-from colossus.config.printed import as_dict
+from colossus.config.printed import as_dict, by_path
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.host_transfer import LateValue
@@ -41,7 +41,7 @@ def require_same_settings(config: Config, group: AxisGroup) -> None:
         ConfigError: on all ranks, with each key that differs, its values, and the ranks that have them.
     """
     versions = {"version of colossus": colossus.__version__, "version of torch": torch.__version__}
-    found = _differences(dict(_flat(as_dict(config), "")) | versions, group)
+    found = _differences(dict(by_path(as_dict(config))) | versions, group)
     if found:
         problems = [
             f"{key}: {'; '.join(f'{value} on {named_ranks(ranks)}' for value, ranks in values.items())}"
@@ -65,14 +65,6 @@ def _differences(own: Mapping[str, Any], group: AxisGroup, stage: int = 0) -> di
             value = repr(values[key[1]]) if key[1] in values else "absent"
             ranks_of.setdefault(key, {}).setdefault(value, []).append(rank)
     return {name: ranks for (_, name), ranks in ranks_of.items() if len(ranks) > 1}
-
-
-def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict) or not value:
-        yield key, value
-        return
-    for name, item in value.items():
-        yield from _flat(item, f"{key}.{name}" if key else name)
 
 
 def fingerprints_of_existing(model: nn.Module) -> dict[str, int]:

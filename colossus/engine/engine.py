@@ -158,10 +158,7 @@ class Engine:
             self.model.train()
         self._stages.step = self.completed_steps
         with self._ends_if_it_fails():
-            factor = None
-            if self.loss_scaler is not None:
-                part = self._sizes.at(self.completed_steps) / self._sizes.full
-                factor = self.loss_scaler.begin_step(batch.whole, part)
+            factor = self.loss_scaler.begin_step(batch.whole) if self.loss_scaler is not None else None
             self.strategy.loss_scale = factor
             with as_shards():
                 self.optimizer.zero_grad(set_to_none=True)

@@ -174,8 +174,8 @@ class LossScaler:
     It is the scale of the gradient of the *mean* loss, as there. The engine backpropagates sums, which are larger by
     the number of tokens; so a loss is multiplied by the scale over n, a power of two near that number: a division by it
     is exact. n is what the loss function counted in the first step, the same under every plan; for the first step
-    itself it is taken from the shapes of the batch, and agreed on by all ranks. Both are of a whole batch: while it
-    grows, n is smaller by a power of two, as the batch is.
+    itself it is taken from the shapes of the batch, and agreed on by all ranks. Where `train.batch_ramp` lets the batch
+    grow, n stays, and the scale falls by as much as it must.
 
     Args:
         options: None: the defaults.
@@ -195,23 +195,16 @@ class LossScaler:
         #: a power of two, float32 scalar on the device
         self._num_tokens: Tensor | None = None
         self._is_first = False
-        #: of the step that runs: the power of two below its part of the whole batch
-        self._part = 1.0
         self.factor: Tensor | None = None
 
-    def begin_step(self, batch: Any, part: float = 1.0) -> Tensor:
-        """The `factor` of the step of this batch of a data rank. Collective before the first step.
-
-        Args:
-            part: of the whole global batch that the step has.
-        """
-        self._part = 2.0 ** (math.frexp(part)[1] - 1)
+    def begin_step(self, batch: Any) -> Tensor:
+        """The `factor` of the step of this batch of a data rank. Collective before the first step."""
         if self._num_tokens is None:
             world = self._context.group(self._context.grid.names)
             largest = max(all_gather_object(self._batch_size * tokens_per_sample(batch), world))
             self._num_tokens = torch.full_like(self.scale, 1 << (largest.bit_length() - 1))
             self._is_first = True
-        self.factor = self.scale / (self._num_tokens * self._part)
+        self.factor = self.scale / self._num_tokens
         return self.factor
 
     def update(self, found_inf: Tensor | None, count: Tensor) -> None:
@@ -225,7 +218,7 @@ class LossScaler:
             self._is_first = False
             assert self._num_tokens is not None
             mantissa, _ = torch.frexp(count)  # between 1/2 and 1, so that what follows is exact
-            below = (count / mantissa / 2).float() / self._part
+            below = (count / mantissa / 2).float()
             self._num_tokens = torch.where(count.isfinite() & (count >= 1), below, self._num_tokens)
         found = torch.zeros((), device=self.scale.device) if found_inf is None else found_inf.float()
         torch._amp_update_scale_(self.scale, self._growth_tracker, found, GROWTH, BACKOFF, self._growth_interval)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,21 +17,27 @@ from torch import Tensor, nn
 from colossus.random import GLOBAL_RNG
 from colossus.registry import TORCH_OPTIMIZERS
 
-log = logging.getLogger("colossus.engine")
-
-#: of the parameter that is tried, as many dims of it as those of the run have; and where it is cut, in dim 0 or 1
-_SHAPE, _CUTS = (7, 5, 3, 2, 2), (2, 3)
+#: of the parameter that is tried, as many dims of it as those of the run have, and where it is cut, in dim 0 or 1: some
+#: classes factor, or quantise, what is larger than 128 x 128, or has 4096 elements, and nothing smaller
+_SHAPE, _CUTS = (260, 130, 3, 2, 2), (131, 101)
 _STEPS = 4
 #: largest difference, as a part of the largest change of an element, that is rounding of a few steps in float64
 _ROUNDING = 1e-6
 
 
+class UntriedError(Exception):
+    """An optimizer could not be tried; the message says which, why, and what to look at."""
+
+
 def trial_problem(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> str | None:
-    """What is wrong with an optimizer of parts of parameters, in words: a copy of it takes a few steps with a small
-    random tensor, whole and in two parts. One that cannot be tried is let through, with a line in the log.
+    """What is wrong with an optimizer of parts of parameters, in words: a copy of it takes a few steps with a random
+    tensor, whole and in two parts.
 
     Args:
         params: of the optimizer, those of which this rank stores a part.
+
+    Raises:
+        UntriedError: the copy cannot be made, or takes no step.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("colossus.") or _step_of(kind) in _ELEMENTWISE:
@@ -44,17 +49,16 @@ def trial_problem(optimizer: torch.optim.Optimizer, params: Sequence[nn.Paramete
     try:
         found = [gap for param in chosen.values() for gap in _gaps(optimizer, param)]
     except Exception as error:
-        log.warning(
-            "%s could not be tried on parts of a parameter (%s: %s): make sure that it computes each element from this "
-            "element alone, or let it have whole parameters, optimizer = dict(type=.., whole=True)",
-            kind.__name__, type(error).__name__, error,
-        )  # fmt: skip
-        return None
+        raise UntriedError(
+            f"{kind.__name__} could not be tried on parts of a parameter ({type(error).__name__}: {error}): make sure "
+            f"that it computes each element from this element alone, or let it have whole parameters, optimizer = "
+            f"dict(type=.., whole=True)"
+        ) from error
     worst = max(found)
     if worst <= _ROUNDING:
         return None
     return (
-        f"{kind.__name__} computes something else with parts of a parameter than with the whole (tried on a small "
+        f"{kind.__name__} computes something else with parts of a parameter than with the whole (tried on a "
         f"random one: after {_STEPS} steps they differ by {worst:.2g} of the largest change)"
     )
 
@@ -90,20 +94,20 @@ def _gaps(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> list[float]:
 def _stepped(optimizer: torch.optim.Optimizer, param: nn.Parameter, start: Tensor, gradients: Tensor) -> Tensor:
     """``start`` after a step with each of the gradients, by a copy of the optimizer that has it in the place of
     ``param``, and nothing else."""
-    small = nn.Parameter(start.clone())
+    tried = nn.Parameter(start.clone())
     held = [param for group in optimizer.param_groups for param in group["params"]]
     #: id of what is copied -> what stands for it in the copy
     memo: dict[int, Any] = {id(other): nn.Parameter(other.new_empty(0)) for other in held}
-    memo[id(param)] = small
+    memo[id(param)] = tried
     for of_param in optimizer.state.values():
         for value in of_param.values() if isinstance(of_param, dict) else ():
             if isinstance(value, Tensor) and value.dim():
-                memo[id(value)] = torch.zeros_like(small) + (value.flatten()[0] if value.numel() else 0.0)
+                memo[id(value)] = torch.zeros_like(tried) + (value.flatten()[0] if value.numel() else 0.0)
     copied = object.__new__(type(optimizer))
     memo[id(optimizer)] = copied
     vars(copied).update(copy.deepcopy(vars(optimizer), memo))
     with GLOBAL_RNG.preserved(0):
         for gradient in gradients:
-            small.grad = gradient.clone()
+            tried.grad = gradient.clone()
             copied.step()
-    return small.detach()
+    return tried.detach()

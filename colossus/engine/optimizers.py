@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from colossus.config.optimizer_section import GROUP_OPTIONS
 from colossus.config.optimizer_section import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
-from colossus.engine.optimizer_trial import trial_problem
+from colossus.engine.optimizer_trial import UntriedError, trial_problem
 from colossus.engine.parameter_groups import ParameterGroups
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.lm_head import LMHead
@@ -26,8 +27,10 @@ from colossus.optim.logical_tensors import Holders
 from colossus.optim.torch_classes import without_dynamo
 from colossus.optim.whole import WholeParameters
 from colossus.registry import OPTIMIZERS, TORCH_OPTIMIZERS
-from colossus.sparse.table_optimizers import group_tables, table_problem
+from colossus.sparse.table_optimizers import set_table_options, table_problem
 from colossus.state.optimizer import why_not_saved
+
+log = logging.getLogger("colossus.engine")
 
 #: (full name, parameter) of what a rank updates, as ``model.named_parameters()`` would give it
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -76,7 +79,7 @@ def build_optimizer(
     factory: OptimizerFactory | None,
     params: Sequence[nn.Parameter],
     holders: Holders,
-    tables: Container[int] | None = None,
+    tables: Collection[int] = (),
     groups: ParameterGroups | None = None,
 ) -> tuple[torch.optim.Optimizer, Config]:
     """The optimizer of this rank, and the config with the learning rate that the schedule starts from.
@@ -89,8 +92,8 @@ def build_optimizer(
     Args:
         params: what this rank updates, as it is stored.
         holders: the ranks that hold them (`holders_of`).
-        tables: ids of those of them that have sparse gradients; None: no rank has one.
-        groups: of a config that has rules for them.
+        tables: ids of those of them that have sparse gradients.
+        groups: of a config that has rules for them, or of a model with tables.
 
     Raises:
         ValueError: on all ranks, when what the user's function returns is no optimizer of these parameters, or one that
@@ -101,23 +104,30 @@ def build_optimizer(
         require_options(config.optimizer, context)
     named = [(spec_of(param).name, param) for param in params]
     made = _make(factory, config, named, holders, groups)
-    problem = None if made is _EMPTY else _problem(made, dict(named), config, context, tables or ())
+    problem, untried = None, ""
+    if made is not _EMPTY:
+        try:
+            problem = _problem(made, dict(named), config, context, tables)
+        except UntriedError as error:
+            untried = str(error)
     #: of each group
     rates: list[float | None] = []
     if made is not _EMPTY and problem is None:
-        if factory is None and tables is not None:
-            group_tables(made, config, lambda param: id(param) in tables)
+        if factory is None:
+            set_table_options(made, config.optimizer)
         for group in made.param_groups if groups is not None else ():
             group["lr"] *= group.pop("lr_scale", 1.0)
         rates = [float(group["lr"]) if "lr" in group else None for group in made.param_groups]
         if tables:
             problem = table_problem(made, {id(param): name for name, param in named if id(param) in tables})
     source = "optimizer.type" if factory is None else "optimizer="
-    by_rank = all_gather_object((problem, rates), context.group(context.grid.names))
-    for rank, (of_rank, _) in enumerate(by_rank):
+    by_rank = all_gather_object((problem, rates, untried), context.group(context.grid.names))
+    for rank, (of_rank, *_) in enumerate(by_rank):
         if of_rank is not None:
             raise ValueError(f"{source}: {of_rank}" + (f" (rank {rank})" if context.world_size > 1 else ""))
-    rates = next((found for _, found in by_rank if found), [])
+    rates = next((found for _, found, _ in by_rank if found), [])
+    if context.is_logging_rank and (told := [words for *_, words in by_rank if words]):
+        log.warning("%s", told[0])
     if not rates:
         raise ValueError(f"{source}: the optimizer has no parameter on any rank, so nothing would be trained")
     if made is _EMPTY:  # torch's insist on a parameter
@@ -166,7 +176,7 @@ def _make(
         params: list[Any] = [param for _, param in named] if groups is None else groups.of(named)
         kind, options = _class_of(section), section.arguments
         if section.whole:
-            return WholeParameters(params, holders, partial(_plain(kind), **options))
+            return WholeParameters(params, holders, partial(kind, **options))
         if section.type in TORCH_OPTIMIZERS:
             return torch_optimizer(section.type, params, **options)
         if _takes(kind, "holders"):
@@ -181,11 +191,10 @@ def _make(
 
 
 def _class_of(section: OptimizerSection) -> Any:
-    return section.type if callable(section.type) else OPTIMIZERS.get(section.type)
-
-
-def _plain(kind: Any) -> Any:
-    return without_dynamo(kind) if getattr(kind, "__module__", "").startswith("torch.optim") else kind
+    """What makes the optimizer; classes of torch and our own without what their wrappers import."""
+    kind = section.type if callable(section.type) else OPTIMIZERS.get(section.type)
+    is_ours = getattr(kind, "__module__", "").startswith(("torch.optim", "colossus.optim"))
+    return without_dynamo(kind) if is_ours and isinstance(kind, type) else kind
 
 
 def _takes(kind: Callable[..., Any], argument: str) -> bool:
@@ -203,9 +212,9 @@ _WHOLE = (
 
 
 def _problem(
-    made: Any, named: dict[str, nn.Parameter], config: Config, context: ParallelContext, tables: Container[int]
+    made: Any, named: dict[str, nn.Parameter], config: Config, context: ParallelContext, tables: Collection[int]
 ) -> str | None:
-    """What is wrong with an optimizer of these parameters, in words."""
+    """What is wrong with an optimizer of these parameters, in words; see `trial_problem`."""
     kind, names = type(made).__name__, {id(param): name for name, param in named.items()}
     if not isinstance(made, torch.optim.Optimizer):
         return f"the function returned a {kind}; it must return a torch.optim.Optimizer over what it is given"
@@ -217,6 +226,8 @@ def _problem(
         )
     if (words := _refusal(type(made))) and not all(id(param) in tables for param in held):
         return f"{kind}: {words}"
+    if config.checkpoint.every and (reason := why_not_saved(made)):
+        return f"{reason}; or set checkpoint.every = 0"
     sizes = context.grid.sizes
     in_parts = [
         param
@@ -228,8 +239,6 @@ def _problem(
             f"{words}, and this rank stores a part of {names[id(in_parts[0])]}: what is trained would depend on the "
             f"plan. {_WHOLE}"
         )
-    if config.checkpoint.every and (reason := why_not_saved(made)):
-        return f"{reason}; or set checkpoint.every = 0"
     return None
 
 
@@ -247,10 +256,10 @@ def require_options(section: OptimizerSection, context: ParallelContext) -> None
     """
     kind = _class_of(section)
     name = getattr(kind, "__name__", str(kind))
-    if section.has_groups and _takes(kind, "named_parameters"):
+    if (section.has_groups or section.tables is not None) and _takes(kind, "named_parameters"):
         raise ConfigError(
-            f"optimizer.groups, layer_decay: {name} takes named_parameters, of which it makes groups itself: leave "
-            f"them out, or let it take params"
+            f"optimizer.groups, layer_decay, tables: {name} takes named_parameters, of which it makes groups itself: "
+            f"leave them out, or let it take params"
         )
     if section.whole and _takes(kind, "holders"):
         raise ConfigError(
@@ -278,7 +287,7 @@ def _options_refused(
 
     def refused(**options: Any) -> str | None:
         try:
-            _plain(kind)([nn.Parameter(torch.zeros(2, 2))], **holders, **options)
+            kind([nn.Parameter(torch.zeros(2, 2))], **holders, **options)
         except (TypeError, ValueError) as error:
             return str(error)
         return None
@@ -288,6 +297,5 @@ def _options_refused(
         return None
     for name in own:
         if refused(**{key: value for key, value in options.items() if key != name}) is None:
-            got = brief(options[name])
-            return f".{name}: {words}" + ("" if f"got {got}" in words else f", got {got}")
+            return f".{name}: {words}" + ("" if "got " in words else f", got {brief(options[name])}")
     return f": {words}"

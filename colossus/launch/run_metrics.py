@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from colossus.config import by_path
 
 
 class RunMetrics:
     """The rows of one run; of a step that was run again the last counts, and half a last line does not.
 
     A row with ``replica`` tells the tokens and the speed of one replica; here they are times the number of replicas, as
-    they are in the other rows.
+    they are in the other rows; how many, the ``config.json`` beside the file tells.
 
     Args:
         path: of the file; one that is not there has no rows.
-        replicas: of the run; by default what the ``config.json`` beside the file says, or 1.
 
     Attributes:
         steps: rising.
@@ -26,9 +28,9 @@ class RunMetrics:
         tokens: of all steps up to each, of those that the file has.
     """
 
-    def __init__(self, path: Path, replicas: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        replicas = _replicas(path.parent) if replicas is None else replicas
+        replicas = _replicas(path.parent)
         rows: dict[int, dict[str, Any]] = {}
         for line in path.read_bytes().splitlines() if path.exists() else []:
             try:
@@ -43,6 +45,16 @@ class RunMetrics:
                 row |= {key: row[key] * replicas for key in ("tokens", "tokens_per_second") if key in row}
         self.seconds = list(accumulate(row.get("step_seconds", 0.0) for row in self.rows))
         self.tokens = list(accumulate(row.get("tokens", 0.0) for row in self.rows))
+
+    @cached_property
+    def numbers(self) -> dict[str, dict[int, float]]:
+        """key -> index of a row -> its number; keys in keys, and numbers of lists, are joined by points."""
+        found: dict[str, dict[int, float]] = {}
+        for at, row in enumerate(self.rows):
+            for key, number in by_path(row, lists=True):
+                if isinstance(number, int | float) and not isinstance(number, bool):
+                    found.setdefault(key, {})[at] = float(number)
+        return found
 
 
 def _replicas(folder: Path) -> int:

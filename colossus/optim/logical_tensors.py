@@ -45,10 +45,6 @@ class LogicalTensor:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def is_matrix(self) -> bool:
-        return len(self.shape) == 2
-
     def local(self, buffer: Tensor) -> Tensor:
         """This rank's part, a view: of the parameter, or of a buffer of its shape (its gradient, its momentum)."""
         if not self.shape:

@@ -85,15 +85,6 @@ class Muon(torch.optim.Optimizer):
         dtype: str = "bf16",
         adamw: dict[str, Any] | None = None,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ValueError(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
-        if not (0 <= momentum < 1 and weight_decay >= 0 and 0 < ns_steps < 100):
-            raise ValueError(
-                f"momentum must be in [0, 1), weight_decay 0 or more and ns_steps 1 to 99, got momentum={momentum}, "
-                f"weight_decay={weight_decay}, ns_steps={ns_steps}"
-            )
         own: dict[str, Any] = dict(
             lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps, ns_steps=ns_steps,
             ns_coefficients=tuple(ns_coefficients), adjust_lr_fn=adjust_lr_fn,

@@ -66,11 +66,6 @@ class WholeParameters(torch.optim.Optimizer):
         made = [{**_options(new), "params": group["params"]} for new, group in pairs]
         super().__init__(made, {})
 
-    def _pairs(self) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-        """Each group with that of the inner optimizer. One that was added behind them is of tables with rules of their
-        own."""
-        return zip(self.param_groups, self.inner.param_groups, strict=False)
-
     def _parameter(self, shape: tuple[int, ...]) -> nn.Parameter:
         return nn.Parameter(torch.zeros(shape, dtype=self._dtype, device=self._device))
 
@@ -88,10 +83,10 @@ class WholeParameters(torch.optim.Optimizer):
             whole.grad = None if tensor.parameter.grad is None else grad
         for filler in self._fillers:
             filler.grad = torch.zeros_like(filler)
-        for group, inner in self._pairs():
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(_options(group))
         self.inner.step()
-        for group, inner in self._pairs():
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_options(inner))
         new = [whole.detach() for _, whole in self._owned]
         back = self.exchange.to_holders(new, torch.empty(0, dtype=self._dtype, device=self._device))

@@ -87,7 +87,7 @@ def _loads(rank: int, root: Path) -> list[tuple[str, str, bool]]:
     with watched(unreadable, ("open",)):
         attempt("unreadable", root / "step-00000002")
     if rank == 1:  # a node that does not have the folder
-        checkpoints.open_weights = lambda found: CheckpointReader(found.with_name("step-00000007"))  # type: ignore
+        checkpoints.open_weights = lambda found, *_: CheckpointReader(found.with_name("step-00000007"))  # type: ignore
     attempt("not seen", root / "step-00000002")
     checkpoints.open_weights = open_weights  # type: ignore[attr-defined]
     engine.checkpoints.finish()

@@ -19,9 +19,7 @@ import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import ConfigError, load_config
 from colossus.config.batch_sizes import BatchRamp, BatchSizes
-from colossus.context.parallel_context import ParallelContext
 from colossus.data.sampler import BatchShard, SampleOrder
-from colossus.engine.nonfinite import LossScaler
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
 
@@ -182,18 +180,6 @@ def test_replicas_that_step_by_themselves_have_their_part_of_the_batch(told: dic
         own = order[place : place + (size if step % 2 else size // 2)]  # every other step is of all replicas
         assert told["local_sgd"].tokens[step] == sum(int((samples[at]["labels"] >= 0).sum()) for at in own)
         place += size
-
-
-def test_the_loss_scale_is_of_the_gradient_of_the_mean_in_every_step() -> None:
-    def factors(context: ParallelContext, first: float) -> tuple[float, float, float]:
-        scaler = LossScaler(None, context, 32)
-        scaler.begin_step(torch.zeros(8, 3, dtype=torch.int64), first)
-        scaler.update(None, torch.tensor(first * 96, dtype=torch.float64))
-        small, whole = (scaler.begin_step(torch.zeros(8, 3), part).item() for part in (0.25, 1.0))
-        return small, whole, scaler.state_dict()["num_tokens"]
-
-    ((from_part,), (from_whole,)) = (run_ranks(1, factors, first) for first in (0.25, 1.0))
-    assert from_part == from_whole == (4 * 65536 / 64, 65536 / 64, 64)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

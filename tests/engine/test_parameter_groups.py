@@ -117,10 +117,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "optimizer.momentum: must be less than 1, got 1.5",
     ),
     "a type": (dict(type="Adafactor", eps=1e-8), "optimizer.eps: must be a tuple or a list, got 1e-08"),
-    "a value that the class names": (
-        dict(type="Muon", dtype="fp8"),
-        "dtype must be one of bf16, fp32, fp64, got 'fp8'",
-    ),
+    "a choice": (dict(type="Muon", dtype="fp8"), "optimizer.dtype: must be 'bf16', 'fp32' or 'fp64', got 'fp8'"),
     "whole twice": (dict(type="Muon", whole=True), "optimizer.whole: Muon looks at whole parameters by itself"),
     "all frozen": (dict(groups=[dict(match="*", frozen=True)]), "are frozen, so nothing would be trained"),
     "a class of torch": (dict(type="torch.optim:LBFGS"), "optimizer.type: LBFGS: it evaluates the loss again"),

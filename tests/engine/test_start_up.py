@@ -11,6 +11,7 @@ CODE = """
     from torch import nn
     import colossus
     from colossus import layers
+    from colossus.registry import OPTIMIZERS
 
     class Net(nn.Module):
         def __init__(self):
@@ -23,7 +24,7 @@ CODE = """
         def forward(self, ids):
             return self.out(self.block(self.norm(self.embedding(ids))))
 
-    for name in ("AdamW", "SGD"):
+    for name in OPTIMIZERS.names():
         config = dict(train=dict(global_batch_size=2), optimizer=dict(type=name, lr=1e-2), device="cpu")
         engine = colossus.initialize(config, model=Net, loss_fn=lambda out, ids: (out.square().sum(), ids.numel()))
         assert engine.train_step(torch.zeros(2, 4, dtype=torch.long)).grad_norm > 0

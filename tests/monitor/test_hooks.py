@@ -93,14 +93,14 @@ def test_options_are_checked_when_a_config_is_read(hook: Any, told: str) -> None
             dict(train=dict(eval_every=2), checkpoint=dict(dir="there")),
             "hooks.0: BestCheckpoint would save into checkpoint.dir = 'there'",
         ),
-        ("NeedsNothing", {}, "hooks.0: NeedsNothing needs nowhere_to_be_found, which is not installed: pip install it"),
+        ("NeedsNothing", {}, "hooks.0: NeedsNothing needs nowhere_to_be_found, which is not installed"),
     ],
 )
 def test_what_a_hook_needs_is_checked_before_a_launch(
     hook: str, more: Any, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Missing(HOOK_OPTIONS.get("MLflow")):  # type: ignore[misc]
-        package, pip_name = "nowhere_to_be_found", "it"
+        package = "nowhere_to_be_found"
 
     monkeypatch.setitem(HOOK_OPTIONS._entries, "NeedsNothing", Missing)
     monkeypatch.setitem(HOOKS._entries, "NeedsNothing", Tracker)

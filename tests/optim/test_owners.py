@@ -148,6 +148,6 @@ def test_what_is_wrong_is_told() -> None:
 
     (told,) = run_ranks(1, body, with_context=False)
     for message, wanted in zip(
-        told, ("dtype", "betas.1: must be less than 1", "d 1 or more", "momentum: must be"), strict=True
+        told, ("dtype", "betas.1: must be less than 1", "d: must be at least 1", "momentum: must be"), strict=True
     ):
         assert wanted in message

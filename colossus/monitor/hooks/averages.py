@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -102,19 +102,20 @@ class WeightAverage(Hook):
         """
         if not self.has_begun:
             raise ValueError(f"{type(self).__name__} has no average yet: no update was made")
-        strategy, kept = engine.strategy, {}
+        strategy = engine.strategy
         with strategy.evaluation():
             engine.store.release()  # what compute has gathered
             outer, strategy.is_averaged = strategy.is_averaged, True
             try:
-                for param, average in self._averages.items():
-                    kept[param] = _exchange(param, average)
-                torch.clear_autocast_cache()
-                yield
+                with ExitStack() as back:
+                    for param, average in self._averages.items():
+                        other = average.to(param.dtype)  # the average itself but for low precision
+                        _exchange(param, other)
+                        back.callback(_exchange, param, other)
+                    back.callback(engine.store.release)
+                    torch.clear_autocast_cache()
+                    yield
             finally:
-                engine.store.release()
-                for param, own in kept.items():
-                    _put_back(param, self._averages[param], own)
                 strategy.is_averaged = outer
                 torch.clear_autocast_cache()
 
@@ -144,11 +145,7 @@ class WeightAverage(Hook):
 
 
 class EMA(WeightAverage):
-    """The exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``.
-
-    Args:
-        options: see `EMAOptions`.
-    """
+    """The exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``."""
 
     options: EMAOptions
 
@@ -163,11 +160,7 @@ class EMA(WeightAverage):
 
 
 class SWA(WeightAverage):
-    """Stochastic weight averaging (1803.05407): the mean of the weights of every so many steps from one on.
-
-    Args:
-        options: see `SWAOptions`.
-    """
+    """Stochastic weight averaging (1803.05407): the mean of the weights of every so many steps from one on."""
 
     options: SWAOptions
 
@@ -203,22 +196,9 @@ def _move(averages: Mapping[nn.Parameter, Tensor], weight: Tensor) -> None:
 
 
 @torch.no_grad()
-def _exchange(param: nn.Parameter, average: Tensor) -> Tensor | None:
-    """Write an average to its parameter; gives the parameter's own values, or None where the average has them now."""
+def _exchange(param: nn.Parameter, other: Tensor) -> None:
+    """Give each the values of the other."""
     with as_shards():
         own = param.detach().clone()
-        param.copy_(average)
-        if average.dtype != param.dtype:
-            return own
-        average.copy_(own)
-        return None
-
-
-@torch.no_grad()
-def _put_back(param: nn.Parameter, average: Tensor, own: Tensor | None) -> None:
-    """Undo `_exchange`, which gave ``own``."""
-    if own is None:
-        _exchange(param, average)
-        return
-    with as_shards():
-        param.copy_(own)
+        param.copy_(other)
+        other.copy_(own)

@@ -24,9 +24,6 @@ class BestCheckpoint(MetricHook):
     RUN/checkpoints/best`. What it names stays, whatever ``checkpoint.keep_last`` says; what it names no more is
     removed, unless its step is one of ``checkpoint.every`` or ``keep_every``. A run that is resumed goes on with what
     it has kept.
-
-    Args:
-        options: of `BestCheckpointOptions`.
     """
 
     def __init__(self, **options: Any) -> None:

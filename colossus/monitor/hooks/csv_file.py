@@ -19,9 +19,6 @@ class CSV(Tracker):
 
     Where a row has a number that none before it had, the file is written anew with one more column, and takes the place
     of the old one. Of a run that is resumed the lines up to its step stay.
-
-    Args:
-        options: of `CSVOptions`.
     """
 
     def __init__(self, **options: Any) -> None:

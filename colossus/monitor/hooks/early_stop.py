@@ -16,9 +16,6 @@ class EarlyStop(MetricHook):
 
     All ranks see the same numbers, and stop after the step that follows, as `Engine.request_stop` says. A run that is
     resumed goes on counting; one that had stopped makes one step, and stops again unless it has more patience now.
-
-    Args:
-        options: of `EarlyStopOptions`.
     """
 
     def __init__(self, **options: Any) -> None:

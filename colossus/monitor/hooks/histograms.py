@@ -36,9 +36,6 @@ class Histograms(Hook, StepObserver):
 
     A line of ``histograms.jsonl`` in the run folder is a `Histogram`; TensorBoard and Weights & Biases get them, too,
     where a run has their hooks.
-
-    Args:
-        options: of `HistogramsOptions`.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from colossus.config import as_dict
+from colossus.config import as_dict, by_path
 from colossus.monitor.hooks.options import MLflowOptions
 from colossus.monitor.hooks.tracker import TrackedRun, Tracker, charts_of
 
@@ -16,11 +16,7 @@ _MOST_PARAMS, _LONGEST_PARAM = 100, 500
 
 
 class MLflow(Tracker):
-    """Config as parameters, rows as metrics. Steps that come again after a resume are logged again, in the same run.
-
-    Args:
-        options: of `MLflowOptions`.
-    """
+    """Config as parameters, rows as metrics. Steps that come again after a resume are logged again, in the same run."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -39,7 +35,7 @@ class MLflow(Tracker):
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
         self.run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
-        params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in _by_path(as_dict(run.config))]
+        params = [Param(_name(key), str(value)[:_LONGEST_PARAM]) for key, value in by_path(as_dict(run.config))]
         for first in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(self.run_id, params=params[first : first + _MOST_PARAMS])
 
@@ -50,14 +46,6 @@ class MLflow(Tracker):
 
     def close(self, *, is_good: bool) -> None:
         self._client.set_terminated(self.run_id, "FINISHED" if is_good else "FAILED")
-
-
-def _by_path(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _by_path(value, f"{path}{key}.")
-        else:
-            yield _name(f"{path}{key}"), value
 
 
 def _name(key: str) -> str:

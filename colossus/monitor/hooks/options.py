@@ -11,11 +11,10 @@ from pydantic import AfterValidator, Field, model_validator
 from colossus.config import Config
 from colossus.config.errors import brief
 from colossus.config.plans import strategy_options
-from colossus.config.section import Count, CountOrZero, Names, Positive, Section
+from colossus.config.section import Count, CountOrZero, Names, NotNegative, Positive, Section
 from colossus.data_parallel.options.strategy_options import PerReplicaOptions
 from colossus.registry import imported
 
-NotNegative = Annotated[float, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -70,26 +69,25 @@ class CSVOptions(HookOptions):
 class TrackerOptions(HookOptions):
     """Of hooks that pass rows to another package."""
 
-    #: what is imported, and what pip calls it
+    #: what is imported, and installed by pip
     package: ClassVar[str]
-    pip_name: ClassVar[str]
 
     def problems(self, config: Config) -> list[str]:
         found = importlib.util.find_spec(self.package)
         if found is not None and found.origin is not None:  # a folder of that name has none
             return []
-        return [f"needs {self.package}, which is not installed: pip install {self.pip_name}"]
+        return [f"needs {self.package}, which is not installed: pip install {self.package}"]
 
 
 class TensorBoardOptions(TrackerOptions):
-    package, pip_name = "tensorboard", "tensorboard"
+    package = "tensorboard"
 
     #: None: ``tensorboard`` in the run folder
     log_dir: Name | None = None
 
 
 class WandBOptions(TrackerOptions):
-    package, pip_name = "wandb", "wandb"
+    package = "wandb"
 
     #: by default that of the variable WANDB_PROJECT, else the name of the config
     project: Name | None = None
@@ -103,7 +101,7 @@ class WandBOptions(TrackerOptions):
 
 
 class MLflowOptions(TrackerOptions):
-    package, pip_name = "mlflow", "mlflow"
+    package = "mlflow"
 
     #: by default that of the variable MLFLOW_EXPERIMENT_NAME, else the name of the config
     experiment: Name | None = None

@@ -12,9 +12,6 @@ from colossus.monitor.hooks.tracker import Histogram, TrackedRun, Tracker, chart
 class TensorBoard(Tracker):
     """Each number of the rows as a chart, and histograms where they are made. A run that goes on hides what an attempt
     before it has written of the steps that come again.
-
-    Args:
-        options: of `TensorBoardOptions`.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -16,9 +16,6 @@ class Throughput(Hook):
     """Adds to each row, of the last ``window`` steps, ``step_seconds_first_quartile``, ``step_seconds_median``,
     ``step_seconds_third_quartile`` and ``tokens_per_second_window``, all tokens over all seconds. Evaluations do not
     count.
-
-    Args:
-        options: of `ThroughputOptions`.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from colossus.config import Config
+from colossus.config import Config, by_path
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
 from colossus.monitor.metrics import PATIENCE, Metrics
@@ -171,13 +171,7 @@ class Tracker(Hook):
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a row by their path, ``comm.data.bytes``; lists are left out."""
-    found: dict[str, float] = {}
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            found |= {f"{name}.{below}": number for below, number in numbers_of(value).items()}
-        elif isinstance(value, int | float):
-            found[name] = value
-    return found
+    return {path: value for path, value in by_path(row) if isinstance(value, int | float)}
 
 
 def charts_of(row: Mapping[str, Any]) -> dict[str, float]:

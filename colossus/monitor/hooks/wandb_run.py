@@ -14,9 +14,6 @@ from colossus.monitor.hooks.tracker import Histogram, TrackedRun, Tracker, chart
 class WandB(Tracker):
     """Config, rows and histograms; its files are in the run folder. The x-axis is ``step``: steps that come again after
     a resume are logged again, under the same id.
-
-    Args:
-        options: of `WandBOptions`.
     """
 
     def __init__(self, **options: Any) -> None:
