@@ -142,10 +142,13 @@ def build_optimizer(
     return made, config
 
 
-def holders_of(module: nn.Module, strategy: Strategy) -> Holders:
+def holders_of(module: nn.Module, strategy: Strategy, sparse: Collection[int] = ()) -> Holders:
     """The ranks that hold the parameters of a stage and have the same sums of their gradients.
 
     Embeddings, and output layers by their class or name, are told apart: their rows stand for tokens or classes.
+
+    Args:
+        sparse: ids of the stored tables with sparse gradients.
     """
     rows = set()
     for name, part in module.named_modules():
@@ -153,7 +156,7 @@ def holders_of(module: nn.Module, strategy: Strategy) -> Holders:
         if isinstance(part, kinds) or name.rpartition(".")[2] in ("lm_head", "head", "classifier"):
             rows |= {id(param) for param in part.parameters()}
     context = strategy.parts.context
-    return Holders(context, (axis for axis in strategy.summed_axes if axis != "pipeline"), rows)
+    return Holders(context, (axis for axis in strategy.summed_axes if axis != "pipeline"), rows, sparse)
 
 
 def _make(
