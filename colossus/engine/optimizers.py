@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,7 +26,6 @@ from colossus.layers.lm_head import LMHead
 from colossus.layout.parameter import spec_of
 from colossus.optim.logical_tensors import Holders
 from colossus.optim.torch_classes import without_dynamo
-from colossus.optim.whole import WholeParameters
 from colossus.registry import OPTIMIZERS, TORCH_OPTIMIZERS
 from colossus.sparse.table_optimizers import set_table_options, table_problem
 from colossus.state.optimizer import why_not_saved
@@ -176,7 +176,8 @@ def _make(
         params: list[Any] = [param for _, param in named] if groups is None else groups.of(named)
         kind, options = _class_of(section), section.arguments
         if section.whole:
-            return WholeParameters(params, holders, partial(kind, **options))
+            whole = importlib.import_module("colossus.optim.whole")  # of those who ask for it
+            return whole.WholeParameters(params, holders, partial(kind, **options))
         if section.type in TORCH_OPTIMIZERS:
             return torch_optimizer(section.type, params, **options)
         if _takes(kind, "holders"):
