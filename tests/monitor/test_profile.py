@@ -176,6 +176,7 @@ def adds_up(summary: dict[str, Any]) -> bool:
     return all(sum(one["seconds"].values()) == pytest.approx(one["step_seconds"], rel=1e-9) for one in summary["ranks"])
 
 
+@pytest.mark.long
 def test_gathers(tmp_path: Path) -> None:
     for name, world, plan, ranks in (
         ("zero", 2, dict(data=2, zero=3), (0,)),
