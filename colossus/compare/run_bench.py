@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from colossus.compare.bench_table import as_json, print_bench
-from colossus.compare.interleaved import alternate, environment, progress, unique
+from colossus.compare.interleaved import alternate, environment, unique
 from colossus.compare.variants import check_plan, of_each
 from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.overrides import plan_overrides
