@@ -20,6 +20,7 @@ from colossus.config.plans import describe_plan, describe_processes, world_size
 from colossus.launch import command
 from colossus.launch.checks import check_given, describe_device, is_on_cuda
 from colossus.launch.servers import num_servers
+from colossus.progress import progress
 
 AS_IN_FILE = "as in the file"
 #: no evaluation and no checkpoint comes between steps, and none makes replicas wait for each other

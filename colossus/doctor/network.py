@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -102,14 +103,19 @@ def measure(nproc: int, *, cuda: bool = False, timeout: float = 60.0) -> dict[st
     Raises:
         RanksFailed: when ranks fail, or when nothing moves for ``timeout`` seconds.
     """
-    # Fork needs no second import of torch, but neither CUDA nor macOS allows it.
-    start = "spawn" if cuda or sys.platform == "darwin" else "fork"
-    backend = "nccl" if cuda else "gloo"
-    # a rank that waits for CUDA spins, which does not look like silence: there NCCL's watchdog must end it
-    limit = timeout if cuda else None
-    body = partial(_rank, nproc, cuda)
-    found = run_local_ranks(nproc, body, patience=timeout, start=start, backend=backend, collective_timeout=limit)
-    return dict(found[0])
+    return dict(run_local_ranks(nproc, partial(_rank, nproc, cuda), **rank_options(cuda, timeout))[0])
+
+
+def rank_options(cuda: bool, timeout: float) -> dict[str, Any]:
+    """How `run_local_ranks` starts and ends ranks on these devices."""
+    return dict(
+        # fork needs no second import of torch, but neither CUDA nor macOS allows it
+        start="spawn" if cuda or sys.platform == "darwin" else "fork",
+        backend="nccl" if cuda else "gloo",
+        patience=timeout,
+        # a rank that waits for CUDA spins, which does not look like silence: there NCCL's watchdog must end it
+        collective_timeout=timeout if cuda else None,
+    )
 
 
 def _rank(nproc: int, cuda: bool, rank: int) -> dict[str, float]:

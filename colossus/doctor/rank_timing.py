@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -54,7 +54,7 @@ class Sizes:
 _KB, _MB = 1 << 10, 1 << 20
 #: 8 MB is the most that goes through shared memory
 _MESSAGES = (*(_KB << power for power in range(0, 14, 2)), shared_memory.SLOT_BYTES, 16 * _MB)
-ON_CPU = Sizes(("fp32",), (8, 32, 128, 512, 1024), 4, 64, (128, 512, 1024), 64 * _MB, _MESSAGES, 24.0)
+ON_CPU = Sizes(("fp32",), (8, 32, 128, 512, 1024), 4, 64, (128, 512, 1024), 16 * _MB, _MESSAGES, 24.0)
 ON_CUDA = Sizes(
     ("bf16", "fp32"), (16, 64, 256, 1024, 4096), 32, 128, (512, 2048, 8192), 512 * _MB,
     (*_MESSAGES, 64 * _MB, 256 * _MB), 24.0,
@@ -109,7 +109,7 @@ def _agree(number: int, group: AxisGroup, device: torch.device) -> int:
 # -- one device -----------------------------------------------------------------------------------------------
 
 
-def _compute_cases(sizes: Sizes, device: torch.device) -> Mapping[Case, Callable[[], float]]:
+def _compute_cases(sizes: Sizes, device: torch.device) -> dict[Case, Callable[[], float]]:
     cases: dict[Case, Callable[[], float]] = {}
     for dtype in sizes.dtypes:
         for at, a in enumerate(sizes.matmul):
@@ -193,7 +193,7 @@ def _held(operation: str, ranks: int, whole: int) -> int:
     return divided // ranks if operation == "all_gather" else divided
 
 
-def _all_collectives(sizes: Sizes, world: int) -> list[Case]:
+def _all_collectives(sizes: Sizes, world: int) -> list[tuple[str, int, int]]:
     return [
         (operation, ranks, _held(operation, ranks, whole))
         for ranks in group_sizes(world)
@@ -216,14 +216,13 @@ def _collective_cases(sizes: Sizes, device: torch.device, everyone: AxisGroup) -
     for operation, ranks, held in _all_collectives(sizes, everyone.size):
         if ranks not in groups:
             continue
-        assert isinstance(held, int)
         x = torch.zeros(held // 4, device=device)
-        group = groups[int(ranks)]
+        group = groups[ranks]
         if operation == "send":
             assert links is not None
             call: Callable[[], object] = partial(_there_and_back, links, x, group.index)
         else:
-            call = partial(_CALLS[str(operation)], x, group)
+            call = partial(_CALLS[operation], x, group)
         calls = max(2, min(20, _MB // held))
         cases[operation, ranks, held] = partial(_seconds_together, call, calls, device, 2 if operation == "send" else 1)
     return cases
