@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from colossus.hardware.measured import (
     MeasuredFile,
     ProductTable,
 )
-from colossus.machine import memory_bytes, processor_name, usable_cores
+from colossus.machine import memory_bytes, processor_name, threads_per_rank, usable_cores
 
 TIMEOUT = 60.0
 
@@ -66,7 +67,9 @@ def measure_ranks(nproc: int, device: str, sizes: Sizes) -> MeasuredFile:
     """
     sys.stdout.flush()  # what is buffered would be printed again by forked ranks
     cuda = device == "cuda"
-    of_ranks = run_local_ranks(nproc, partial(time_cases, nproc, device, sizes), **rank_options(cuda, TIMEOUT))
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdecimal() else threads_per_rank(nproc)
+    of_ranks = run_local_ranks(nproc, partial(time_cases, nproc, threads, device, sizes), **rank_options(cuda, TIMEOUT))
     slowest: Seconds = {}
     for of_rank in of_ranks:
         for case, seconds in of_rank.items():
@@ -79,6 +82,7 @@ def measure_ranks(nproc: int, device: str, sizes: Sizes) -> MeasuredFile:
         name=torch.cuda.get_device_name(0) if cuda else processor_name(),
         cores=usable_cores(),
         ranks=nproc,
+        threads=threads,
         backend="nccl" if cuda else "gloo",
         memory_bytes=torch.cuda.mem_get_info(0)[1] if cuda else memory_bytes()[0] / nproc,
         bytes_per_second=3 * sizes.memory / slowest["add",],
@@ -126,7 +130,8 @@ def _collective(slowest: Seconds, operation: str, ranks: int) -> CollectiveTable
 def tables(found: MeasuredFile) -> str:
     """All that was measured, as tables."""
     device = f"{found.name}, {counted(found.cores, 'core')}" if found.device == "cpu" else found.name
-    head = f"{device}: {counted(found.ranks, 'rank')} at once, torch {found.torch}, {found.backend}"
+    ranks = f"{counted(found.ranks, 'rank')} at once, of {counted(found.threads, 'thread')} each"
+    head = f"{device}: {ranks}, torch {found.torch}, {found.backend}"
     parts = [head]
     for dtype, products in found.matmul.items():
         parts.append(f"GFLOP/s of a rank in {dtype}, [a, b] x [b, b]\n{_product_rows(products)}")

@@ -22,7 +22,7 @@ from colossus.progress import progress
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: a case's calls run this long, unless one call takes longer
 CASE_SECONDS = 0.02
-FEWEST_BLOCKS, MOST_BLOCKS = 3, 7
+FEWEST_BLOCKS, MOST_BLOCKS = 2, 7
 TIMEOUT = timedelta(seconds=60)
 
 #: what is timed: ("matmul", dtype, a, b), ("forward", dtype, length), ("all_reduce", ranks, bytes held), ("add",), ..
@@ -38,7 +38,7 @@ class Sizes:
         matmul: a and b of products [a, b] x [b, b].
         memory: bytes of a tensor that is too large for caches.
         messages: bytes of the whole tensor of a collective.
-        seconds: for all blocks together, roughly; at least three are taken.
+        seconds: for all blocks together, roughly; at least two are taken.
     """
 
     dtypes: tuple[str, ...]
@@ -66,11 +66,12 @@ def group_sizes(world: int) -> list[int]:
     return sorted({1 << power for power in range(1, world.bit_length()) if 1 << power <= world} | {world} - {1})
 
 
-def time_cases(world: int, device: str, sizes: Sizes, rank: int) -> Seconds:
+def time_cases(world: int, threads: int, device: str, sizes: Sizes, rank: int) -> Seconds:
     """Median seconds of each case over blocks, each of which runs all cases, in turned order from block to block.
 
     All ranks call; they start each case together, and groups of fewer ranks than all run side by side.
     """
+    torch.set_num_threads(threads)
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
     everyone = AxisGroup(("ranks",), tuple(range(world)), rank, dist.group.WORLD if world > 1 else None)
     cases = _compute_cases(sizes, here) | _collective_cases(sizes, here, everyone)

@@ -96,12 +96,13 @@ class CollectiveTable(_Part):
 
 
 class MeasuredFile(_Part):
-    """All of it. Each rank ran with one thread, and all ranks at the same time.
+    """All of it, of ranks that ran at the same time.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
         name: of the device.
         cores: that the ranks shared.
+        threads: of each rank, as `colossus launch` shares out the cores.
         memory_bytes: of a GPU, or of this machine for one of ``ranks`` of CPUs.
         bytes_per_second: read and written together in z = x + y of new tensors that no cache holds; ``copy_`` in
             the copy of one.
@@ -116,6 +117,7 @@ class MeasuredFile(_Part):
     name: str
     cores: PositiveInt
     ranks: PositiveInt
+    threads: PositiveInt
     backend: str
     memory_bytes: PositiveFloat
     bytes_per_second: PositiveFloat

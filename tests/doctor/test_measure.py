@@ -39,7 +39,7 @@ def test_three_ranks_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert 0 < hardware.matmul_seconds(24, 24, 24, "fp32") < 1
     assert 0 < hardware.collective_seconds("all_to_all", 3, 2000) < 1
     out = capsys.readouterr().out
-    assert ": 3 ranks at once, torch " in out
+    assert ": 3 ranks at once, of 1 thread each, torch " in out
     assert re.search(rf"\n24 +{2 * 24**3 / file.matmul['fp32'].seconds[2][0] / 1e9:.1f}\n", out)
     assert "\n3 ranks, by the bytes of the whole tensor\n" in out
     assert out.endswith(f"written to {path}\n")

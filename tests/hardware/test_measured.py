@@ -33,8 +33,8 @@ def file_of(products: list[list[float]] | None = None, collective: list[float] |
         heads=2, head_dim=64, lengths=[128, 512], forward_seconds=[1e-4, 1e-3], backward_seconds=[2e-4, 3e-3]
     )
     return dict(
-        version=1, colossus="0", torch="2", device="cpu", name="a processor", cores=4, ranks=4, backend="gloo",
-        memory_bytes=1e9, bytes_per_second=5e9, copy_bytes_per_second=8e9, operator_seconds=1e-6,
+        version=1, colossus="0", torch="2", device="cpu", name="a processor", cores=4, ranks=4, threads=1,
+        backend="gloo", memory_bytes=1e9, bytes_per_second=5e9, copy_bytes_per_second=8e9, operator_seconds=1e-6,
         matmul={"fp32": dict(sizes=list(SIZES), seconds=products)}, attention={"fp32": attention},
         collectives=collectives,
     )  # fmt: skip
