@@ -27,5 +27,7 @@ def make_parser() -> Parser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    measure = arguments.measure is not None
-    return call("colossus.doctor.measure" if measure else "colossus.doctor.examine", "run", arguments)
+    if arguments.measure is not None:
+        return call("colossus.doctor.measure", "run", arguments)
+    del arguments.measure
+    return call("colossus.doctor.examine", "run", arguments)
