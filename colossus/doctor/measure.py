@@ -130,8 +130,8 @@ def _collective(slowest: Seconds, operation: str, ranks: int) -> CollectiveTable
 def tables(found: MeasuredFile) -> str:
     """All that was measured, as tables."""
     device = f"{found.name}, {counted(found.cores, 'core')}" if found.device == "cpu" else found.name
-    ranks = f"{counted(found.ranks, 'rank')} at once, of {counted(found.threads, 'thread')} each"
-    head = f"{device}: {ranks}, torch {found.torch}, {found.backend}"
+    together = f"{counted(found.ranks, 'rank')} at once, of {counted(found.threads, 'thread')} each"
+    head = f"{device}: {together}, torch {found.torch}, {found.backend}"
     parts = [head]
     for dtype, products in found.matmul.items():
         parts.append(f"GFLOP/s of a rank in {dtype}, [a, b] x [b, b]\n{_product_rows(products)}")
