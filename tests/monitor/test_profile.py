@@ -380,6 +380,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert "validation loss" not in out
     assert not (folder / "checkpoints").exists()
     assert per_step(regions_of(folder, 1), "forward stage 0 microbatch 0") == 1
+    code, _, err = finish(start([sys.executable, "-m", "colossus", *words], tmp_path))
+    assert (code, "--out out: holds the metrics of another run already" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
