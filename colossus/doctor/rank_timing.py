@@ -180,7 +180,8 @@ def _synchronize(device: torch.device) -> None:
 
 # -- between ranks --------------------------------------------------------------------------------------------
 
-_CALLS: dict[str, Callable[[Tensor, AxisGroup], object]] = {
+#: a collective of `colossus.comm`, and its result
+CALLS: dict[str, Callable[[Tensor, AxisGroup], object]] = {
     "all_reduce": lambda x, group: collectives.all_reduce(x, group, owned=True).wait(),
     "all_gather": lambda x, group: collectives.all_gather(x, group).wait(),
     "reduce_scatter": lambda x, group: collectives.reduce_scatter(x, group).wait(),
@@ -198,7 +199,7 @@ def _all_collectives(sizes: Sizes, world: int) -> list[tuple[str, int, int]]:
     return [
         (operation, ranks, _held(operation, ranks, whole))
         for ranks in group_sizes(world)
-        for operation in (*_CALLS, *(["send"] if ranks == 2 else []))
+        for operation in (*CALLS, *(["send"] if ranks == 2 else []))
         for whole in sizes.messages
     ]
 
@@ -221,22 +222,29 @@ def _collective_cases(sizes: Sizes, device: torch.device, everyone: AxisGroup) -
         group = groups[ranks]
         if operation == "send":
             assert links is not None
-            call: Callable[[], object] = partial(_there_and_back, links, x, group.index)
+            call: Callable[[], object] = partial(there_and_back, links, x, group.index)
         else:
-            call = partial(_CALLS[operation], x, group)
-        calls = max(2, min(20, _MB // held))
-        cases[operation, ranks, held] = partial(_seconds_together, call, calls, device, 2 if operation == "send" else 1)
+            call = partial(CALLS[operation], x, group)
+        calls, messages = max(2, min(20, _MB // held)), 2 if operation == "send" else 1
+        cases[operation, ranks, held] = partial(_seconds_of_one, call, calls, device, messages)
     return cases
 
 
-def _seconds_together(call: Callable[[], object], calls: int, device: torch.device, messages: int) -> float:
-    """As `_seconds`, with as many calls on all ranks; of one of the messages that follow each other in a call."""
+def _seconds_of_one(call: Callable[[], object], calls: int, device: torch.device, messages: int) -> float:
+    return seconds_together(call, calls, device) / messages
+
+
+def seconds_together(call: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Mean over as many calls on all ranks, after one that brings them together."""
     call()
-    return _seconds_of(call, calls, device) / calls / messages
+    return _seconds_of(call, calls, device) / calls
 
 
-def _there_and_back(links: Links, x: Tensor, index: int) -> None:
+def there_and_back(links: Links, x: Tensor, index: int) -> None:
+    """A message from rank 0 to rank 1, and one of the same size back; other ranks do nothing."""
     other = 1 - index
+    if other not in (0, 1):
+        return
     incoming = links.receive(other, [x], "measured") if links.takes_early else None
     if index == 0:
         links.send(other, [x], "measured")()
