@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import platform
 import resource
 import socket
 import struct
@@ -29,6 +30,14 @@ def usable_cores() -> int:
 def threads_per_rank(local_ranks: int) -> int:
     """Compute threads of each of the ranks that share this machine, at least one."""
     return max(1, usable_cores() // max(1, local_ranks))
+
+
+def processor_name() -> str:
+    """Of this machine's processor, as it calls itself."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
 
 
 def loopback_interface() -> str | None:

@@ -1,4 +1,4 @@
-"""``colossus doctor``: what this machine has, and what will make trouble."""
+"""``colossus doctor``: what this machine has, what it does, and what will make trouble."""
 
 from __future__ import annotations
 
@@ -15,8 +15,19 @@ def make_parser() -> Parser:
         EXIT_CODES,
     )
     parser.add_nproc("ranks to measure between (default: 2)", default=2)
+    parser.add_argument(
+        "--measure",
+        metavar="OUT.json",
+        nargs="?",
+        const="",
+        help="time matmuls, attention, memory and collectives with all ranks at once instead, in less than a minute; "
+        "print tables and write them to a file",
+    )
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.measure is not None:
+        return call("colossus.doctor.measure", "run", arguments)
+    del arguments.measure
     return call("colossus.doctor.examine", "run", arguments)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from colossus.progress import progress
+
 #: name -> seconds, one per block
 Series = dict[str, list[float]]
 
@@ -68,12 +70,6 @@ def unique(names: Sequence[str]) -> dict[str, str]:
             label += AGAIN
         labels[label] = name
     return labels
-
-
-def progress(text: str) -> None:
-    """One line on stderr that the next one overwrites; silent when stderr is not a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def environment() -> dict[str, Any]:

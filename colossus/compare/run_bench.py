@@ -15,7 +15,7 @@ from rich.console import Console
 
 from colossus.arithmetic import counted
 from colossus.compare.bench_table import as_json, print_bench
-from colossus.compare.interleaved import alternate, environment, progress, unique
+from colossus.compare.interleaved import alternate, environment, unique
 from colossus.compare.variants import check_plan, of_each
 from colossus.config import Config, ConfigError, load_config, model_options
 from colossus.config.overrides import plan_overrides
@@ -23,6 +23,7 @@ from colossus.config.plans import describe_plan, describe_processes, world_size
 from colossus.launch import command
 from colossus.launch.checks import check_given, describe_device, is_on_cuda
 from colossus.launch.servers import num_servers
+from colossus.progress import progress
 
 AS_IN_FILE = "as in the file"
 #: no evaluation and no checkpoint comes between steps, and none makes replicas wait for each other

@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import resource
 import socket
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import distributed as dist
 
+from colossus.comm.accounting import sent
+from colossus.comm.links import Links
+from colossus.context.groups import AxisGroup
 from colossus.context.local_ranks import run_local_ranks
+from colossus.doctor.rank_timing import CALLS, seconds_together, there_and_back
 from colossus.machine import is_loopback
 
 SMALL_BYTES = 4 * 1024
@@ -102,51 +104,35 @@ def measure(nproc: int, *, cuda: bool = False, timeout: float = 60.0) -> dict[st
     Raises:
         RanksFailed: when ranks fail, or when nothing moves for ``timeout`` seconds.
     """
-    # Fork needs no second import of torch, but neither CUDA nor macOS allows it.
-    start = "spawn" if cuda or sys.platform == "darwin" else "fork"
-    backend = "nccl" if cuda else "gloo"
-    # a rank that waits for CUDA spins, which does not look like silence: there NCCL's watchdog must end it
-    limit = timeout if cuda else None
-    body = partial(_rank, nproc, cuda)
-    found = run_local_ranks(nproc, body, patience=timeout, start=start, backend=backend, collective_timeout=limit)
-    return dict(found[0])
+    return dict(run_local_ranks(nproc, partial(_rank, nproc, cuda), **rank_options(cuda, timeout))[0])
+
+
+def rank_options(cuda: bool, timeout: float) -> dict[str, Any]:
+    """How `run_local_ranks` starts and ends ranks on these devices."""
+    return dict(
+        # fork needs no second import of torch, but neither CUDA nor macOS allows it
+        start="spawn" if cuda or sys.platform == "darwin" else "fork",
+        backend="nccl" if cuda else "gloo",
+        patience=timeout,
+        # a rank that waits for CUDA spins, which does not look like silence: there NCCL's watchdog must end it
+        collective_timeout=timeout if cuda else None,
+    )
 
 
 def _rank(nproc: int, cuda: bool, rank: int) -> dict[str, float]:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    small = torch.zeros(SMALL_BYTES // 4, device=device)
-    large = torch.zeros(LARGE_BYTES // 4, device=device)
-    found = {
-        "all_reduce_small_seconds": _seconds(lambda: dist.all_reduce(small), 50, device),
-        "all_reduce_large_seconds": _seconds(lambda: dist.all_reduce(large), 3, device),
+    group = AxisGroup(("ranks",), tuple(range(nproc)), rank, dist.group.WORLD)
+    links = Links(group, [(0, 1), (1, 0)], device)
+    found = {}
+    for name, size, calls in (("small", SMALL_BYTES, 50), ("large", LARGE_BYTES, 3)):
+        x = torch.zeros(size // 4, device=device)
+        found[f"all_reduce_{name}"] = seconds_together(partial(CALLS["all_reduce"], x, group), calls, device)
+        found[f"send_{name}"] = seconds_together(partial(there_and_back, links, x, rank), calls, device) / 2
+    moved = sent("all_reduce", nproc, LARGE_BYTES)
+    return {
+        "all_reduce_small_seconds": found["all_reduce_small"],
+        "all_reduce_large_seconds": found["all_reduce_large"],
+        "all_reduce_bytes_per_second": moved / found["all_reduce_large"],
+        "send_small_seconds": found["send_small"],
+        "send_bytes_per_second": LARGE_BYTES / found["send_large"],
     }
-    moved = 2 * (nproc - 1) / nproc * LARGE_BYTES
-    found["all_reduce_bytes_per_second"] = moved / found["all_reduce_large_seconds"]
-    found["send_small_seconds"] = _seconds(lambda: _there_and_back(small, rank), 50, device) / 2
-    found["send_bytes_per_second"] = LARGE_BYTES / (_seconds(lambda: _there_and_back(large, rank), 3, device) / 2)
-    return found
-
-
-def _there_and_back(tensor: torch.Tensor, rank: int) -> None:
-    if rank == 0:
-        dist.send(tensor, 1)
-        dist.recv(tensor, 1)
-    elif rank == 1:
-        dist.recv(tensor, 0)
-        dist.send(tensor, 0)
-
-
-def _seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
-    """Median time of a call after two to warm up."""
-    taken = []
-    for number in range(times + 2):
-        dist.barrier()
-        began = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if number >= 2:
-            taken.append(time.perf_counter() - began)
-    return statistics.median(taken)

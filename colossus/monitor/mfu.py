@@ -1,11 +1,10 @@
 """Model FLOP utilisation: the operations of a model, counted, over those that the devices could have done.
 
-Peaks are from the data sheets of vendors; None where none is known, no guess.
+Peaks are from the data sheets of vendors (`colossus.hardware.data_sheets`); None where none is known.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import one_rank
+from colossus.hardware.data_sheets import peak_flops
 from colossus.registry import MODELS
 
 if TYPE_CHECKING:
@@ -82,65 +82,6 @@ def flops_per_token(model: Mapping[str, Any]) -> float | None:
     except Exception:  # a user's own may do anything; it trains all the same
         return None
     return float(counter.get_total_flops() / batch["labels"].numel())
-
-
-# -- peaks of devices -----------------------------------------------------------------------------------------
-
-KINDS = ("fp16", "bf16", "tf32", "fp32", "fp64")
-# Dense TFLOP/s per device, without sparsity: where a sheet gives only numbers with sparsity (Hopper, Ada, Blackwell)
-# they are halved. fp64 and, of AMD, fp32 are those of the matrix units where there are such. Products of fp16 and bf16
-# are accumulated in fp32, as torch has them accumulated: on GeForce that is half of the number in large print.
-#: short name -> peaks by `KINDS`, None where there is none or none is known; from data sheets and whitepapers
-PEAK_TFLOPS: dict[str, tuple[float | None, ...]] = {
-    "B200": (2250.0, 2250.0, 1125.0, 75.0, 37.0),
-    "B300": (2250.0, 2250.0, 1125.0, None, None),
-    "GB200": (2500.0, 2500.0, 1250.0, 80.0, 40.0),
-    "GB300": (2500.0, 2500.0, 1250.0, None, None),
-    "H100": (989.5, 989.5, 494.5, 67.0, 67.0),
-    "H100 PCIE": (756.5, 756.5, 378.0, 51.0, 51.0),
-    "H100 NVL": (835.5, 835.5, 417.5, 60.0, 60.0),
-    "H200": (989.5, 989.5, 494.5, 67.0, 67.0),
-    "H200 NVL": (835.5, 835.5, 417.5, 60.0, 60.0),
-    "GH200": (989.5, 989.5, 494.5, 67.0, 67.0),
-    "L4": (121.0, 121.0, 60.0, 30.3, None),
-    "L40": (181.05, 181.05, 90.5, 90.5, None),
-    "L40S": (362.05, 362.05, 183.0, 91.6, None),
-    "RTX 4090": (165.2, 165.2, 82.6, 82.6, None),
-    "RTX 5090": (209.5, 209.5, 104.8, 104.8, None),
-    "A100": (312.0, 312.0, 156.0, 19.5, 19.5),
-    "A100 PCIE": (312.0, 312.0, 156.0, 19.5, 19.5),
-    "A40": (149.7, 149.7, 74.8, 37.4, None),
-    "A10": (125.0, 125.0, 62.5, 31.2, None),
-    "RTX A6000": (154.8, 154.8, 77.4, 38.7, None),
-    "RTX 3090": (71.0, 71.0, 35.6, 35.6, None),
-    "T4": (65.0, None, None, 8.1, None),
-    "V100 SXM2": (125.0, None, None, 15.7, 7.8),
-    "V100 PCIE": (112.0, None, None, 14.0, 7.0),
-    "MI300X": (1307.4, 1307.4, None, 163.4, 163.4),
-    "MI325X": (1307.4, 1307.4, None, 163.4, 163.4),
-}
-_NO_NAME = re.compile(r"NVIDIA|TESLA|GEFORCE|AMD|INSTINCT|HBM3|SXM[456]|OAM|AC|\d+GB")
-
-
-def short_name(device_name: str) -> str:
-    """Without vendor, series and size of memory: ``NVIDIA H100 80GB HBM3`` is ``H100``.
-
-    All else stays: a slice (``H100 MIG 1G.10GB``), a ``RTX 4090 LAPTOP GPU`` and an ``A10G`` are other devices.
-    """
-    return " ".join(word for word in re.split(r"[\s-]+", device_name.upper()) if not _NO_NAME.fullmatch(word))
-
-
-def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float | None:
-    """Peak FLOP/s of a GPU by its name, None when no peak is known for it at this precision.
-
-    Args:
-        precision: ``fp64``, ``fp32``, ``bf16`` or ``fp16``, of the operands of products.
-        tf32: whether products of fp32 may be taken in TensorFloat-32; devices that have none take them in fp32.
-    """
-    peaks = dict(zip(KINDS, PEAK_TFLOPS.get(short_name(device_name), ()), strict=False))
-    kind = "tf32" if precision == "fp32" and tf32 and peaks.get("tf32") else precision
-    peak = peaks.get(kind)
-    return None if peak is None else peak * 1e12
 
 
 def device_peak(device: torch.device, precision: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Peaks of devices, utilisation and peak memory, in rows and on the display."""
+"""Utilisation and peak memory, in rows and on the display."""
 
 from __future__ import annotations
 
@@ -16,43 +16,11 @@ from colossus.config import load_config
 from colossus.engine.fit import fit
 from colossus.monitor.display import Display
 from colossus.monitor.metrics import Metrics, peak_memory
-from colossus.monitor.mfu import (
-    Utilisation,
-    flops_per_token,
-    peak_flops,
-)
+from colossus.monitor.mfu import Utilisation, flops_per_token
 
 H100 = "NVIDIA H100 80GB HBM3"
 CUDA = torch.device("cuda", 0)
 MODEL = dict(type="GPT", num_layers=1, hidden_size=8, num_heads=2, vocab_size=11, seq_len=6)
-#: as `torch.cuda.get_device_name` gives them -> bf16, or fp16 of those without
-NAMES = {
-    H100: 989.5,
-    "NVIDIA H100 PCIe": 756.5,
-    "NVIDIA GH200 480GB": 989.5,
-    "A100-SXM4-40GB": 312.0,
-    "NVIDIA A100 80GB PCIe": 312.0,
-    "NVIDIA GeForce RTX 4090": 165.2,
-    "Tesla V100-SXM2-32GB": 125.0,
-    "Tesla T4": 65.0,
-    "AMD Instinct MI300X": 1307.4,
-}
-#: they look alike, and are slower, faster or a part of one
-STRANGERS = (
-    "Some New GPU", "", "NVIDIA", "NVIDIA A10G", "NVIDIA H20", "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "AMD Instinct MI250X/MI250",
-)  # fmt: skip
-
-
-def test_peaks_are_known_or_not_never_guessed() -> None:
-    for name, tflops in NAMES.items():
-        low = "bf16" if "V100" not in name and "T4" not in name else "fp16"
-        assert peak_flops(name, low) == tflops * 1e12, name
-    for name in STRANGERS:
-        assert [peak_flops(name, kind) for kind in ("bf16", "fp16", "fp32", "fp64")] == [None] * 4, name
-    assert peak_flops("Tesla T4", "bf16") is None
-    assert peak_flops("NVIDIA L40S", "fp64") is None
-    assert peak_flops(H100, "int8") is None
 
 
 def engine_of(*, exact: bool = True, device: torch.device = CUDA, model: Any = MODEL, **parallel: int) -> Any:

@@ -1,0 +1,183 @@
+"""``colossus doctor --measure``: what devices and links of this machine do while all ranks work."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import colossus
+from colossus.arithmetic import aligned, byte_count, counted
+from colossus.config import ConfigError
+from colossus.context.local_ranks import RanksFailed, run_local_ranks
+from colossus.doctor.network import rank_options
+from colossus.doctor.rank_timing import ON_CPU, ON_CUDA, Seconds, Sizes, group_sizes, time_cases
+from colossus.hardware.hardware import OPERATIONS
+from colossus.hardware.measured import (
+    VERSION,
+    AttentionTable,
+    CollectiveTable,
+    MeasuredFile,
+    ProductTable,
+)
+from colossus.machine import memory_bytes, processor_name, threads_per_rank, usable_cores
+
+TIMEOUT = 60.0
+
+
+def run(nproc: int = 2, measure: str = "") -> int:
+    """Measure, print tables, and write the file ``measure`` if one is named.
+
+    Returns:
+        0, or 1 when ranks failed.
+
+    Raises:
+        ConfigError: for a file that cannot be written; before anything is measured.
+    """
+    path = Path(measure) if measure else None
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ConfigError(f"--measure {measure}: {'is a folder' if path.is_dir() else f'no folder {path.parent}'}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cuda = gpus >= nproc
+    if 0 < gpus < nproc:
+        print(f"{nproc} ranks, but {counted(gpus, 'GPU')}: measured on CPUs; use --nproc {gpus}", file=sys.stderr)
+    try:
+        found = measure_ranks(nproc, "cuda" if cuda else "cpu", ON_CUDA if cuda else ON_CPU)
+    except RanksFailed as error:
+        print(f"colossus: nothing was measured: {error}", file=sys.stderr)
+        return 1
+    print(tables(found))
+    if path is not None:
+        path.write_text(found.model_dump_json(indent=1) + "\n")
+        print(f"\nwritten to {path}")
+    return 0
+
+
+def measure_ranks(nproc: int, device: str, sizes: Sizes) -> MeasuredFile:
+    """What ``nproc`` ranks of this machine do at the same time; of each case the slowest rank's time.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        RanksFailed: when ranks fail, or nothing moves for a minute.
+    """
+    sys.stdout.flush()  # what is buffered would be printed again by forked ranks
+    cuda = device == "cuda"
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdecimal() else threads_per_rank(nproc)
+    of_ranks = run_local_ranks(nproc, partial(time_cases, nproc, threads, device, sizes), **rank_options(cuda, TIMEOUT))
+    slowest: Seconds = {}
+    for of_rank in of_ranks:
+        for case, seconds in of_rank.items():
+            slowest[case] = max(seconds, slowest.get(case, 0.0))
+    return MeasuredFile(
+        version=VERSION,
+        colossus=colossus.__version__,
+        torch=torch.__version__,
+        device=device,
+        name=torch.cuda.get_device_name(0) if cuda else processor_name(),
+        cores=usable_cores(),
+        ranks=nproc,
+        threads=threads,
+        backend="nccl" if cuda else "gloo",
+        memory_bytes=torch.cuda.mem_get_info(0)[1] if cuda else memory_bytes()[0] / nproc,
+        bytes_per_second=3 * sizes.memory / slowest["add",],
+        copy_bytes_per_second=2 * sizes.memory / slowest["copy",],
+        operator_seconds=slowest["operator",],
+        matmul={dtype: _products(slowest, dtype, sizes) for dtype in sizes.dtypes},
+        attention={dtype: _attention(slowest, dtype, sizes) for dtype in sizes.dtypes},
+        collectives=[
+            table
+            for operation in OPERATIONS
+            for ranks in group_sizes(nproc)
+            if (table := _collective(slowest, operation, ranks)) is not None
+        ],
+    )
+
+
+def _products(slowest: Seconds, dtype: str, sizes: Sizes) -> ProductTable:
+    rows = [[slowest["matmul", dtype, a, b] for b in sizes.matmul if b >= a] for a in sizes.matmul]
+    return ProductTable(sizes=list(sizes.matmul), seconds=rows)
+
+
+def _attention(slowest: Seconds, dtype: str, sizes: Sizes) -> AttentionTable:
+    forward, backward = ([slowest[name, dtype, at] for at in sizes.lengths] for name in ("forward", "backward"))
+    return AttentionTable(
+        heads=sizes.heads,
+        head_dim=sizes.head_dim,
+        lengths=list(sizes.lengths),
+        forward_seconds=forward,
+        backward_seconds=backward,
+    )
+
+
+def _collective(slowest: Seconds, operation: str, ranks: int) -> CollectiveTable | None:
+    found = sorted((case[2], seconds) for case, seconds in slowest.items() if case[:2] == (operation, ranks))
+    if not found:
+        return None
+    return CollectiveTable(
+        operation=operation, ranks=ranks, bytes=[int(held) for held, _ in found], seconds=[taken for _, taken in found]
+    )
+
+
+# -- for people -----------------------------------------------------------------------------------------------
+
+
+def tables(found: MeasuredFile) -> str:
+    """All that was measured, as tables."""
+    device = f"{found.name}, {counted(found.cores, 'core')}" if found.device == "cpu" else found.name
+    together = f"{counted(found.ranks, 'rank')} at once, of {counted(found.threads, 'thread')} each"
+    head = f"{device}: {together}, torch {found.torch}, {found.backend}"
+    parts = [head]
+    for dtype, products in found.matmul.items():
+        parts.append(f"GFLOP/s of a rank in {dtype}, [a, b] x [b, b]\n{_product_rows(products)}")
+    for dtype, attention in found.attention.items():
+        parts.append(f"GFLOP/s of a rank in {dtype}, causal attention\n{_attention_rows(attention)}")
+    parts.append(
+        f"memory: {found.bytes_per_second / 1e9:.1f} GB/s in x + y, {found.copy_bytes_per_second / 1e9:.1f} GB/s in a "
+        f"copy; an operation on one element {_time(found.operator_seconds)}"
+    )
+    for ranks in sorted({table.ranks for table in found.collectives}):
+        these = [table for table in found.collectives if table.ranks == ranks]
+        parts.append(f"{ranks} ranks, by the bytes of the whole tensor\n{_collective_rows(these)}")
+    return "\n\n".join(parts)
+
+
+def _product_rows(table: ProductTable) -> str:
+    rows = [["a", *(f"b {size}" for size in table.sizes)]]
+    seconds = table.by_pair()
+    for a in table.sizes:
+        cells = [_rate(2 * a * b * b / seconds[a, b]) if b >= a else "" for b in table.sizes]
+        rows.append([str(a), *cells])
+    return aligned(rows)
+
+
+def _attention_rows(table: AttentionTable) -> str:
+    rows = [["tokens", "forward", "backward"]]
+    for length, forward, backward in zip(table.lengths, table.forward_seconds, table.backward_seconds, strict=True):
+        flops = 2 * table.heads * length**2 * table.head_dim
+        rows.append([str(length), _rate(flops / forward), _rate(2.5 * flops / backward)])
+    return aligned(rows)
+
+
+def _collective_rows(these: list[CollectiveTable]) -> str:
+    rows = [["", *(table.operation for table in these)]]
+    for at, size in enumerate(these[0].bytes):
+        rows.append([byte_count(size), *(_time(table.seconds[at]) for table in these)])
+    links = [table.link() for table in these]
+    rows.append(["latency", *(_time(link.latency) for link in links)])
+    rows.append(["bandwidth", *(f"{link.bandwidth / 1e9:.2f} GB/s" for link in links)])
+    return aligned(rows, left=[0])
+
+
+def _rate(flops_per_second: float) -> str:
+    billions = flops_per_second / 1e9
+    return f"{billions:.1f}" if billions < 100 else f"{billions:,.0f}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

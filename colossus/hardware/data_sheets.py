@@ -1,0 +1,166 @@
+"""What the data sheets of vendors say of devices (None where they say nothing), and a device as they have it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from colossus.hardware.hardware import Hardware, Link, bytes_sent, steps
+from colossus.registry import nearest
+
+KINDS = ("fp16", "bf16", "tf32", "fp32", "fp64")
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """One device.
+
+    Attributes:
+        fp16, bf16, tf32, fp32, fp64: dense TFLOP/s, without sparsity.
+        memory: bytes.
+        memory_bandwidth: bytes per second.
+        link: NVLink or Infinity Fabric, all links of the device together; bytes per second in one direction, half of
+            the number in large print.
+        pcie: the same of PCI Express.
+    """
+
+    fp16: float | None
+    bf16: float | None
+    tf32: float | None
+    fp32: float | None
+    fp64: float | None
+    memory: float | None = None
+    memory_bandwidth: float | None = None
+    link: float | None = None
+    pcie: float | None = None
+
+
+# TFLOP/s: where a sheet gives only numbers with sparsity (Hopper, Ada, Blackwell) they are halved. fp64 and, of AMD,
+# fp32 are those of the matrix units where there are such. Products of fp16 and bf16 are accumulated in fp32, as torch
+# has them accumulated: on GeForce that is half of the number in large print.
+# Memory and links: NVIDIA's data sheets of V100 (SXM2, 32 GB; NVLink 300 GB/s), A100 (SXM, 80 GB; 600 GB/s), H100 and
+# H200 (SXM; 900 GB/s) and DGX B200 (1,440 GB and 64 TB/s of eight; 1.8 TB/s), AMD's of MI300X (seven links of
+# 128 GB/s). PCI Express x16 is 32, 64 and 128 GB/s in its generations 3, 4 and 5, both directions together.
+#: short name -> what its sheet says
+SHEETS: dict[str, DataSheet] = {
+    "B200": DataSheet(2250.0, 2250.0, 1125.0, 75.0, 37.0, 180e9, 8.0e12, 900e9, 64e9),
+    "B300": DataSheet(2250.0, 2250.0, 1125.0, None, None),
+    "GB200": DataSheet(2500.0, 2500.0, 1250.0, 80.0, 40.0),
+    "GB300": DataSheet(2500.0, 2500.0, 1250.0, None, None),
+    "H100": DataSheet(989.5, 989.5, 494.5, 67.0, 67.0, 80e9, 3.35e12, 450e9, 64e9),
+    "H100 PCIE": DataSheet(756.5, 756.5, 378.0, 51.0, 51.0),
+    "H100 NVL": DataSheet(835.5, 835.5, 417.5, 60.0, 60.0),
+    "H200": DataSheet(989.5, 989.5, 494.5, 67.0, 67.0, 141e9, 4.8e12, 450e9, 64e9),
+    "H200 NVL": DataSheet(835.5, 835.5, 417.5, 60.0, 60.0),
+    "GH200": DataSheet(989.5, 989.5, 494.5, 67.0, 67.0),
+    "L4": DataSheet(121.0, 121.0, 60.0, 30.3, None),
+    "L40": DataSheet(181.05, 181.05, 90.5, 90.5, None),
+    "L40S": DataSheet(362.05, 362.05, 183.0, 91.6, None),
+    "RTX 4090": DataSheet(165.2, 165.2, 82.6, 82.6, None),
+    "RTX 5090": DataSheet(209.5, 209.5, 104.8, 104.8, None),
+    "A100": DataSheet(312.0, 312.0, 156.0, 19.5, 19.5, 80e9, 2.039e12, 300e9, 32e9),
+    "A100 PCIE": DataSheet(312.0, 312.0, 156.0, 19.5, 19.5),
+    "A40": DataSheet(149.7, 149.7, 74.8, 37.4, None),
+    "A10": DataSheet(125.0, 125.0, 62.5, 31.2, None),
+    "RTX A6000": DataSheet(154.8, 154.8, 77.4, 38.7, None),
+    "RTX 3090": DataSheet(71.0, 71.0, 35.6, 35.6, None),
+    "T4": DataSheet(65.0, None, None, 8.1, None),
+    "V100 SXM2": DataSheet(125.0, None, None, 15.7, 7.8, 32e9, 0.9e12, 150e9, 16e9),
+    "V100 PCIE": DataSheet(112.0, None, None, 14.0, 7.0),
+    "MI300X": DataSheet(1307.4, 1307.4, None, 163.4, 163.4, 192e9, 5.3e12, 448e9, 64e9),
+    "MI325X": DataSheet(1307.4, 1307.4, None, 163.4, 163.4),
+}
+_NO_NAME = re.compile(r"NVIDIA|TESLA|GEFORCE|AMD|INSTINCT|HBM3|SXM[456]|OAM|AC|\d+GB")
+
+
+def short_name(device_name: str) -> str:
+    """Without vendor, series and size of memory: ``NVIDIA H100 80GB HBM3`` is ``H100``.
+
+    All else stays: a slice (``H100 MIG 1G.10GB``), a ``RTX 4090 LAPTOP GPU`` and an ``A10G`` are other devices.
+    """
+    return " ".join(word for word in re.split(r"[\s-]+", device_name.upper()) if not _NO_NAME.fullmatch(word))
+
+
+def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float | None:
+    """Peak FLOP/s of a GPU by its name, None when no peak is known for it at this precision.
+
+    Args:
+        precision: ``fp64``, ``fp32``, ``bf16`` or ``fp16``, of the operands of products.
+        tf32: whether products of fp32 may be taken in TensorFloat-32; devices that have none take them in fp32.
+    """
+    sheet = SHEETS.get(short_name(device_name))
+    if sheet is None or precision not in KINDS:
+        return None
+    kind = "tf32" if precision == "fp32" and tf32 and sheet.tf32 else precision
+    peak: float | None = getattr(sheet, kind)
+    return None if peak is None else peak * 1e12
+
+
+# -- a device that nobody has measured ------------------------------------------------------------------------
+
+#: of the peak that large products and attention, memory and links reach: round numbers, of no device in particular
+MATMUL_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.7, 0.5, 0.85, 0.8
+#: seconds to start a kernel
+LAUNCH = 5e-6
+# NCCL's own model (src/graph/tuning.cc, ring, protocol Simple): seconds of a call, of a step over NVLink, and of one
+# over the network
+CALL, LINK_STEP, NETWORK_STEP = 8.4e-6, 3.4e-6, 14e-6
+#: 400 Gb/s for each device, as in DGX H100 (eight ConnectX-7 for eight devices)
+NETWORK = Link(NETWORK_STEP, LINK_EFFICIENCY * 400e9 / 8)
+_BYTES = {"fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4, "fp64": 8}
+
+
+class FromDataSheet(Hardware):
+    """A device by its data sheet, with the efficiencies that stand above; nothing of it is measured.
+
+    Args:
+        device: as in `SHEETS`, in any case; also ``v100`` for its SXM2.
+        network: between hosts.
+
+    Raises:
+        ValueError: for a device whose sheet is not here, or says nothing of memory and links.
+    """
+
+    is_measured = False
+
+    def __init__(self, device: str, network: Link = NETWORK) -> None:
+        name = {"V100": "V100 SXM2"}.get(short_name(device), short_name(device))
+        sheet = SHEETS.get(name)
+        known = [key for key, item in SHEETS.items() if item.link is not None]
+        if sheet is None or name not in known:
+            close = nearest(name, known)
+            hint = f"; did you mean {close}?" if close else ""
+            raise ValueError(f"nothing is known of memory and links of {device!r}; known: {', '.join(known)}{hint}")
+        assert sheet.memory is not None
+        assert sheet.memory_bandwidth is not None
+        assert sheet.link is not None
+        self.sheet, self.network = sheet, network
+        self.name, self.memory_bytes = f"{name} (data sheet)", sheet.memory
+        self._memory_bandwidth, self._link = sheet.memory_bandwidth, sheet.link
+
+    def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
+        """As operations take, or as reading both factors and writing the product does (the roofline)."""
+        moved = (m * k + k * n + m * n) * _BYTES.get(dtype, 4)
+        return LAUNCH + max(2.0 * m * n * k / (MATMUL_EFFICIENCY * self._peak(dtype)), self._moving(moved))
+
+    def attention_seconds(self, heads: int, length: int, head_dim: int, dtype: str, *, backward: bool = False) -> float:
+        """Half of the full square is computed, and backward is 2.5 times forward (FlashAttention, 2205.14135)."""
+        flops = 2.0 * heads * length**2 * head_dim * (2.5 if backward else 1)
+        return LAUNCH + flops / (ATTENTION_EFFICIENCY * self._peak(dtype))
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        return LAUNCH + self._moving(num_bytes)
+
+    def on_one_host(self, operation: str, ranks: int, held: float) -> float:
+        through = bytes_sent(operation, ranks, held) / (LINK_EFFICIENCY * self._link)
+        return CALL + steps(operation, ranks) * LINK_STEP + through
+
+    def _moving(self, num_bytes: float) -> float:
+        return num_bytes / (MEMORY_EFFICIENCY * self._memory_bandwidth)
+
+    def _peak(self, dtype: str) -> float:
+        peak: float | None = getattr(self.sheet, dtype) if dtype in KINDS else None
+        if peak is None:
+            known = [kind for kind in KINDS if getattr(self.sheet, kind)]
+            raise ValueError(f"{self.name} says nothing of products in {dtype}; it has {', '.join(known)}")
+        return peak * 1e12

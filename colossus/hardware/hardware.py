@@ -1,0 +1,127 @@
+"""What a device and the links between devices are asked for: how long a product and a collective take."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from colossus.arithmetic import counted
+from colossus.comm.accounting import sent
+
+#: collectives whose time is asked for, and messages; bytes are counted as `colossus.comm.accounting.sent` counts them
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a link of a device.
+
+    Attributes:
+        latency: seconds of a step over it.
+        bandwidth: bytes per second.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+class Hardware(ABC):
+    """A device, and what joins such devices.
+
+    Attributes:
+        name: of the device, with where the figures are from.
+        is_measured: False where they are a data sheet's.
+        memory_bytes: of each device.
+        network: of each device, to devices of other hosts; None where it is not known.
+    """
+
+    name: str
+    is_measured: bool
+    memory_bytes: float
+    network: Link | None
+
+    @abstractmethod
+    def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
+        """Of a product [m, k] x [k, n]; never less where a dim is larger.
+
+        Args:
+            dtype: ``bf16``, ``fp32``, ..
+
+        Raises:
+            ValueError: where nothing is known of this dtype.
+        """
+
+    @abstractmethod
+    def attention_seconds(self, heads: int, length: int, head_dim: int, dtype: str, *, backward: bool = False) -> float:
+        """Of causal attention of ``heads`` (of all samples together), its forward or its backward."""
+
+    @abstractmethod
+    def memory_seconds(self, num_bytes: float) -> float:
+        """In which a device reads and writes ``num_bytes`` together, as an elementwise operation does."""
+
+    @abstractmethod
+    def on_one_host(self, operation: str, ranks: int, held: float) -> float:
+        """`collective_seconds` of two or more ranks as if one host had them all."""
+
+    def collective_seconds(self, operation: str, ranks: int, held: float, *, hosts: int = 1) -> float:
+        """Of a collective, or of a message one way; never less for more bytes.
+
+        Over several hosts it takes as long as on one, or as the network needs for the bytes that a rank sends, and in
+        addition the network's latency for each step from host to host.
+
+        Args:
+            operation: one of `OPERATIONS`.
+            held: bytes that a rank holds before, as in `colossus.comm.accounting.sent`: the shard of an all-gather.
+            hosts: over which the ranks are spread, in order.
+
+        Raises:
+            ValueError: where the operation is not known, or no link that joins these ranks.
+        """
+        if operation not in OPERATIONS:
+            raise ValueError(f"no time of {operation!r} is known; known: {', '.join(OPERATIONS)}")
+        if ranks == 1:
+            return 0.0
+        within = self.on_one_host(operation, ranks, held)
+        if hosts == 1:
+            return within
+        if self.network is None:
+            raise ValueError(
+                f"{self.name} knows no network, and {operation} over {counted(hosts, 'host')} needs one: give it "
+                f"network=Link(latency, bandwidth), in seconds and bytes per second of a device"
+            )
+        through = bytes_sent(operation, ranks, held) / self.network.bandwidth
+        return max(within, through) + steps(operation, hosts) * self.network.latency
+
+
+def bytes_sent(operation: str, ranks: int, held: float) -> float:
+    """What one rank sends, as it is counted; a message is its own size."""
+    return held if operation == "send" else sent(operation, ranks, held)
+
+
+def steps(operation: str, ranks: int) -> int:
+    """Messages that follow each other in a collective: round a ring; an all-reduce up and down a tree where that is
+    shorter (Sanders, Speck and Traeff, 2009: two binary trees have the ring's bandwidth).
+    """
+    if operation == "all_reduce":
+        return 2 * min(ranks - 1, math.ceil(math.log2(ranks)))
+    return 1 if operation == "send" else ranks - 1
+
+
+def fit_link(points: list[tuple[float, float]]) -> Link:
+    """Latency and bandwidth of ``seconds = latency + sent / bandwidth``, by least squares of relative errors.
+
+    Relative: sizes span four powers of ten, and the latency would else be what is left over of the largest.
+
+    Args:
+        points: (bytes sent, seconds), at least two.
+    """
+    # Minimise the sum of (latency u + slope v - 1)^2 with u = 1 / seconds, v = sent / seconds; neither below zero.
+    rows = [(1 / seconds, size / seconds) for size, seconds in points]
+    uu, uv, vv = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    u, v = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = uu * vv - uv * uv
+    latency, slope = ((u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant) if determinant else (0.0, 0.0)
+    if latency < 0 or slope <= 0:
+        latency, slope = 0.0, v / vv
+    return Link(latency, 1 / slope)

@@ -1,0 +1,238 @@
+"""The file that ``colossus doctor --measure OUT.json`` writes, and what it answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from colossus.arithmetic import counted
+from colossus.hardware.hardware import OPERATIONS, Hardware, Link, bytes_sent, fit_link, steps
+from colossus.hardware.interpolation import Curve, ProductGrid
+
+VERSION = 1
+
+Table = TypeVar("Table")
+
+
+class MeasuredFileError(ValueError):
+    """A file that is not one of measured times, or of another version."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ProductTable(_Part):
+    """Seconds of products, in one dtype.
+
+    Attributes:
+        sizes: rising.
+        seconds: of [a, b] x [b, b], for each size a a row, of the sizes b from a on: the mean of a linear layer's three
+            products, x w^T, dy w and dy^T x.
+    """
+
+    sizes: list[PositiveInt] = Field(min_length=2)
+    seconds: list[list[PositiveFloat]]
+
+    @model_validator(mode="after")
+    def _is_a_triangle(self) -> ProductTable:
+        _rising(self.sizes, "sizes")
+        lengths, wanted = [len(row) for row in self.seconds], list(range(len(self.sizes), 0, -1))
+        if lengths != wanted:
+            raise ValueError(f"rows of seconds have {lengths} numbers; {len(self.sizes)} sizes need {wanted}")
+        return self
+
+    def by_pair(self) -> dict[tuple[int, int], float]:
+        """(a, b) -> seconds."""
+        return {
+            (a, b): seconds
+            for at, a in enumerate(self.sizes)
+            for b, seconds in zip(self.sizes[at:], self.seconds[at], strict=True)
+        }
+
+
+class AttentionTable(_Part):
+    """Seconds of causal attention [heads, length, head_dim] by length, in one dtype."""
+
+    heads: PositiveInt
+    head_dim: PositiveInt
+    lengths: list[PositiveInt] = Field(min_length=2)
+    forward_seconds: list[PositiveFloat]
+    backward_seconds: list[PositiveFloat]
+
+    @model_validator(mode="after")
+    def _fits(self) -> AttentionTable:
+        _rising(self.lengths, "lengths")
+        for name in ("forward_seconds", "backward_seconds"):
+            _as_many(getattr(self, name), self.lengths, name, "lengths")
+        return self
+
+
+class CollectiveTable(_Part):
+    """Seconds of a collective over so many ranks, by the bytes that a rank holds before."""
+
+    operation: str
+    ranks: int = Field(ge=2)
+    bytes: list[PositiveInt] = Field(min_length=2)
+    seconds: list[PositiveFloat]
+
+    @model_validator(mode="after")
+    def _fits(self) -> CollectiveTable:
+        if self.operation not in OPERATIONS:
+            raise ValueError(f"operation {self.operation!r} is none of {', '.join(OPERATIONS)}")
+        _rising(self.bytes, "bytes")
+        _as_many(self.seconds, self.bytes, "seconds", "bytes")
+        return self
+
+    def link(self) -> Link:
+        """Latency of the whole collective, and bandwidth of what a rank sends."""
+        sizes = [bytes_sent(self.operation, self.ranks, held) for held in self.bytes]
+        return fit_link(list(zip(sizes, self.seconds, strict=True)))
+
+
+class MeasuredFile(_Part):
+    """All of it, of ranks that ran at the same time.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        name: of the device.
+        cores: that the ranks shared.
+        threads: of each rank, as `colossus launch` shares out the cores.
+        memory_bytes: of a GPU, or of this machine for one of ``ranks`` of CPUs.
+        bytes_per_second: read and written together in z = x + y of new tensors that no cache holds; ``copy_`` in
+            the copy of one.
+        operator_seconds: of an operation in place on one element.
+        matmul, attention: by dtype.
+    """
+
+    version: int
+    colossus: str
+    torch: str
+    device: str
+    name: str
+    cores: PositiveInt
+    ranks: PositiveInt
+    threads: PositiveInt
+    backend: str
+    memory_bytes: PositiveFloat
+    bytes_per_second: PositiveFloat
+    copy_bytes_per_second: PositiveFloat
+    operator_seconds: PositiveFloat
+    matmul: dict[str, ProductTable] = Field(min_length=1)
+    attention: dict[str, AttentionTable] = Field(min_length=1)
+    collectives: list[CollectiveTable]
+
+
+class Measured(Hardware):
+    """What a machine has been measured to do.
+
+    Args:
+        network: between hosts, which no measurement on one of them sees.
+    """
+
+    is_measured = True
+
+    def __init__(self, file: MeasuredFile, network: Link | None = None) -> None:
+        self.file, self.network = file, network
+        self.name = f"{file.name} (measured, {counted(file.ranks, 'rank')} at once)"
+        self.memory_bytes = file.memory_bytes
+        self._grids = {dtype: ProductGrid(table.sizes, table.by_pair()) for dtype, table in file.matmul.items()}
+        self._tables: dict[str, dict[int, tuple[Curve, Link, float]]] = {}
+        for table in file.collectives:
+            curve = Curve(table.bytes, table.seconds)
+            self._tables.setdefault(table.operation, {})[table.ranks] = curve, table.link(), table.bytes[-1]
+
+    def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
+        return _of_dtype(self._grids, dtype, self.name).at(m, n, k)
+
+    def attention_seconds(self, heads: int, length: int, head_dim: int, dtype: str, *, backward: bool = False) -> float:
+        table = _of_dtype(self.file.attention, dtype, self.name)
+        seconds = Curve(table.lengths, table.backward_seconds if backward else table.forward_seconds).at(length)
+        beyond = max(1.0, length / table.lengths[-1]) ** 2
+        return seconds * beyond * (heads * head_dim) / (table.heads * table.head_dim)
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        return num_bytes / self.file.bytes_per_second
+
+    def on_one_host(self, operation: str, ranks: int, held: float) -> float:
+        """Between numbers of ranks that were measured by logarithms; of more than those as the formula goes on."""
+        tables = self._tables.get(operation)
+        if tables is None:
+            raise ValueError(
+                f"{self.name} has no times of {operation} between ranks: measure again, with --nproc 2 or more"
+            )
+        known = sorted(tables)
+        fewer = max((size for size in known if size <= ranks), default=known[0])
+        more = min((size for size in known if size >= ranks), default=None)
+        low = self._at(operation, fewer, held)
+        if more is None:
+            return low + self._added(operation, fewer, ranks, held)
+        if more == fewer:
+            return low
+        part = math.log(ranks / fewer) / math.log(more / fewer)
+        return float(low ** (1 - part) * self._at(operation, more, held) ** part)
+
+    def _at(self, operation: str, ranks: int, held: float) -> float:
+        curve, link, largest = self._tables[operation][ranks]
+        return curve.at(held) + bytes_sent(operation, ranks, max(0.0, held - largest)) / link.bandwidth
+
+    def _added(self, operation: str, measured: int, ranks: int, held: float) -> float:
+        """What ``ranks`` take longer than those that were measured: steps, each of which has its latency, and bytes."""
+        link = self._tables[operation][measured][1]
+        more_steps = steps(operation, ranks) / steps(operation, measured) - 1
+        more_bytes = bytes_sent(operation, ranks, held) - bytes_sent(operation, measured, held)
+        return more_steps * link.latency + more_bytes / link.bandwidth
+
+
+def load_measured(path: str | Path, network: Link | None = None) -> Measured:
+    """What ``colossus doctor --measure`` wrote.
+
+    Args:
+        network: of each device to devices of other hosts, for collectives over several hosts.
+
+    Raises:
+        MeasuredFileError: when it cannot be read, is of another version, or something of it is missing or wrong.
+    """
+    again = "`colossus doctor --measure OUT.json` writes one"
+    try:
+        found: Any = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise MeasuredFileError(f"{path}: cannot be read as a file of measured times ({error}); {again}") from None
+    if not isinstance(found, dict) or "version" not in found:
+        raise MeasuredFileError(f"{path} is not a file of measured times: it has no 'version'; {again}")
+    if found["version"] != VERSION:
+        raise MeasuredFileError(f"{path} is of version {found['version']!r}, this colossus reads {VERSION}; {again}")
+    try:
+        return Measured(MeasuredFile.model_validate(found), network)
+    except ValidationError as error:
+        raise MeasuredFileError(f"{path}: {'; '.join(map(_in_words, error.errors()))}; {again}") from None
+
+
+def _in_words(problem: Any) -> str:
+    where = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "missing":
+        return f"{where!r} is missing"
+    if problem["type"] == "extra_forbidden":
+        return f"{where!r} is not known"
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _of_dtype(tables: Mapping[str, Table], dtype: str, name: str) -> Table:
+    if dtype not in tables:
+        raise ValueError(f"{name} has no times in {dtype}; it has {', '.join(tables)}")
+    return tables[dtype]
+
+
+def _rising(values: list[int], name: str) -> None:
+    if values != sorted(set(values)):
+        raise ValueError(f"{name} do not rise: {values}")
+
+
+def _as_many(values: list[float], others: list[int], name: str, of: str) -> None:
+    if len(values) != len(others):
+        raise ValueError(f"{name} has {len(values)} numbers for {len(others)} {of}")

@@ -1,0 +1,70 @@
+"""``colossus doctor --measure``: ranks are timed together, and the file can be read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from colossus.cli.main import main
+from colossus.doctor import measure, rank_timing
+from colossus.doctor.rank_timing import Sizes, group_sizes
+from colossus.hardware.hardware import OPERATIONS
+from colossus.hardware.measured import load_measured
+
+SMALL = Sizes(("fp32",), (8, 16, 24), 1, 8, (8, 16), 1 << 16, (1 << 10, 1 << 12), 0.0)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "ON_CPU", SMALL)
+    monkeypatch.setattr(rank_timing, "CASE_SECONDS", 1e-4)
+
+
+@pytest.mark.usefixtures("quick")
+def test_three_ranks_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Collectives of two run beside a rank that has no neighbour; it waits for them."""
+    path = tmp_path / "here.json"
+    assert main(["doctor", "--nproc", "3", "--measure", str(path)]) == 0
+    hardware = load_measured(path)
+    file = hardware.file
+    assert (file.ranks, file.device, file.backend) == (3, "cpu", "gloo")
+    expected = {(operation, ranks) for operation in OPERATIONS for ranks in (2, 3)} - {("send", 3)}
+    assert {(table.operation, table.ranks) for table in file.collectives} == expected
+    held = {(table.operation, table.ranks): table.bytes for table in file.collectives}
+    assert held["all_reduce", 2] == held["send", 2] == [1024, 4096]
+    assert held["all_gather", 2] == [512, 2048]
+    assert held["reduce_scatter", 3] == [1032, 4104]  # float32 that divide over three
+    assert 0 < hardware.matmul_seconds(24, 24, 24, "fp32") < 1
+    assert 0 < hardware.collective_seconds("all_to_all", 3, 2000) < 1
+    out = capsys.readouterr().out
+    assert ": 3 ranks at once, of 1 thread each, torch " in out
+    assert re.search(rf"\n24 +{2 * 24**3 / file.matmul['fp32'].seconds[2][0] / 1e9:.1f}\n", out)
+    assert "\n3 ranks, by the bytes of the whole tensor\n" in out
+    assert out.endswith(f"written to {path}\n")
+
+
+@pytest.mark.usefixtures("quick")
+def test_ranks_that_fail_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError("no room for the matmul")
+
+    monkeypatch.setattr(measure, "time_cases", fails)
+    assert main(["doctor", "--measure"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("colossus: nothing was measured: rank 0 failed\n")
+    assert "no room for the matmul" in err
+
+
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--measure", str(tmp_path)]) == 2
+    assert main(["doctor", "--measure", str(tmp_path / "none" / "a.json")]) == 2
+    assert capsys.readouterr().err == (
+        f"colossus: --measure {tmp_path}: is a folder\n"
+        f"colossus: --measure {tmp_path}/none/a.json: no folder {tmp_path}/none\n"
+    )
+
+
+def test_sizes_of_groups() -> None:
+    assert [group_sizes(world) for world in (1, 2, 3, 4, 6, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]

@@ -1,0 +1,84 @@
+"""What data sheets say of devices, and how long products and collectives take by them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossus.hardware.data_sheets import NETWORK, SHEETS, FromDataSheet, peak_flops
+from colossus.hardware.hardware import OPERATIONS
+
+#: as `torch.cuda.get_device_name` gives them -> bf16, or fp16 of those without
+NAMES = {
+    "NVIDIA H100 80GB HBM3": 989.5,
+    "NVIDIA H100 PCIe": 756.5,
+    "NVIDIA GH200 480GB": 989.5,
+    "A100-SXM4-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "Tesla V100-SXM2-32GB": 125.0,
+    "Tesla T4": 65.0,
+    "AMD Instinct MI300X": 1307.4,
+}
+#: they look alike, and are slower, faster or a part of one
+STRANGERS = (
+    "Some New GPU", "", "NVIDIA", "NVIDIA A10G", "NVIDIA H20", "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "AMD Instinct MI250X/MI250",
+)  # fmt: skip
+
+
+def test_peaks_are_known_or_not_never_guessed() -> None:
+    for name, tflops in NAMES.items():
+        low = "bf16" if "V100" not in name and "T4" not in name else "fp16"
+        assert peak_flops(name, low) == tflops * 1e12, name
+    for name in STRANGERS:
+        assert [peak_flops(name, kind) for kind in ("bf16", "fp16", "fp32", "fp64")] == [None] * 4, name
+    assert peak_flops("Tesla T4", "bf16") is None
+    assert peak_flops("NVIDIA L40S", "fp64") is None
+    assert peak_flops("NVIDIA H100 80GB HBM3", "int8") is None
+
+
+#: in the words of `--hardware`, or as torch names them
+KNOWN = ("h100", "a100", "H200", "b200", "v100", "mi300x", "NVIDIA A100-SXM4-80GB")
+
+
+def test_times_by_a_data_sheet() -> None:
+    """Large ones by the peaks and the efficiencies that the file states, small ones by what starting them takes."""
+    h100 = FromDataSheet("h100")
+    assert (h100.name, h100.is_measured, h100.memory_bytes) == ("H100 (data sheet)", False, 80e9)
+    flops = 2 * 8192**3
+    assert h100.matmul_seconds(8192, 8192, 8192, "bf16") == pytest.approx(flops / (0.7 * 989.5e12), rel=0.01)
+    # a few tokens: the weights are read, whatever is done with them
+    assert h100.matmul_seconds(4, 16384, 16384, "bf16") == pytest.approx(2 * 16384**2 / (0.85 * 3.35e12), rel=0.05)
+    assert h100.matmul_seconds(1, 1, 1, "bf16") == pytest.approx(5e-6, rel=0.01)
+    assert h100.memory_seconds(3.35e12) == pytest.approx(1 / 0.85, rel=1e-4)
+    backward = h100.attention_seconds(32, 8192, 128, "bf16", backward=True)
+    assert backward == pytest.approx(5 * 32 * 8192**2 * 128 / (0.5 * 989.5e12), rel=0.01)
+    # a gigabyte, of which a rank of eight sends 7/8 and again 7/8
+    assert h100.collective_seconds("all_reduce", 8, 1e9) == pytest.approx(1.75e9 / (0.8 * 450e9), rel=0.02)
+    assert h100.collective_seconds("all_reduce", 16, 1e9, hosts=2) == pytest.approx(1.875e9 / 40e9, rel=0.01)
+    assert h100.collective_seconds("send", 2, 0) == pytest.approx(8.4e-6 + 3.4e-6)
+    added = h100.collective_seconds("all_gather", 16, 0, hosts=2) - h100.collective_seconds("all_gather", 16, 0)
+    assert added == pytest.approx(NETWORK.latency)
+
+
+@given(st.sampled_from(KNOWN), st.sampled_from(OPERATIONS), st.integers(2, 512), st.floats(0, 1e10), st.floats(0, 1e9))
+def test_more_never_takes_less(device: str, operation: str, ranks: int, held: float, more: float) -> None:
+    hardware = FromDataSheet(device)
+    seconds = [hardware.collective_seconds(operation, ranks, size, hosts=2) for size in (held, held + more)]
+    assert seconds[0] <= seconds[1]
+    assert hardware.matmul_seconds(ranks, 64, 128, "fp16") <= hardware.matmul_seconds(ranks + 1, 64, 128, "fp16")
+
+
+def test_devices_and_dtypes_that_are_not_known() -> None:
+    known = "known: B200, H100, H200, A100, V100 SXM2, MI300X"
+    with pytest.raises(ValueError, match=f"nothing is known of memory and links of 'H10'; {known}; did you mean H100"):
+        FromDataSheet("H10")
+    with pytest.raises(ValueError, match=f"of 'RTX 4090'; {known}"):
+        FromDataSheet("RTX 4090")  # its peaks are known, its links are not
+    assert SHEETS["RTX 4090"].link is None
+    with pytest.raises(
+        ValueError, match=r"V100 SXM2 \(data sheet\) says nothing of products in bf16; it has fp16, fp32"
+    ):
+        FromDataSheet("v100").matmul_seconds(8, 8, 8, "bf16")
