@@ -17,7 +17,6 @@ from colossus.config.errors import brief
 from colossus.config.optimizer_section import GROUP_OPTIONS
 from colossus.config.optimizer_section import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.strategy import Strategy
 from colossus.engine.optimizer_trial import UntriedError, trial_problem
 from colossus.engine.parameter_groups import ParameterGroups
 from colossus.layers.embedding import Embedding, PositionEmbedding
@@ -37,7 +36,7 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
 #: in the place of the optimizer of a rank that has nothing to update
-_EMPTY: Any = object()
+EMPTY: Any = object()
 #: those that are fused unless the options say otherwise
 _FUSED = ("AdamW", "Adam", "SGD")
 
@@ -103,16 +102,16 @@ def build_optimizer(
     if factory is None:
         require_options(config.optimizer, context)
     named = [(spec_of(param).name, param) for param in params]
-    made = _make(factory, config, named, holders, groups)
+    made = make_optimizer(factory, config, named, holders, groups)
     problem, untried = None, ""
-    if made is not _EMPTY:
+    if made is not EMPTY:
         try:
             problem = _problem(made, dict(named), config, context, tables or ())
         except UntriedError as error:
             untried = str(error)
     #: of each group
     rates: list[float | None] = []
-    if made is not _EMPTY and problem is None:
+    if made is not EMPTY and problem is None:
         if factory is None and tables is not None:
             group_tables(made, config, lambda param: id(param) in tables)
         for group in made.param_groups if groups is not None else ():
@@ -130,7 +129,7 @@ def build_optimizer(
         log.warning("%s", told[0])
     if not rates:
         raise ValueError(f"{source}: the optimizer has no parameter on any rank, so nothing would be trained")
-    if made is _EMPTY:  # torch's insist on a parameter
+    if made is EMPTY:  # torch's insist on a parameter
         empty: list[dict[str, Any]] = [{"params": [], "lr": rate or 0.0} for rate in rates]
         empty[0]["params"] = [nn.Parameter(torch.zeros(0))]
         made = torch.optim.SGD(empty, lr=0.0, fused=False, foreach=False)
@@ -142,8 +141,8 @@ def build_optimizer(
     return made, config
 
 
-def holders_of(module: nn.Module, strategy: Strategy) -> Holders:
-    """The ranks that hold the parameters of a stage and have the same sums of their gradients.
+def holders_of(module: nn.Module, context: ParallelContext, summed_axes: Iterable[str]) -> Holders:
+    """The ranks that hold the parameters of a stage and have the same sums of their gradients, over ``summed_axes``.
 
     Embeddings, and output layers by their class or name, are told apart: their rows stand for tokens or classes.
     """
@@ -152,20 +151,19 @@ def holders_of(module: nn.Module, strategy: Strategy) -> Holders:
         kinds = nn.Embedding, nn.EmbeddingBag, Embedding, PositionEmbedding, LMHead
         if isinstance(part, kinds) or name.rpartition(".")[2] in ("lm_head", "head", "classifier"):
             rows |= {id(param) for param in part.parameters()}
-    context = strategy.parts.context
-    return Holders(context, (axis for axis in strategy.summed_axes if axis != "pipeline"), rows)
+    return Holders(context, (axis for axis in summed_axes if axis != "pipeline"), rows)
 
 
-def _make(
+def make_optimizer(
     factory: OptimizerFactory | None,
     config: Config,
     named: NamedParameters,
     holders: Holders,
     groups: ParameterGroups | None,
 ) -> Any:
-    """What the user's function, or the config's, returns; ``_EMPTY`` on a rank where it has nothing to update."""
+    """What the user's function, or the config's, returns; `EMPTY` on a rank where it has nothing to update."""
     if not named:
-        return _EMPTY
+        return EMPTY
     section = config.optimizer
     try:
         if factory is not None:
@@ -183,7 +181,7 @@ def _make(
         return kind(params=params, **options)
     except ValueError as error:
         if "empty parameter list" in str(error):  # torch's, where the function picks none of this stage
-            return _EMPTY
+            return EMPTY
         raise
 
 

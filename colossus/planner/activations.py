@@ -3,21 +3,23 @@ running them on fake tensors under the plan's layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.inputs import Inputs, StepBatch, model_input
 from colossus.engine.loss_function import LossFunction
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.planner.block_runs import BlockRun
 from colossus.planner.fake_tensors import CountedFakeTensors
-from colossus.schedule.transport import flatten_value, unflatten_value
+from colossus.schedule.actions import INPUT_GRADIENT, LAST_USE, Action
+from colossus.schedule.transport import ValueSpec, flatten_value, unflatten_value
 from colossus.sharded_tensor.regions import without_sequence
 from colossus.sharded_tensor.tensor import ShardedTensor
 
@@ -29,60 +31,106 @@ class StageActivations:
     Attributes:
         kept: from the end of its forward to its backward.
         forward: at most during its forward.
-        backward: at most during its backward, with what was kept; gradients of parameters are not counted twice.
+        backward: at most during its backward, with what was kept.
     """
 
     kept: int
     forward: int
     backward: int
 
+    def and_more(self, kept: int) -> StageActivations:
+        """Of a stage that keeps more, of blocks that were not run."""
+        return StageActivations(self.kept + kept, self.forward + kept, self.backward + kept)
 
-def run_microbatch(
-    forwards: Mapping[int, Callable[[Any], Any]],
-    loss_fn: LossFunction,
-    batch: StepBatch,
-    inputs: Inputs,
-    context: ParallelContext,
-    fake: CountedFakeTensors,
-) -> dict[int, StageActivations]:
-    """Run the first microbatch through all stages on fake tensors, forward and backward, one stage after the other.
+
+def peak_of_step(actions: Sequence[Action], stages: Mapping[int, StageActivations]) -> int:
+    """The most bytes of activations while a rank does its actions."""
+    held = peak = 0
+    for action in actions:
+        if action.kind == "forward":
+            peak = max(peak, held + stages[action.stage].forward)
+            held += stages[action.stage].kept
+        elif action.kind in INPUT_GRADIENT:
+            peak = max(peak, held - stages[action.stage].kept + stages[action.stage].backward)
+        if action.kind in LAST_USE:
+            held -= stages[action.stage].kept
+    return peak
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A stage that has been run: what it needs as it was, what each further block of its runs keeps, what it gives."""
+
+    activations: StageActivations
+    slopes: Sequence[int]
+    passed: ValueSpec
+
+
+class MicrobatchRun:
+    """Runs the first microbatch of a step through the stages of a model, forward and backward, one after the other.
 
     Args:
-        forwards: stage -> what runs it, of all stages of the model.
         batch: of this rank, of fake tensors.
         fake: the mode under which all is made, entered.
     """
-    parallel, last = model_parallel_of(context), max(forwards)
-    microbatch = batch.microbatches[0]
-    own = inputs.local(microbatch)
-    found: dict[int, StageActivations] = {}
-    passed = None
-    context.rng.move_to(0, 0)
-    for stage in sorted(forwards):
+
+    def __init__(
+        self, loss_fn: LossFunction, batch: StepBatch, inputs: Inputs, context: ParallelContext, fake: CountedFakeTensors
+    ) -> None:
+        self._loss_fn, self._batch, self._inputs, self._context, self._fake = loss_fn, batch, inputs, context, fake
+        self._parallel = model_parallel_of(context)
+        self._microbatch = batch.microbatches[0]
+        self._own = inputs.local(self._microbatch)
+        context.rng.move_to(0, 0)
+
+    def stages(self, stages: Mapping[int, Sequence[BlockRun]]) -> dict[int, StageActivations]:
+        """What each stage needs; of stages of equal blocks that are given equal tensors, one is run."""
+        found: dict[int, StageActivations] = {}
+        known: list[tuple[object, _Counted]] = []
+        passed, last = None, max(stages)
+        for stage in sorted(stages):
+            runs = stages[stage]
+            key = passed, [run.kind for run in runs], stage == last
+            counted = next((each for other, each in known if other == key), None)
+            if counted is None:
+                counted = self._run(stage, runs, passed, stage == last)
+                known.append((key, counted))
+            more = sum(run.left_out * slope for run, slope in zip(runs, counted.slopes, strict=True))
+            found[stage], passed = counted.activations.and_more(more), counted.passed
+        return found
+
+    def _run(self, stage: int, runs: Sequence[BlockRun], given: ValueSpec | None, is_last: bool) -> _Counted:
+        fake = self._fake
         before = fake.mark()
-        with parallel.batch(batch.info), context.precision.autocast(context.device):
-            if passed is None:
-                value, roots = inputs.mark_tokens(model_input(own), microbatch), list[Tensor]()
-            else:
-                received = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in passed.tensors]
-                value, roots = unflatten_value(passed, received, parallel)
-                del received
-            out = forwards[stage](value)
-            del value
-            if stage == last:
-                out = loss_fn(tree_map_only(ShardedTensor, without_sequence, out), own)[0]
-        passed, made = flatten_value(out, parallel, f"stage {stage}")
-        del out
-        leaves = [(x, leaf) for x, leaf in zip(made, passed.tensors, strict=True) if leaf.needs_gradient]
-        edges = [get_gradient_edge(x) for x, _ in leaves]
-        del made, leaves  # what is sent is no part of what is kept, unless it is saved for backward, too
+        slopes = []
+        with self._parallel.batch(self._batch.info), self._context.precision.autocast(self._context.device):
+            value, roots = self._value(given)
+            for run in runs:
+                live = [fake.live]
+                for call in run.shown:
+                    value = call(value)
+                    live.append(fake.live)
+                slopes.append(live[-1] - live[-2])
+            if is_last:
+                value = self._loss_fn(tree_map_only(ShardedTensor, without_sequence, value), self._own)[0]
+        passed, edges = self._edges(value, stage)
+        del value  # what is sent is no part of what is kept, unless it is saved for backward, too
         forward, kept = fake.peak - before, fake.live - before
         fake.mark()
         if edges:
-            with parallel.batch(batch.info):
-                seeds = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in passed.differentiable]
-                torch.autograd.backward(edges, seeds)
-                del seeds
+            with self._parallel.batch(self._batch.info):
+                torch.autograd.backward(edges, [torch.empty(x.shape, dtype=x.dtype) for x in passed.differentiable])
         del edges, roots
-        found[stage] = StageActivations(kept, forward, fake.peak - before)
-    return found
+        return _Counted(StageActivations(kept, forward, fake.peak - before), slopes, passed)
+
+    def _value(self, given: ValueSpec | None) -> tuple[Any, list[Tensor]]:
+        """What a stage is called with, as it arrives; the first takes the batch."""
+        if given is None:
+            return self._inputs.mark_tokens(model_input(self._own), self._microbatch), []
+        return unflatten_value(given, [torch.empty(x.shape, dtype=x.dtype) for x in given.tensors], self._parallel)
+
+    def _edges(self, value: Any, stage: int) -> tuple[ValueSpec, list[GradientEdge]]:
+        """What a stage gives, and where its backward begins."""
+        passed, tensors = flatten_value(value, self._parallel, f"stage {stage}")
+        made = zip(tensors, passed.tensors, strict=True)
+        return passed, [get_gradient_edge(x) for x, spec in made if spec.needs_gradient]
