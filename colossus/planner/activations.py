@@ -32,15 +32,17 @@ class StageActivations:
         kept: from the end of its forward to its backward.
         forward: at most during its forward.
         backward: at most during its backward, with what was kept.
+        passed: of what it is given and what it gives, the larger.
     """
 
     kept: int
     forward: int
     backward: int
+    passed: int
 
     def and_more(self, kept: int) -> StageActivations:
         """Of a stage that keeps more, of blocks that were not run."""
-        return StageActivations(self.kept + kept, self.forward + kept, self.backward + kept)
+        return StageActivations(self.kept + kept, self.forward + kept, self.backward + kept, self.passed)
 
 
 def peak_of_step(actions: Sequence[Action], stages: Mapping[int, StageActivations]) -> int:
@@ -121,7 +123,8 @@ class MicrobatchRun:
             with self._parallel.batch(self._batch.info):
                 torch.autograd.backward(edges, [torch.empty(x.shape, dtype=x.dtype) for x in passed.differentiable])
         del edges, roots
-        return _Counted(StageActivations(kept, forward, fake.peak - before), slopes, passed)
+        most = max(_bytes_of(given), 0 if is_last else _bytes_of(passed))
+        return _Counted(StageActivations(kept, forward, fake.peak - before, most), slopes, passed)
 
     def _value(self, given: ValueSpec | None) -> tuple[Any, list[Tensor]]:
         """What a stage is called with, as it arrives; the first takes the batch."""
@@ -134,3 +137,7 @@ class MicrobatchRun:
         passed, tensors = flatten_value(value, self._parallel, f"stage {stage}")
         made = zip(tensors, passed.tensors, strict=True)
         return passed, [get_gradient_edge(x) for x, spec in made if spec.needs_gradient]
+
+
+def _bytes_of(passed: ValueSpec | None) -> int:
+    return 0 if passed is None else sum(x.shape.numel() * x.dtype.itemsize for x in passed.tensors)

@@ -41,6 +41,8 @@ class CountedFakeTensors(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.live = self.peak = 0
         self._known: set[int] = set()
+        #: above 0 inside of an operator that shapes are found of by running others, which make nothing
+        self._depth = 0
 
     def mark(self) -> int:
         """Start a new peak; gives what is live."""
@@ -56,9 +58,13 @@ class CountedFakeTensors(FakeTensorMode):
         if func is ring_attention.RING_ATTENTION:  # as an operator it would be called with meta tensors
             with self:
                 return ring_attention._forward(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-        for leaf in tree_leaves(out):
+        self._depth += 1
+        try:
+            with torch._C.DisableTorchFunction():
+                out = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._depth -= 1
+        for leaf in tree_leaves(out) if not self._depth else ():
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 self._count(leaf.untyped_storage())
         return out

@@ -17,7 +17,7 @@ from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import map_batch
+from colossus.data.batch import batch_size_of, map_batch
 from colossus.data.make_loaders import loaders_of
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.inputs import Inputs
@@ -49,7 +49,9 @@ class RankMemory:
         rank: index along the pipeline axis.
         stages: that it runs.
         in_flight: activations that it holds at most, see `colossus.schedule.actions.in_flight`.
-        activations: what is kept for backward of these, and what the fullest action needs on top.
+        activations: what is kept for backward of these, what the fullest action needs on top, and in a pipeline a value
+            that arrives and one that leaves. With one microbatch gradients come as activations go, so that a part of
+            the gradients is counted against them.
     """
 
     rank: int
@@ -110,9 +112,12 @@ def predict_memory(config: Config) -> PlanMemory:
 
 
 def _batch_of(config: Config) -> Any:
-    """The first batch of a data rank."""
-    loaders = loaders_of(config, config.data, data_rank=0, data_size=config.parallel.data or 1, device="cpu")
-    return next(iter(loaders.train))
+    """A batch of a data rank, by one sample: its numbers count for nothing."""
+    train = config.train.model_copy(update={"global_batch_size": 1, "batch_ramp": None})
+    one = config.model_copy(update={"train": train})
+    batch = next(iter(loaders_of(one, config.data, data_rank=0, data_size=1, device="cpu").train))
+    read, size = batch_size_of(batch), config.train.global_batch_size // (config.parallel.data or 1)
+    return map_batch(lambda x: x[:1].expand(size, *x.shape[1:]) if x.dim() and len(x) == read else x, batch)
 
 
 def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory:
@@ -131,16 +136,25 @@ def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory
     accumulates = schedule.microbatches > 1
     with counted_fake_tensors() as fake, balanced_experts():
         give_sizes(model, context.precision)
-        stages = _activations(config, context, model, partition, batch, fake, accumulates)
-        ranks = []
+        of_ranks = []
         for rank in range(size):
             own = [0] if partition is None else partition.stages_on(rank)
             names = _names_on(model, partition, own)
-            chain = _chain_of(model, partition, own)
-            stored = StoredParameters(config, context, model, names, chain)
+            of_ranks.append((own, StoredParameters(config, context, model, names, _chain_of(model, partition, own))))
+        for own, stored in of_ranks:
+            for param in stored.params:
+                if param.requires_grad and (accumulates or stored.is_bucketed(param)):
+                    param.grad = torch.empty(param.shape, dtype=gradient_dtype(param))
+        stages = _activations(config, context, model, partition, batch, fake)
+        ranks = []
+        for (own, stored), of_rank in zip(of_ranks, actions, strict=True):
             counted = stored.count(groups[0], fake, accumulates=accumulates)
-            peak = peak_of_step(actions[rank], stages)
-            ranks.append(RankMemory(rank, tuple(own), max(in_flight(actions[rank])), counted, peak))
+            activations = peak_of_step(of_rank, stages)
+            if not accumulates:
+                activations = max(0, activations - counted.gradients)
+            if size > 1:
+                activations += 2 * max(stages[stage].passed for stage in own)
+            ranks.append(RankMemory(len(ranks), tuple(own), max(in_flight(of_rank)), counted, activations))
     return PlanMemory(tuple(ranks), tuple(_notes(config)))
 
 
@@ -151,15 +165,11 @@ def _activations(
     partition: Partition | None,
     batch: Any,
     fake: CountedFakeTensors,
-    accumulates: bool,
 ) -> dict[int, StageActivations]:
     inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
     given = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
     step_batch = inputs.split(given, config.schedule.microbatches)
     model.train()
-    for param in model.parameters():
-        if param.requires_grad:
-            param.grad = torch.empty(param.shape, dtype=gradient_dtype(param))
     run = MicrobatchRun(loss_of(model, None), step_batch, inputs, context, fake)
     return run.stages(_stages_of(model, partition))
 
@@ -173,10 +183,12 @@ def _stages_of(model: nn.Module, partition: Partition | None) -> dict[int, list[
     return {0: [BlockRun(None, [model], 0)]}
 
 
-def _names_on(model: nn.Module, partition: Partition | None, stages: list[int]) -> list[str]:
+def _names_on(model: nn.Module, partition: Partition | None, stages: list[int]) -> dict[str, bool]:
+    """The parameters of a pipeline rank's stages, and whether other ranks have them, too."""
     if partition is None:
-        return [name for name, _ in model.named_parameters()]
-    return [name for name, used in partition.stages_of.items() if set(used) & set(stages)]
+        return {name: False for name, _ in model.named_parameters()}
+    here = set(stages)
+    return {name: len(partition.ranks_of(name)) > 1 for name, used in partition.stages_of.items() if here & set(used)}
 
 
 def _chain_of(model: nn.Module, partition: Partition | None, stages: list[int]) -> list[NamedBlock] | None:

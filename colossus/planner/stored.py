@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
@@ -33,10 +31,10 @@ class StoredBytes:
     Attributes:
         weights: parameters and buffers between steps.
         gathered: whole parameters at most in a step, beyond ``weights`` (ZeRO).
-        gradients: at most in a step.
-        buffers: in which gradients are reduced and parameters gathered.
+        gradients: at most while there are activations.
+        buffers: in which gradients are reduced and parameters gathered, while there are activations.
         optimizer: its state.
-        update: what the optimizer needs beyond that while it steps.
+        update: what comes when the activations have gone: reductions after the last backward, the optimizer's step.
         on_host: of weights, gradients and the optimizer's state, what is in the memory of the host.
     """
 
@@ -55,7 +53,7 @@ class StoredParameters:
     Args:
         model: whole, of fake tensors; its layers have recorded over which axes gradients are summed, which the first
             forward does.
-        names: of the parameters of the rank.
+        names: of the parameters of the rank, and whether other pipeline ranks have them, too.
         chain: blocks of the rank; None of a model that is no chain.
     """
 
@@ -64,13 +62,14 @@ class StoredParameters:
         config: Config,
         context: ParallelContext,
         model: nn.Module,
-        names: Collection[str],
+        names: Mapping[str, bool],
         chain: list[NamedBlock] | None,
     ) -> None:
         self._config, self._context, self._model = config, context, model
         params = dict(model.named_parameters())
         self.params = [params[name] for name in names]
         self._ids = {id(param) for param in self.params}
+        self._tied = {id(params[name]) for name, is_tied in names.items() if is_tied}
         zero, grid = config.parallel.zero, context.grid
         data = (axis for axis in grid.axes("data") if axis != "replicate")
         self._axes = tuple(axis for axis in (*data, *grid.axes("sequence")) if grid.sizes[axis] > 1)
@@ -96,29 +95,36 @@ class StoredParameters:
         weights = sum(param.nbytes for param in whole) + self._buffer_bytes()
         trained = [param for param in whole if param.requires_grad]
         gradients = sum(_gradient_bytes(param) for param in trained)
-        gathered = buffers = on_host = 0
+        gathered = buffers = on_host = reduced = 0
         if self.stage:
             sizes = [[self._size(one) for one in block] for _, block in self._blocks]
             root = [self._size(one) for one in self._root]
-            zero = self._config.parallel.zero
-            memory = zero_memory(
-                sizes, root, stage=self.stage, scope=self._config.parallel.tensor.weights, states=0,
-                offload=zero.offload,
-            )  # fmt: skip
+            zero, scope = self._config.parallel.zero, self._config.parallel.tensor.weights
+            memory = zero_memory(sizes, root, stage=self.stage, scope=scope, states=0, offload=zero.offload)
             weights += memory.whole + memory.stored
             gathered = memory.whole_peak - memory.whole
-            gradients += memory.gradients + memory.gradients_peak
-            buffers += _buffers_of(sizes, root, self.stage)
-            on_host = memory.stored + memory.gradients if zero.offload else 0
+            gradients += memory.gradients_peak
+            reduced = memory.gradients + _buffers_of(sizes, root)
+            if self.stage == 3 and scope != "step":  # while activations are there, too
+                gradients, buffers, reduced = gradients + memory.gradients, reduced - memory.gradients, 0
+            on_host = memory.stored if zero.offload else 0
         else:
-            in_buckets = [param for param in trained if gradient_sum_axes(param, self._context)]
-            reduced = self._context.precision.reduce_dtype
-            buffers += sum(param.numel() * reduced(gradient_dtype(param)).itemsize for param in in_buckets)
+            buffers += self._in_buckets([param for param in trained if self.is_bucketed(param)])
             if not accumulates:  # a gradient is in its bucket as soon as it is made
-                gradients -= sum(map(_gradient_bytes, in_buckets))
+                gradients -= sum(_gradient_bytes(param) for param in trained if self.is_bucketed(param))
+        buffers += self._in_buckets([param for param in trained if id(param) in self._tied])
         optimizer, update = self._optimizer_bytes(groups, fake)
         on_host += optimizer if self._config.parallel.zero.offload and self.stage else 0
-        return StoredBytes(weights, gathered, gradients, buffers, optimizer, update, on_host)
+        return StoredBytes(weights, gathered, gradients, buffers, optimizer, max(update, reduced), on_host)
+
+    def is_bucketed(self, param: nn.Parameter) -> bool:
+        """Whether the gradient of a parameter is summed over ranks in a bucket."""
+        return not self.stage and bool(gradient_sum_axes(param, self._context))
+
+    def _in_buckets(self, params: list[nn.Parameter]) -> int:
+        """Their gradients, and a flag behind each."""
+        reduced = self._context.precision.reduce_dtype
+        return sum((param.numel() + 1) * reduced(gradient_dtype(param)).itemsize for param in params)
 
     def _buffer_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._model.buffers())
@@ -167,14 +173,9 @@ def _gradient_bytes(param: nn.Parameter) -> int:
     return param.numel() * gradient_dtype(param).itemsize
 
 
-def _buffers_of(blocks: list[list[ParameterSize]], root: list[ParameterSize], stage: int) -> int:
+def _buffers_of(blocks: list[list[ParameterSize]], root: list[ParameterSize]) -> int:
     """Of ZeRO: gradients of two blocks that are being reduced, and the rows of a block as they arrive."""
     every = [block for block in (*blocks, root) if block]
     reduced = sorted((sum(one.elements * one.gradient for one in block if one.is_trainable) for block in every))[-2:]
     arriving = max((sum(one.elements * one.computed for one in block) for block in every), default=0)
     return sum(reduced) + arriving
-
-
-def state_bytes(state: Any) -> int:
-    """Of the tensors in an optimizer's state."""
-    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
