@@ -5,7 +5,6 @@ All ranks of one pipeline rank hold as much (shards are padded to equal sizes), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -62,17 +61,16 @@ class RankMemory:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """By kind, those of a forward and backward."""
-        stored = asdict(self.stored)
-        update, on_host = stored.pop("update"), stored.pop("on_host")
-        del update
-        return {**stored, "activations": self.activations, "on the host": -on_host}
+        """By kind, while the rank is fullest: with activations, or, where that is more, with the update."""
+        sizes = asdict(self.stored)
+        update, on_host = sizes.pop("update"), sizes.pop("on_host")
+        fullest = {"activations": self.activations} if self.activations >= update else {"update": update}
+        return {**sizes, **fullest, "on the host": -on_host}
 
     @property
     def total(self) -> int:
-        """On the device, in forward and backward or in the update, whichever needs more."""
-        between = sum(self.kinds.values()) - self.activations
-        return between + max(self.activations, self.stored.update)
+        """On the device."""
+        return sum(self.kinds.values())
 
 
 @dataclass(frozen=True)
