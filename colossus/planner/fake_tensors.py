@@ -30,7 +30,7 @@ class CountedFakeTensors(FakeTensorMode):
     """Fake tensors, and the bytes of those that are alive: a storage counts once, from when it is made until it is freed.
 
     It is one mode, not two: under a second one our collectives would take themselves for recorded, and go another way.
-    A number that is read of a fake tensor is 0.
+    A number that is read of a fake tensor is 1.
 
     Attributes:
         live: bytes of storages that are held now.
@@ -54,7 +54,7 @@ class CountedFakeTensors(FakeTensorMode):
         if func in _UPDATES:
             return None
         if func is aten._local_scalar_dense.default:
-            return False if args[0].dtype is torch.bool else 0.0 if args[0].is_floating_point() else 0
+            return False if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
         if func is ring_attention.RING_ATTENTION:  # as an operator it would be called with meta tensors
             with self:
                 return ring_attention._forward(*args, **kwargs)

@@ -64,6 +64,7 @@ class RankMemory:
         """By kind, while the rank is fullest: with activations, or, where that is more, with the update."""
         sizes = asdict(self.stored)
         update, on_host = sizes.pop("update"), sizes.pop("on_host")
+        del sizes["gradients_between"]
         fullest = {"activations": self.activations} if self.activations >= update else {"update": update}
         return {**sizes, **fullest, "on the host": -on_host}
 

@@ -35,6 +35,7 @@ class StoredBytes:
         buffers: in which gradients are reduced and parameters gathered, while there are activations.
         optimizer: its state.
         update: what comes when the activations have gone: reductions after the last backward, the optimizer's step.
+        gradients_between: what is left of them between steps.
         on_host: of weights, gradients and the optimizer's state, what is in the memory of the host.
     """
 
@@ -44,7 +45,8 @@ class StoredBytes:
     buffers: int
     optimizer: int
     update: int
-    on_host: int = 0
+    gradients_between: int
+    on_host: int
 
 
 class StoredParameters:
@@ -94,7 +96,7 @@ class StoredParameters:
         whole = [param for param in self.params if id(param) not in self._cut]
         weights = sum(param.nbytes for param in whole) + self._buffer_bytes()
         trained = [param for param in whole if param.requires_grad]
-        gradients = sum(_gradient_bytes(param) for param in trained)
+        gradients = between = sum(_gradient_bytes(param) for param in trained)
         gathered = buffers = on_host = reduced = 0
         if self.stage:
             sizes = [[self._size(one) for one in block] for _, block in self._blocks]
@@ -103,7 +105,7 @@ class StoredParameters:
             memory = zero_memory(sizes, root, stage=self.stage, scope=scope, states=0, offload=zero.offload)
             weights += memory.whole + memory.stored
             gathered = memory.whole_peak - memory.whole
-            gradients += memory.gradients_peak
+            gradients, between = gradients + memory.gradients_peak, between + memory.gradients
             reduced = memory.gradients + _buffers_of(sizes, root)
             if self.stage == 3 and scope != "step":  # while activations are there, too
                 gradients, buffers, reduced = gradients + memory.gradients, reduced - memory.gradients, 0
@@ -115,7 +117,8 @@ class StoredParameters:
         buffers += self._in_buckets([param for param in trained if id(param) in self._tied])
         optimizer, update = self._optimizer_bytes(groups, fake)
         on_host += optimizer if self._config.parallel.zero.offload and self.stage else 0
-        return StoredBytes(weights, gathered, gradients, buffers, optimizer, max(update, reduced), on_host)
+        update = max(update, reduced)
+        return StoredBytes(weights, gathered, gradients, buffers, optimizer, update, between, on_host)
 
     def is_bucketed(self, param: nn.Parameter) -> bool:
         """Whether the gradient of a parameter is summed over ranks in a bucket."""
