@@ -174,7 +174,7 @@ class _Materializer:
         draw: bool,
     ) -> None:
         self.trace, self.context, self.dtype, self.wide_dtype, self.draw = trace, context, dtype, wide_dtype, draw
-        self._wide: dict[int, Tensor] = {}
+        self._wide: dict[int, nn.Parameter] = {}
 
     def keep_wide(self, model: nn.Module) -> None:
         """Note what is stored wide."""

@@ -36,7 +36,7 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
 #: in the place of the optimizer of a rank that has nothing to update
-EMPTY: Any = object()
+_EMPTY: Any = object()
 #: those that are fused unless the options say otherwise
 _FUSED = ("AdamW", "Adam", "SGD")
 
@@ -104,14 +104,14 @@ def build_optimizer(
     named = [(spec_of(param).name, param) for param in params]
     made = make_optimizer(factory, config, named, holders, groups)
     problem, untried = None, ""
-    if made is not EMPTY:
+    if made is not _EMPTY:
         try:
             problem = _problem(made, dict(named), config, context, tables or ())
         except UntriedError as error:
             untried = str(error)
     #: of each group
     rates: list[float | None] = []
-    if made is not EMPTY and problem is None:
+    if made is not _EMPTY and problem is None:
         if factory is None and tables is not None:
             group_tables(made, config, lambda param: id(param) in tables)
         for group in made.param_groups if groups is not None else ():
@@ -129,7 +129,7 @@ def build_optimizer(
         log.warning("%s", told[0])
     if not rates:
         raise ValueError(f"{source}: the optimizer has no parameter on any rank, so nothing would be trained")
-    if made is EMPTY:  # torch's insist on a parameter
+    if made is _EMPTY:  # torch's insist on a parameter
         empty: list[dict[str, Any]] = [{"params": [], "lr": rate or 0.0} for rate in rates]
         empty[0]["params"] = [nn.Parameter(torch.zeros(0))]
         made = torch.optim.SGD(empty, lr=0.0, fused=False, foreach=False)
@@ -161,9 +161,9 @@ def make_optimizer(
     holders: Holders,
     groups: ParameterGroups | None,
 ) -> Any:
-    """What the user's function, or the config's, returns; `EMPTY` on a rank where it has nothing to update."""
+    """What the user's function, or the config's, returns; ``_EMPTY`` on a rank where it has nothing to update."""
     if not named:
-        return EMPTY
+        return _EMPTY
     section = config.optimizer
     try:
         if factory is not None:
@@ -181,7 +181,7 @@ def make_optimizer(
         return kind(params=params, **options)
     except ValueError as error:
         if "empty parameter list" in str(error):  # torch's, where the function picks none of this stage
-            return EMPTY
+            return _EMPTY
         raise
 
 

@@ -77,7 +77,12 @@ class MicrobatchRun:
     """
 
     def __init__(
-        self, loss_fn: LossFunction, batch: StepBatch, inputs: Inputs, context: ParallelContext, fake: CountedFakeTensors
+        self,
+        loss_fn: LossFunction,
+        batch: StepBatch,
+        inputs: Inputs,
+        context: ParallelContext,
+        fake: CountedFakeTensors,
     ) -> None:
         self._loss_fn, self._batch, self._inputs, self._context, self._fake = loss_fn, batch, inputs, context, fake
         self._parallel = model_parallel_of(context)

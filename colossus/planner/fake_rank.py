@@ -1,4 +1,4 @@
-"""One rank of a world of any size in this process: its collectives end at once, its tensors have sizes but no values."""
+"""One rank of a world of any size in this process: collectives end at once, tensors have sizes but no values."""
 
 from __future__ import annotations
 

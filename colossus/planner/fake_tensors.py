@@ -27,7 +27,7 @@ _UPDATES = tuple(
 
 
 class CountedFakeTensors(FakeTensorMode):
-    """Fake tensors, and the bytes of those that are alive: a storage counts once, from when it is made until it is freed.
+    """Fake tensors, and the bytes of those that are alive: a storage counts once, from its making until it is freed.
 
     It is one mode, not two: under a second one our collectives would take themselves for recorded, and go another way.
     A number that is read of a fake tensor is 1.
@@ -99,7 +99,7 @@ def as_subclass(self: FakeTensor, cls: type[Tensor]) -> Tensor:
     """A fake tensor of another type is still a fake one."""
     with torch._C.DisableTorchFunctionSubclass():
         view = self.view_as(self)
-    view.__class__ = cls  # type: ignore[assignment]
+    view.__class__ = cls
     return view
 
 

@@ -29,7 +29,7 @@ from colossus.planner.block_runs import BlockRun, runs_of
 from colossus.planner.fake_rank import fake_rank, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
 from colossus.planner.stored import StoredBytes, StoredParameters
-from colossus.registry import MODELS, STRATEGIES
+from colossus.registry import MODELS
 from colossus.schedule.actions import in_flight
 from colossus.schedule.build import make_schedule
 from colossus.schedule.partition import Partition, make_partition
@@ -140,12 +140,12 @@ def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory
             own = [0] if partition is None else partition.stages_on(rank)
             names = _names_on(model, partition, own)
             of_ranks.append((own, StoredParameters(config, context, model, names, _chain_of(model, partition, own))))
-        for own, stored in of_ranks:
+        for _, stored in of_ranks:
             for param in stored.params:
                 if param.requires_grad and (accumulates or stored.is_bucketed(param)):
                     param.grad = torch.empty(param.shape, dtype=gradient_dtype(param))
         stages = _activations(config, context, model, partition, batch, fake)
-        ranks = []
+        ranks: list[RankMemory] = []
         for (own, stored), of_rank in zip(of_ranks, actions, strict=True):
             counted = stored.count(groups[0], fake, accumulates=accumulates)
             activations = peak_of_step(of_rank, stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,12 @@ from colossus.data_parallel.zero.blocks import by_block
 from colossus.data_parallel.zero.flat_rows import Dtypes
 from colossus.data_parallel.zero.memory import ParameterSize, zero_memory
 from colossus.data_parallel.zero.sharded_block import HeldParameter
-from colossus.engine.optimizers import EMPTY, holders_of, make_optimizer
+from colossus.engine.optimizers import holders_of, make_optimizer
 from colossus.engine.parameter_groups import ParameterGroups
 from colossus.gradients.buckets import gradient_sum_axes
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.layout.parameter import StoredSpec, attach, spec_of
+from colossus.optim.logical_tensors import Holders
 from colossus.planner.fake_tensors import CountedFakeTensors
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
@@ -158,18 +160,21 @@ class StoredParameters:
 
     def _optimizer_bytes(self, groups: ParameterGroups | None, fake: CountedFakeTensors) -> tuple[int, int]:
         """What the optimizer keeps, and what it needs on top while it steps: found out by a step of fake tensors."""
-        named = [(spec_of(param).name, self._as_stored(param)) for param in self.params if param.requires_grad]
-        context = self._context
-        strategy_axes = context.grid.names
-        optimizer: Any = make_optimizer(
-            None, self._config, named, holders_of(self._model, context, strategy_axes), groups
-        )
-        if optimizer is EMPTY:
+        trained = [param for param in self.params if param.requires_grad]
+        named = [(spec_of(param).name, self._as_stored(param)) for param in trained]
+        if not named:
             return 0, 0
-        before = fake.mark()
+        context, before = self._context, fake.live
+        holders = holders_of(self._model, context, context.grid.names)
+        pairs = zip(trained, named, strict=True)
+        tables = [id(stored) for param, (_, stored) in pairs if id(param) in holders.tables]
+        holders = Holders(context, holders.axes, tables)
+        optimizer: Any = make_optimizer(None, self._config, named, holders, groups)
+        fake.mark()
         optimizer.step()
-        update = fake.peak - fake.live
-        return fake.live - before, update
+        peak = fake.peak
+        gc.collect()  # what an optimizer's loops have left
+        return fake.live - before, peak - fake.live
 
 
 def _gradient_bytes(param: nn.Parameter) -> int:
@@ -179,6 +184,6 @@ def _gradient_bytes(param: nn.Parameter) -> int:
 def _buffers_of(blocks: list[list[ParameterSize]], root: list[ParameterSize]) -> int:
     """Of ZeRO: gradients of two blocks that are being reduced, and the rows of a block as they arrive."""
     every = [block for block in (*blocks, root) if block]
-    reduced = sorted((sum(one.elements * one.gradient for one in block if one.is_trainable) for block in every))[-2:]
+    reduced = sorted(sum(one.elements * one.gradient for one in block if one.is_trainable) for block in every)[-2:]
     arriving = max((sum(one.elements * one.computed for one in block) for block in every), default=0)
     return sum(reduced) + arriving
