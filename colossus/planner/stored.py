@@ -14,8 +14,8 @@ from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.zero.blocks import by_block
 from colossus.data_parallel.zero.flat_rows import Dtypes
-from colossus.data_parallel.zero.memory import ParameterSize, zero_memory
 from colossus.data_parallel.zero.sharded_block import HeldParameter
+from colossus.data_parallel.zero.zero_memory import ParameterSize, zero_memory
 from colossus.engine.optimizers import holders_of, make_optimizer
 from colossus.engine.parameter_groups import ParameterGroups
 from colossus.gradients.buckets import gradient_sum_axes

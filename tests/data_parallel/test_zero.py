@@ -24,9 +24,9 @@ import colossus
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
 from colossus.data_parallel.zero.flat_rows import FlatRows
-from colossus.data_parallel.zero.memory import ParameterSize, ZeroMemory, zero_memory
 from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
+from colossus.data_parallel.zero.zero_memory import ParameterSize, ZeroMemory, zero_memory
 from colossus.layout.parameter import spec_of
 
 FP64 = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
