@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of
@@ -95,7 +96,8 @@ def predict_memory(config: Config) -> PlanMemory:
     """The memory of a resolved config's plan.
 
     Raises:
-        ConfigError: for a config without a model or data, and for what cannot be built or read.
+        ConfigError: for a config without a model or data, and for what cannot be built or read, or has
+            sizes that depend on a batch's values.
     """
     if config.model is None or config.data is None:
         missing = "model" if config.model is None else "data"
@@ -108,6 +110,12 @@ def predict_memory(config: Config) -> PlanMemory:
         raise
     except ValueError as error:
         raise ConfigError(str(error), config.source) from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(
+            f"the memory of {name_of(config.model.type)} cannot be predicted: sizes of its tensors depend on the values "
+            f"of a batch ({error})",
+            config.source,
+        ) from error
 
 
 def _batch_of(config: Config) -> Any:
