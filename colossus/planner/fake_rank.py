@@ -21,9 +21,14 @@ from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 @contextmanager
 def fake_rank(config: Config, rank: int = 0) -> Iterator[ParallelContext]:
-    """The context of a rank of the config's plan, all of whose groups are torch's fake ones."""
+    """The context of a rank of the config's plan, all of whose groups are torch's fake ones.
+
+    Raises:
+        ValueError: in a process that has joined others.
+    """
     world_size = build_grid(config.parallel).world_size
-    assert not dist.is_initialized(), "a fake rank has no place among real ones"
+    if dist.is_initialized():
+        raise ValueError("torch.distributed is initialized here: predict the memory of a plan in a process of its own")
     shared = shared_memory.enable(False)
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

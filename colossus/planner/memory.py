@@ -112,8 +112,8 @@ def predict_memory(config: Config) -> PlanMemory:
         raise ConfigError(str(error), config.source) from error
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
-            f"the memory of {name_of(config.model.type)} cannot be predicted: sizes of its tensors depend on the values "
-            f"of a batch ({error})",
+            f"the memory of {name_of(config.model.type)} cannot be predicted: sizes of its tensors depend on the "
+            f"values of a batch ({error})",
             config.source,
         ) from error
 
@@ -132,7 +132,10 @@ def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory
     groups: list[ParameterGroups | None] = []
     spec = config.model.spec()  # type: ignore[union-attr]
     factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
-    prepare = lambda whole: groups.append(make_groups(config.optimizer, whole))  # noqa: E731
+
+    def prepare(whole: nn.Module) -> None:
+        groups.append(make_groups(config.optimizer, whole))  # freezes parameters
+
     model = build(factory, context, materialize=False, prepare=prepare)
     partition = None
     if pipeline.last_stage:
