@@ -149,8 +149,9 @@ def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory
         of_ranks = []
         for rank in range(size):
             own = [0] if partition is None else partition.stages_on(rank)
-            names = _names_on(model, partition, own)
-            of_ranks.append((own, StoredParameters(config, context, model, names, _chain_of(model, partition, own))))
+            names, chain = _names_on(model, partition, own), _chain_of(model, partition, own)
+            buffers = _buffer_bytes(model, partition, own)
+            of_ranks.append((own, StoredParameters(config, context, model, names, chain, buffers)))
         for _, stored in of_ranks:
             for param in stored.params:
                 if param.requires_grad and (accumulates or stored.is_bucketed(param)):
@@ -199,6 +200,16 @@ def _names_on(model: nn.Module, partition: Partition | None, stages: list[int]) 
         return {name: False for name, _ in model.named_parameters()}
     here = set(stages)
     return {name: len(partition.ranks_of(name)) > 1 for name, used in partition.stages_of.items() if here & set(used)}
+
+
+def _buffer_bytes(model: nn.Module, partition: Partition | None, stages: list[int]) -> int:
+    """Of the buffers of a pipeline rank's stages, and of those that no block owns."""
+    buffers = dict(model.named_buffers())
+    if partition is not None:
+        here = {name for stage in stages for block in partition.blocks_of(stage) for name in block.buffers}
+        for name in {name for block in partition.blocks for name in block.buffers} - here:
+            del buffers[name]
+    return sum(buffer.nbytes for buffer in buffers.values())
 
 
 def _chain_of(model: nn.Module, partition: Partition | None, stages: list[int]) -> list[NamedBlock] | None:

@@ -59,6 +59,7 @@ class StoredParameters:
             forward does.
         names: of the parameters of the rank, and whether other pipeline ranks have them, too.
         chain: blocks of the rank; None of a model that is no chain.
+        buffer_bytes: of the rank's buffers.
     """
 
     def __init__(
@@ -68,8 +69,9 @@ class StoredParameters:
         model: nn.Module,
         names: Mapping[str, bool],
         chain: list[NamedBlock] | None,
+        buffer_bytes: int,
     ) -> None:
-        self._config, self._context, self._model = config, context, model
+        self._config, self._context, self._model, self._buffer_bytes = config, context, model, buffer_bytes
         params = dict(model.named_parameters())
         self.params = [params[name] for name in names]
         self._ids = {id(param) for param in self.params}
@@ -96,7 +98,7 @@ class StoredParameters:
             accumulates: whether there are several microbatches, over which gradients are summed.
         """
         whole = [param for param in self.params if id(param) not in self._cut]
-        weights = sum(param.nbytes for param in whole) + self._buffer_bytes()
+        weights = sum(param.nbytes for param in whole) + self._buffer_bytes
         trained = [param for param in whole if param.requires_grad]
         gradients = between = sum(_gradient_bytes(param) for param in trained)
         gathered = buffers = on_host = reduced = 0
@@ -130,9 +132,6 @@ class StoredParameters:
         """Their gradients, and a flag behind each."""
         reduced = self._context.precision.reduce_dtype
         return sum((param.numel() + 1) * reduced(gradient_dtype(param)).itemsize for param in params)
-
-    def _buffer_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._model.buffers())
 
     def _size(self, held: HeldParameter) -> ParameterSize:
         param = held.param

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.ranks import run_ranks
 from helpers.training import SIZES, batch_of, config_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import colossus
@@ -23,6 +24,27 @@ from colossus.planner.remedies import remedies
 #: so large that buffers of a few hundred bytes do not count
 MODEL = {**SIZES, "hidden_size": 64, "vocab_size": 530, "seq_len": 64}
 MOE = dict(type="Llama", **MODEL, experts=dict(num=4, top_k=2))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.ones(100, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by[0]
+
+
+class Buffered(nn.Sequential):
+    """A chain whose first stage has a buffer."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(nn.Embedding(530, 64), Scale(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 530))
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        labels = batch["labels"].flatten()
+        return F.cross_entropy(outputs.flatten(0, 1), labels, reduction="sum"), labels.numel()
+
 
 Case = tuple[dict[str, Any], dict[str, Any]]
 MB2, MB4 = dict(schedule=dict(microbatches=2)), dict(schedule=dict(microbatches=4))
@@ -49,6 +71,8 @@ MORE_CASES: dict[str, Case] = {
         dict(pipeline=2),
         dict(model=dict(num_layers=4), schedule=dict(type="interleaved", microbatches=4, chunks=2)),
     ),
+    "llama": (dict(pipeline=2), dict(model=dict(type="Llama", tie_embeddings=False), **MB4)),
+    "buffers": (dict(pipeline=2), dict(model=dict(type=Buffered), **MB4)),
     "zb-h1": (dict(pipeline=2), dict(schedule=dict(type="zb-h1", microbatches=4))),
     "expert": (dict(data=2, expert=2), dict(model=MOE, **MB2)),
     "selective": (dict(tensor=2), dict(train=dict(activation_checkpoint="selective"), **MB2)),
