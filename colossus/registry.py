@@ -227,8 +227,14 @@ _LR_SCHEDULES = (
     "constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "multistep", "one_cycle", "polynomial", "step",
     "wsd",
 )  # fmt: skip
+_TORCH_LR_SCHEDULES = (
+    "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LambdaLR", "LinearLR",
+    "MultiStepLR", "OneCycleLR", "PolynomialLR", "StepLR",
+)  # fmt: skip
 LR_SCHEDULES = Registry(
-    "learning-rate schedule", {name: f"colossus.engine.lr_schedules:{name}" for name in _LR_SCHEDULES}
+    "learning-rate schedule",
+    {name: f"colossus.engine.lr_schedules:{name}" for name in _LR_SCHEDULES},
+    refused={name: f"torch's is taken by its path, torch.optim.lr_scheduler:{name}" for name in _TORCH_LR_SCHEDULES},
 )
 SCHEDULES = Registry(
     "schedule",

@@ -68,6 +68,8 @@ def averages(path: Path) -> None:
     for (name, (steps, losses)), style in zip(found.items(), ("-", "-", "--"), strict=True):
         axis.plot(steps, losses, style, label=name, linewidth=1.4)
     axis.set_yscale("log")
+    for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        formatter(lambda value, _: f"{value:.2g}")
     axis.set_xlabel("step")
     axis.set_title("loss on data that is held out", fontsize=10, loc="left")
     axis.grid(alpha=0.3)

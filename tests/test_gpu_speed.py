@@ -107,6 +107,7 @@ def blocks_on_device(rank: int, names: list[str]) -> list[tuple[int, bool]]:
 SHAPE = blocks.Shape(tokens=32, heads=4, kv_heads=4, head_dim=8)
 
 
+@pytest.mark.long
 def test_blocks_run_on_a_device() -> None:
     (found,) = run_fake_ranks(4, blocks_on_device, ["1d-4", "2d-2x2"])
     whole = 4 * SMALL.tokens * SMALL.hidden

@@ -33,7 +33,7 @@ def require(names: Sequence[str], plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", SOME)
-@pytest.mark.rest("2d 4", "data 2")
+@pytest.mark.rest("2d 4", "data 2", "pipeline 2 1f1b")
 def test_some_models(plan: str) -> None:
     require(SOME[plan], plan)
 

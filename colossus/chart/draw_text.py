@@ -13,6 +13,10 @@ _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _FILLS = "\u2588\u2592\u2591\u2593#=+:-."
 #: what a legend shows of a line that is drawn in braille
 _DASH = "\u2812\u2812"
+#: character by character, what stands for these in an encoding that has none of them
+_IN_ASCII = {0x2800 + bits: "*" for bits in range(1, 256)} | dict(
+    zip(map(ord, "\u2524\u2502\u2500\u252c\u2514\u2588\u2592\u2591\u2593\u2026"), "+|-++@%&$~", strict=True)
+)
 
 
 def text_chart(panel: Panel | Bars, width: int = 80, height: int = 16, *, colour: bool = False) -> str:
@@ -23,6 +27,15 @@ def text_chart(panel: Panel | Bars, width: int = 80, height: int = 16, *, colour
             letter of its own, markers with the capital one.
     """
     return _text_bars(panel, width, colour) if isinstance(panel, Bars) else _text_lines(panel, width, height, colour)
+
+
+def in_encoding(chart: str, encoding: str) -> str:
+    """A chart in an encoding (``sys.stdout.encoding``): in ASCII where that has no braille and blocks."""
+    try:
+        chart.encode(encoding)
+    except UnicodeEncodeError:
+        return chart.translate(_IN_ASCII)
+    return chart
 
 
 def _text_lines(panel: Panel, width: int, height: int, colour: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import Manifest
@@ -23,15 +24,18 @@ def averages_in(manifest: Manifest) -> dict[str, dict[str, str]]:
     return found
 
 
-def with_average(manifest: Manifest, name: str) -> Manifest:
-    """The manifest with an average in the place of the parameters; what it has not averaged is as it was.
+def with_average(manifest: Manifest, name: str | None, folder: Path | str) -> Manifest:
+    """The manifest of a folder with an average, if one is named, in the place of the parameters; what it has not
+    averaged is as it was.
 
     Raises:
         CheckpointError: when there is no average of this name.
     """
+    if name is None:
+        return manifest
     found = averages_in(manifest)
     if name not in found:
         has = f"it has {', '.join(sorted(found))}" if found else "it has none: they are kept by the hooks EMA and SWA"
-        raise CheckpointError(f"there is no average {name!r} of weights in the checkpoint; {has}")
+        raise CheckpointError(f"{folder}: there is no average {name!r} of weights in the checkpoint; {has}")
     averaged = {f"model/{parameter}": manifest.tensors[key] for parameter, key in found[name].items()}
     return replace(manifest, tensors={**manifest.tensors, **averaged})

@@ -45,7 +45,7 @@ def open_weights(folder: Path | str, average: str | None = None) -> CheckpointRe
     foreign = _format_of(Path(folder))
     opens = importlib.import_module("colossus.checkpoint.reader").CheckpointReader if foreign is None else foreign.open
     reader: CheckpointReader = opens(Path(folder))
-    reader.manifest = _averaged(reader.manifest, Path(folder), average)
+    reader.manifest = with_average(reader.manifest, average, folder)
     return reader
 
 
@@ -53,14 +53,7 @@ def manifest_of(folder: Path, average: str | None = None) -> Manifest:
     """What `find_weights` has found holds, see `open_weights`."""
     foreign = _format_of(folder)
     manifest: Manifest = read_manifest(folder) if foreign is None else foreign.manifest(folder)
-    return _averaged(manifest, folder, average)
-
-
-def _averaged(manifest: Manifest, folder: Path, average: str | None) -> Manifest:
-    try:
-        return manifest if average is None else with_average(manifest, average)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
+    return with_average(manifest, average, folder)
 
 
 def describe_weights(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A run that a signal has stopped ends with 128 and the signal's number.
     """
+    with contextlib.suppress(AttributeError, ValueError):  # a name that the terminal cannot show is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     command, *words = list(sys.argv[1:] if argv is None else argv) or [""]
     if command in ("", "-h", "--help", "help"):
         print(SUMMARY + EXIT_CODES, end="", file=sys.stdout if command else sys.stderr)
@@ -83,6 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean colossus {close}?" if close else ";"
         print(f"colossus: no command {command!r}{hint} commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    return _stoppable(lambda: _run(command, words))
+
+
+def _run(command: str, words: list[str]) -> int:
     if command == "config" and "--help" in words[:-1]:  # --help KEY
         words[words.index("--help")] = "--key"
     module = importlib.import_module(f"colossus.cli.{COMMANDS[command]}")
@@ -92,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(words)
     except SystemExit as stop:
         return int(stop.code or 0)
-    return _stoppable(lambda: module.run(arguments))
+    return int(module.run(arguments))
 
 
 def _stoppable(run: Callable[[], int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colossus.arithmetic import counted
-from colossus.chart import Bars, Panel, save_charts, text_chart
+from colossus.chart import Bars, Panel, in_encoding, save_charts, text_chart
 from colossus.cli.parser import Parser, positive_integer
 from colossus.cli.plot_panels import BARS, VIEWS, gaps, make_panels
 from colossus.config import ConfigError
@@ -138,4 +139,4 @@ def print_charts(panels: Sequence[Panel | Bars], width: int) -> None:
         grid.add_row(*(Text.from_ansi(chart, no_wrap=True) for chart in charts[first : first + beside]))
     with console.capture() as drawn:
         console.print(grid)
-    print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
+    print(in_encoding("\n".join(line.rstrip() for line in drawn.get().splitlines()), sys.stdout.encoding))

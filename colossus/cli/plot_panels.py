@@ -17,7 +17,7 @@ from colossus.launch import run_folder
 from colossus.launch.run_metrics import RunMetrics
 from colossus.registry import nearest
 
-#: keys of what evaluations write begin so; such numbers are drawn as markers
+#: keys of what evaluations write begin so, behind the name of an average (``ema.``); such numbers are drawn as markers
 EVALUATED = "validation_"
 
 
@@ -41,7 +41,7 @@ class View:
     is_smoothed: bool = True
 
 
-_LOSSES = {"loss": "", "validation_loss": "validation", "validation_*_loss": "validation"}
+_LOSSES = {"loss": "", "validation_loss": "validation", "*.validation_loss": "validation"}
 _MEMORY = {"memory_bytes": "", "memory_reserved_bytes": "reserved"}
 VIEWS = {
     "loss": View("loss", _LOSSES),
@@ -75,14 +75,16 @@ def make_panels(
     """
     x_label, places = _places(metrics, x)
     keys = list(dict.fromkeys(key for run in metrics.values() for key in run.numbers))
-    evaluated = [key for key in keys if key.startswith(EVALUATED) and not key.endswith("_loss")]
+    evaluated = [key for key in keys if key.startswith(EVALUATED) and key not in _LOSSES]
     panels: list[Panel | Bars] = []
     for name in names or dict.fromkeys(["loss", *evaluated, *VIEWS, *BARS]):
         panel: Panel | Bars | None
         if name in BARS:
             panel = BARS[name](metrics)
         else:
-            panel = _panel(VIEWS.get(name, View(name, {name: ""})), metrics, places, keys, smooth, x_label)
+            patterns = [name, *([f"*.{name}"] if name in evaluated else [])]
+            view = VIEWS.get(name, View(name, dict.fromkeys(patterns, "")))
+            panel = _panel(view, metrics, places, keys, smooth, x_label)
         if panel is not None:
             panels.append(panel)
         elif names:
@@ -131,13 +133,13 @@ def _panel(
         for pattern, label in view.keys.items()
         for key, part in _matching(pattern, keys).items()
     }
-    # the validation loss has the colour of the loss
+    # the validation loss has the colour of the loss, and the first line of a run the same one in all panels
     owners = {key: key.removeprefix(EVALUATED) if key.removeprefix(EVALUATED) in labels else key for key in labels}
     colours = list(dict.fromkeys(owners.values()))
     lines: list[Line] = []
     for at, (name, run) in enumerate(runs.items()):
         for key in filter(run.numbers.__contains__, labels):
-            colour, is_evaluated = at * len(colours) + colours.index(owners[key]), key.startswith(EVALUATED)
+            colour, is_evaluated = colours.index(owners[key]) * len(runs) + at, _is_evaluated(key)
             rows = list(run.numbers[key])
             x, y = [places[name][row] for row in rows], [number * view.scale for number in run.numbers[key].values()]
             if view.is_smoothed and smooth > 1 and not is_evaluated:
@@ -146,6 +148,10 @@ def _panel(
             label = _line_name(name, key, labels[key], len(runs), len(labels))
             lines.append(Line(label, x, y, "markers" if is_evaluated else "line", colour))
     return Panel(view.title, lines, x_label, view.unit, view.log_y) if lines else None
+
+
+def _is_evaluated(key: str) -> bool:
+    return key.rpartition(".")[2].startswith(EVALUATED)
 
 
 def _matching(pattern: str, keys: Sequence[str]) -> dict[str, str]:

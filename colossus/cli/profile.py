@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, load, number_argument, positive_integer
-from colossus.config.schema import Config
+from colossus.config import Config, ConfigError
 from colossus.launch import run_folder
 
 _EPILOG = (
@@ -60,6 +61,8 @@ def _ranks(text: str) -> str | tuple[int, ...]:
 
 def run(arguments: argparse.Namespace) -> int:
     config = load(arguments)
+    if arguments.out and run_folder.has_metrics(Path(arguments.out)):
+        raise ConfigError(f"--out {arguments.out}: holds the metrics of another run already; give another folder")
     first, last = arguments.warmup + 1, arguments.warmup + arguments.steps
     launched = argparse.Namespace(
         file=arguments.file,

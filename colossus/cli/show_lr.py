@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from colossus.arithmetic import counted
-from colossus.chart import Line, Panel, save_charts, text_chart
+from colossus.chart import Line, Panel, in_encoding, save_charts, text_chart
 from colossus.chart.panel import readable
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.learning_rates import LearningRates
@@ -46,7 +47,10 @@ def render_learning_rates(config: Config, width: int, picture: str | None = None
             save_charts(panels, Path(picture))
         except (ValueError, OSError) as error:
             raise ConfigError(f"--lr: {error}") from error
-    charts = [text_chart(panel, width, height) for panel, height in zip(panels, (16, 12), strict=False)]
+    charts = [
+        in_encoding(text_chart(panel, width, height), sys.stdout.encoding)
+        for panel, height in zip(panels, (16, 12), strict=False)
+    ]
     return "\n\n".join(["\n".join(lines), *charts, *([f"drawn in {picture}"] if picture else [])])
 
 

@@ -20,6 +20,8 @@ from colossus.launch.resume import AUTO
 #: the run folders are the places of checkpoints; rows tell what was sent; a run that was stopped goes on
 _OWN_OVERRIDES = ("comm.accounting=True", "checkpoint.dir=None", f"checkpoint.resume={AUTO}")
 _LONGEST_FOLDER = 100
+#: in the folder of the runs: how each ended, and the table
+RESULT = "compare.json"
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,11 @@ class Job:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has been run to its last step."""
-        row = run_folder.last_metrics(self.folder) or {}
-        return int(row.get("step", 0)) >= self.config.train.steps
+        """Whether it has been run to its last step, or was done before that (`EarlyStop`) as `RESULT` says."""
+        row = run_folder.last_metrics(self.folder)
+        if row is None:
+            return False
+        return int(row["step"]) >= self.config.train.steps or self.name in _done(self.folder.parent / RESULT)
 
 
 def make_jobs(
@@ -151,6 +155,14 @@ def _check_folder(job: Job) -> None:
         raise ConfigError(
             f"--out: the run in {job.folder} has another config ({', '.join(different)}): give another folder"
         )
+
+
+def _done(result: Path) -> set[str]:
+    """Names of the runs that are done by what the last comparison wrote."""
+    try:
+        return {run["name"] for run in json.loads(result.read_bytes())["runs"] if run["state"] == "done"}
+    except (OSError, ValueError, LookupError, TypeError):
+        return set()
 
 
 def _folder_name(label: str, seed: int | None) -> str:

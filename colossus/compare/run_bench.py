@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json as json_module
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from colossus.arithmetic import counted
 from colossus.compare.bench_table import as_json, print_bench
 from colossus.compare.interleaved import alternate, environment, progress, unique
 from colossus.compare.variants import check_plan, of_each
@@ -49,7 +52,7 @@ def run(
         dry_run: check everything, say what would be timed, start nothing.
 
     Returns:
-        0 done, 1 a plan has failed.
+        0 done, 1 a plan has failed, 130 stopped by Ctrl-C, with a table of the blocks that all plans have come to.
 
     Raises:
         ConfigError: for what is wrong with any of the plans, before a process is started.
@@ -73,13 +76,25 @@ def run(
         for label, config in configs.items():
             print(f"{label}: {describe_plan(config)}, {describe_processes(world_size(config.parallel))}")
         return 0
-    with ExitStack() as stack:
-        timed = [TimedPlan(label, file, given[label], config) for label, config in configs.items()]
-        for plan in timed:
-            progress(f"{plan.measured.label}: starting, warm-up")
-            plan.start(stack, warmup)
-        alternate({plan.measured.label: partial(plan.block, steps) for plan in timed}, blocks)
+    timed = [TimedPlan(label, file, given[label], config) for label, config in configs.items()]
     measured = [plan.measured for plan in timed]
+    try:
+        with ExitStack() as stack:
+            for plan in timed:
+                progress(f"{plan.measured.label}: starting, warm-up")
+                plan.start(stack, warmup)
+            alternate({plan.measured.label: partial(plan.block, steps) for plan in timed}, blocks)
+    except KeyboardInterrupt:
+        progress("")
+        blocks = min((len(each.blocks) for each in measured if each.failure is None), default=0)
+        if not blocks:
+            raise
+        for each in measured:
+            del each.blocks[blocks:]
+        print(f"stopped by Ctrl-C after {counted(blocks, 'block')} of each plan", file=sys.stderr)
+        code = 128 + signal.SIGINT
+    else:
+        code = int(any(each.failure is not None for each in measured))
     first = next(iter(configs.values()))
     if json is not None:
         about = {**environment(), "device": describe_device(first, world_size(first.parallel))}
@@ -90,9 +105,9 @@ def run(
         else:
             Path(json).write_text(text + "\n")
     if json != "-":
-        counted = getattr(model_options(first), "counted", "tokens")
-        print_bench(measured, Console(), steps, counted=counted, on_cuda=is_on_cuda(first))
-    return int(any(each.failure is not None for each in measured))
+        unit = getattr(model_options(first), "counted", "tokens")
+        print_bench(measured, Console(), steps, counted=unit, on_cuda=is_on_cuda(first))
+    return code
 
 
 def _load(file: str, overrides: Sequence[str]) -> Config:

@@ -16,13 +16,11 @@ from pathlib import Path
 from rich.console import Console
 
 from colossus.arithmetic import clock
-from colossus.compare.jobs import Job, check_jobs, make_jobs
+from colossus.compare.jobs import RESULT, Job, check_jobs, make_jobs
 from colossus.compare.summary import Comparison, Ended, compare, print_table
 from colossus.config import ConfigError, model_options
 from colossus.config.plans import describe_plan
 from colossus.launch import command, run_folder
-
-RESULT = "compare.json"
 
 
 def run(
@@ -61,7 +59,7 @@ def run(
     if dry_run:
         print(_describe(jobs))
         return 0
-    root, ended = jobs[0].folder.parent, dict[str, Ended]()
+    root, ended = jobs[0].folder.parent, {job.name: Ended("done") for job in jobs if job.is_complete}
     with run_folder.take(root, "--out"):
         for job, how in run_all(jobs):
             ended[job.name] = how

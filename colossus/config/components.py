@@ -11,14 +11,14 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from colossus.config.errors import brief, explain, unknown_key
 from colossus.config.optimizer_section import GROUP_OPTIONS, GroupRule
 from colossus.config.schema import ReadingOptions
-from colossus.config.section import FROM_LIST, Named, Section
+from colossus.config.section import FROM_LIST, Named, NotNegative, Positive, Section
 from colossus.registry import (
     DATASETS,
     HOOK_OPTIONS,
@@ -31,6 +31,8 @@ from colossus.registry import (
 
 #: datasets whose tokens are bytes, unless there is a tokenizer
 BYTE_DATASETS = ("PythonStdlib", "TextFolder")
+#: what an optimizer gets from the engine, and from no config
+_GIVEN = ("params", "holders", "named_parameters")
 
 
 def is_text(kind: Any) -> bool:
@@ -44,6 +46,8 @@ def is_text(kind: Any) -> bool:
 def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
     """One line for each option of ``named`` that its component does not take, or not with this value."""
     known = parameters(named.type, registry)
+    if known is not None and registry is OPTIMIZERS:
+        known = [name for name in known if name not in _GIVEN]
     reading = (*ReadingOptions.model_fields, "validation") if registry is DATASETS else ()
     names = _unknown(key, named, [*known, *reading]) if known is not None else []
     values = _range_problems(key, named.type, named.options, registry)
@@ -51,7 +55,7 @@ def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
     for number, rule in enumerate(getattr(named, "groups", ()) if registry is OPTIMIZERS else ()):
         of_rule = f"{key}.groups.{number}"
         of_groups = GROUP_OPTIONS.get(named.type, ()) if isinstance(named.type, str) else ()
-        of_class = [name for name in known or () if name not in ("params", "lr")]
+        of_class = [name for name in known or () if name != "lr"]
         names = _unknown(of_rule, rule, [*of_class, *of_groups]) if known is not None else []
         together = _range_problems(of_rule, named.type, {**named.options, **rule.options}, registry)
         problems += names + [problem for problem in together if problem.replace(of_rule, key, 1) not in values]
@@ -66,9 +70,6 @@ def _unknown(key: str, section: Named | GroupRule, known: Sequence[str]) -> list
 
 # -- names ----------------------------------------------------------------------------------------------------
 
-#: what an optimizer gets from the engine
-_GIVEN = ("holders", "named_parameters")
-
 
 def parameters(kind: str | Callable[..., Any], registry: Registry) -> list[str] | None:
     """Names of the arguments a component can take, or None when it takes any or they are not known."""
@@ -82,7 +83,7 @@ def parameters(kind: str | Callable[..., Any], registry: Registry) -> list[str] 
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in found):
         return None
-    return [each.name for each in found if each.kind is not each.POSITIONAL_ONLY and each.name not in _GIVEN]
+    return [parameter.name for parameter in found if parameter.kind is not parameter.POSITIONAL_ONLY]
 
 
 def _parsed(module: str, name: str) -> list[str] | None:
@@ -99,8 +100,7 @@ def _parsed(module: str, name: str) -> list[str] | None:
             body, wanted, num_bound = node.body, "__init__", 1
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name == wanted and node.args.kwarg is None:
-            names = [argument.arg for argument in [*node.args.args[num_bound:], *node.args.kwonlyargs]]
-            return [name for name in names if name not in _GIVEN]
+            return [argument.arg for argument in [*node.args.args[num_bound:], *node.args.kwonlyargs]]
     return None
 
 
@@ -116,9 +116,7 @@ def _only(right: Any, why: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-NotNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-OfTheModel = Annotated[Any, _only(None, "the parameters are those of the model; leave it out")]
 
 
 class _Ranges(Section):
@@ -128,7 +126,6 @@ class _Ranges(Section):
 
 
 class _Optimizer(_Ranges):
-    params: OfTheModel = None
     weight_decay: NotNegative = 0.0
     eps: NotNegative = 0.0
     momentum: NotNegative = 0.0
@@ -137,6 +134,34 @@ class _Optimizer(_Ranges):
     amsgrad: bool = False
     nesterov: bool = False
     fused: bool = False
+
+
+class _Exact(_Optimizer):
+    """Of those that look at whole parameters."""
+
+    momentum: Beta = 0.9
+
+
+class _LARS(_Exact):
+    trust_coefficient: Positive = 1e-3
+
+
+class _Adafactor(_Ranges):
+    weight_decay: NotNegative = 0.0
+    beta2_decay: Annotated[float, Field(le=0)] = -0.8
+    d: Annotated[float, Field(ge=1)] = 1.0
+    eps: Annotated[tuple[NotNegative | None, NotNegative], FROM_LIST] = (None, 1e-3)
+
+
+class _Muon(_Exact):
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
+    ns_coefficients: Annotated[tuple[float, float, float], FROM_LIST] = (3.4445, -4.775, 2.0315)
+    adamw: dict[str, Any] | None = None
+
+
+_EXACT: dict[str, type[Section]] = {"Adafactor": _Adafactor, "LAMB": _Exact, "LARS": _LARS, "Muon": _Muon}
 
 
 class _TableOptimizer(_Optimizer):
@@ -151,7 +176,9 @@ def _range_problems(key: str, kind: Any, options: dict[str, Any], registry: Regi
     section = (ranges | {DATASETS.kind: ReadingOptions}).get(registry.kind)
     if registry is HOOKS and kind in HOOK_OPTIONS:
         section = HOOK_OPTIONS.get(kind)
-    if section is None or (registry is OPTIMIZERS and kind not in TORCH_OPTIMIZERS):
+    if registry is OPTIMIZERS and kind not in TORCH_OPTIMIZERS:
+        section = _EXACT.get(kind) if isinstance(kind, str) else None
+    if section is None:
         return []
     try:
         checked = section.model_validate(options)

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 #: waits are counted in milliseconds, in 32 bits
 Seconds = Annotated[float, Field(gt=0, le=2_000_000)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

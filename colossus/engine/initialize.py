@@ -30,7 +30,7 @@ from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.optimizers import OptimizerFactory, build_optimizer, holders_of, require_factory
-from colossus.engine.parameter_groups import ParameterGroups, make_groups
+from colossus.engine.parameter_groups import ParameterGroups, make_groups, one_group
 from colossus.engine.routers import Routers, routers_of
 from colossus.engine.stages import ModelStages
 from colossus.gradients.reduction import ModelParts
@@ -117,8 +117,8 @@ def make_engine(
         module, whole = _build_model(config, context, model, strategy, pipeline, optimizer is not None)
         loss = loss_of(module, loss_fn)
         store = _store_parameters(config, context, module, strategy, pipeline, loaders)
-        tables = {id(table.param) for table in strategy.tables or ()} if whole.has_tables else None
-        holders = holders_of(module, context, strategy.summed_axes)
+        tables = {id(table.param) for table in strategy.tables or ()}
+        holders = holders_of(module, context, strategy.summed_axes, tables)
         updates, config = build_optimizer(config, optimizer, strategy.trained, holders, tables, whole.groups)
         strategy.optimizer_made(updates)
         step = OptimizerStep(config, module, updates, store, strategy, Routers(whole.routers, module, strategy))
@@ -131,11 +131,10 @@ def make_engine(
 
 
 class WholeModel(NamedTuple):
-    """What a rank knows of the model beyond its own part: its size, whether it has tables with sparse gradients, its
-    routers (`routers_of`), and its groups of parameters, where rules say so."""
+    """What a rank knows of the model beyond its own part: its size, its routers (`routers_of`), and its groups of
+    parameters, where rules say so or tables have one."""
 
     num_parameters: int
-    has_tables: bool
     routers: dict[str, int]
     groups: ParameterGroups | None
 
@@ -160,9 +159,11 @@ def _build_model(
             existing.update(fingerprints_of_existing(whole))
         groups = make_groups(config.optimizer, whole)  # freezes parameters
         tables = survey(whole, context)
+        if tables.untied and groups is None and not has_optimizer:
+            groups = one_group(whole)
         if groups is not None:
             groups.set_apart([table.name for table in tables.untied], name="tables")
-        found.append(WholeModel(num_parameters(whole), bool(tables.untied), routers_of(whole), groups))
+        found.append(WholeModel(num_parameters(whole), routers_of(whole), groups))
         require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_given=has_optimizer)
         strategy.check_tables(tables)
         pipeline.split(whole)

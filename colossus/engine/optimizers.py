@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +25,8 @@ from colossus.layers.lm_head import LMHead
 from colossus.layout.parameter import spec_of
 from colossus.optim.logical_tensors import Holders
 from colossus.optim.torch_classes import without_dynamo
-from colossus.optim.whole import WholeParameters
 from colossus.registry import OPTIMIZERS, TORCH_OPTIMIZERS
-from colossus.sparse.table_optimizers import group_tables, table_problem
+from colossus.sparse.table_optimizers import set_table_options, table_problem
 from colossus.state.optimizer import why_not_saved
 
 log = logging.getLogger("colossus.engine")
@@ -78,7 +78,7 @@ def build_optimizer(
     factory: OptimizerFactory | None,
     params: Sequence[nn.Parameter],
     holders: Holders,
-    tables: Container[int] | None = None,
+    tables: Collection[int] = (),
     groups: ParameterGroups | None = None,
 ) -> tuple[torch.optim.Optimizer, Config]:
     """The optimizer of this rank, and the config with the learning rate that the schedule starts from.
@@ -91,8 +91,8 @@ def build_optimizer(
     Args:
         params: what this rank updates, as it is stored.
         holders: the ranks that hold them (`holders_of`).
-        tables: ids of those of them that have sparse gradients; None: no rank has one.
-        groups: of a config that has rules for them.
+        tables: ids of those of them that have sparse gradients.
+        groups: of a config that has rules for them, or of a model with tables.
 
     Raises:
         ValueError: on all ranks, when what the user's function returns is no optimizer of these parameters, or one that
@@ -106,14 +106,14 @@ def build_optimizer(
     problem, untried = None, ""
     if made is not _EMPTY:
         try:
-            problem = _problem(made, dict(named), config, context, tables or ())
+            problem = _problem(made, dict(named), config, context, tables)
         except UntriedError as error:
             untried = str(error)
     #: of each group
     rates: list[float | None] = []
     if made is not _EMPTY and problem is None:
-        if factory is None and tables is not None:
-            group_tables(made, config, lambda param: id(param) in tables)
+        if factory is None:
+            set_table_options(made, config.optimizer)
         for group in made.param_groups if groups is not None else ():
             group["lr"] *= group.pop("lr_scale", 1.0)
         rates = [float(group["lr"]) if "lr" in group else None for group in made.param_groups]
@@ -141,17 +141,22 @@ def build_optimizer(
     return made, config
 
 
-def holders_of(module: nn.Module, context: ParallelContext, summed_axes: Iterable[str]) -> Holders:
+def holders_of(
+    module: nn.Module, context: ParallelContext, summed_axes: Iterable[str], sparse: Collection[int] = ()
+) -> Holders:
     """The ranks that hold the parameters of a stage and have the same sums of their gradients, over ``summed_axes``.
 
     Embeddings, and output layers by their class or name, are told apart: their rows stand for tokens or classes.
+
+    Args:
+        sparse: ids of the stored tables with sparse gradients.
     """
     rows = set()
     for name, part in module.named_modules():
         kinds = nn.Embedding, nn.EmbeddingBag, Embedding, PositionEmbedding, LMHead
         if isinstance(part, kinds) or name.rpartition(".")[2] in ("lm_head", "head", "classifier"):
             rows |= {id(param) for param in part.parameters()}
-    return Holders(context, (axis for axis in summed_axes if axis != "pipeline"), rows)
+    return Holders(context, (axis for axis in summed_axes if axis != "pipeline"), rows, sparse)
 
 
 def make_optimizer(
@@ -171,7 +176,8 @@ def make_optimizer(
         params: list[Any] = [param for _, param in named] if groups is None else groups.of(named)
         kind, options = _class_of(section), section.arguments
         if section.whole:
-            return WholeParameters(params, holders, partial(kind, **options))
+            whole = importlib.import_module("colossus.optim.whole")  # of those who ask for it
+            return whole.WholeParameters(params, holders, partial(kind, **options))
         if section.type in TORCH_OPTIMIZERS:
             return torch_optimizer(section.type, params, **options)
         if _takes(kind, "holders"):
@@ -207,7 +213,7 @@ _WHOLE = (
 
 
 def _problem(
-    made: Any, named: dict[str, nn.Parameter], config: Config, context: ParallelContext, tables: Container[int]
+    made: Any, named: dict[str, nn.Parameter], config: Config, context: ParallelContext, tables: Collection[int]
 ) -> str | None:
     """What is wrong with an optimizer of these parameters, in words; see `trial_problem`."""
     kind, names = type(made).__name__, {id(param): name for name, param in named.items()}
@@ -251,10 +257,14 @@ def require_options(section: OptimizerSection, context: ParallelContext) -> None
     """
     kind = _class_of(section)
     name = getattr(kind, "__name__", str(kind))
-    if section.has_groups and _takes(kind, "named_parameters"):
+    if (section.has_groups or section.tables is not None) and _takes(kind, "named_parameters"):
         raise ConfigError(
-            f"optimizer.groups, layer_decay: {name} takes named_parameters, of which it makes groups itself: leave "
-            f"them out, or let it take params"
+            f"optimizer.groups, layer_decay, tables: {name} takes named_parameters, of which it makes groups itself: "
+            f"leave them out, or let it take params"
+        )
+    if section.whole and _takes(kind, "holders"):
+        raise ConfigError(
+            f"optimizer.whole: {name} looks at whole parameters by itself, and sends less for it: leave whole out"
         )
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or _takes(kind, "named_parameters"):
         return

@@ -60,7 +60,7 @@ def make_groups(section: Optimizer, model: nn.Module) -> ParameterGroups | None:
 
     Raises:
         ConfigError: for a pattern that meets no parameter, one that takes the rows of a fused parameter apart, and a
-            model without blocks for ``layer_decay``.
+            model without blocks for ``layer_decay``, or of which all is frozen.
     """
     if not section.has_groups:
         return None
@@ -70,15 +70,27 @@ def make_groups(section: Optimizer, model: nn.Module) -> ParameterGroups | None:
     layers = _layers(model, section.layer_decay) if section.layer_decay is not None else {}
     groups = ParameterGroups()
     for name, param in model.named_parameters():
-        settings, *others = [_settings(section.groups, name, part) for part in names[name]]
-        if any(other != settings for other in others):
-            _refuse_parts(section.groups, name, names[name])
+        settings = _settings(section.groups, name, names[name])
         if settings.pop("frozen", False):
             param.requires_grad_(False)
         elif param.requires_grad:
             _, of_layer = layers.get(name, ("", 1.0))
             groups.add(name, {**settings, "lr_scale": settings.get("lr_scale", 1.0) * of_layer})
     groups.met = _describe(section, model, names, layers)
+    if not groups.group_of:
+        raise ConfigError(
+            f"optimizer.groups: all {counted(len(names), 'parameter')} are frozen, so nothing would be trained: say "
+            f"frozen=False of some in a later rule"
+        )
+    return groups
+
+
+def one_group(model: nn.Module) -> ParameterGroups:
+    """That of a whole model of which nothing is said."""
+    groups = ParameterGroups()
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            groups.add(name, {})
     return groups
 
 
@@ -92,16 +104,9 @@ def _given(rule: GroupRule) -> dict[str, Any]:
     return {**{key: value for key, value in own.items() if value is not None}, **rule.options}
 
 
-def _settings(rules: Sequence[GroupRule], name: str, part: str) -> dict[str, Any]:
-    """What all rules that meet a parameter say of it, the last of each key."""
+def _settings(rules: Sequence[GroupRule], name: str, parts: Sequence[str]) -> dict[str, Any]:
+    """What all rules that meet a parameter, or each of its logical ones, say of it, the last of each key."""
     settings: dict[str, Any] = {}
-    for rule in rules:
-        if _meets(rule.match, name, part):
-            settings |= _given(rule)
-    return settings
-
-
-def _refuse_parts(rules: Sequence[GroupRule], name: str, parts: Sequence[str]) -> None:
     for number, rule in enumerate(rules):
         met = [part for part in parts if _meets(rule.match, name, part)]
         if met and len(met) < len(parts):
@@ -110,6 +115,9 @@ def _refuse_parts(rules: Sequence[GroupRule], name: str, parts: Sequence[str]) -
                 f"{', '.join(part for part in parts if part not in met)}: these are rows of one parameter, which is in "
                 f"one group under every plan. Match {name!r}, or each of its rows"
             )
+        if met:
+            settings |= _given(rule)
+    return settings
 
 
 # -- layers ---------------------------------------------------------------------------------------------------

@@ -88,11 +88,9 @@ def stopped_line(folder: Path | None, config: Config, signum: int | None) -> str
     if row is None:
         return f"stopped {by}before the first step was complete; run folder {folder}"
     line = f"stopped {by}after step {row['step']}; metrics are in {folder / run_folder.METRICS}"
-    if not config.checkpoint.every:
-        return line
     latest = _latest(config, folder)
     if latest is None:
-        return f"{line}; no checkpoint was saved"
+        return f"{line}; no checkpoint was saved" if config.checkpoint.every else line
     return f"{line}; the latest checkpoint is {latest}, `colossus launch .. --resume` goes on from there"
 
 

@@ -116,7 +116,8 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     if summary.reason == "finished":
         return 0
     signum = summary.stop_signal  # perhaps of another rank
-    if not run.has_launcher and engine.context.is_logging_rank:
+    # what a signal has stopped is told by the launcher
+    if engine.context.is_logging_rank and not (run.has_launcher and signum is not None):
         print(stopped_line(folder, config, signum), flush=True)
     return exit_code(signum) if signum is not None else 0
 

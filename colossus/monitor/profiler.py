@@ -86,9 +86,7 @@ class Profiler(Hook):
 
     def _wrap(self, engine: Any) -> None:
         """One step ahead where there is one: what is compiled is compiled again, as other functions are called."""
-        ranks = self._section.ranks
-        is_traced = ranks == "all" or engine.context.rank in ranks
-        self._regions = Regions(engine.device, is_traced=is_traced)
+        self._regions = Regions(engine.device)
         self._profile.enter_context(profiled(engine, self._regions))
         train_step = engine.train_step
 
@@ -101,8 +99,8 @@ class Profiler(Hook):
 
     def _start_together(self, engine: Any) -> None:
         """Start the traces. That takes long the first time, and the other ranks would wait in their step."""
-        assert self._regions is not None
-        if self._regions.is_traced:
+        ranks = self._section.ranks
+        if ranks == "all" or engine.context.rank in ranks:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch prints that it begins and ends, on every rank
             activities = [ProfilerActivity.CPU]
             activities += [ProfilerActivity.CUDA] if engine.device.type == "cuda" else []

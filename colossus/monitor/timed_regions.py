@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -58,14 +58,13 @@ class Regions:
     Regions of other threads count for nothing, but for those of a backward, for which the main thread waits.
 
     Attributes:
-        is_traced: torch.profiler is to see the regions, where it runs.
         steps: of each `step` its parts, in seconds.
     """
 
-    def __init__(self, device: torch.device, *, is_traced: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.steps: list[dict[str, float]] = []
         self._clock = HostClock() if device.type == "cpu" else DeviceClock(device)
-        self.is_traced, self._thread = is_traced, threading.get_ident()
+        self._thread = threading.get_ident()
         #: (name, part) of those that are open, the innermost last
         self._open: list[tuple[str, str]] = []
         #: of the running step: (time, part that begins then)
@@ -86,7 +85,8 @@ class Regions:
 
     @contextmanager
     def region(self, name: str, part: str) -> Iterator[None]:
-        """Around some work; a region inside of one of the same name is none."""
+        """Around some work, under its name for torch.profiler, where it runs; a region inside of one of the same name
+        is none."""
         outer_name, outer_part = self._open[-1] if self._open else ("", REST)
         if outer_name == name or not self._counts_thread():
             yield
@@ -95,7 +95,7 @@ class Regions:
         self._open.append((name, part))
         self._mark(part)
         try:
-            with record_function(name) if self.is_traced else nullcontext():
+            with record_function(name):
                 yield
         finally:
             self._open.pop()

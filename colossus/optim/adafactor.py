@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,9 +12,6 @@ from torch import Tensor
 from colossus.layout.layout import Box
 from colossus.optim.logical_tensors import Holders, LogicalTensor, Sums
 from colossus.optim.torch_classes import groups_of
-
-#: of one tensor for rows and for columns, of the full shape with the last dim, or the one before it, as 1
-Factors = tuple[Tensor, Tensor]
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -44,11 +41,6 @@ class Adafactor(torch.optim.Optimizer):
         d: float = 1.0,
         weight_decay: float = 0.0,
     ) -> None:
-        if not (beta2_decay <= 0 and (eps[0] or 0.0) >= 0 and eps[1] >= 0 and d >= 1 and weight_decay >= 0):
-            raise ValueError(
-                f"beta2_decay must be 0 or less, both eps and weight_decay 0 or more and d 1 or more, got beta2_decay="
-                f"{beta2_decay}, eps={eps}, d={d}, weight_decay={weight_decay}"
-            )
         given = dict(lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), d=d, weight_decay=weight_decay)
         super().__init__(groups_of(params), given)
         self._held = [(group, tensor) for group in self.param_groups for tensor in holders.tensors(group["params"])]
@@ -85,32 +77,25 @@ class Adafactor(torch.optim.Optimizer):
                 weight.mul_(1 - lr * group["weight_decay"])
             weight.add_(update, alpha=-alpha / max(1.0, math.sqrt(of_update / tensor.numel) / group["d"]))
 
-    def _first_sums(self, weights: list[Tensor], grads: list[Tensor]) -> tuple[Tensor, Iterator[Factors | tuple[()]]]:
+    def _first_sums(self, weights: list[Tensor], grads: list[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
         """Squares of whole weights, [tensors]; of the gradients of what has rows the means over rows and columns."""
         flat = [self._sums.squares(weights)]
         for number, ((_, tensor), grad) in enumerate(zip(self._held, grads, strict=True)):
-            if len(tensor.shape) > 1:
-                counts = self._sums.counts[number].to(grad.device)
-                for dim in (-1, -2):
-                    whole = grad.new_zeros(_factor_shape(tensor, dim))
-                    whole[_slices(tensor.own, dim)] = grad.square().sum(dim, keepdim=True) * counts
-                    flat.append(whole.flatten().to(flat[0]))
-        sizes = [len(part) for part in flat]
-        squares, *others = self._sums.over_ranks(torch.cat(flat)).split(sizes)
-
-        def means() -> Iterator[Factors | tuple[()]]:
-            factors = iter(others)
-            for _, tensor in self._held:
-                if len(tensor.shape) < 2:
-                    yield ()
-                    continue
-                rows, columns = (
-                    (next(factors) / tensor.shape[dim]).view(_factor_shape(tensor, dim)).to(tensor.parameter)
-                    for dim in (-1, -2)
-                )
-                yield rows, columns
-
-        return squares, means()
+            counts = self._sums.counts[number].to(grad.device)
+            for dim in _dims(tensor):
+                whole = grad.new_zeros(_factor_shape(tensor, dim))
+                whole[_slices(tensor.own, dim)] = grad.square().sum(dim, keepdim=True) * counts
+                flat.append(whole.flatten().to(flat[0]))
+        squares, *sums = self._sums.over_ranks(torch.cat(flat)).split([len(part) for part in flat])
+        factors = iter(sums)
+        means = [
+            [
+                (next(factors) / tensor.shape[dim]).view(_factor_shape(tensor, dim)).to(tensor.parameter)
+                for dim in _dims(tensor)
+            ]
+            for _, tensor in self._held
+        ]
+        return squares, means
 
     def _update(self, group: dict[str, Any], tensor: LogicalTensor, grad: Tensor, *means: Tensor) -> Tensor:
         """This rank's part of the gradient over the root of its estimated second moment."""
@@ -144,7 +129,13 @@ class Adafactor(torch.optim.Optimizer):
         self.tensor_state = state
 
 
+def _dims(tensor: LogicalTensor) -> tuple[int, ...]:
+    """Over which there are means: none of what has no rows."""
+    return (-1, -2) if len(tensor.shape) > 1 else ()
+
+
 def _factor_shape(tensor: LogicalTensor, dim: int) -> list[int]:
+    """Of means over a dim: the full shape with that as 1."""
     shape = list(tensor.shape)
     shape[dim] = 1
     return shape

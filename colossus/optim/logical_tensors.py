@@ -65,13 +65,21 @@ class Holders:
     Args:
         axes: along which these ranks lie; stages of a pipeline hold other parameters.
         tables: ids of the stored parameters whose rows stand for tokens or classes: of embeddings and output layers.
+        sparse: ids of those with sparse gradients, which have rules of their own (``optimizer.tables``): they are not
+            among the tensors.
 
     Attributes:
         group: those ranks, in an order that is the same on all.
     """
 
-    def __init__(self, context: ParallelContext, axes: Iterable[str], tables: Collection[int] = ()) -> None:
-        self.context, self.tables = context, frozenset(tables)
+    def __init__(
+        self,
+        context: ParallelContext,
+        axes: Iterable[str],
+        tables: Collection[int] = (),
+        sparse: Collection[int] = (),
+    ) -> None:
+        self.context, self.tables, self.sparse = context, frozenset(tables), frozenset(sparse)
         along = set(axes)
         self.axes = tuple(axis for axis in context.grid.names if axis in along and context.grid.sizes[axis] > 1)
         self.group: AxisGroup = context.group(self.axes)
@@ -79,15 +87,10 @@ class Holders:
 
     def tensors(self, params: Iterable[nn.Parameter]) -> list[LogicalTensor]:
         """Of stored parameters, in their order: the same list on all ranks of the group."""
-        return [tensor for param in params for tensor in self._tensors_of(param)]
+        return [tensor for param in params if id(param) not in self.sparse for tensor in self._tensors_of(param)]
 
     def _tensors_of(self, param: nn.Parameter) -> list[LogicalTensor]:
         spec, sizes = spec_of(param), self.context.grid.sizes
-        if spec.intervals is not None:
-            raise ValueError(
-                f"{spec.name} is a table with sparse gradients, whose rows have owners: an optimizer of whole "
-                f"parameters cannot update it. Leave sparse=True out, or give tables their own: optimizer.tables"
-            )
         module, _, leaf = spec.name.rpartition(".")
         found = []
         for shard in spec.shards:

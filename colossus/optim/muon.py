@@ -85,15 +85,6 @@ class Muon(torch.optim.Optimizer):
         dtype: str = "bf16",
         adamw: dict[str, Any] | None = None,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ValueError(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
-        if not (0 <= momentum < 1 and weight_decay >= 0 and 0 < ns_steps < 100):
-            raise ValueError(
-                f"momentum must be in [0, 1), weight_decay 0 or more and ns_steps 1 to 99, got momentum={momentum}, "
-                f"weight_decay={weight_decay}, ns_steps={ns_steps}"
-            )
         own: dict[str, Any] = dict(
             lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps, ns_steps=ns_steps,
             ns_coefficients=tuple(ns_coefficients), adjust_lr_fn=adjust_lr_fn,
@@ -129,13 +120,13 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step of all parameters that have a gradient. Collective over the ranks that hold them."""
-        directions = self._directions()
-        coming = [self._start(exchange, directions) for exchange, _ in self._exchanges[:1]]
+        self._move_momenta()
+        coming = [self._start(*each) for each in self._exchanges[:1]]
         returning: list[Callable[[], None]] = []
         for number, (exchange, groups) in enumerate(self._exchanges):
             whole = coming.pop()()
             if number + 1 < len(self._exchanges):  # travels while this one is computed
-                coming.append(self._start(self._exchanges[number + 1][0], directions))
+                coming.append(self._start(*self._exchanges[number + 1]))
             options = [groups[k] for k in exchange.owned]
             updates = [
                 orthogonalise(x, of["ns_coefficients"], of["ns_steps"], of["eps"])
@@ -149,9 +140,7 @@ class Muon(torch.optim.Optimizer):
             finish()
         self.others.step()
 
-    def _directions(self) -> dict[nn.Parameter, Tensor]:
-        """Of each stored parameter with matrices what is to be made orthogonal, from momentum and gradient."""
-        found = {}
+    def _move_momenta(self) -> None:
         for group in self.param_groups:
             for param in group["params"] if group["muon"] else ():
                 if param.grad is None:
@@ -159,19 +148,21 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[param]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(param.grad)
-                momentum = state["momentum_buffer"]
-                momentum.lerp_(param.grad, 1 - group["momentum"])
-                found[param] = param.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        return found
+                state["momentum_buffer"].lerp_(param.grad, 1 - group["momentum"])
 
-    def _start(self, exchange: Exchange, directions: dict[nn.Parameter, Tensor]) -> Callable[[], list[Tensor]]:
-        """What a rank has no gradient of is sent as 0: all ranks know the lengths beforehand."""
+    def _start(self, exchange: Exchange, groups: Sequence[dict[str, Any]]) -> Callable[[], list[Tensor]]:
+        """Send what is to be made orthogonal, from momentum and gradient: made for one bucket at a time, so that it
+        takes no second copy of all matrices. What a rank has no gradient of is sent as 0: all ranks know the lengths
+        beforehand."""
         parts = []
-        for tensor in exchange.tensors:
-            direction = directions.get(tensor.parameter)
-            part = tensor.local(tensor.parameter if direction is None else direction)
-            part = torch.zeros_like(part, dtype=self._dtype) if direction is None else part.to(self._dtype)
-            parts.append(part.to(self._device))
+        for tensor, group in zip(exchange.tensors, groups, strict=True):
+            grad = tensor.parameter.grad
+            if grad is None:
+                part = torch.zeros_like(tensor.local(tensor.parameter), dtype=self._dtype)
+            else:
+                part = tensor.local(self.state[tensor.parameter]["momentum_buffer"])
+                part = tensor.local(grad).lerp(part, group["momentum"]) if group["nesterov"] else part
+            parts.append(part.to(self._device, self._dtype))
         return exchange.to_owners(parts)
 
     def _apply(self, exchange: Exchange, groups: Sequence[dict[str, Any]], back: Callable[[], list[Tensor]]) -> None:

@@ -68,11 +68,6 @@ class LAMB(_TrustRatio):
         weight_decay: float = 0.01,
         bias_correction: bool = True,
     ) -> None:
-        if not (all(0 <= beta < 1 for beta in betas) and eps >= 0 and weight_decay >= 0):
-            raise ValueError(
-                f"betas must be in [0, 1), eps and weight_decay 0 or more, got betas={betas}, eps={eps}, "
-                f"weight_decay={weight_decay}"
-            )
         given = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
         super().__init__(params, holders, given)
 
@@ -125,11 +120,6 @@ class LARS(_TrustRatio):
         eps: float = 0.0,
         nesterov: bool = False,
     ) -> None:
-        if not (0 <= momentum < 1 and weight_decay >= 0 and trust_coefficient > 0 and eps >= 0):
-            raise ValueError(
-                f"momentum must be in [0, 1), weight_decay and eps 0 or more, trust_coefficient above 0, got "
-                f"momentum={momentum}, weight_decay={weight_decay}, eps={eps}, trust_coefficient={trust_coefficient}"
-            )
         given = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
         given |= dict(trust_coefficient=trust_coefficient, eps=eps, nesterov=nesterov)
         super().__init__(params, holders, given)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from colossus.config import Config
 from colossus.config.optimizer_section import Optimizer
 from colossus.registry import OPTIMIZERS, TABLE_OPTIMIZERS
 from colossus.rows.row_rules import RULES, Rule, rule_of
@@ -97,16 +94,11 @@ def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_given: b
         raise ValueError(f"the model has tables with sparse gradients, and {_no_sparse_form(kind.__name__)}")
 
 
-def group_tables(optimizer: Any, config: Config, is_table: Callable[[nn.Parameter], bool]) -> None:
-    """Give the tables of this rank no weight decay, and with ``optimizer.tables`` their rule and its options: in the
-    groups of the name "tables", which every rank has. Where rules have made none, all are moved to a last group.
-    """
-    groups = [group for group in optimizer.param_groups if group.get("name") == "tables"]
-    if not groups:
-        groups = [_moved(optimizer, is_table)]
-        optimizer.param_groups += groups
-    section = config.optimizer
-    for group in groups:
+def set_table_options(optimizer: Any, section: Optimizer) -> None:
+    """Give the groups of the name "tables" no weight decay, and with ``optimizer.tables`` its rule and its options."""
+    for group in optimizer.param_groups:
+        if group.get("name") != "tables":
+            continue
         for table in group["params"]:  # some keep state from the start on (torch.optim.Adagrad), of their own rule
             optimizer.state.pop(table, None)
         if "weight_decay" in group:
@@ -115,25 +107,6 @@ def group_tables(optimizer: Any, config: Config, is_table: Callable[[nn.Paramete
             spec = section.tables.spec()
             rule, options = TABLE_OPTIMIZERS.build({**spec, "lr": spec["lr"] or section.lr})
             group |= {**options, "row_rule": rule}
-
-
-def _moved(optimizer: Any, is_table: Callable[[nn.Parameter], bool]) -> dict[str, Any]:
-    """A group of all tables, with the options of the first group, out of which they are taken."""
-    tables: list[nn.Parameter] = []
-    names: list[str] = []
-    for group in optimizer.param_groups:
-        held = [(number, param) for number, param in enumerate(group["params"]) if is_table(param)]
-        tables += [param for _, param in held]
-        if "param_names" in group:
-            names += [group["param_names"][number] for number, _ in held]
-            group["param_names"] = [
-                name for name, param in zip(group["param_names"], group["params"], strict=True) if not is_table(param)
-            ]
-        group["params"] = [param for param in group["params"] if not is_table(param)]
-    first = optimizer.param_groups[0]
-    group = {key: value for key, value in first.items() if key not in ("params", "param_names", "lr_scale")}
-    group |= {"params": tables, "name": "tables"}
-    return {**group, "param_names": names} if "param_names" in first else group
 
 
 # -- what ``optimizer.tables`` may name: a rule, with all of its options ----------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from colossus.chart import Bars, Line, Panel, save_charts, text_chart
+from colossus.chart import Bars, Line, Panel, in_encoding, save_charts, text_chart
 from colossus.chart.panel import PALETTE, log_ticks, readable, ticks
 
 STEPS = range(1, 41)
@@ -34,6 +34,23 @@ def test_one_line_is_drawn_in_braille_with_a_gap_where_a_number_is_none() -> Non
    0                     5"""
     chart = chart.replace("AXIS", "\u2514\u252c" + 21 * "\u2500" + " step")
     assert text_chart(Panel("loss", [line], "step", "nats"), 30, 8) == chart
+
+
+def test_where_the_encoding_has_no_braille_charts_are_ascii() -> None:
+    chart = text_chart(Panel("loss", [UP], "step", "nats"), 22, 8)
+    assert in_encoding(chart, "utf-8") == chart
+    assert in_encoding(chart, "ascii").splitlines() == [
+        "   loss (nats)",
+        "  |              *****",
+        " 4+         ******",
+        " 2+    ******",
+        "  |*****",
+        "  ++------------- step",
+        "   0",
+        "  ** up",
+    ]
+    bars = in_encoding(text_chart(BARS, 40), "latin-1")
+    assert (bars.isascii(), bars.splitlines()[-1]) == (True, "  @ data  % tensor")
 
 
 def test_without_colours_each_of_several_lines_has_a_letter() -> None:

@@ -48,6 +48,7 @@ def _fit(rank: int, root: Path, full: tuple[int, ...], options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("background", [False, True])
+@pytest.mark.rest("False")
 def test_a_run_goes_on_when_a_save_fails(in_memory: Path, background: bool) -> None:
     """Each failed save is told once, on rank 0; the old checkpoint stays; the next save works; nothing is left. That
     the last save of a run fails is an error: nothing is left to go on with."""

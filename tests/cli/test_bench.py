@@ -13,6 +13,7 @@ from helpers.launching import TINY, children, finish, start, wait_for
 
 from colossus.cli.main import main
 from colossus.comm.accounting import sent
+from colossus.compare import timed_plan
 from colossus.compare.bench_table import Measured, over_first
 from colossus.compare.interleaved import Spread
 from colossus.compare.timed_steps import Block
@@ -104,3 +105,32 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank, 0)
+
+
+class Stopped:
+    """A plan of which the second is stopped in its third block."""
+
+    def __init__(self, label: str, *_: object) -> None:
+        self.measured = Measured(label, "", 1, 1)
+
+    def start(self, *_: object) -> None:
+        pass
+
+    def block(self, steps: int) -> float:
+        if len(self.measured.blocks) == 2 and self.measured.label == "data=2":
+            raise KeyboardInterrupt
+        self.measured.blocks.append([Block(1.0, 100.0, None, {}, 5)])
+        return 1.0
+
+
+def test_ctrl_c_tells_the_blocks_that_all_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timed_plan, "TimedPlan", Stopped)
+    monkeypatch.setattr(timed_plan, "one_thread", bool)
+    written = tmp_path / "bench.json"
+    assert main(["bench", str(TINY), "data=1", "data=2", "--json", str(written)]) == 130
+    found = json.loads(written.read_text())
+    assert (found["blocks"], [len(plan["block_step_seconds"]) for plan in found["plans"]]) == (2, [2, 2])
+    out, err = capsys.readouterr()
+    assert ("over 2 blocks" in out, err) == (True, "stopped by Ctrl-C after 2 blocks of each plan\n")

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from helpers.launching import TINY, finish, start
 from rich.console import Console
 
 from colossus.cli.main import main
-from colossus.compare import variants
+from colossus.compare import run_compare, variants
 from colossus.compare.jobs import Job, check_jobs, make_jobs
 from colossus.compare.run_compare import run_all
 from colossus.compare.summary import Comparison, Ended, Mean, Row, compare, print_table
-from colossus.config import ConfigError, load_config
+from colossus.config import ConfigError, as_dict, load_config
 from colossus.config.overrides import apply_overrides, plan_overrides, strategy_overrides
 
 FILE = """
@@ -173,7 +174,7 @@ def test_every_strategy_under_every_plan_with_every_seed(file: str, tmp_path: Pa
 def write_rows(job: Job, rows: Sequence[dict[str, Any]]) -> None:
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (job.folder / "config.json").write_text(json.dumps(dict(parallel=dict(data=job.config.parallel.data))))
+    (job.folder / "config.json").write_text(json.dumps(as_dict(job.config), default=str))
 
 
 def row_of(step: int, **more: Any) -> dict[str, Any]:
@@ -208,6 +209,22 @@ def test_a_failed_run_is_told_and_the_others_go_on_until_a_signal(
     assert lines[0] == "run 1 of 5: all_reduce  complete already"
     assert lines[3] == f"run 3 of 5: sgp overlap=1  prints to {jobs[2].output}"
     assert lines[4] == "run 3 of 5: sgp overlap=1  failed after 0:00: rank 1 (data 1) raised ValueError"
+
+
+def test_a_run_that_a_hook_has_ended_early_is_complete_where_the_last_comparison_says_so(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+
+    def launch(job: Job) -> int:
+        launched.append(job.name)
+        write_rows(job, [row_of(step) for step in range(1, STEPS)])
+        return 130 if len(launched) == 2 else 0
+
+    monkeypatch.setattr(run_compare, "_launch", launch)
+    again = partial(run_compare.run, file, ["parallel.tensor=1"], strategies=["all_reduce", "sgp"], out=str(tmp_path))
+    assert [again(), again(), again()] == [130, 0, 0]
+    assert launched == ["all_reduce", "sgp", "sgp"]
 
 
 # the table

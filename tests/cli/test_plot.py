@@ -87,7 +87,8 @@ def test_every_panel_of_which_there_are_numbers(write: Write) -> None:
     routers = {f"blocks.{at}.router": dict(max_over_mean=at + 1.5, entropy=0.5, tokens=[3, at]) for at in (0, 1)}
     more = dict(memory_reserved_bytes=4e9, mfu=0.4, consensus_distance_relative=0.1, experts=routers)
     comm = dict(data=dict(calls=2, bytes=3000.0))
-    evaluated = dict(validation_loss=2.5, validation_ema_loss=2.25, validation_accuracy=0.5)
+    evaluated = {"validation_loss": 2.5, "validation_accuracy": 0.5}
+    evaluated |= {"ema.validation_loss": 2.25, "ema.validation_accuracy": 0.75}
     first = write(
         [row_of(1, **more, comm=comm), row_of(2, **more, comm=comm | dict(tensor=dict(bytes=10))) | evaluated]
     )
@@ -108,7 +109,15 @@ def test_every_panel_of_which_there_are_numbers(write: Write) -> None:
         "b": ([1], [1.0]),
     }
     styles = [(line.style, line.colour) for line in loss.lines]
-    assert styles == [("line", 0), ("markers", 0), ("markers", 1), ("line", 2)]
+    assert styles == [
+        ("line", 0),
+        ("markers", 0),
+        ("markers", 2),
+        ("line", 1),
+    ]  # a run's line has one colour everywhere
+    accuracy = panels["validation_accuracy"]
+    assert isinstance(accuracy, Panel)
+    assert {name: y for name, (_, y) in drawn(accuracy).items()} == {"a": [0.5], "a ema": [0.75]}
     memory, busiest, sent = (
         panels["memory"],
         panels["tokens of the busiest expert over the mean"],

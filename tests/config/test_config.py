@@ -169,6 +169,8 @@ def test_names_and_options_are_looked_up() -> None:
     assert found.startswith("parallel.tensor.mode: no tensor mode named '4d'. Did you mean")
     (found,) = problems(dict(model=dict(type=Net, widht=3)))
     assert found == "model.widht: no such key; did you mean model.width? known keys of model: type, width"
+    (found,) = problems(dict(optimizer=dict(type="Muon", betas=(0.9, 0.95))))
+    assert "known keys of optimizer: type, lr, groups, layer_decay, whole, tables, weight_decay, momentum," in found
 
 
 def test_options_of_a_builtin_are_read_from_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

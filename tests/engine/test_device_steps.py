@@ -122,7 +122,7 @@ def bounds(rank: int, case: Case) -> list[list[tuple[int, str]]]:
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-@pytest.mark.rest("pipeline", "tensor: ranks share a batch")
+@pytest.mark.rest("pipeline", "tensor: ranks share a batch", "zero 2")
 def test_each_step_reads_numbers_of_the_step_before_and_of_no_other(name: str) -> None:
     """So the host is at most one step ahead: what it waits for comes from the sums of the step before."""
     world, case, files = BOUNDED[name]

@@ -11,30 +11,12 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 from helpers.resumed import Listener
+from helpers.whole_optimizers import PlainLAMB
 from torch import Tensor, nn
 
 import colossus
 from colossus.engine.optimizer_trial import _gaps, trial_problem
 from colossus.registry import OPTIMIZERS, TORCH_OPTIMIZERS
-
-
-class LAMB(torch.optim.Optimizer):
-    """You et al. (1904.00962), Algorithm 2: the ratio of two norms of the whole parameter."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.01) -> None:
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                mean = state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.1)
-                square = state.setdefault("square", torch.zeros_like(param)).lerp_(param.grad.square(), 0.01)
-                change = mean / (square.sqrt() + 1e-6) + group["weight_decay"] * param
-                param.sub_(change * group["lr"] * param.norm() / change.norm())
 
 
 class Lion(torch.optim.Optimizer):
@@ -79,7 +61,7 @@ class NeedsClosure(Lion):
         closure()
 
 
-class FactorsWhatIsLarge(LAMB):
+class FactorsWhatIsLarge(PlainLAMB):
     """As Adafactor of several packages, whose small matrices are not factored."""
 
     @torch.no_grad()
@@ -99,7 +81,7 @@ def hf_adafactor(params: Any) -> torch.optim.Optimizer:
 def in_groups(params: Any) -> torch.optim.Optimizer:
     """Of one class that takes a norm in the second group alone, as those that have Muon and AdamW in one do."""
 
-    class Mixed(LAMB):
+    class Mixed(PlainLAMB):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 for param in group["params"]:
@@ -113,11 +95,11 @@ def in_groups(params: Any) -> torch.optim.Optimizer:
 
 #: name -> what makes it of a matrix and a vector, and whether it is refused
 CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool]] = {
-    "LAMB": (LAMB, True),
+    "LAMB": (PlainLAMB, True),
     "Adafactor of transformers": (hf_adafactor, True),
     "Muon of torch": (lambda params: torch.optim.Muon(params[:1], lr=0.1), True),
     "Adafactor of torch": (torch.optim.Adafactor, True),
-    "another with LAMB in it": (lambda params: Slow(LAMB(params)), True),
+    "another with LAMB in it": (lambda params: Slow(PlainLAMB(params)), True),
     "one group of two": (in_groups, True),
     "what is large alone": (FactorsWhatIsLarge, True),
     "Lion": (Lion, False),
@@ -171,7 +153,7 @@ def told(rank: int) -> list[str]:
     found, listener = [], Listener()
     logging.getLogger("colossus").addHandler(listener)
     for plan in (dict(tensor=2), dict(data=2, zero=3), dict(data=2)):
-        for kind in (LAMB, Lion):
+        for kind in (PlainLAMB, Lion):
             config: dict[str, Any] = dict(parallel=plan, train=dict(global_batch_size=4, steps=2), device="cpu")
             is_own = dict(optimizer=lambda named, kind=kind: kind([param for _, param in named]))
             try:
@@ -191,9 +173,9 @@ def told(rank: int) -> list[str]:
 def test_under_a_plan_it_is_refused_on_all_ranks() -> None:
     ranks = run_ranks(2, told, with_context=False)
     for in_tensor, lion, in_zero, lion_in_zero, whole, lion_whole, _ in ranks:
-        assert "LAMB computes something else with parts" in in_tensor
+        assert "PlainLAMB computes something else with parts" in in_tensor
         assert "this rank stores a part of up.weight" in in_tensor
-        assert "LAMB computes something else with parts" in in_zero
+        assert "PlainLAMB computes something else with parts" in in_zero
         assert "by its name (LAMB, LARS, Adafactor, Muon)" in in_zero
         assert [lion, lion_in_zero, whole, lion_whole] == ["trained"] * 4
     first, second = (of_rank[-1] for of_rank in ranks)

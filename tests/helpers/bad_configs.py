@@ -169,7 +169,7 @@ TABLE: dict[str, Bad] = {
         overrides="train.eval_batch_size=3 parallel.data=2",
     ),
     # the optimizer and its learning rate
-    "params": bad("optimizer.params: the parameters are those of the model", overrides="optimizer.params=[]"),
+    "params": bad("optimizer.params: no such key; known keys of optimizer: type, lr", overrides="optimizer.params=[]"),
     "learning rate": bad("optimizer.lr: must be greater than 0, got 0", overrides="optimizer.lr=0"),
     "schedule without arguments": bad(
         "is called as f(progress, min_ratio, **options)", text="lr_schedule = lambda: 1.0"

@@ -14,13 +14,15 @@ Named = list[tuple[str, nn.Parameter]]
 class PlainLAMB(torch.optim.Optimizer):
     """Algorithm 2 of 1904.00962, with bias correction."""
 
-    def __init__(self, params: Iterable[Any], lr: float, weight_decay: float) -> None:
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.01) -> None:
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for w in group["params"]:
+                if w.grad is None:
+                    continue
                 state = self.state[w]
                 t = state["t"] = state.get("t", 0) + 1
                 m = state["m"] = 0.9 * state.get("m", 0.0) + 0.1 * w.grad

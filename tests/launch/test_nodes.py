@@ -67,6 +67,7 @@ def test_a_stop_on_one_node_stops_all_with_its_code(long_run: Nodes, signum: sig
 
 # the first holds the store they speak through; of the other it takes some signs of life to be missed
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.rest("0")
 def test_a_killed_launcher_is_named_by_the_other_node(long_run: Nodes, killed: int) -> None:
     launchers, _ = long_run
     victim, other = launchers[killed], launchers[1 - killed]

@@ -30,6 +30,7 @@ def test_the_example_does_what_the_page_says(tmp_path: Path) -> None:
     run = tmp_path / "run"
     # the first evaluation is the best; five are no better, and one step follows
     assert "stopped early after step 7: validation_loss was no better" in out
+    assert "stopped after step 7; metrics are in run/metrics.jsonl; the latest checkpoint is run/checkpoints/" in out
     assert len(rows_of(run)) == 7
     assert out.count("{'validation_loss': ") == 2 * 6  # of each rank
     with (run / "metrics.csv").open(newline="") as file:

@@ -22,6 +22,7 @@ SIZES: dict[str, Any] = dict(
 TRAINED: dict[str, Any] = dict(type="ViT", **SIZES)
 
 
+@pytest.mark.long
 def test_padded_tokens_under_recomputation_and_dropout() -> None:
     """The mask of padding goes into blocks that are recomputed; their dropout is the same again."""
     sharded = dict(tensor=dict(size=2, sequence_sharded=True))

@@ -170,6 +170,27 @@ def test_another_precision_takes_an_average_as_it_was_saved(tmp_path: Path) -> N
     assert not torch.equal(wide[0], wide[0].bfloat16().float())
 
 
+def test_what_a_resumed_run_trains_for_the_first_time_is_averaged_from_there(tmp_path: Path) -> None:
+    def run(steps: int, folder: Path | None, **optimizer: Any) -> tuple[EMA, nn.Module]:
+        config = config_of({}, STEPS, "fp64", checkpoint=dict(dir=str(tmp_path)), optimizer=optimizer)
+        engine, ema = colossus.initialize(config), EMA(decay=0.5)
+        engine.checkpoints.hooks = [ema]
+        if folder is not None:
+            engine.checkpoints.load(folder)
+        for step in range(steps):
+            ema.on_step_end(engine, engine.train_step(batch_of(step)))
+        engine.checkpoints.save().wait()
+        engine.close()
+        return ema, engine.model
+
+    run(2, None, groups=[dict(match="*", frozen=True), dict(match="norm.*", frozen=False)])
+    ema, model = run(1, tmp_path)
+    averages = ema.parameter_state()
+    assert set(averages) == set(model.parameters())
+    assert torch.equal(averages[model.blocks[0].mlp.up.weight]["average"], model.blocks[0].mlp.up.weight)
+    assert not torch.equal(averages[model.norm.weight]["average"], model.norm.weight)
+
+
 def test_running_statistics_are_measured_anew_as_torch_does() -> None:
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 2)).double()

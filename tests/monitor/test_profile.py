@@ -176,6 +176,7 @@ def adds_up(summary: dict[str, Any]) -> bool:
     return all(sum(one["seconds"].values()) == pytest.approx(one["step_seconds"], rel=1e-9) for one in summary["ranks"])
 
 
+@pytest.mark.long
 def test_gathers(tmp_path: Path) -> None:
     for name, world, plan, ranks in (
         ("zero", 2, dict(data=2, zero=3), (0,)),
@@ -380,6 +381,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert "validation loss" not in out
     assert not (folder / "checkpoints").exists()
     assert per_step(regions_of(folder, 1), "forward stage 0 microbatch 0") == 1
+    code, _, err = finish(start([sys.executable, "-m", "colossus", *words], tmp_path))
+    assert (code, "--out out: holds the metrics of another run already" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

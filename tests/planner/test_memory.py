@@ -161,7 +161,7 @@ def _compare(world: int, cases: dict[str, Case]) -> None:
                 f"{name} {kind}: {ours[kind]} predicted, {real[kind]} held" for kind in ours if ours[kind] != real[kind]
             ]
             ratio = memory.total / real["peak"]
-            most = 1.4 if config["parallel"].get("zero") == 3 else 1.1 if name == "selective" else 1.05
+            most = 1.4 if config["parallel"].get("zero") == 3 else 1.1 if name in ("selective", "buffers") else 1.05
             if not 0.95 <= ratio <= most:
                 problems.append(f"{name} peak: {memory.total} predicted, {real['peak']} counted, {ratio:.3f}")
     assert not problems, "\n".join(problems)

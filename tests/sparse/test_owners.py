@@ -249,6 +249,7 @@ def evaluated_alone(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("per_host", [2, *long(None)])
+@pytest.mark.rest("2")
 def test_ranks_with_unequal_numbers_of_forwards(per_host: int | None) -> None:
     wanted = run_ranks(1, evaluated_alone, with_context=False)[0]
     for rank, found in enumerate(run_ranks(4, evaluated, per_host, with_context=False)):

@@ -64,6 +64,7 @@ def first_compiled(context: ParallelContext, make: Callable[[], nn.Module]) -> t
     ("mode", "make"),
     [("1d_sequence", pair), *(pytest.param(name, block, marks=pytest.mark.long) for name in MODES)],
 )
+@pytest.mark.rest("1d_sequence-pair")
 def test_the_first_call_of_a_layer_compiles_into_one_graph(mode: str, make: Callable[[], nn.Module]) -> None:
     for made, gap in MODES[mode].run(first_compiled, make, timeout=180):
         assert made == []

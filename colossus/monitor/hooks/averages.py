@@ -78,10 +78,9 @@ class WeightAverage(Hook):
         is_taken = 1.0 - torch.as_tensor(result.skipped_on_device, dtype=torch.float64)
         weight = self.weight(self._updates) * is_taken
         with as_shards():
-            if not self._averages:
-                self._averages = {
-                    param: param.detach().to(_wide(param), copy=True) for param in engine.strategy.trained
-                }
+            for param in engine.strategy.trained:  # also one that was frozen when the run was saved
+                if param not in self._averages:
+                    self._averages[param] = param.detach().to(_wide(param), copy=True)
             _move(self._averages, weight)
         self._updates = self._updates + is_taken
 

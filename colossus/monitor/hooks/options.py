@@ -11,11 +11,10 @@ from pydantic import AfterValidator, Field, model_validator
 from colossus.config import Config
 from colossus.config.errors import brief
 from colossus.config.plans import strategy_options
-from colossus.config.section import Count, CountOrZero, Names, Positive, Section
+from colossus.config.section import Count, CountOrZero, Names, NotNegative, Positive, Section
 from colossus.data_parallel.options.strategy_options import PerReplicaOptions
 from colossus.registry import imported
 
-NotNegative = Annotated[float, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1)]
 
 
