@@ -23,6 +23,7 @@ from colossus.layers.pipeline_block import NamedBlock
 from colossus.layout.parameter import StoredSpec, attach, spec_of
 from colossus.optim.logical_tensors import Holders
 from colossus.planner.fake_tensors import CountedFakeTensors
+from colossus.registry import STRATEGIES
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
@@ -72,6 +73,8 @@ class StoredParameters:
         buffer_bytes: int,
     ) -> None:
         self._config, self._context, self._model, self._buffer_bytes = config, context, model, buffer_bytes
+        is_exact = STRATEGIES.build(config.parallel.data_strategy).exact
+        self._summed_axes = context.grid.names if is_exact else context.replica_axes
         params = dict(model.named_parameters())
         self.params = [params[name] for name in names]
         self._ids = {id(param) for param in self.params}
@@ -126,7 +129,7 @@ class StoredParameters:
 
     def is_bucketed(self, param: nn.Parameter) -> bool:
         """Whether the gradient of a parameter is summed over ranks in a bucket."""
-        return not self.stage and bool(gradient_sum_axes(param, self._context))
+        return not self.stage and bool({*gradient_sum_axes(param, self._context)} & {*self._summed_axes})
 
     def _in_buckets(self, params: list[nn.Parameter]) -> int:
         """Their gradients, and a flag behind each."""
@@ -164,7 +167,7 @@ class StoredParameters:
         if not named:
             return 0, 0
         context, before = self._context, fake.live
-        holders = holders_of(self._model, context, context.grid.names)
+        holders = holders_of(self._model, context, self._summed_axes)
         pairs = zip(trained, named, strict=True)
         tables = [id(stored) for param, (_, stored) in pairs if id(param) in holders.tables]
         holders = Holders(context, holders.axes, tables)
