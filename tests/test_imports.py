@@ -44,6 +44,7 @@ LEVELS = {
     "convert": 11,
     "monitor": 11,
     "doctor": 11,
+    "planner": 11,
     "launch": 12,
     "inference": 13,
     "verify": 14,

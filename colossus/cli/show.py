@@ -6,6 +6,8 @@ import argparse
 import importlib
 import itertools
 import shutil
+from collections.abc import Sequence
+from functools import partial
 
 from colossus.arithmetic import aligned, counted
 from colossus.cli.parser import OVERRIDES, Parser, load
@@ -32,7 +34,8 @@ def make_parser() -> Parser:
         "when, its bubble and the activations it holds. With --graph, which replica sends to which in each step, and\n"
         "how fast that brings replicas together. With --strategy, what is sent for each table (sparse=True) and for\n"
         "the other parameters. With --layers, which modules of the model are split how, and what that saves.\n"
-        "With --lr, the learning rate of each step, and the batch where it grows.",
+        "With --lr, the learning rate of each step, and the batch where it grows. With --memory, how much memory each\n"
+        "pipeline rank needs, by kind, and with --limit what makes a plan fit that does not.",
         OVERRIDES + "\nexamples:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
         "parallel.tensor.depth=2 --nproc 4096\n"
         "  colossus show config.py --timeline parallel.pipeline=4 schedule.type=zb-h1 schedule.microbatches=8\n"
@@ -40,7 +43,8 @@ def make_parser() -> Parser:
         "  colossus show config.py --graph parallel.data=8 parallel.strategy.type=sgp\n"
         "  colossus show config.py --strategy parallel.data=8 parallel.strategy=hybrid\n"
         "  colossus show config.py --layers parallel.tensor=2\n"
-        "  colossus show config.py --lr lr_schedule.type=wsd lr_schedule.warmup_steps=100\n",
+        "  colossus show config.py --lr lr_schedule.type=wsd lr_schedule.warmup_steps=100\n"
+        "  colossus show config.py --memory --limit 80GB parallel.pipeline=4 schedule.microbatches=8\n",
     )
     parser.add_file()
     parser.add_nproc("processes of the run (default: WORLD_SIZE under torchrun, else the product of the sizes)")
@@ -58,6 +62,9 @@ def make_parser() -> Parser:
     parser.add_argument("--graph", action="store_true", help="peers of a gossip strategy by step, steps to consensus")
     parser.add_argument("--strategy", action="store_true", help="what the data-parallel strategy sends, by parameter")
     parser.add_argument("--layers", action="store_true", help="what each module of the model became, what it sends")
+    parser.add_argument("--memory", action="store_true", help="memory of the ranks, by kind, predicted")
+    parser.add_argument("--limit", metavar="SIZE", help="with --memory: that of a device, 80GB say; what makes it fit")
+    parser.add_argument("--json", action="store_true", help="with --memory: print it as JSON, in bytes")
     return parser
 
 
@@ -66,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         if "=" in (getattr(arguments, name) or ""):  # an override that follows an option which may have a value
             arguments.overrides.append(getattr(arguments, name))
             setattr(arguments, name, "")
+    if (arguments.limit or arguments.json) and not arguments.memory:
+        raise ConfigError("--limit and --json are of --memory: give that, too")
     config = load(arguments)
     if arguments.graph:
         graphs = importlib.import_module("colossus.cli.show_graph")  # numpy takes its time
@@ -76,6 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.layers:
         layers = importlib.import_module("colossus.cli.show_layers")
         print(layers.render_layers(config))
+    elif arguments.memory:
+        memory = importlib.import_module("colossus.cli.show_memory")
+        print(memory.render_memory(config, partial(_with, arguments), arguments.limit, as_json=arguments.json))
     elif arguments.lr is not None:
         rates = importlib.import_module("colossus.cli.show_lr")
         print(rates.render_learning_rates(config, shutil.get_terminal_size((100, 24)).columns, arguments.lr))
@@ -84,6 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(render_timeline(config, shutil.get_terminal_size((100, 24)).columns, arguments.timeline))
     return 0
+
+
+def _with(arguments: argparse.Namespace, overrides: Sequence[str]) -> Config:
+    """The config of the command line with more overrides."""
+    return load(argparse.Namespace(**{**vars(arguments), "overrides": [*arguments.overrides, *overrides]}))
 
 
 def render(config: Config, every_rank: bool = False) -> str:

@@ -53,10 +53,11 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def enable(enabled: bool) -> None:
-    """Whether groups made from now on may use shared memory; must agree on all ranks."""
+def enable(enabled: bool) -> bool:
+    """Whether groups made from now on may use shared memory; must agree on all ranks. Gives what it was before."""
     global _enabled
-    _enabled = enabled
+    before, _enabled = _enabled, enabled
+    return before
 
 
 def mapped_storages() -> set[int]:

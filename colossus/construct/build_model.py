@@ -78,11 +78,11 @@ def build(
     _name_parts(model)
     materializer = _Materializer(trace, context, dtype, wide_dtype or dtype, draw=draw)
     if prepare is not None or materialize:
-        _replace_tensors(model, materializer.fix_seed)
+        replace_tensors(model, materializer.fix_seed)
     dropped = {} if prepare is None else _prepared(model, context, prepare)
     if materialize:
         materializer.keep_wide(model)
-        _replace_tensors(model, materializer.materialize, dropped)
+        replace_tensors(model, materializer.materialize, dropped)
         del materializer
         if not dropped:  # else a stage of another rank may hold what is its own
             trace.require_nothing_hidden()
@@ -114,7 +114,7 @@ def _registered(model: nn.Module) -> dict[int, Tensor]:
     return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
 
-def _replace_tensors(
+def replace_tensors(
     model: nn.Module, replace: Callable[[Tensor, str, str], Tensor], dropped: Container[int] = ()
 ) -> None:
     """Replace every tensor of a model by ``replace`` of it, once each, so that tied ones stay tied.
@@ -147,6 +147,15 @@ def _replace_tensors(
             setattr(module, leaf, value)  # a recurrent module of torch keeps a list of its parameters, too
 
 
+def wide_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
+    """By id, the parameters of ``wide_dtype``: those of norms, scalars, and what says itself that it is stored wide."""
+    norms = (each for each in model.modules() if isinstance(each, _NORMS) or getattr(type(each), "is_norm", False))
+    found = [param for norm in norms for param in norm.parameters(recurse=False)]
+    for param in model.parameters():
+        found += [param] if not param.dim() or spec_of(param).computed_dtype is not None else []
+    return {id(param): param for param in found}
+
+
 def keep_attributes_on_meta(module: nn.Module) -> None:
     """For ``prepare``: tensors that this module holds as plain attributes are not materialised."""
     vars(module)["_colossus_on_meta"] = True
@@ -165,15 +174,11 @@ class _Materializer:
         draw: bool,
     ) -> None:
         self.trace, self.context, self.dtype, self.wide_dtype, self.draw = trace, context, dtype, wide_dtype, draw
-        self._wide: dict[int, Tensor] = {}
+        self._wide: dict[int, nn.Parameter] = {}
 
     def keep_wide(self, model: nn.Module) -> None:
-        """Note the parameters of norms, scalars, and what says itself that it is stored wide."""
-        norms = (each for each in model.modules() if isinstance(each, _NORMS) or getattr(type(each), "is_norm", False))
-        found = [param for norm in norms for param in norm.parameters(recurse=False)]
-        for param in model.parameters():
-            found += [param] if not param.dim() or spec_of(param).computed_dtype is not None else []
-        self._wide = {id(param): param for param in found}
+        """Note what is stored wide."""
+        self._wide = wide_parameters(model)
 
     def fix_seed(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
         """Give a recorded tensor the seed that it has in the whole model."""

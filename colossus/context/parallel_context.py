@@ -82,14 +82,17 @@ class ParallelContext:
         cls,
         config: Any,
         *,
+        rank: int | None = None,
         device: torch.device | str = "cpu",
         connect: bool = True,
         on_join: Callable[[AxisGroup], None] | None = None,
     ) -> ParallelContext:
-        """The context of a resolved config, rank taken from the launcher's environment (``RANK``)."""
+        """The context of a resolved config, rank taken from the launcher's environment (``RANK``) if it is None."""
+        if rank is None:
+            rank = int(os.environ.get("RANK", "0")) if connect else 0
         return cls(
             build_grid(config.parallel),
-            int(os.environ.get("RANK", "0")) if connect else 0,
+            rank,
             device=device,
             seed=config.train.seed,
             timeout_seconds=config.comm.timeout_seconds,

@@ -118,7 +118,7 @@ def make_engine(
         loss = loss_of(module, loss_fn)
         store = _store_parameters(config, context, module, strategy, pipeline, loaders)
         tables = {id(table.param) for table in strategy.tables or ()}
-        holders = holders_of(module, strategy, tables)
+        holders = holders_of(module, context, strategy.summed_axes, tables)
         updates, config = build_optimizer(config, optimizer, strategy.trained, holders, tables, whole.groups)
         strategy.optimizer_made(updates)
         step = OptimizerStep(config, module, updates, store, strategy, Routers(whole.routers, module, strategy))

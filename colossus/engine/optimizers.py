@@ -18,7 +18,6 @@ from colossus.config.errors import brief
 from colossus.config.optimizer_section import GROUP_OPTIONS
 from colossus.config.optimizer_section import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
-from colossus.data_parallel.strategy import Strategy
 from colossus.engine.optimizer_trial import UntriedError, trial_problem
 from colossus.engine.parameter_groups import ParameterGroups
 from colossus.layers.embedding import Embedding, PositionEmbedding
@@ -103,7 +102,7 @@ def build_optimizer(
     if factory is None:
         require_options(config.optimizer, context)
     named = [(spec_of(param).name, param) for param in params]
-    made = _make(factory, config, named, holders, groups)
+    made = make_optimizer(factory, config, named, holders, groups)
     problem, untried = None, ""
     if made is not _EMPTY:
         try:
@@ -142,8 +141,10 @@ def build_optimizer(
     return made, config
 
 
-def holders_of(module: nn.Module, strategy: Strategy, sparse: Collection[int] = ()) -> Holders:
-    """The ranks that hold the parameters of a stage and have the same sums of their gradients.
+def holders_of(
+    module: nn.Module, context: ParallelContext, summed_axes: Iterable[str], sparse: Collection[int] = ()
+) -> Holders:
+    """The ranks that hold the parameters of a stage and have the same sums of their gradients, over ``summed_axes``.
 
     Embeddings, and output layers by their class or name, are told apart: their rows stand for tokens or classes.
 
@@ -155,11 +156,10 @@ def holders_of(module: nn.Module, strategy: Strategy, sparse: Collection[int] = 
         kinds = nn.Embedding, nn.EmbeddingBag, Embedding, PositionEmbedding, LMHead
         if isinstance(part, kinds) or name.rpartition(".")[2] in ("lm_head", "head", "classifier"):
             rows |= {id(param) for param in part.parameters()}
-    context = strategy.parts.context
-    return Holders(context, (axis for axis in strategy.summed_axes if axis != "pipeline"), rows, sparse)
+    return Holders(context, (axis for axis in summed_axes if axis != "pipeline"), rows, sparse)
 
 
-def _make(
+def make_optimizer(
     factory: OptimizerFactory | None,
     config: Config,
     named: NamedParameters,

@@ -73,6 +73,15 @@ def bytes_sent(own: int, others: int, ranks: int, num_experts: int, row_bytes: i
     return (ranks - 1) * (ranks + num_experts) * 8, 2 * (own + others) * row_bytes
 
 
+def agree(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[uneven.Lengths, Tensor]:
+    """How many rows each rank sends to each, and how many of each rank are for each expert of this one [ranks, own]."""
+    n, num_local = group.size, len(counts) // group.size
+    per_expert = counts.tolist()
+    per_rank = [sum(per_expert[rank * num_local :][:num_local]) for rank in range(n)]
+    lengths, words = uneven.agree(per_rank, group, rows.device, per_expert)
+    return lengths, torch.tensor([row[group.index * num_local :][:num_local] for row in words])
+
+
 def to_experts(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """The rows of all ranks for the experts of this one; each rank of ``group`` holds as many, in their order.
 
@@ -86,12 +95,9 @@ def to_experts(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[Tensor, 
         The rows [received, h], by expert, those of one expert by rank; how many are for each of this rank's experts;
         and what brings a row for each of them back to where it came from.
     """
-    n, num_local = group.size, len(counts) // group.size
-    per_expert = counts.tolist()
-    per_rank = [sum(per_expert[rank * num_local :][:num_local]) for rank in range(n)]
-    lengths, words = uneven.agree(per_rank, group, rows.device, per_expert)
-    received = torch.tensor([row[group.index * num_local :][:num_local] for row in words])
-    expert_of = torch.arange(num_local).repeat(n).repeat_interleave(received.flatten())
+    lengths, received = agree(rows, counts, group)
+    expert_of = torch.arange(received.shape[1]).repeat(group.size)
+    expert_of = expert_of.repeat_interleave(received.flatten(), output_size=sum(lengths.received))
     order = expert_of.argsort(stable=True).to(rows.device)
     place = inverse(order)
 

@@ -124,7 +124,7 @@ def mix(
     order = choices.reshape(-1).argsort(stable=True)
     place = inverse(order)
     if drops:
-        order = order[: int(counts.sum())]
+        order = order[: num_chosen(counts, len(order))]
         place = place.clamp(max=len(order))
     rows = take_rows(x, order // top_k, place.view(-1, top_k), drops)
     if group.size > 1:
@@ -134,6 +134,11 @@ def mix(
         out = experts(rows, counts)
     of_choices = take_rows(out, place, order.unsqueeze(-1), drops).view(-1, top_k, x.shape[-1])
     return (of_choices * weights.to(out.dtype).unsqueeze(-1)).sum(1)
+
+
+def num_chosen(counts: Tensor, num_choices: int) -> int:
+    """Of ``num_choices`` those that are of an expert."""
+    return int(counts.sum())
 
 
 def expert_axes_of(grid: RankGrid, num_experts: int) -> tuple[str, ...]:

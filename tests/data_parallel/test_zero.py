@@ -18,7 +18,6 @@ from helpers.training import (
     config_of,
     run_plan,
 )
-from helpers.zero_memory import ParameterSize, ZeroMemory, zero_memory
 from torch import Tensor, nn
 
 import colossus
@@ -27,6 +26,7 @@ from colossus.comm import accounting
 from colossus.data_parallel.zero.flat_rows import FlatRows
 from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
+from colossus.data_parallel.zero.zero_memory import ParameterSize, ZeroMemory, zero_memory
 from colossus.layout.parameter import spec_of
 
 FP64 = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
@@ -245,7 +245,7 @@ def test_states_are_loaded_and_evaluated() -> None:
 
 def _size(param: nn.Parameter) -> ParameterSize:
     rows = tuple(stop - start for start, stop in (shard.rows for shard in spec_of(param).shards))
-    return ParameterSize(tuple(param.shape), rows, 8, 8, 8, param.requires_grad)
+    return ParameterSize(tuple(param.shape), rows, 2, 8, 8, 8, param.requires_grad)
 
 
 def _bytes(held: list[Tensor | None]) -> int:
@@ -262,7 +262,7 @@ def _memory(rank: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> li
         blocks = [block for block in engine.store.blocks if block is not engine.store.blocks[0]]
         computed = [param for block in engine.store.blocks for param in block.params]
         sizes = [[_size(param) for param in block.params] for block in blocks]
-        formula = zero_memory(sizes, [_size(param) for param in engine.store.blocks[0].params], ranks=2, **given)
+        formula = zero_memory(sizes, [_size(param) for param in engine.store.blocks[0].params], **given)
         peak = [0, 0]
         take, start = FlatRows._take, RowGradients.start
 

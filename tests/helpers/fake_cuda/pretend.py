@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import types
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,8 @@ import torch
 from helpers.fake_cuda.waits import Waits, note_event, note_wait
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from colossus.planner.fake_tensors import as_subclass, set_attribute
 
 #: the device of every rank, each on a machine of its own: autograd makes a thread for one device alone
 DEVICE = torch.device("cuda", 0)
@@ -222,8 +222,8 @@ def _set_functions() -> None:
     torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign]
     torch.Tensor.numpy = _numpy  # type: ignore[method-assign]
     FakeTensor.tolist = _tolist  # type: ignore[method-assign]
-    FakeTensor.as_subclass = _as_subclass  # type: ignore[method-assign, assignment]
-    FakeTensor.__setattr__ = _set_attribute  # type: ignore[method-assign, assignment]
+    FakeTensor.as_subclass = as_subclass  # type: ignore[method-assign, assignment]
+    FakeTensor.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
 
 
 def _record_stream(self: torch.Tensor, stream: FakeStream) -> None:
@@ -250,25 +250,3 @@ def _tolist(self: FakeTensor) -> Any:
         note_wait("tolist")
     with unset_fake_temporarily():
         return torch.zeros(self.shape, dtype=self.dtype).tolist()
-
-
-def _as_subclass(self: FakeTensor, cls: type[torch.Tensor]) -> torch.Tensor:
-    """A fake tensor of another type is still a fake one."""
-    with torch._C.DisableTorchFunctionSubclass():
-        view = self.view_as(self)
-    view.__class__ = cls  # type: ignore[assignment]
-    return view
-
-
-def _set_attribute(self: FakeTensor, name: str, value: Any) -> None:
-    object.__setattr__(self, name, _fake_type(value) if name == "__class__" else value)
-
-
-@lru_cache(maxsize=64)
-def _fake_type(kind: type[torch.Tensor]) -> type[torch.Tensor]:
-    """The type of fake tensors for which another type of ours (`SplitParameter`, say) decides what may be done."""
-    if kind in (torch.Tensor, torch.nn.Parameter):
-        return FakeTensor
-    if issubclass(kind, FakeTensor):
-        return kind
-    return types.new_class(f"Fake{kind.__name__}", (kind, FakeTensor))

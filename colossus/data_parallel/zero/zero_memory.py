@@ -31,11 +31,13 @@ class ParameterSize:
     Attributes:
         shape: whole, on this rank.
         rows: of each logical parameter in it, in dim 0.
+        ranks: that share its rows.
         computed, stored, gradient: bytes of an element.
     """
 
     shape: tuple[int, ...]
     rows: tuple[int, ...]
+    ranks: int
     computed: int = 4
     stored: int = 4
     gradient: int = 4
@@ -45,9 +47,10 @@ class ParameterSize:
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    def elements_per_rank(self, ranks: int) -> int:
+    @property
+    def elements_per_rank(self) -> int:
         """Of the rows that one rank stores, with the padding of the last ones."""
-        return sum(-(-rows // ranks) for rows in self.rows) * math.prod(self.shape[1:])
+        return sum(-(-rows // self.ranks) for rows in self.rows) * math.prod(self.shape[1:])
 
     def is_view(self, stage: int, offload: bool) -> bool:
         """Whether the stored rows are a view of the whole parameter."""
@@ -80,7 +83,6 @@ def zero_memory(
     blocks: Sequence[Sequence[ParameterSize]],
     root: Sequence[ParameterSize],
     *,
-    ranks: int,
     stage: int,
     scope: str = "matmul",
     states: int = 2,
@@ -89,9 +91,9 @@ def zero_memory(
     """The memory of a rank.
 
     Args:
-        blocks: the parameters of each block, in the order in which they run. Parameters without dims are not cut and
-            not counted; under stages 1 and 2 the same holds for those that get no gradient.
-        ranks: that share rows.
+        blocks, root: the parameters of each block, in the order in which they run, and of the root block. Parameters
+            without dims are not cut and not counted; under stages 1 and 2 the same holds for those that get no
+            gradient.
         scope: ``parallel.tensor.weights``.
         states: tensors of a parameter's size that the optimizer keeps: AdamW 2, SGD with momentum 1.
     """
@@ -100,7 +102,7 @@ def zero_memory(
 
     def whole(params: Sequence[ParameterSize]) -> int:
         return sum(
-            (ranks * one.elements_per_rank(ranks) if one.is_view(stage, offload) else one.elements) * one.computed
+            (one.ranks * one.elements_per_rank if one.is_view(stage, offload) else one.elements) * one.computed
             for one in params
         )
 
@@ -110,14 +112,14 @@ def zero_memory(
     trainable = [one for one in every if one.is_trainable]
     frees = stage == 3 and scope == "matmul"
     return ZeroMemory(
-        stored=sum(one.elements_per_rank(ranks) * one.stored for one in every if not one.is_view(stage, offload)),
+        stored=sum(one.elements_per_rank * one.stored for one in every if not one.is_view(stage, offload)),
         whole=whole(every) if stage < 3 else 0,
         whole_peak=_root_and_two(held, whole) if frees else whole(every),
-        gradients=sum(one.elements_per_rank(ranks) * one.stored for one in trainable),
+        gradients=sum(one.elements_per_rank * one.stored for one in trainable),
         gradients_peak=gradients(root) + max(map(gradients, held[:-1]), default=0)
         if stage == 3 and scope != "step"
         else gradients(every),
-        optimizer=states * sum(one.elements_per_rank(ranks) * one.stored for one in trainable),
+        optimizer=states * sum(one.elements_per_rank * one.stored for one in trainable),
     )
 
 

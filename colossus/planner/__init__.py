@@ -1,0 +1,1 @@
+"""What a plan costs before it runs: the memory of its ranks."""

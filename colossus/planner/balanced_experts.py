@@ -1,0 +1,40 @@
+"""Experts among tensors without values: as if each got as many rows as every other, and none were dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from colossus.comm.uneven import Lengths
+from colossus.context.groups import AxisGroup
+from colossus.layers import expert_rows, moe, routed_experts
+
+
+@contextmanager
+def balanced_experts() -> Iterator[None]:
+    """Inside, what layers would read of the choices of their router is this."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(expert_rows, "agree", _agree))
+        stack.enter_context(patch.object(moe, "num_chosen", lambda counts, num_choices: num_choices))
+        for room in (moe, routed_experts):
+            stack.enter_context(patch.object(room, "group_sizes", _group_sizes))
+        yield
+
+
+def _evenly(number: int, parts: int) -> list[int]:
+    return [number * (part + 1) // parts - number * part // parts for part in range(parts)]
+
+
+def _agree(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[Lengths, Tensor]:
+    sent = tuple(_evenly(len(rows), group.size))
+    received = (sent[group.index],) * group.size
+    lengths = Lengths(sent, received, (sent,) * group.size)
+    return lengths, torch.zeros(group.size, len(counts) // group.size, dtype=torch.int64)
+
+
+def _group_sizes(counts: Tensor, x: Tensor, weight: Tensor) -> list[int]:
+    return _evenly(len(x), len(weight))

@@ -1,0 +1,68 @@
+"""One rank of a world of any size in this process: collectives end at once, tensors have sizes but no values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+from colossus.comm import shared_memory
+from colossus.config import Config
+from colossus.construct.build_model import replace_tensors, wide_parameters
+from colossus.context.grid import build_grid
+from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import LOW, Precision
+from colossus.tensor_parallel.dtypes import set_gradient_dtype
+
+
+@contextmanager
+def fake_rank(config: Config, rank: int = 0) -> Iterator[ParallelContext]:
+    """The context of a rank of the config's plan, all of whose groups are torch's fake ones.
+
+    Raises:
+        ValueError: in a process that has joined others.
+    """
+    world_size = build_grid(config.parallel).world_size
+    if dist.is_initialized():
+        raise ValueError("torch.distributed is initialized here: predict the memory of a plan in a process of its own")
+    shared = shared_memory.enable(False)
+    if world_size > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        context = ParallelContext.from_config(config, rank=rank)
+        try:
+            with context:
+                yield context
+        finally:
+            context.close()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        shared_memory.enable(shared)
+
+
+def give_sizes(model: nn.Module, precision: Precision) -> None:
+    """In the place of a model's tensors on meta put tensors of the run's dtypes on the CPU: called under the mode.
+
+    Parameters are plain ones, also those of which a rank holds a part: only what uses them is run.
+    """
+    wide = wide_parameters(model)
+
+    def dtype_of(tensor: Tensor, usual: torch.dtype) -> torch.dtype:
+        return usual if tensor.is_floating_point() else tensor.dtype
+
+    def fake(tensor: Tensor, path: str, leaf: str) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return torch.empty(tensor.shape, dtype=dtype_of(tensor, precision.data))
+        dtype = dtype_of(tensor, precision.data if id(tensor) in wide else precision.params)
+        made = nn.Parameter(torch.empty(tensor.shape, dtype=dtype), requires_grad=tensor.requires_grad)
+        vars(made).update(vars(tensor))
+        if dtype in LOW:
+            set_gradient_dtype(made, precision.gradients)
+        return made
+
+    replace_tensors(model, fake)

@@ -1,0 +1,117 @@
+"""Fake tensors (sizes, dtypes and devices without values) that count what is alive."""
+
+from __future__ import annotations
+
+import types as python_types
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from colossus.sequence_parallel import ring_attention
+
+aten = torch.ops.aten
+#: in place, and some of them know no fake tensors
+_UPDATES = tuple(
+    getattr(getattr(aten, name), overload)
+    for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
+    for overload in getattr(aten, name).overloads()
+)
+
+
+class CountedFakeTensors(FakeTensorMode):
+    """Fake tensors, and the bytes of those that are alive: a storage counts once, from its making until it is freed.
+
+    It is one mode, not two: under a second one our collectives would take themselves for recorded, and go another way.
+    A number that is read of a fake tensor is 1.
+
+    Attributes:
+        live: bytes of storages that are held now.
+        peak: the most of them since `mark`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+        #: above 0 inside of an operator that shapes are found of by running others, which make nothing
+        self._depth = 0
+
+    def mark(self) -> int:
+        """Start a new peak; gives what is live."""
+        self.peak = self.live
+        return self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _UPDATES:
+            return None
+        if func is aten._local_scalar_dense.default:
+            return False if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if func is ring_attention.RING_ATTENTION:  # as an operator it would be called with meta tensors
+            with self:
+                return ring_attention._forward(*args, **kwargs)
+        self._depth += 1
+        try:
+            with torch._C.DisableTorchFunction():
+                out = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._depth -= 1
+        for leaf in tree_leaves(out) if not self._depth else ():
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                self._count(leaf.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+@contextmanager
+def counted_fake_tensors() -> Iterator[CountedFakeTensors]:
+    """Inside, new tensors are fake ones, which may become tensors of our own types."""
+    with (
+        patch.object(FakeTensor, "as_subclass", as_subclass),
+        patch.object(FakeTensor, "__setattr__", set_attribute, create=True),
+        CountedFakeTensors() as mode,
+    ):
+        yield mode
+
+
+def as_subclass(self: FakeTensor, cls: type[Tensor]) -> Tensor:
+    """A fake tensor of another type is still a fake one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        view = self.view_as(self)
+    view.__class__ = cls
+    return view
+
+
+def set_attribute(self: FakeTensor, name: str, value: Any) -> None:
+    object.__setattr__(self, name, _fake_type(value) if name == "__class__" else value)
+
+
+@lru_cache(maxsize=64)
+def _fake_type(kind: type[Tensor]) -> type[Tensor]:
+    """The type of fake tensors for which another type of ours (`ShardedTensor`, say) decides what may be done."""
+    if kind in (Tensor, torch.nn.Parameter):
+        return FakeTensor
+    if issubclass(kind, FakeTensor):
+        return kind
+    return python_types.new_class(f"Fake{kind.__name__}", (kind, FakeTensor))
