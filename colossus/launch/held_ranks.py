@@ -80,4 +80,4 @@ def _end_with(parent: int) -> None:
     """End when the parent has, however it did."""
     while os.getppid() == parent:
         time.sleep(1.0)
-    os._exit(1)
+    os._exit(129)  # as by a hang-up
