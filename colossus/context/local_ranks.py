@@ -131,9 +131,10 @@ class LocalRanks:
         return [results[rank] for rank in sorted(results)]
 
     def close(self) -> None:
-        for process in self._processes:
+        started = [process for process in self._processes if process.pid is not None]  # Ctrl-C may come before the last
+        for process in started:
             process.kill()
-        for process in self._processes:
+        for process in started:
             process.join()
         for pipe in self._pipes:
             pipe.close()
