@@ -145,8 +145,8 @@ class Tracker(Hook):
         try:
             self.start(run)
         except Exception as error:
-            self._thread = None
             self._warn(f"{type(error).__name__}: {error}")
+            self._thread = None  # behind the warning, which the end of the run waits for
             return
         while (call := self._calls.get()) is not None:
             try:
