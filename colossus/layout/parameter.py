@@ -197,13 +197,18 @@ class LogicalParameter:
         return source if self.rows is None else source[self.rows[0] : self.rows[1]]
 
 
+def logical_name(parameter_name: str, shard_name: str) -> str:
+    """``attention.qkv.weight`` and ``query``: ``attention.qkv.query.weight``."""
+    module, _, leaf = parameter_name.rpartition(".")
+    return ".".join(filter(None, (module, shard_name, leaf)))
+
+
 def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator[LogicalParameter]:
     """Every logical parameter of a model, in the order of ``named_parameters``; with ``keep_ties`` under each name."""
     for name, parameter in model.named_parameters(remove_duplicate=not keep_ties):
         spec = spec_of(parameter)
-        module, _, leaf = name.rpartition(".")
         for shard in spec.shards:
-            path = ".".join(filter(None, (module, shard.name, leaf)))
+            path = logical_name(name, shard.name)
             rows = shard.rows if len(spec.shards) > 1 else None
             yield LogicalParameter(path, name, shard.shape, spec.layout, parameter, rows, shard.name, spec.intervals)
 

@@ -14,7 +14,7 @@ from colossus.comm import collectives
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.layout import Box, Layout
-from colossus.layout.parameter import spec_of
+from colossus.layout.parameter import logical_name, spec_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +91,9 @@ class Holders:
 
     def _tensors_of(self, param: nn.Parameter) -> list[LogicalTensor]:
         spec, sizes = spec_of(param), self.context.grid.sizes
-        module, _, leaf = spec.name.rpartition(".")
         found = []
         for shard in spec.shards:
-            name = ".".join(filter(None, (module, shard.name, leaf)))
+            name = logical_name(spec.name, shard.name)
             boxes = [spec.layout.box(shard.shape, sizes, at) for at in self.coordinates]
             own = boxes[self.group.index]
             if not spec.is_stack:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import assert_same_contents, contents, run_chain
+from helpers.checkpoints import assert_chain_is_one_process, contents
 from helpers.experts import NUM_EXPERTS, TOP_K, config_of_experts
 from helpers.ranks import run_ranks
 from helpers.training import BATCH, SIZES, batch_of
@@ -60,19 +60,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_expert_ranks(tmp_path: Path
         schedule = dict(type="1f1b" if "pipeline" in plan else "gpipe", microbatches=2)
         return config_of_experts(plan, 50, "experts_with_bias", schedule=schedule, lr_schedule=dict(warmup_steps=2))
 
-    def alone(rank: int) -> list[tuple[float, float]]:
-        engine = colossus.initialize(config({}))
-        results = [engine.train_step(batch_of(step)) for step in range(len(CHAIN))]
-        engine.close()
-        return [(result.loss, result.grad_norm) for result in results]
-
-    told = run_chain(tmp_path, [(world, config(plan)) for world, plan in CHAIN], lambda step, _: batch_of(step))
-    (wanted,) = run_ranks(1, alone, with_context=False)
-    for number, (mine, other) in enumerate(zip(told, wanted, strict=True)):
-        assert mine == pytest.approx(other, rel=1e-10), CHAIN[number]
-        if number:
-            saved, again = (contents(tmp_path / str(link) / name_of(number)) for link in (number - 1, number))
-            assert_same_contents(again, saved, str(CHAIN[number]))
+    assert_chain_is_one_process(tmp_path, CHAIN, config, batch_of, rel=1e-10)
     assert contents(tmp_path / "4" / name_of(5)).tensors["model/blocks.1.mlp.router.bias"].abs().min() > 0.01
 
 

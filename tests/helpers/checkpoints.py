@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from helpers.ranks import run_ranks
 from torch import Tensor
@@ -133,3 +134,33 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_chain_is_one_process(
+    root: Path,
+    chain: Sequence[tuple[int, dict[str, Any]]],
+    config: Callable[[dict[str, Any]], dict[str, Any]],
+    batch_of: Callable[[int], dict[str, Tensor]],
+    *,
+    rel: float,
+) -> list[tuple[float, float]]:
+    """That each plan of a chain of (ranks, plan) goes on with all that the one before has saved, as one process would.
+
+    Returns:
+        Loss and norm of each step of the one process.
+    """
+
+    def alone(rank: int) -> list[tuple[float, float]]:
+        engine = colossus.initialize(config({}))
+        results = [engine.train_step(batch_of(step)) for step in range(len(chain))]
+        engine.close()
+        return [(result.loss, result.grad_norm) for result in results]
+
+    told = run_chain(root, [(world, config(plan)) for world, plan in chain], lambda step, _: batch_of(step))
+    (wanted,) = run_ranks(1, alone, with_context=False)
+    for number, (mine, other) in enumerate(zip(told, wanted, strict=True)):
+        assert mine == pytest.approx(other, rel=rel), chain[number]
+        if number:
+            saved, again = (contents(root / str(link) / name_of(number)) for link in (number - 1, number))
+            assert_same_contents(again, saved, str(chain[number]))
+    return wanted
