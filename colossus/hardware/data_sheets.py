@@ -21,7 +21,6 @@ class DataSheet:
         memory_bandwidth: bytes per second.
         link: NVLink or Infinity Fabric, all links of the device together; bytes per second in one direction, half of
             the number in large print.
-        pcie: the same of PCI Express.
     """
 
     fp16: float | None
@@ -32,7 +31,6 @@ class DataSheet:
     memory: float | None = None
     memory_bandwidth: float | None = None
     link: float | None = None
-    pcie: float | None = None
 
 
 # TFLOP/s: where a sheet gives only numbers with sparsity (Hopper, Ada, Blackwell) they are halved. fp64 and, of AMD,
@@ -40,17 +38,17 @@ class DataSheet:
 # has them accumulated: on GeForce that is half of the number in large print.
 # Memory and links: NVIDIA's data sheets of V100 (SXM2, 32 GB; NVLink 300 GB/s), A100 (SXM, 80 GB; 600 GB/s), H100 and
 # H200 (SXM; 900 GB/s) and DGX B200 (1,440 GB and 64 TB/s of eight; 1.8 TB/s), AMD's of MI300X (seven links of
-# 128 GB/s). PCI Express x16 is 32, 64 and 128 GB/s in its generations 3, 4 and 5, both directions together.
+# 128 GB/s).
 #: short name -> what its sheet says
 SHEETS: dict[str, DataSheet] = {
-    "B200": DataSheet(2250.0, 2250.0, 1125.0, 75.0, 37.0, 180e9, 8.0e12, 900e9, 64e9),
+    "B200": DataSheet(2250.0, 2250.0, 1125.0, 75.0, 37.0, 180e9, 8.0e12, 900e9),
     "B300": DataSheet(2250.0, 2250.0, 1125.0, None, None),
     "GB200": DataSheet(2500.0, 2500.0, 1250.0, 80.0, 40.0),
     "GB300": DataSheet(2500.0, 2500.0, 1250.0, None, None),
-    "H100": DataSheet(989.5, 989.5, 494.5, 67.0, 67.0, 80e9, 3.35e12, 450e9, 64e9),
+    "H100": DataSheet(989.5, 989.5, 494.5, 67.0, 67.0, 80e9, 3.35e12, 450e9),
     "H100 PCIE": DataSheet(756.5, 756.5, 378.0, 51.0, 51.0),
     "H100 NVL": DataSheet(835.5, 835.5, 417.5, 60.0, 60.0),
-    "H200": DataSheet(989.5, 989.5, 494.5, 67.0, 67.0, 141e9, 4.8e12, 450e9, 64e9),
+    "H200": DataSheet(989.5, 989.5, 494.5, 67.0, 67.0, 141e9, 4.8e12, 450e9),
     "H200 NVL": DataSheet(835.5, 835.5, 417.5, 60.0, 60.0),
     "GH200": DataSheet(989.5, 989.5, 494.5, 67.0, 67.0),
     "L4": DataSheet(121.0, 121.0, 60.0, 30.3, None),
@@ -58,16 +56,16 @@ SHEETS: dict[str, DataSheet] = {
     "L40S": DataSheet(362.05, 362.05, 183.0, 91.6, None),
     "RTX 4090": DataSheet(165.2, 165.2, 82.6, 82.6, None),
     "RTX 5090": DataSheet(209.5, 209.5, 104.8, 104.8, None),
-    "A100": DataSheet(312.0, 312.0, 156.0, 19.5, 19.5, 80e9, 2.039e12, 300e9, 32e9),
+    "A100": DataSheet(312.0, 312.0, 156.0, 19.5, 19.5, 80e9, 2.039e12, 300e9),
     "A100 PCIE": DataSheet(312.0, 312.0, 156.0, 19.5, 19.5),
     "A40": DataSheet(149.7, 149.7, 74.8, 37.4, None),
     "A10": DataSheet(125.0, 125.0, 62.5, 31.2, None),
     "RTX A6000": DataSheet(154.8, 154.8, 77.4, 38.7, None),
     "RTX 3090": DataSheet(71.0, 71.0, 35.6, 35.6, None),
     "T4": DataSheet(65.0, None, None, 8.1, None),
-    "V100 SXM2": DataSheet(125.0, None, None, 15.7, 7.8, 32e9, 0.9e12, 150e9, 16e9),
+    "V100 SXM2": DataSheet(125.0, None, None, 15.7, 7.8, 32e9, 0.9e12, 150e9),
     "V100 PCIE": DataSheet(112.0, None, None, 14.0, 7.0),
-    "MI300X": DataSheet(1307.4, 1307.4, None, 163.4, 163.4, 192e9, 5.3e12, 448e9, 64e9),
+    "MI300X": DataSheet(1307.4, 1307.4, None, 163.4, 163.4, 192e9, 5.3e12, 448e9),
     "MI325X": DataSheet(1307.4, 1307.4, None, 163.4, 163.4),
 }
 _NO_NAME = re.compile(r"NVIDIA|TESLA|GEFORCE|AMD|INSTINCT|HBM3|SXM[456]|OAM|AC|\d+GB")
