@@ -10,7 +10,8 @@ from typing import Any
 from colossus.arithmetic import aligned, byte_count, counted
 from colossus.config import Config, ConfigError
 from colossus.config.plans import describe_plan
-from colossus.planner.memory import PlanMemory, RankMemory, predict_memory
+from colossus.planner.memory import predict_memory
+from colossus.planner.rank_memory import PlanMemory, RankMemory
 from colossus.planner.remedies import remedies
 
 #: what each kind is

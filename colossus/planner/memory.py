@@ -5,8 +5,6 @@ All ranks of one pipeline rank hold as much (shards are padded to equal sizes), 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +27,8 @@ from colossus.planner.balanced_experts import balanced_experts
 from colossus.planner.block_runs import BlockRun, runs_of
 from colossus.planner.fake_rank import fake_rank, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
-from colossus.planner.stored import StoredBytes, StoredParameters
+from colossus.planner.rank_memory import PlanMemory, RankMemory
+from colossus.planner.stored import StoredParameters
 from colossus.registry import MODELS
 from colossus.schedule.actions import in_flight
 from colossus.schedule.build import make_schedule
@@ -39,57 +38,6 @@ from colossus.tensor_parallel.dtypes import gradient_dtype
 
 #: strategies that keep nothing of a model's size but buckets
 _COUNTED_STRATEGIES = ("all_reduce", "zero", "hierarchical")
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of a rank of the pipeline at most, by kind.
-
-    Attributes:
-        rank: index along the pipeline axis.
-        stages: that it runs.
-        in_flight: activations that it holds at most, see `colossus.schedule.actions.in_flight`.
-        activations: what is kept for backward of these, what the fullest action needs on top, and in a pipeline a value
-            that arrives and one that leaves. With one microbatch gradients come as activations go, so that a part of
-            the gradients is counted against them.
-    """
-
-    rank: int
-    stages: tuple[int, ...]
-    in_flight: int
-    stored: StoredBytes
-    activations: int
-
-    @property
-    def kinds(self) -> dict[str, int]:
-        """By kind, while the rank is fullest: with activations, or, where that is more, with the update."""
-        sizes = asdict(self.stored)
-        update, on_host = sizes.pop("update"), sizes.pop("on_host")
-        del sizes["gradients_between"]
-        fullest = {"activations": self.activations} if self.activations >= update else {"update": update}
-        return {**sizes, **fullest, "on the host": -on_host}
-
-    @property
-    def total(self) -> int:
-        """On the device."""
-        return sum(self.kinds.values())
-
-
-@dataclass(frozen=True)
-class PlanMemory:
-    """Of a plan.
-
-    Attributes:
-        ranks: one of each pipeline rank.
-        notes: what is not counted, in words.
-    """
-
-    ranks: tuple[RankMemory, ...]
-    notes: tuple[str, ...] = ()
-
-    @cached_property
-    def fullest(self) -> RankMemory:
-        return max(self.ranks, key=lambda rank: rank.total)
 
 
 def predict_memory(config: Config) -> PlanMemory:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,33 +22,9 @@ from colossus.layers.pipeline_block import NamedBlock
 from colossus.layout.parameter import StoredSpec, attach, spec_of
 from colossus.optim.logical_tensors import Holders
 from colossus.planner.fake_tensors import CountedFakeTensors
+from colossus.planner.rank_memory import StoredBytes
 from colossus.registry import STRATEGIES
 from colossus.tensor_parallel.dtypes import gradient_dtype
-
-
-@dataclass(frozen=True)
-class StoredBytes:
-    """Of one rank.
-
-    Attributes:
-        weights: parameters and buffers between steps.
-        gathered: whole parameters at most in a step, beyond ``weights`` (ZeRO).
-        gradients: at most while there are activations.
-        buffers: in which gradients are reduced and parameters gathered, while there are activations.
-        optimizer: its state.
-        update: what comes when the activations have gone: reductions after the last backward, the optimizer's step.
-        gradients_between: what is left of them between steps.
-        on_host: of weights, gradients and the optimizer's state, what is in the memory of the host.
-    """
-
-    weights: int
-    gathered: int
-    gradients: int
-    buffers: int
-    optimizer: int
-    update: int
-    gradients_between: int
-    on_host: int
 
 
 class StoredParameters:

@@ -18,7 +18,8 @@ from colossus.config import Config, load_config
 from colossus.optim.adafactor import Adafactor
 from colossus.optim.whole import WholeParameters
 from colossus.planner import block_runs
-from colossus.planner.memory import PlanMemory, predict_memory
+from colossus.planner.memory import predict_memory
+from colossus.planner.rank_memory import PlanMemory
 from colossus.planner.remedies import remedies
 
 #: so large that buffers of a few hundred bytes do not count

@@ -1,0 +1,69 @@
+"""What a plan is predicted to cost: the seconds of a step by their parts, bytes by axis, memory. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from colossus.config import Config
+from colossus.planner.rank_memory import PlanMemory
+from colossus.schedule.simulate import Span
+
+
+@dataclass(frozen=True)
+class AxisCost:
+    """What one rank does along one axis in a step, of the rank that sends most along it.
+
+    Attributes:
+        bytes: that it sends, as `colossus.comm.accounting` counts them.
+        seconds: of all its collectives and messages there.
+        exposed: of these, those in which it computes nothing.
+    """
+
+    bytes: float = 0.0
+    seconds: float = 0.0
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlanEstimate:
+    """Of a plan.
+
+    Attributes:
+        config: resolved; its ``parallel``, ``schedule`` and ``train`` sections are the plan.
+        overrides: what a user types behind the file to have this plan.
+        seconds: of a step.
+        tokens: (or what else the loss counts) of a step.
+        flops: of the model in a step, forward and backward, without recomputation; None where nothing counts them.
+        peak_flops: of all devices; None where the hardware names none.
+        memory: of the fullest rank of each pipeline rank.
+        axes: name of an axis group as it is counted ("data", "tensor", "rowxcol", "pipeline", ..) -> what it costs.
+        parts: seconds of a step of the pipeline rank that is busy longest, by part: "forward", "backward",
+            "recomputation", "over <axes>" (exposed), "bubble", "optimizer"; they add up to ``seconds``.
+        bubble: mean over pipeline ranks of the share of a step in which a rank has nothing to do for its schedule.
+        spans: of each pipeline rank, its actions with start and end in seconds.
+    """
+
+    config: Config
+    overrides: tuple[str, ...]
+    seconds: float
+    tokens: float
+    flops: float | None
+    peak_flops: float | None
+    memory: PlanMemory
+    axes: Mapping[str, AxisCost]
+    parts: Mapping[str, float]
+    bubble: float
+    spans: Sequence[Sequence[Span]]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @cached_property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation, see `colossus.monitor.mfu`."""
+        if self.flops is None or not self.peak_flops:
+            return None
+        return self.flops / self.seconds / self.peak_flops
