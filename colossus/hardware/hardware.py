@@ -111,6 +111,11 @@ def bytes_through_network(operation: str, ranks: int, held: float, hosts: int) -
     return bytes_sent(operation, ranks, held) * hosts / ranks
 
 
+def held_of(operation: str, ranks: int, sent_bytes: float) -> float:
+    """What a rank holds before, of what it sends: the inverse of `bytes_sent`."""
+    return sent_bytes if operation == "send" else sent_bytes / sent(operation, ranks, 1.0)
+
+
 def steps(operation: str, ranks: int) -> int:
     """Messages that follow each other in a collective: round a ring; an all-reduce up and down a tree where that is
     shorter (Sanders, Speck and Traeff, 2009: two binary trees have the ring's bandwidth).

@@ -25,6 +25,12 @@ class AxisCost:
     seconds: float = 0.0
     exposed: float = 0.0
 
+    def __add__(self, other: AxisCost) -> AxisCost:
+        return AxisCost(self.bytes + other.bytes, self.seconds + other.seconds, self.exposed + other.exposed)
+
+    def __mul__(self, times: float) -> AxisCost:
+        return AxisCost(self.bytes * times, self.seconds * times, self.exposed * times)
+
 
 @dataclass(frozen=True)
 class PlanEstimate:

@@ -1,0 +1,38 @@
+"""A model under one layout, block by block, as plans are put together from it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colossus.planner.trace import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class BlockProfile:
+    """One block of the model for one microbatch, on one rank. Equal blocks share one.
+
+    Attributes:
+        forward, backward: what they do; a backward includes its recomputation.
+        wgrad: what of backward a schedule may do later; None where it was not asked for.
+        kept: bytes from its forward to its backward, its output among them.
+        forward_peak, backward_peak: bytes at most while it runs, beyond what the blocks before it (and, in backward,
+            itself) keep.
+        passed: bytes of its output.
+    """
+
+    forward: Trace
+    backward: Trace
+    wgrad: Trace | None
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    passed: int
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutProfile:
+    """All blocks of a model in order; of a model that is no chain, itself."""
+
+    names: Sequence[str]
+    blocks: Sequence[BlockProfile]
