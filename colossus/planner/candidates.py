@@ -19,21 +19,13 @@ parallelism only where the config has them already.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
-
-from colossus.arithmetic import divisors
-from colossus.config import Config, model_options
-from colossus.config.plans import plan_problems, strategy_options
-from colossus.config.schema import Parallel, PipelineSection, Schedule, SequenceSection, TensorSection, ZeroSection
+from colossus.config import Config
+from colossus.config.schema import SequenceSection, TensorSection
 from colossus.config.training import ActivationCheckpoint
-from colossus.planner.kept import Kept
-from colossus.registry import TENSOR_MODES
 
 #: of a microbatch on a rank: products do not get faster with more
 MOST_TOKENS = 16_384
@@ -78,7 +70,9 @@ class Candidate:
     @property
     def samples(self) -> int:
         """Of a microbatch of a data rank."""
-        return self.config.train.global_batch_size // (self.config.parallel.data or 1) // self.config.schedule.microbatches
+        return (
+            self.config.train.global_batch_size // (self.config.parallel.data or 1) // self.config.schedule.microbatches
+        )
 
 
 def layouts(

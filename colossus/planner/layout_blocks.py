@@ -1,10 +1,11 @@
-"""A model under one layout, block by block, as plans are put together from it. No torch."""
+"""A model under one layout, block by block, as plans are put together from it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from colossus.planner.parameter_facts import ModelFacts
 from colossus.planner.trace import Trace
 
 
@@ -18,7 +19,7 @@ class BlockProfile:
         kept: bytes from its forward to its backward, its output among them.
         forward_peak, backward_peak: bytes at most while it runs, beyond what the blocks before it (and, in backward,
             itself) keep.
-        passed: bytes of its output.
+        passed: bytes of its output; and of these the bytes that get a gradient.
     """
 
     forward: Trace
@@ -28,11 +29,20 @@ class BlockProfile:
     forward_peak: int
     backward_peak: int
     passed: int
+    passed_back: int
 
 
 @dataclass(frozen=True, eq=False)
 class LayoutProfile:
-    """All blocks of a model in order; of a model that is no chain, itself."""
+    """All blocks of a model in order; of a model that is no chain, itself.
+
+    Attributes:
+        names: of the blocks.
+        facts: of the model's parameters.
+        tokens: (or what else the loss counts) of a sample.
+    """
 
     names: Sequence[str]
     blocks: Sequence[BlockProfile]
+    facts: ModelFacts
+    tokens: int

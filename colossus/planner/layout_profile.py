@@ -26,7 +26,7 @@ from colossus.data.make_loaders import loaders_of
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import loss_of
-from colossus.engine.parameter_groups import make_groups
+from colossus.engine.parameter_groups import ParameterGroups, make_groups
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import has_hooks, is_chain, pipeline_blocks
 from colossus.planner.balanced_experts import balanced_experts
@@ -34,6 +34,7 @@ from colossus.planner.block_runs import BlockRun, runs_of
 from colossus.planner.fake_rank import fake_rank, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
 from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
+from colossus.planner.parameter_facts import facts_of
 from colossus.planner.trace import Trace
 from colossus.planner.trace_recorder import TraceRecorder
 from colossus.registry import MODELS
@@ -85,8 +86,10 @@ def _profile(config: Config, context: ParallelContext, split_backward: bool) -> 
     spec = config.model.spec()  # type: ignore[union-attr]
     factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
 
+    groups: list[ParameterGroups | None] = []
+
     def prepare(whole: nn.Module) -> None:
-        make_groups(config.optimizer, whole)  # freezes parameters
+        groups.append(make_groups(config.optimizer, whole))  # freezes parameters
 
     model = build(factory, context, materialize=False, prepare=prepare)
     batch = batch_of(config)
@@ -100,10 +103,20 @@ def _profile(config: Config, context: ParallelContext, split_backward: bool) -> 
         runs = runs_of(model, blocks) if chained else [BlockRun(None, [model], 0)]
         run = _MicrobatchRun(model, batch, config, context, fake, split_backward)
         profiles = run.of(runs)
+        facts = facts_of(model, context, blocks if chained else None, groups[0])
     each: list[BlockProfile] = []
     for of_run, these in zip(runs, profiles, strict=True):
         each += [*these, *[these[-1]] * of_run.left_out]
-    return LayoutProfile([block.name for block in blocks] or ["model"], each)
+    return LayoutProfile([block.name for block in blocks] or ["model"], each, facts, counted_of(batch))
+
+
+def counted_of(batch: Any) -> int:
+    """What the loss counts of a sample, as far as a batch shows it: its labels, or its one tensor."""
+    labels = batch["labels"] if isinstance(batch, dict) and "labels" in batch else None
+    if labels is None:
+        found = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+        labels = found[-1]
+    return 1 if labels.is_floating_point() else labels[0].numel()
 
 
 @dataclass
@@ -114,6 +127,7 @@ class _Begun:
     kept: int
     forward_peak: int
     passed: int
+    passed_back: int
     #: bytes that are live at the end of its forward
     live: int
     backward: Trace = field(default_factory=Trace)
@@ -160,7 +174,7 @@ class _MicrobatchRun:
             self._ended(0, tasks)
             wgrads = self._wgrads(tasks)
         profiles = iter([
-            BlockProfile(b.forward, b.backward, wgrad, b.kept, b.forward_peak, b.backward_peak, b.passed)
+            BlockProfile(b.forward, b.backward, wgrad, b.kept, b.forward_peak, b.backward_peak, b.passed, b.passed_back)
             for b, wgrad in zip(self._begun, wgrads, strict=True)
         ])  # fmt: skip
         return [[next(profiles) for _ in run.shown] for run in runs]
@@ -196,24 +210,25 @@ class _MicrobatchRun:
             self._recorder.take()
             for number, call in enumerate(calls):
                 value = call(value)
-                passed = 0
+                passed = back = 0
                 if number + 1 < len(calls):
-                    passed = self._pass_on(number, value)
+                    passed, back = self._pass_on(number, value)
                 else:
                     value = self._loss_fn(tree_map_only(ShardedTensor, without_sequence, value), own)[0]
                 kept, peak = fake.live - live, fake.peak - live
                 live = fake.mark()
-                self._begun.append(_Begun(self._recorder.take(), kept, peak, passed, live))
+                self._begun.append(_Begun(self._recorder.take(), kept, peak, passed, back, live))
         return value
 
-    def _pass_on(self, number: int, value: Any) -> int:
-        """The bytes of what a block passes on; a hook tells when backward has come to it."""
-        _, tensors = flatten_value(value, self._parallel, f"block {number}")
+    def _pass_on(self, number: int, value: Any) -> tuple[int, int]:
+        """The bytes of what a block passes on, and of those that get a gradient; a hook tells when they have it."""
+        spec, tensors = flatten_value(value, self._parallel, f"block {number}")
         leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in leaves[:1]:
                 leaf.register_hook(lambda gradient: self._ended(number + 1, getattr(self, "_tasks", [])))
-        return sum(tensor.nbytes for tensor in tensors)
+        back = sum(x.shape.numel() * x.dtype.itemsize for x in spec.differentiable)
+        return sum(tensor.nbytes for tensor in tensors), back
 
     def _ended(self, number: int, tasks: Sequence[Any]) -> None:
         """The backward of a block, and of those behind it that have not been seen to end, is over."""

@@ -1,5 +1,5 @@
-"""What a microbatch keeps on each stage of a pipeline, put together from the blocks of a layout, and the most that a rank
-holds while it does its actions. No torch."""
+"""What a microbatch keeps on each stage of a pipeline, and the most that a rank holds in a step: put together from the
+blocks of a layout."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Trace:
 
     events: Sequence[Event] = ()
     repeated: Sequence[Event] = ()
-    once: Sequence[Event] = ()
+    once: Trace | None = None
 
     @property
     def flops(self) -> float:

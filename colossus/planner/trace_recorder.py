@@ -40,11 +40,12 @@ class TraceRecorder:
         self._once: list[Event] = []
         self._recomputes = self._is_once = False
         self._numbers = 0
-        #: of a collective that has been counted and not been logged yet: operation, axes, bytes
-        self._counted: tuple[str, str, float] | None = None
+        #: of what has been counted and not been logged yet, operation, axes, bytes: of a message each of its tensors
+        self._counted: list[tuple[str, str, float]] = []
 
     def take(self) -> Trace:
-        trace = Trace(tuple(self._events), tuple(self._repeated), tuple(self._once))
+        once = Trace(tuple(self._once)) if self._once else None
+        trace = Trace(tuple(self._events), tuple(self._repeated), once)
         self._events, self._repeated, self._once = [], [], []
         return trace
 
@@ -86,18 +87,18 @@ class TraceRecorder:
 
     def add(self, operation: str, axes: str, dtype: torch.dtype, sent: float) -> None:
         """As a `colossus.comm.accounting.Counter`."""
-        self._counted = operation, axes, sent
+        self._counted.append((operation, axes, sent))
 
     def _log(self, operation: str, axes: str, shape: tuple[int, ...], dtype: object) -> log.Entry:
         """In the place of `colossus.comm.log.record`: the entry tells when the collective is waited for."""
-        counted, self._counted = self._counted, None
-        if counted is None:  # a receive, whose send is counted by another rank, or what is not counted
+        counted, self._counted = self._counted, []
+        if not counted:  # a receive, whose send is counted by another rank, or what is not counted
             return log.Entry(operation, axes, 0, shape, dtype, ("", 0))
         self._numbers += 1
-        name, axes, sent = counted
-        operation = name.split()[0]
-        ranks = self._context.grid.size(axes.split("x"))
-        self._add(Started(self._numbers, operation, axes, held_of(operation, ranks, sent)))
+        name, axes, _ = counted[0]
+        sent, ranks = sum(each for _, _, each in counted), self._context.grid.size(axes.split("x"))
+        kind = name.split()[0]
+        self._add(Started(self._numbers, kind, axes, held_of(kind, ranks, sent)))
         return _AwaitedEntry(self, self._numbers, operation, axes)
 
     def _add(self, event: Event) -> None:
@@ -169,9 +170,7 @@ def _convolved(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, 
     out_channels, inner = weight.shape[0], math.prod(weight.shape[1:])
     places = [
         (size + 2 * pad - dil * (kernel - 1) - 1) // step + 1
-        for size, pad, dil, kernel, step in zip(
-            x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True
-        )
+        for size, pad, dil, kernel, step in zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)
     ]
     return Product(groups, len(x) * math.prod(places), out_channels // groups, inner, _DTYPES[x.dtype])
 

@@ -1,4 +1,4 @@
-"""How long a trace takes on a device: it computes, and collectives run beside that until they are waited for. No torch."""
+"""How long a trace takes on a device: it computes, and collectives run beside that until they are waited for."""
 
 from __future__ import annotations
 
