@@ -5,6 +5,8 @@ All ranks of one pipeline rank hold as much (shards are padded to equal sizes), 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +23,19 @@ from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import loss_of
 from colossus.engine.parameter_groups import ParameterGroups, make_groups
-from colossus.layers.pipeline_block import NamedBlock, has_hooks, is_chain, pipeline_blocks
+from colossus.gradients.buckets import gradient_sum_axes
+from colossus.layers.pipeline_block import has_hooks, is_chain, pipeline_blocks
 from colossus.planner.activations import MicrobatchRun, StageActivations, peak_of_step
 from colossus.planner.balanced_experts import balanced_experts
 from colossus.planner.block_runs import BlockRun, runs_of
 from colossus.planner.fake_rank import fake_rank, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
+from colossus.planner.optimizer_memory import OptimizerMemory
+from colossus.planner.parameter_facts import ModelFacts, facts_of
+from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.rank_memory import PlanMemory, RankMemory
-from colossus.planner.stored import StoredParameters
+from colossus.planner.rank_stages import RankStages
+from colossus.planner.stored import stored_bytes
 from colossus.registry import MODELS
 from colossus.schedule.actions import in_flight
 from colossus.schedule.build import make_schedule
@@ -53,7 +60,8 @@ def predict_memory(config: Config) -> PlanMemory:
     try:
         batch = _batch_of(config)
         with fake_rank(config) as context:
-            return _of_rank(config, context, batch)
+            facts = layout_facts(config, context, batch)
+        return _memory_of(config, facts)
     except ConfigError:
         raise
     except ValueError as error:
@@ -75,7 +83,30 @@ def _batch_of(config: Config) -> Any:
     return map_batch(lambda x: x[:1].expand(size, *x.shape[1:]) if x.dim() and len(x) == read else x, batch)
 
 
-def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory:
+@dataclass(frozen=True)
+class LayoutFacts:
+    """What is found out by running a microbatch under the layout of a plan.
+
+    Attributes:
+        model: what is known of its parameters.
+        groups: of the optimizer.
+        partition: into stages; None where there is one.
+        activations: of a microbatch, by stage.
+    """
+
+    model: ModelFacts
+    groups: ParameterGroups | None
+    partition: Partition | None
+    activations: Mapping[int, StageActivations]
+
+
+def layout_facts(config: Config, context: ParallelContext, batch: Any) -> LayoutFacts:
+    """Of a resolved config's plan.
+
+    Args:
+        context: of a rank of it, of fake groups.
+        batch: of a data rank.
+    """
     pipeline = PipelineRuntime(config, context)
     groups: list[ParameterGroups | None] = []
     spec = config.model.spec()  # type: ignore[union-attr]
@@ -88,32 +119,42 @@ def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory
     partition = None
     if pipeline.last_stage:
         partition = make_partition(model, pipeline.rank_of, config.parallel.pipeline.split)
-    schedule = config.schedule
-    size = context.size("pipeline")
-    actions = make_schedule(schedule.type, size, schedule.microbatches, **schedule.options)
-    accumulates = schedule.microbatches > 1
     with counted_fake_tensors() as fake, balanced_experts():
         give_sizes(model, context.precision)
-        of_ranks = []
-        for rank in range(size):
-            own = [0] if partition is None else partition.stages_on(rank)
-            names, chain = _names_on(model, partition, own), _chain_of(model, partition, own)
-            buffers = _buffer_bytes(model, partition, own)
-            of_ranks.append((own, StoredParameters(config, context, model, names, chain, buffers)))
-        for _, stored in of_ranks:
-            for param in stored.params:
-                if param.requires_grad and (accumulates or stored.is_bucketed(param)):
-                    param.grad = torch.empty(param.shape, dtype=gradient_dtype(param))
-        stages = _activations(config, context, model, partition, batch, fake)
-        ranks: list[RankMemory] = []
-        for (own, stored), of_rank in zip(of_ranks, actions, strict=True):
-            counted = stored.count(groups[0], fake, accumulates=accumulates)
-            activations = peak_of_step(of_rank, stages)
-            if not accumulates:
-                activations = max(0, activations - counted.gradients)
-            if size > 1:
-                activations += 2 * max(stages[stage].passed for stage in own)
-            ranks.append(RankMemory(len(ranks), tuple(own), max(in_flight(of_rank)), counted, activations))
+        axes, accumulates = PlanAxes(config), config.schedule.microbatches > 1
+        in_buckets = not (axes.stage and config.parallel.zero.stage)
+        for param in model.parameters():
+            is_bucketed = in_buckets and not set(axes.summed).isdisjoint(gradient_sum_axes(param, context))
+            if param.requires_grad and (accumulates or is_bucketed):
+                param.grad = torch.empty(param.shape, dtype=gradient_dtype(param))
+        activations = _activations(config, context, model, partition, batch, fake)
+        chain = list(partition.blocks) if partition is not None else pipeline_blocks(model) if is_chain(model) else None
+        facts = facts_of(model, context, chain, groups[0])
+    return LayoutFacts(facts, groups[0], partition, activations)
+
+
+def stages_of(config: Config, facts: LayoutFacts) -> list[RankStages]:
+    """Of each pipeline rank of a plan."""
+    schedule, size = config.schedule, config.parallel.pipeline.size
+    actions = make_schedule(schedule.type, size, schedule.microbatches, **schedule.options)
+    if facts.partition is None:
+        return [RankStages(0, (0, facts.model.num_blocks), {0: 0}, actions[0])]
+    bounds, rank_of = facts.partition.bounds, facts.partition.rank_of
+    return [RankStages(rank, bounds, rank_of, of_rank) for rank, of_rank in enumerate(actions)]
+
+
+def _memory_of(config: Config, facts: LayoutFacts) -> PlanMemory:
+    accumulates, size = config.schedule.microbatches > 1, config.parallel.pipeline.size
+    optimizer = OptimizerMemory(config, facts.groups)
+    ranks: list[RankMemory] = []
+    for stages in stages_of(config, facts):
+        counted = stored_bytes(facts.model, config, stages, optimizer, accumulates=accumulates)
+        activations = peak_of_step(stages.actions, facts.activations)
+        if not accumulates:
+            activations = max(0, activations - counted.gradients)
+        if size > 1:
+            activations += 2 * max(facts.activations[stage].passed for stage in stages.stages)
+        ranks.append(RankMemory(len(ranks), stages.stages, max(in_flight(stages.actions)), counted, activations))
     return PlanMemory(tuple(ranks), tuple(_notes(config)))
 
 
@@ -140,30 +181,6 @@ def _stages_of(model: nn.Module, partition: Partition | None) -> dict[int, list[
     if is_chain(model) and not has_hooks(model):
         return {0: runs_of(model, pipeline_blocks(model))}
     return {0: [BlockRun(None, [model], 0)]}
-
-
-def _names_on(model: nn.Module, partition: Partition | None, stages: list[int]) -> dict[str, bool]:
-    """The parameters of a pipeline rank's stages, and whether other ranks have them, too."""
-    if partition is None:
-        return {name: False for name, _ in model.named_parameters()}
-    here = set(stages)
-    return {name: len(partition.ranks_of(name)) > 1 for name, used in partition.stages_of.items() if here & set(used)}
-
-
-def _buffer_bytes(model: nn.Module, partition: Partition | None, stages: list[int]) -> int:
-    """Of the buffers of a pipeline rank's stages, and of those that no block owns."""
-    buffers = dict(model.named_buffers())
-    if partition is not None:
-        here = {name for stage in stages for block in partition.blocks_of(stage) for name in block.buffers}
-        for name in {name for block in partition.blocks for name in block.buffers} - here:
-            del buffers[name]
-    return sum(buffer.nbytes for buffer in buffers.values())
-
-
-def _chain_of(model: nn.Module, partition: Partition | None, stages: list[int]) -> list[NamedBlock] | None:
-    if partition is not None:
-        return [block for stage in stages for block in partition.blocks_of(stage)]
-    return pipeline_blocks(model) if is_chain(model) else None
 
 
 def _notes(config: Config) -> list[str]:
