@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts
 from colossus.planner.trace import Trace
 
@@ -39,10 +40,12 @@ class LayoutProfile:
     Attributes:
         names: of the blocks.
         facts: of the model's parameters.
+        optimizer: what it keeps of them.
         tokens: (or what else the loss counts) of a sample.
     """
 
     names: Sequence[str]
     blocks: Sequence[BlockProfile]
     facts: ModelFacts
+    optimizer: OptimizerMemory
     tokens: int

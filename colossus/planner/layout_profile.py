@@ -34,6 +34,7 @@ from colossus.planner.block_runs import BlockRun, runs_of
 from colossus.planner.fake_rank import fake_rank, give_sizes
 from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
 from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
+from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import facts_of
 from colossus.planner.trace import Trace
 from colossus.planner.trace_recorder import TraceRecorder
@@ -107,7 +108,7 @@ def _profile(config: Config, context: ParallelContext, split_backward: bool) -> 
     each: list[BlockProfile] = []
     for of_run, these in zip(runs, profiles, strict=True):
         each += [*these, *[these[-1]] * of_run.left_out]
-    return LayoutProfile([block.name for block in blocks] or ["model"], each, facts, counted_of(batch))
+    return LayoutProfile([block.name for block in blocks] or ["model"], each, facts, OptimizerMemory(config, groups[0]), counted_of(batch))
 
 
 def counted_of(batch: Any) -> int:

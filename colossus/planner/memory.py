@@ -40,23 +40,37 @@ def memory_of(config: Config, profile: LayoutProfile, ranks: Sequence[RankStages
         ranks: of the pipeline.
     """
     accumulates = config.schedule.microbatches > 1
-    stages = _stages(profile, ranks[0].bounds)
     found: list[RankMemory] = []
     for rank in ranks:
-        stored = stored_bytes(profile.facts, config, rank, accumulates=accumulates)
-        activations = peak_of_step(rank.actions, stages)
+        stored = stored_bytes(profile.facts, config, rank, profile.optimizer, accumulates=accumulates)
+        grown = 0 if accumulates or config.parallel.zero.stage == 3 else stored.gradients
+        stages = _stages(profile, rank, grown)
+        activations = max(0, peak_of_step(rank.actions, stages) - grown)
         if len(ranks) > 1:
             activations += 2 * max(stages[stage].passed for stage in rank.stages)
         found.append(RankMemory(rank.rank, rank.stages, max(in_flight(rank.actions)), stored, activations))
     return PlanMemory(tuple(found), tuple(_notes(config)))
 
 
-def _stages(profile: LayoutProfile, bounds: Sequence[int]) -> dict[int, StageActivations]:
-    found, given, last = {}, 0, len(bounds) - 2
-    for stage in range(last + 1):
-        blocks = profile.blocks[bounds[stage] : bounds[stage + 1]]
-        found[stage] = StageActivations.of(blocks, given, is_last=stage == last)
-        given = blocks[-1].passed
+def _stages(profile: LayoutProfile, rank: RankStages, grown: int) -> dict[int, StageActivations]:
+    """Of a rank's stages.
+
+    Args:
+        grown: bytes of gradients that are made in backward, while activations go: shared out over the blocks by their
+            parameters.
+    """
+    sizes = [0] * len(profile.blocks)
+    for one in profile.facts.parameters if grown else ():
+        if one.kind.is_trainable:
+            sizes[one.blocks[-1]] += one.kind.elements
+    numbers = [number for stage in rank.stages for number in rank.blocks_of(stage)]
+    each = grown / max(1, sum(sizes[number] for number in numbers))
+    found, last = {}, len(rank.bounds) - 2
+    for stage in rank.stages:
+        blocks = [profile.blocks[number] for number in rank.blocks_of(stage)]
+        gradients = [round(each * sizes[number]) for number in rank.blocks_of(stage)]
+        given = profile.blocks[rank.bounds[stage] - 1].passed if stage else 0
+        found[stage] = StageActivations.of(blocks, given, gradients, is_last=stage == last)
     return found
 
 

@@ -116,6 +116,10 @@ class ModelFacts:
     routers: tuple[int, ...]
     precision: Precision
 
+    def reduced(self, gradient: str) -> str:
+        """In which gradients of a dtype are summed over ranks."""
+        return _name(self.precision.reduce_dtype(getattr(torch, gradient)))
+
 
 def facts_of(
     model: nn.Module,
@@ -159,9 +163,9 @@ def facts_of(
             0 if groups is None else groups.group_of.get(name, 0),
         )
         places = () if one is None else one.places
-        units = {unit for module, _ in places for unit in units_of.get(id(module), {ROOT})}
+        at = {unit for module, _ in places for unit in units_of.get(id(module), {ROOT})}
         blocks = (0,) if chain is None else users.get(name, ())
-        found.append(ParameterFacts(name, kinds.setdefault(made, made), blocks, tuple(sorted(units)), spec))
+        found.append(ParameterFacts(name, kinds.setdefault(made, made), blocks, tuple(sorted(at)), spec))
     known = dict(model.named_modules())
     units = (
         (None,)
