@@ -108,7 +108,13 @@ def _profile(config: Config, context: ParallelContext, split_backward: bool) -> 
     each: list[BlockProfile] = []
     for of_run, these in zip(runs, profiles, strict=True):
         each += [*these, *[these[-1]] * of_run.left_out]
-    return LayoutProfile([block.name for block in blocks] or ["model"], each, facts, OptimizerMemory(config, groups[0]), counted_of(batch))
+    return LayoutProfile(
+        [block.name for block in blocks] or ["model"],
+        each,
+        facts,
+        OptimizerMemory(config, groups[0]),
+        counted_of(batch),
+    )
 
 
 def counted_of(batch: Any) -> int:

@@ -11,6 +11,7 @@ from colossus.config import Config
 from colossus.config.plans import name_of
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
+from colossus.planner.parameter_facts import itemsize
 from colossus.planner.plan_stages import layout_config, stages_of
 from colossus.planner.rank_memory import PlanMemory, RankMemory
 from colossus.planner.rank_stages import RankStages
@@ -43,8 +44,8 @@ def memory_of(config: Config, profile: LayoutProfile, ranks: Sequence[RankStages
     found: list[RankMemory] = []
     for rank in ranks:
         stored = stored_bytes(profile.facts, config, rank, profile.optimizer, accumulates=accumulates)
-        grown = 0 if accumulates or config.parallel.zero.stage == 3 else stored.gradients
-        stages = _stages(profile, rank, grown)
+        grown = 0 if accumulates else stored.gradients
+        stages = _stages(profile, rank, 0 if config.parallel.zero.stage == 3 else grown)
         activations = max(0, peak_of_step(rank.actions, stages) - grown)
         if len(ranks) > 1:
             activations += 2 * max(stages[stage].passed for stage in rank.stages)
@@ -59,18 +60,23 @@ def _stages(profile: LayoutProfile, rank: RankStages, grown: int) -> dict[int, S
         grown: bytes of gradients that are made in backward, while activations go: shared out over the blocks by their
             parameters.
     """
+    params = [one for one in profile.facts.parameters if one.kind.is_trainable]
     sizes = [0] * len(profile.blocks)
-    for one in profile.facts.parameters if grown else ():
-        if one.kind.is_trainable:
-            sizes[one.blocks[-1]] += one.kind.elements
+    for one in params:
+        sizes[one.blocks[-1]] += one.kind.elements
     numbers = [number for stage in rank.stages for number in rank.blocks_of(stage)]
     each = grown / max(1, sum(sizes[number] for number in numbers))
+    tied = [one for one in params if len(one.blocks) > 1]
     found, last = {}, len(rank.bounds) - 2
     for stage in rank.stages:
-        blocks = [profile.blocks[number] for number in rank.blocks_of(stage)]
-        gradients = [round(each * sizes[number]) for number in rank.blocks_of(stage)]
-        given = profile.blocks[rank.bounds[stage] - 1].passed if stage else 0
-        found[stage] = StageActivations.of(blocks, given, gradients, is_last=stage == last)
+        of_stage = rank.blocks_of(stage)
+        blocks = [profile.blocks[number] for number in of_stage]
+        made = [round(each * sum(sizes[number + 1 : of_stage.stop])) for number in of_stage]
+        for at, number in enumerate(of_stage):  # what the profile's one backward holds of later stages
+            apart = [one for one in tied if one.blocks[0] <= number and one.blocks[-1] >= of_stage.stop]
+            made[at] -= sum(one.kind.elements * itemsize(one.kind.gradient) for one in apart)
+        given = profile.blocks[of_stage.start - 1].passed if stage else 0
+        found[stage] = StageActivations.of(blocks, given, made, is_last=stage == last)
     return found
 
 

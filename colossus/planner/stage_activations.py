@@ -27,22 +27,19 @@ class StageActivations:
     passed: int
 
     @classmethod
-    def of(
-        cls, blocks: Sequence[BlockProfile], given: int, gradients: Sequence[int], *, is_last: bool
-    ) -> StageActivations:
+    def of(cls, blocks: Sequence[BlockProfile], given: int, made: Sequence[int], *, is_last: bool) -> StageActivations:
         """Of a stage of these blocks.
 
         Args:
             given: bytes of what it is given by the stage before.
-            gradients: bytes of those that each block's backward leaves.
+            made: bytes of the gradients that have been made when the backward of each block begins.
         """
         passed = 0 if is_last else blocks[-1].passed
-        held, made, forward, backward = given, sum(gradients), given, given
-        for block, own in zip(blocks, gradients, strict=True):
-            made -= own
+        held, forward, backward = given, given, given
+        for block, behind in zip(blocks, made, strict=True):
             forward = max(forward, held + block.forward_peak)
             held += block.kept
-            backward = max(backward, held + made + block.backward_peak)
+            backward = max(backward, held + behind + block.backward_peak)
         return cls(held - passed, forward, backward, max(given, passed))
 
 

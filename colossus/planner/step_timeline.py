@@ -3,18 +3,20 @@ gradients travels beside them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from colossus.planner.beside import BlockRun, run_beside
-from colossus.planner.gradient_traffic import Collective, StepTraffic, all_collectives
+from colossus.planner.collective import Collective
+from colossus.planner.gradient_traffic import StepTraffic
 from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
 from colossus.planner.plan_estimate import AxisCost
 from colossus.planner.rank_stages import RankStages
 from colossus.planner.trace import Trace
 from colossus.planner.trace_seconds import Played, TracePlayer, total
-from colossus.schedule.actions import LAST_USE, Action
+from colossus.schedule.actions import COMPUTE, LAST_USE, Action
 from colossus.schedule.simulate import Span, play
 
 
@@ -134,26 +136,24 @@ class RankTimeline:
 
     def axes(self, spans: Sequence[Span]) -> dict[str, AxisCost]:
         """What the rank's collectives cost in a step, by axes; messages between stages are not among them."""
-        found = [self.cost(span.action).axes for span in spans if span.action.kind in _COMPUTE]
-        found += [each.axes for kind in ("forward", "backward") for each in self._once(kind)]
-        out = total(found)
-        late = {id(one) for one in (*self.traffic.begin, *self.traffic.end)}
-        beside = sum(self._beside(span.action) for span in spans if span.action.kind in _COMPUTE)
-        every = list(all_collectives(self.traffic, self.stages))
-        travelling = sum(self.of(one).seconds * times for one, times in every if id(one) not in late)
-        share = min(1.0, beside / travelling) if travelling else 0.0
-        for one, times in every:
-            cost = self.of(one) * times
-            exposed = cost.seconds * (1.0 if id(one) in late else share)
-            out[one.axes] = out.get(one.axes, AxisCost()) + AxisCost(cost.bytes, cost.seconds, exposed)
+        inside = [self.cost(span.action).axes for span in spans if span.action.kind in COMPUTE]
+        inside += [each.axes for kind in ("forward", "backward") for each in self._once(kind)]
+        out = total(inside)
+        late = Counter((*self.traffic.begin, *self.traffic.end))
+        every = self.traffic.counts(self.stages)
+        waited = sum(self._beside(span.action) for span in spans if span.action.kind in COMPUTE)
+        travelling = sum(self.of(one).seconds * (times - late[one]) for one, times in every.items())
+        share = min(1.0, waited / travelling) if travelling else 0.0
+        for one, times in every.items():
+            cost = self.of(one)
+            exposed = cost.seconds * (late[one] + share * (times - late[one]))
+            found = AxisCost(cost.bytes * times, cost.seconds * times, exposed)
+            out[one.axes] = out.get(one.axes, AxisCost()) + found
         return out
 
     def _beside(self, action: Action) -> float:
         """Seconds of an action in which its rank waits for weights or gradients that travel."""
         return self.seconds(action) - self.cost(action).computing
-
-
-_COMPUTE = ("forward", "backward", "backward_input", "backward_weight")
 
 
 def _trace(block: BlockProfile, kind: str) -> Trace:
@@ -177,7 +177,7 @@ def play_step(
     rank_of = ranks[0].stages.rank_of
 
     def duration(action: Action) -> float:
-        return ranks[rank_of[action.stage]].seconds(action) if action.kind in _COMPUTE else 0.0
+        return ranks[rank_of[action.stage]].seconds(action) if action.kind in COMPUTE else 0.0
 
     spans = play([rank.stages.actions for rank in ranks], duration, transfer=transfer, blocking=blocking)
     ends = []
