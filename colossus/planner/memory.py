@@ -37,7 +37,7 @@ from colossus.planner.rank_memory import PlanMemory, RankMemory
 from colossus.planner.rank_stages import RankStages
 from colossus.planner.stored import stored_bytes
 from colossus.registry import MODELS
-from colossus.schedule.actions import in_flight
+from colossus.schedule.actions import in_flight, placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.partition import Partition, make_partition
 from colossus.schedule.pipeline import PipelineRuntime
@@ -90,13 +90,11 @@ class LayoutFacts:
     Attributes:
         model: what is known of its parameters.
         groups: of the optimizer.
-        partition: into stages; None where there is one.
         activations: of a microbatch, by stage.
     """
 
     model: ModelFacts
     groups: ParameterGroups | None
-    partition: Partition | None
     activations: Mapping[int, StageActivations]
 
 
@@ -130,16 +128,19 @@ def layout_facts(config: Config, context: ParallelContext, batch: Any) -> Layout
         activations = _activations(config, context, model, partition, batch, fake)
         chain = list(partition.blocks) if partition is not None else pipeline_blocks(model) if is_chain(model) else None
         facts = facts_of(model, context, chain, groups[0])
-    return LayoutFacts(facts, groups[0], partition, activations)
+    return LayoutFacts(facts, groups[0], activations)
 
 
-def stages_of(config: Config, facts: LayoutFacts) -> list[RankStages]:
-    """Of each pipeline rank of a plan."""
-    schedule, size = config.schedule, config.parallel.pipeline.size
-    actions = make_schedule(schedule.type, size, schedule.microbatches, **schedule.options)
-    if facts.partition is None:
-        return [RankStages(0, (0, facts.model.num_blocks), {0: 0}, actions[0])]
-    bounds, rank_of = facts.partition.bounds, facts.partition.rank_of
+def stages_of(config: Config, model: ModelFacts) -> list[RankStages]:
+    """Of each pipeline rank of a plan.
+
+    Raises:
+        ValueError: for a model that cannot be cut into the stages of the schedule.
+    """
+    schedule, pipeline = config.schedule, config.parallel.pipeline
+    actions = make_schedule(schedule.type, pipeline.size, schedule.microbatches, **schedule.options)
+    rank_of = placement(actions)
+    bounds = model.bounds(pipeline.split, len(rank_of))
     return [RankStages(rank, bounds, rank_of, of_rank) for rank, of_rank in enumerate(actions)]
 
 
@@ -147,7 +148,7 @@ def _memory_of(config: Config, facts: LayoutFacts) -> PlanMemory:
     accumulates, size = config.schedule.microbatches > 1, config.parallel.pipeline.size
     optimizer = OptimizerMemory(config, facts.groups)
     ranks: list[RankMemory] = []
-    for stages in stages_of(config, facts):
+    for stages in stages_of(config, facts.model):
         counted = stored_bytes(facts.model, config, stages, optimizer, accumulates=accumulates)
         activations = peak_of_step(stages.actions, facts.activations)
         if not accumulates:
