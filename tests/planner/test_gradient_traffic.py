@@ -86,7 +86,7 @@ def _facts(config: dict[str, Any], layout: dict[str, Any], data: int) -> ModelFa
 def _world(plan: dict[str, Any]) -> int:
     def size(key: str) -> int:
         section = plan.get(key, 1)
-        return int(section["size"] if isinstance(section, dict) else section)
+        return int(section.get("size", 1) if isinstance(section, dict) else section)
 
     return size("data") * size("pipeline") * size("tensor") * size("sequence")
 
@@ -118,7 +118,7 @@ TWO: dict[str, Case] = {
     "zero_2": (dict(data=2, zero=2), BF16),
     "zero_3": (dict(data=2, zero=3), MB2),
     "pipeline_tied": (dict(pipeline=2), MB4),
-    "1d": (dict(tensor=2), {}),
+    "1d": (dict(tensor=dict(size=2, sequence_sharded=True)), {}),
     "expert": (dict(data=2, expert=2), MOE),
 }
 MORE: dict[str, Case] = {
