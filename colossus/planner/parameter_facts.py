@@ -117,6 +117,20 @@ class ModelFacts:
     routers: tuple[int, ...]
     precision: Precision
 
+    @cached_property
+    def of_block(self) -> tuple[frozenset[int], ...]:
+        """Numbers of the parameters that each block uses."""
+        found: list[set[int]] = [set() for _ in self.blocks]
+        for number, one in enumerate(self.parameters):
+            for block in one.blocks:
+                found[block].add(number)
+        return tuple(map(frozenset, found))
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The first block that has a parameter to train: those before it have no backward."""
+        return min((min(one.blocks) for one in self.parameters if one.kind.is_trainable and one.blocks), default=0)
+
     def bounds(self, split: Split, num_stages: int) -> tuple[int, ...]:
         """Stage s runs the blocks bounds[s] to bounds[s + 1]: as `colossus.schedule.partition.make_partition` has it.
 

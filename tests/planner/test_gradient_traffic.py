@@ -36,9 +36,7 @@ class OwnCollectives:
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.bytes: Counter[tuple[str, str, str]] = Counter()
 
-    def record(
-        self, operation: str, x: Tensor, group: AxisGroup, *, what: str = "", sent: float | None = None
-    ) -> None:
+    def record(self, operation: str, x: Tensor, group: AxisGroup, *, what: str = "", sent: float | None = None) -> None:
         frame, files = sys._getframe(1), []
         while frame is not None:
             files.append(frame.f_code.co_filename)
