@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from colossus.config import Config
@@ -15,7 +16,7 @@ from colossus.data_parallel.options.exact_options import HierarchicalOptions
 from colossus.layers.router import SUMS
 from colossus.planner.bucket_traffic import BucketTraffic, Gradient, buckets_of, flat_sum, tied_sums, two_level_sum
 from colossus.planner.collective import Collective
-from colossus.planner.parameter_facts import ModelFacts, ParameterFacts
+from colossus.planner.parameter_facts import ModelFacts, ParameterFacts, ParameterKind
 from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.rank_stages import RankStages
 from colossus.planner.sharded_units import ShardedUnits, rows_per_rank, sharded_units
@@ -121,6 +122,8 @@ class _Composer:
         self._zero = ZeroTraffic(axes, on_cpu=on_cpu)
         self._units: ShardedUnits = sharded_units(model, axes, stages)
         self._is_zero = bool(config.parallel.zero.stage)
+        #: by the id of a kind, and whether its rows are cut: elements, dtype, dtype of the sum, axes
+        self._of_kind: dict[tuple[int, bool], tuple[int, str, str, tuple[str, ...]]] = {}
         self._cut = {one.name for _, unit in self._units.blocks for one in unit} | {
             one.name for one in self._units.root
         }
@@ -152,11 +155,9 @@ class _Composer:
     # -- weights ------------------------------------------------------------------------------------------
 
     def _gathers(self, units: Iterable[Unit]) -> list[BlockGather]:
-        every = [block for one in self._model.parameters if one.kind.is_trainable for block in one.blocks]
-        first_trained = min(every, default=0)  # blocks before it have no backward
         is_again = self._config.parallel.tensor.weights == "matmul"
         return [
-            BlockGather(self._stages.stage_of[block], block, is_again and block >= first_trained, moved)
+            BlockGather(self._stages.stage_of[block], block, is_again and block >= self._model.first_trained, moved)
             for block, params in units
             if (moved := self._zero.gathers(params))
         ]
@@ -213,7 +214,7 @@ class _Composer:
         """The all-reduces of each stage, in the order of stages."""
         limit = int(self._config.comm.bucket_mb * 2**20)
         by_stage: dict[int, list[Gradient]] = {stage: [] for stage in self._stages.order}
-        for one, stage in self._trained():
+        for one, stage in self._trained:
             by_stage[stage].append(self._gradient(one, stage))
         found = []
         for stage, gradients in by_stage.items():
@@ -224,26 +225,28 @@ class _Composer:
                 found.append(Reduction(stage, block, "last", self._sum(bucket)))
         return found
 
+    @cached_property
     def _trained(self) -> list[tuple[ParameterFacts, int]]:
         """The parameters of the rank that get a gradient, in the order of the model, each with its stage."""
-        here = self._cut | {one.name for one in self._units.whole}
-        found = []
-        for one in self._model.parameters:
-            if one.kind.is_trainable and one.name in here:
-                stage = self._stages.last_stage_of(one.blocks)
-                assert stage is not None
-                found.append((one, stage))
-        return found
+        trained = [one for one in self._units.every if one.kind.is_trainable]
+        return [(one, self._stage_of([one])) for one in trained]
 
     def _gradient(self, one: ParameterFacts, stage: int) -> Gradient:
-        kind, axes, block = one.kind, self._axes, self._completed_in(one, stage)
-        if not (self._is_zero and one.name in self._cut):
-            return Gradient(kind.elements, kind.gradient, kind.reduced, axes.sums(kind.gradient_axes), block)
-        rows = axes.rows_of(kind.cut_axes)
-        elements = rows_per_rank(kind, axes.size(rows)) * kind.row
-        stored = kind.sharded[3]
-        reduced = self._model.reduced(stored)
-        return Gradient(elements, stored, reduced, axes.sums(kind.gradient_axes, rows), block)
+        is_cut = self._is_zero and one.name in self._cut
+        found = self._of_kind.get((id(one.kind), is_cut))
+        if found is None:
+            found = self._of_kind[id(one.kind), is_cut] = (
+                self._of_rows(one.kind) if is_cut else self._of_whole(one.kind)
+            )
+        return Gradient(*found, self._completed_in(one, stage))
+
+    def _of_whole(self, kind: ParameterKind) -> tuple[int, str, str, tuple[str, ...]]:
+        return kind.elements, kind.gradient, kind.reduced, self._axes.sums(kind.gradient_axes)
+
+    def _of_rows(self, kind: ParameterKind) -> tuple[int, str, str, tuple[str, ...]]:
+        rows, stored = self._axes.rows_of(kind.cut_axes), kind.sharded[3]
+        elements = rows_per_rank(kind, self._axes.size(rows)) * kind.row
+        return elements, stored, self._model.reduced(stored), self._axes.sums(kind.gradient_axes, rows)
 
     def _sum(self, bucket: BucketTraffic) -> tuple[Collective, ...]:
         if self._per_host is None:
@@ -253,7 +256,7 @@ class _Composer:
     def _tied(self) -> list[Collective]:
         tied = [
             (self._gradient(one, stage), ranks)
-            for one, stage in self._trained()
+            for one, stage in self._trained
             if len(ranks := self._stages.ranks_with(one.blocks)) > 1
         ]
         return tied_sums(tied)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from colossus.config import Config
 from colossus.engine.optimizers import make_optimizer
@@ -120,7 +121,12 @@ class OptimizerMemory:
         """Bytes of the state of parameters of these sizes, and of a step beyond it."""
         with counted_fake_tensors() as fake:
             named = [(name, _parameter((size,), dtype)) for size in sizes]
-            return _of_a_step(config, named, None, self._groups, fake)
+            before = fake.mark()
+            optimizer: Any = make_optimizer(None, config, named, None, self._groups)  # type: ignore[arg-type]
+            optimizer.step()
+            kept = [x for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, torch.Tensor)]
+            state = sum(x.untyped_storage().nbytes() for x in kept)
+            return state, fake.peak - before - state
 
     # -- whole parameters ---------------------------------------------------------------------------------
 
@@ -135,7 +141,13 @@ class OptimizerMemory:
                     tables.add(id(param))
                 named.append((spec.name, param))
             holders = Holders(context, (axis for axis in axes.summed if axis != "pipeline"), tables)
-            return _of_a_step(config, named, holders, self._groups, fake)
+            before = fake.live
+            optimizer: Any = make_optimizer(None, config, named, holders, self._groups)
+            fake.mark()
+            optimizer.step()
+            peak = fake.peak
+            gc.collect()  # what an optimizer's loops have left
+            return fake.live - before, peak - fake.live
 
 
 def _parameter(shape: Sequence[int], dtype: str) -> nn.Parameter:
@@ -143,15 +155,3 @@ def _parameter(shape: Sequence[int], dtype: str) -> nn.Parameter:
     param = nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype)))
     param.grad = torch.empty_like(param)
     return param
-
-
-def _of_a_step(
-    config: Config, named: list[tuple[str, nn.Parameter]], holders: Any, groups: ParameterGroups | None, fake: Any
-) -> tuple[int, int]:
-    before = fake.live
-    optimizer: Any = make_optimizer(None, config, named, holders, groups)
-    fake.mark()
-    optimizer.step()
-    peak = fake.peak
-    gc.collect()  # what an optimizer's loops have left
-    return fake.live - before, peak - fake.live

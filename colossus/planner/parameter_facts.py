@@ -23,6 +23,7 @@ from colossus.layers.pipeline_block import NamedBlock
 from colossus.layout.parameter import ParameterSpec, spec_of
 from colossus.planner.plan_axes import DATA
 from colossus.rows.row_gradient import row_source
+from colossus.schedule.bounds import Split, stage_bounds
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 #: the unit of what is gathered for a whole step
@@ -98,7 +99,7 @@ class ModelFacts:
 
     Attributes:
         parameters: in the order of the model.
-        num_blocks: of the chain; 1 of a model that is no chain.
+        blocks: names of those of the chain; one of a model that is no chain.
         units: of each block of the chain, the number of the module that is gathered as one with it under ZeRO; None
             where the block is no single module. Of a model that is no chain, of its one block: see ``num_units``.
         num_units: how many such modules there are.
@@ -108,13 +109,43 @@ class ModelFacts:
     """
 
     parameters: tuple[ParameterFacts, ...]
-    num_blocks: int
+    blocks: tuple[str, ...]
     units: tuple[int | None, ...]
     num_units: int
     is_chain: bool
     buffers: tuple[tuple[int, tuple[int, ...]], ...]
     routers: tuple[int, ...]
     precision: Precision
+
+    @cached_property
+    def of_block(self) -> tuple[frozenset[int], ...]:
+        """Numbers of the parameters that each block uses."""
+        found: list[set[int]] = [set() for _ in self.blocks]
+        for number, one in enumerate(self.parameters):
+            for block in one.blocks:
+                found[block].add(number)
+        return tuple(map(frozenset, found))
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The first block that has a parameter to train: those before it have no backward."""
+        return min((min(one.blocks) for one in self.parameters if one.kind.is_trainable and one.blocks), default=0)
+
+    def bounds(self, split: Split, num_stages: int) -> tuple[int, ...]:
+        """Stage s runs the blocks bounds[s] to bounds[s + 1]: as `colossus.schedule.partition.make_partition` has it.
+
+        Raises:
+            ValueError: for a model that is no chain, and a split that does not fit.
+        """
+        if num_stages == 1:
+            return (0, len(self.blocks))
+        if not self.is_chain:
+            raise ValueError(f"a model that is no chain of blocks cannot be cut into {num_stages} stages")
+        elements = [0] * len(self.blocks)
+        for one in self.parameters:
+            for block in one.blocks:
+                elements[block] += one.spec.num_elements
+        return stage_bounds(split, self.blocks, elements, num_stages)
 
     def reduced(self, gradient: str) -> str:
         """In which gradients of a dtype are summed over ranks."""
@@ -174,7 +205,7 @@ def facts_of(
     )
     return ModelFacts(
         tuple(found),
-        1 if chain is None else len(chain),
+        ("",) if chain is None else tuple(block.name for block in chain),
         units,
         len(modules),
         chain is not None,

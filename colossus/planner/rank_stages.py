@@ -60,9 +60,11 @@ class RankStages:
 
     def ranks_with(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """Pipeline ranks that have any of these blocks, the one of the lowest stage first."""
+        if len(blocks) == 1:
+            return (self.rank_of[self.stage_of[blocks[0]]],)
         return tuple(dict.fromkeys(self.rank_of[self.stage_of[block]] for block in sorted(blocks)))
 
     def last_stage_of(self, blocks: Sequence[int]) -> int | None:
         """Of this rank's stages with any of these blocks the one that is reduced last; None where it has none."""
-        here = {self.stage_of[block] for block in blocks if self.rank_of[self.stage_of[block]] == self.rank}
+        here = {stage for block in blocks if (stage := self.stage_of[block]) in self.stages}
         return max(here, key=self.order.index) if here else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colossus.planner.parameter_facts import ROOT, ModelFacts, ParameterFacts, ParameterKind
@@ -18,11 +18,13 @@ class ShardedUnits:
         blocks: of each unit its block in the chain (of a model that is no chain, 0), and its parameters.
         root: those that belong to no unit, or to several.
         whole: those that are stored whole.
+        every: all of them, in the order of the model.
     """
 
     blocks: Sequence[tuple[int, Sequence[ParameterFacts]]]
     root: Sequence[ParameterFacts]
     whole: Sequence[ParameterFacts]
+    every: Sequence[ParameterFacts]
 
     @property
     def cut(self) -> list[ParameterFacts]:
@@ -44,7 +46,8 @@ def sharded_units(model: ModelFacts, axes: PlanAxes, stages: RankStages) -> Shar
     of_unit: dict[int, list[ParameterFacts]] = {unit: [] for unit in place}
     root: list[ParameterFacts] = []
     whole: list[ParameterFacts] = []
-    for one in parameters_on(model, stages):
+    every = parameters_on(model, stages)
+    for one in every:
         if not axes.stage or not one.kind.has_rows or not (axes.stage == 3 or one.kind.is_trainable):
             whole.append(one)
         elif len(one.units) == 1 and one.units[0] in place:
@@ -52,13 +55,13 @@ def sharded_units(model: ModelFacts, axes: PlanAxes, stages: RankStages) -> Shar
         else:
             users = {unit if unit in place else ROOT for unit in one.units}
             (of_unit[users.pop()] if len(users) == 1 and ROOT not in users else root).append(one)
-    return ShardedUnits([(place[unit], params) for unit, params in of_unit.items() if params], root, whole)
+    return ShardedUnits([(place[unit], params) for unit, params in of_unit.items() if params], root, whole, every)
 
 
-def parameters_on(model: ModelFacts, stages: RankStages) -> Iterator[ParameterFacts]:
+def parameters_on(model: ModelFacts, stages: RankStages) -> list[ParameterFacts]:
     """Those of a pipeline rank, in the order of the model."""
-    own = {block for stage in stages.stages for block in stages.blocks_of(stage)}
-    return (one for one in model.parameters if not own.isdisjoint(one.blocks))
+    own = (model.of_block[block] for stage in stages.stages for block in stages.blocks_of(stage))
+    return [model.parameters[number] for number in sorted(frozenset().union(*own))]
 
 
 def rows_per_rank(kind: ParameterKind, ranks: int) -> int:

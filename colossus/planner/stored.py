@@ -33,7 +33,7 @@ class _RankStorage:
         self._config, self._axes, self._model, self._stages = config, PlanAxes(config), model, stages
         units = sharded_units(model, self._axes, stages)
         self._blocks, self._root = [params for _, params in units.blocks], units.root
-        self._whole = units.whole
+        self._whole, self._every = units.whole, units.every
         self._sizes: dict[ParameterKind, ParameterSize] = {}
         self._is_zero = bool(config.parallel.zero.stage)
 
@@ -84,11 +84,10 @@ class _RankStorage:
     def _as_stored(self, cut: Sequence[ParameterFacts]) -> list[StoredParameter]:
         """What the optimizer has, in the order of the model."""
         names = {one.name for one in cut}
-        here = names | {one.name for one in self._whole}
         found = []
-        for one in self._model.parameters:
+        for one in self._every:
             kind = one.kind
-            if not kind.is_trainable or one.name not in here:
+            if not kind.is_trainable:
                 continue
             if one.name not in names:
                 found.append(StoredParameter(one, kind.shape, kind.elements, kind.dtype, ()))
