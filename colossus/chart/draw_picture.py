@@ -86,6 +86,9 @@ def _draw_bars(axes: Any, bars: Bars) -> dict[str, Any]:
         colour = PALETTE[place % len(PALETTE)]
         handles[name] = axes.barh(range(len(left)), sizes, left=left, color=colour, edgecolor="white", height=0.6)
         left = [below + size for below, size in zip(left, sizes, strict=True)]
+    if bars.limit:
+        name, size = bars.limit
+        handles[name] = axes.axvline(size, color="black", linestyle="--", linewidth=1.2)
     axes.set_yticks(range(len(left)), bars.names)
     axes.set_ylim(max(len(left), 3) - 0.5, -0.5)
     return handles
