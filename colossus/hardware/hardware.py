@@ -33,7 +33,8 @@ class Hardware(ABC):
         name: of the device, with where the figures are from.
         is_measured: False where they are a data sheet's.
         memory_bytes: of each device.
-        network: of each device, to devices of other hosts; None where it is not known.
+        network: of each device, to devices of other hosts; None where it is not known. Where the devices of a host
+            share a card, each has its part of the card's bandwidth.
     """
 
     name: str
@@ -67,13 +68,15 @@ class Hardware(ABC):
     def collective_seconds(self, operation: str, ranks: int, held: float, *, hosts: int = 1) -> float:
         """Of a collective, or of a message one way; never less for more bytes.
 
-        Over several hosts it takes as long as on one, or as the network needs for the bytes that a rank sends, and in
-        addition the network's latency for each step from host to host.
+        Over several hosts it takes as long as on one, or as the network needs, and in addition the network's latency
+        for each step from host to host. All groups of the same axes do the same at the same time, and each rank has its
+        own part of the network. What goes round a ring crosses from host to host once, in as many rings as the group
+        has ranks on a host, each over another rank's part (as NCCL does); of an all-to-all each rank sends its own.
 
         Args:
             operation: one of `OPERATIONS`.
             held: bytes that a rank holds before, as in `colossus.comm.accounting.sent`: the shard of an all-gather.
-            hosts: over which the ranks are spread, in order.
+            hosts: over which the ranks are spread evenly, in order.
 
         Raises:
             ValueError: where the operation is not known, or no link that joins these ranks.
@@ -90,13 +93,22 @@ class Hardware(ABC):
                 f"{self.name} knows no network, and {operation} over {counted(hosts, 'host')} needs one: give it "
                 f"network=Link(latency, bandwidth), in seconds and bytes per second of a device"
             )
-        through = bytes_sent(operation, ranks, held) / self.network.bandwidth
+        through = bytes_through_network(operation, ranks, held, hosts) / self.network.bandwidth
         return max(within, through) + steps(operation, hosts) * self.network.latency
 
 
 def bytes_sent(operation: str, ranks: int, held: float) -> float:
     """What one rank sends, as it is counted; a message is its own size."""
     return held if operation == "send" else sent(operation, ranks, held)
+
+
+def bytes_through_network(operation: str, ranks: int, held: float, hosts: int) -> float:
+    """Of these what each rank's part of the network carries, of ranks that are spread evenly over several hosts."""
+    if operation == "send":
+        return held
+    if operation == "all_to_all":
+        return held * (hosts - 1) / hosts
+    return bytes_sent(operation, ranks, held) * hosts / ranks
 
 
 def steps(operation: str, ranks: int) -> int:
