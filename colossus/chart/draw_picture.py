@@ -27,7 +27,7 @@ def save_charts(panels: Sequence[Panel | Bars], path: Path) -> None:
     every = figure.subplots(rows, columns, squeeze=False).flatten()
     common: dict[str, Any] = {}
     for axes, panel in zip(every, panels, strict=False):
-        handles = _draw_bars(axes, panel) if isinstance(panel, Bars) else _draw_lines(axes, panel)
+        handles = draw_bars(axes, panel) if isinstance(panel, Bars) else _draw_lines(axes, panel)
         axes.set_title(panel.title, loc="left", fontsize=10)
         axes.set_xlabel(panel.x_label)
         axes.xaxis.set_major_formatter(_shown)
@@ -79,7 +79,12 @@ def _draw_lines(axes: Any, panel: Panel) -> dict[str, Any]:
     return handles
 
 
-def _draw_bars(axes: Any, bars: Bars) -> dict[str, Any]:
+def draw_bars(axes: Any, bars: Bars) -> dict[str, Any]:
+    """Draw bars into axes of matplotlib.
+
+    Returns:
+        name -> what the legend shows of it
+    """
     left = [0.0] * len(bars.names)
     handles = {}
     for place, (name, sizes) in enumerate(bars.parts.items()):

@@ -6,7 +6,6 @@ import argparse
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from colossus.arithmetic import counted, parse_bytes
 from colossus.config import ConfigError
@@ -16,7 +15,7 @@ from colossus.hardware.measured import Measured, load_measured
 
 #: ranks at once that this machine is measured with; more take minutes
 MOST_MEASURED = 8
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_EXPONENTS = {"us": "e-6", "ms": "e-3", "s": ""}
 
 
 def network_argument(text: str) -> Link:
@@ -26,7 +25,7 @@ def network_argument(text: str) -> Link:
         if found is None:
             raise ValueError
         bandwidth = parse_bytes(found[3]) / (8 if found[3].endswith("b") else 1)
-        return Link(float(found[1]) * _SECONDS[found[2]], bandwidth)
+        return Link(float(found[1] + _EXPONENTS[found[2]]), bandwidth)
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no latency and bandwidth; write 10us,50GB/s, or 10us,400Gb/s of bits"
@@ -54,7 +53,7 @@ def choose_hardware(given: str | None, network: Link | None, devices: int, dtype
             return load_measured(given, network)
         return FromDataSheet(given, network or NETWORK)
     except ValueError as error:
-        raise ConfigError(f"--hardware{given and f' {given}' or ''}: {error}") from None
+        raise ConfigError(f"--hardware {given or ''}".rstrip() + f": {error}") from None
 
 
 def default_hosts(hardware: Hardware, devices: int) -> int:
@@ -76,9 +75,9 @@ def _measured_now(network: Link | None, devices: int, dtype: str) -> Hardware:
     if devices > MOST_MEASURED:
         sheets = ", ".join(key for key, sheet in SHEETS.items() if sheet.link is not None)
         raise ValueError(
-            f"{counted(devices, 'rank')} at once are not measured on this machine's CPU ({MOST_MEASURED} at most); name "
-            f"the devices, --hardware h100 say (known: {sheets}), or a file that `colossus doctor --measure OUT.json` "
-            f"has written"
+            f"{counted(devices, 'rank')} at once are not measured on this machine's CPU ({MOST_MEASURED} at most); "
+            f"name a data sheet, --hardware h100 say (known: {sheets}), or a file of measured times that "
+            f"`colossus doctor --measure OUT.json` writes"
         )
     from colossus.context.local_ranks import RanksFailed
     from colossus.doctor.measure import ON_CPU, measure_ranks
