@@ -11,6 +11,7 @@ from colossus.chart.panel import PALETTE, Bars, Panel, log_ticks, readable
 from colossus.picture import check_picture, new_figure
 
 _DASHES = ("-", "--", ":", "-.")
+_HATCHES = ("", "//", "..")
 
 
 def save_charts(panels: Sequence[Panel | Bars], path: Path) -> None:
@@ -88,8 +89,9 @@ def draw_bars(axes: Any, bars: Bars) -> dict[str, Any]:
     left = [0.0] * len(bars.names)
     handles = {}
     for place, (name, sizes) in enumerate(bars.parts.items()):
-        colour = PALETTE[place % len(PALETTE)]
-        handles[name] = axes.barh(range(len(left)), sizes, left=left, color=colour, edgecolor="white", height=0.6)
+        look: dict[str, Any] = dict(color=PALETTE[place % len(PALETTE)], edgecolor="white", height=0.6)
+        look["hatch"] = _HATCHES[place // len(PALETTE) % len(_HATCHES)]
+        handles[name] = axes.barh(range(len(left)), sizes, left=left, **look)
         left = [below + size for below, size in zip(left, sizes, strict=True)]
     if bars.limit:
         name, size = bars.limit
