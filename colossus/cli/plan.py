@@ -31,7 +31,7 @@ examples:
   colossus plan configs/gpt_stdlib.py --devices 4                         # on this machine, which is measured first
   colossus plan config.py --devices 512 --hardware h100                   # on 64 hosts of 8, by the data sheet
   colossus plan config.py --devices 64 --hosts 16 --hardware a100 --network 10us,25GB/s --memory 70GB
-  colossus plan config.py --devices 64 --hardware h100 --keep pipeline=2 train.precision=bf16
+  colossus plan config.py --devices 64 --hardware h100 --keep pipeline=2 schedule.type=1f1b
   colossus plan config.py --devices 8 --hardware measured.json --explain 2 --plot plan.svg
 
 The plan of the file counts for nothing but for what --keep names; all else of the file stays. Every product of data,
@@ -50,8 +50,8 @@ def make_parser() -> Parser:
     parser = Parser(
         "colossus plan",
         "Find the plans that train a model fastest on so many devices, and predict of each the time of a step, its\n"
-        "parts, memory, and what is sent. No process is started and no GPU is needed. Prints the command that runs\n"
-        "the best plan. With --explain N, one plan of the list: its timeline, memory, hosts, and why it beats the\n"
+        "parts, memory, and what is sent. Nothing is launched, and no GPU is needed. Prints the command that runs the\n"
+        "best plan. With --explain N, one plan of the list: its timeline, memory, hosts, and why it beats the\n"
         "next. Ctrl-C ends the search and prints the best plans so far.",
         _EPILOG,
     )

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from colossus.arithmetic import parse_bytes
 from colossus.cli import plan as command
@@ -21,6 +22,8 @@ from colossus.cli.plan_hardware import default_hosts, network_argument
 from colossus.cli.plan_json import as_json
 from colossus.cli.plan_table import Question
 from colossus.config import load_config
+from colossus.context.local_ranks import RanksFailed
+from colossus.doctor import measure
 from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import Link
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate
@@ -274,6 +277,32 @@ def test_a_file_that_is_none_of_measured_times(config: str, tmp_path: Path, caps
     path.write_text('{"version": 0}')
     assert main(["plan", config, "--hardware", str(path)]) == 2
     assert f"{path} is of version 0, this colossus reads 1" in capsys.readouterr().err
+
+
+def test_this_machine_is_its_gpu_by_the_data_sheet_or_else_its_cpu_measured(
+    config: str, searched: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, code, told in [
+        ("NVIDIA H100 80GB HBM3", 0, "hardware    H100 (data sheet)"),
+        (
+            "NVIDIA L4",
+            2,
+            "colossus: --hardware: nothing is known of memory and links of 'NVIDIA L4'; known: B200, H100",
+        ),
+    ]:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert main(["plan", config, "--devices", "16"]) == code
+        assert told in "".join(capsys.readouterr())
+
+    def fails(ranks: int, device: str, sizes: Any) -> None:
+        assert (ranks, device, sizes.dtypes) == (4, "cpu", ("bf16", "fp32"))
+        raise RanksFailed({1: "no room"}, {}, [])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(measure, "measure_ranks", fails)
+    assert main(["plan", config, "--devices", "4", "train.precision=bf16"]) == 2
+    assert "--hardware: this machine could not be measured: rank 1" in capsys.readouterr().err
 
 
 def test_sizes_and_links() -> None:
