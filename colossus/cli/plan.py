@@ -12,7 +12,7 @@ from pathlib import Path
 
 from colossus.arithmetic import counted
 from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, positive_integer, size_argument
-from colossus.cli.plan_explain import in_milliseconds, render_plan
+from colossus.cli.plan_explain import in_milliseconds, render_plan, timeline_title
 from colossus.cli.plan_hardware import MOST_MEASURED, choose_hardware, default_hosts, network_argument
 from colossus.cli.plan_json import as_json
 from colossus.cli.plan_picture import save_plan, save_plans
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(render_table(question, result, width))
     if picture and explained:
         plan = result.plans[explained - 1]
-        save_plan(question, plan, in_milliseconds(plan), picture)
+        save_plan(question, plan, in_milliseconds(plan), timeline_title(plan), picture)
     elif picture:
         save_plans(question, result.plans, picture)
     return code

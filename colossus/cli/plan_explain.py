@@ -26,11 +26,11 @@ def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, widt
     """The plan at this place of the list, from 0, in so many columns."""
     plan = plans[at]
     words = f"plan {at + 1} of {len(plans)}, {seconds_text(plan.seconds)} a step: "
-    title = textwrap.fill(words + plan_words(plan.config, question.config), width, subsequent_indent="  ")
+    title = textwrap.fill(words + plan_words(plan.config), width, subsequent_indent="  ")
     bars = in_encoding(text_chart(memory_bars(question, [plan], [fullest_rank(plan.memory)]), width), encoding)
     sections = [
         title,
-        f"timeline    in milliseconds, of each pipeline rank\n{draw(in_milliseconds(plan), width)}",
+        f"timeline    {timeline_title(plan)}\n{draw(in_milliseconds(plan), width)}",
         part_rows(plan),
         f"memory      {byte_count(plan.memory.fullest.total)} of {byte_count(question.memory)}\n{bars}",
     ]
@@ -44,6 +44,13 @@ def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, widt
         why = f"why         {_beats(question, plan, plans[at + 1], at + 2)}"
         sections.append(textwrap.fill(why, width, subsequent_indent="  "))
     return "\n\n".join(sections)
+
+
+def timeline_title(plan: PlanEstimate) -> str:
+    """What the timeline shows: of many microbatches the estimate plays as many as the pipeline needs to be full."""
+    played = 1 + max(span.action.microbatch for own in plan.spans for span in own)
+    most = plan.config.schedule.microbatches
+    return "milliseconds" + (f", of a step of {played} microbatches in the place of {most}" if played < most else "")
 
 
 def in_milliseconds(plan: PlanEstimate) -> Simulation:
@@ -100,5 +107,5 @@ def _beats(question: Question, plan: PlanEstimate, following: PlanEstimate, plac
     told = [f"{part} {'-' if changes[part] < 0 else '+'}{seconds_text(abs(changes[part]))}" for part in largest]
     return (
         f"{seconds_text(saved)} ({100 * saved / following.seconds:.1f} %) less a step than plan {place}, "
-        f"{plan_words(following.config, question.config)}: {', '.join(told)}"
+        f"{plan_words(following.config)}: {', '.join(told)}"
     )

@@ -18,7 +18,7 @@ def as_json(question: Question, result: SearchResult, explained: int | None = No
         explained: place in the list, from 0, of the plan whose timeline is given, too.
     """
     hardware = question.hardware
-    plans = [_plan(question, plan) for plan in result.plans]
+    plans = [_plan(plan) for plan in result.plans]
     if explained is not None:
         plans[explained]["timeline"] = [
             [{**asdict(span.action), "start": span.start, "end": span.end} for span in own]
@@ -41,9 +41,9 @@ def as_json(question: Question, result: SearchResult, explained: int | None = No
     }
 
 
-def _plan(question: Question, plan: PlanEstimate) -> dict[str, Any]:
+def _plan(plan: PlanEstimate) -> dict[str, Any]:
     return {
-        "plan": plan_words(plan.config, question.config),
+        "plan": plan_words(plan.config),
         "overrides": plan.overrides,
         "step_seconds": plan.seconds,
         "tokens_per_step": plan.tokens,

@@ -22,7 +22,7 @@ _LONGEST = 60
 
 def save_plans(question: Question, plans: Sequence[PlanEstimate], path: Path) -> None:
     """The parts of a step and the memory of each plan."""
-    words = [f"{rank}  {plan_words(plan.config, question.config)}" for rank, plan in enumerate(plans, start=1)]
+    words = [f"{rank}  {plan_words(plan.config)}" for rank, plan in enumerate(plans, start=1)]
     names = [textwrap.shorten(name, _LONGEST, placeholder=" ..") for name in words]
     figure = new_figure(12, 2.6 + 0.5 * max(3, len(plans)))
     for axes, bars in zip(figure.subplots(2, 1), _both(question, plans, names), strict=True):
@@ -30,13 +30,13 @@ def save_plans(question: Question, plans: Sequence[PlanEstimate], path: Path) ->
     figure.savefig(path, dpi=150)
 
 
-def save_plan(question: Question, plan: PlanEstimate, timeline: Simulation, path: Path) -> None:
-    """The timeline of a plan in milliseconds, the parts of a step, the memory of its fullest rank."""
+def save_plan(question: Question, plan: PlanEstimate, timeline: Simulation, title: str, path: Path) -> None:
+    """The timeline of a plan and what it shows, the parts of a step, the memory of its fullest rank."""
     ranks = len(timeline.spans)
     figure = new_figure(12, 4.6 + 0.4 * ranks)
     places = figure.add_gridspec(3, 1, height_ratios=(1.0 + 0.4 * ranks, 1.0, 1.0))
-    figure.suptitle(textwrap.shorten(plan_words(plan.config, question.config), 140, placeholder=" .."), fontsize=10)
-    draw_picture(figure.add_subplot(places[0]), timeline, "timeline", "milliseconds")
+    figure.suptitle(textwrap.shorten(plan_words(plan.config), 140, placeholder=" .."), fontsize=10)
+    draw_picture(figure.add_subplot(places[0]), timeline, "timeline", title)
     for place, bars in enumerate(_both(question, [plan], [""]), start=1):
         _draw(figure.add_subplot(places[place]), bars)
     figure.savefig(path, dpi=150)

@@ -80,12 +80,8 @@ def head(question: Question, result: SearchResult) -> str:
     return "\n".join([str(config.name), *lines])
 
 
-def plan_words(config: Config, given: Config) -> str:
-    """A plan as `describe_plan` has it, with what else of it can differ.
-
-    Args:
-        given: the config without the plan: what is as there goes without saying.
-    """
+def plan_words(config: Config) -> str:
+    """A plan as `describe_plan` has it, with what else of it is chosen."""
     tensor, kind = config.parallel.tensor, config.train.activation_checkpoint
     words = [describe_plan(config)]
     if tensor.shape is not None:
@@ -98,10 +94,6 @@ def plan_words(config: Config, given: Config) -> str:
         words.append(f"ulysses {config.parallel.sequence.ulysses}")
     if kind.type != "none":
         words.append(f"{kind.type} checkpointing{f' (every {kind.every})' if kind.every > 1 else ''}")
-    if config.train.precision != given.train.precision:
-        words.append(config.train.precision.name)
-    if config.parallel.rank_order != given.parallel.rank_order:
-        words.append(f"rank order {' '.join(config.parallel.rank_order)}")
     return ", ".join(words)
 
 
@@ -122,9 +114,7 @@ def plan_rows(question: Question, plans: Sequence[PlanEstimate], width: int) -> 
     margin = max(map(len, numbers)) + 2
     lines = [f"{numbers[0]:<{margin}}plan"]
     for row, plan in zip(numbers[1:], plans, strict=True):
-        words = textwrap.wrap(
-            plan_words(plan.config, question.config), max(_NARROWEST, width - margin), break_on_hyphens=False
-        )
+        words = textwrap.wrap(plan_words(plan.config), max(_NARROWEST, width - margin), break_on_hyphens=False)
         lines += [f"{cells:<{margin}}{line}" for cells, line in zip([row, *[""] * len(words)], words, strict=False)]
     return "\n".join(lines)
 
@@ -172,9 +162,7 @@ def nothing_fits(question: Question, result: SearchResult, width: int) -> Config
             question.config.source,
         )
     missing = byte_count(nearest.memory.fullest.total - question.memory)
-    words = textwrap.fill(
-        plan_words(nearest.config, question.config), width, initial_indent="    ", subsequent_indent="    "
-    )
+    words = textwrap.fill(plan_words(nearest.config), width, initial_indent="    ", subsequent_indent="    ")
     return ConfigError(
         f"no plan of {devices} fits ({result.tried:,} tried). The nearest needs "
         f"{byte_count(nearest.memory.fullest.total)} on {fullest_rank(nearest.memory)}, {missing} more than there is:\n"

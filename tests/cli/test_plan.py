@@ -49,7 +49,7 @@ PLANS: list[tuple[list[str], float, dict[str, float], tuple[int, int, int, int]]
         (20, 10, 30, 0),
     ),
     (
-        ["parallel.data=2", "parallel.tensor=8", "parallel.tensor.weights=step", "train.precision=bf16"],
+        ["parallel.data=2", "parallel.tensor=8", "parallel.tensor.weights=step", "parallel.tensor.gathered=keep"],
         0.0,
         {"forward": 0.25, "backward": 0.5, "over tensor": 0.7, "optimizer": 0.05},
         (30, 20, 25, 8),
@@ -134,7 +134,7 @@ def test_the_table(config: str, searched: dict[str, Any], capsys: pytest.Capture
         "1  1.25 s     1,638  5.0 %  60.0 GB  25.0 %    8.0 %  data 4 x pipeline 4, ZeRO 1, 1f1b, 8",
         "                                                      microbatches, full checkpointing",
         "2   1.5 s     1,365  4.2 %  67.0 GB   0.0 %   46.7 %  data 2 x tensor 8 (1d), weights held for a",
-        "                                                      step, bf16",
+        "                                                      step, gathered inputs kept",
     ]
     assert memory.splitlines()[0] == "the best    60.0 GB of 80.0 GB on pipeline rank 0 of 4"
     assert [row.split()[:3] for row in memory.splitlines()[1:]] == [
@@ -169,8 +169,8 @@ def test_one_plan_explained(config: str, searched: dict[str, Any], capsys: pytes
     assert ["host", "ranks", "pipeline", "data"] in rows
     assert ["1", "8-15", "2-3", "0-3"] in rows
     assert " ".join(first.split("why ")[1].split()) == (
-        "250 ms (16.7 %) less a step than plan 2, data 2 x tensor 8 (1d), weights held for a step, bf16: "
-        "over tensor -700 ms, bubble +300 ms, recomputation +200 ms, over data +100 ms"
+        "250 ms (16.7 %) less a step than plan 2, data 2 x tensor 8 (1d), weights held for a step, "
+        "gathered inputs kept: over tensor -700 ms, bubble +300 ms, recomputation +200 ms, over data +100 ms"
     )
     assert main(line(config, "--explain", "2", "--json", "-")) == 0
     found = json.loads(capsys.readouterr().out)["plans"]
