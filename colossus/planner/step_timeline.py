@@ -179,7 +179,7 @@ def play_step(
     def duration(action: Action) -> float:
         return ranks[rank_of[action.stage]].seconds(action) if action.kind in COMPUTE else 0.0
 
-    spans = play([rank.stages.actions for rank in ranks], duration, transfer=transfer, blocking=blocking)
+    spans = play([list(rank.stages.actions) for rank in ranks], duration, transfer=transfer, blocking=blocking)
     ends = []
     for rank, own in zip(ranks, spans, strict=True):
         behind = [
