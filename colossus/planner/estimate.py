@@ -16,7 +16,6 @@ from colossus.planner.gradient_traffic import gradient_traffic
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
 from colossus.planner.memory import memory_of
-from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate, extended
 from colossus.planner.plan_stages import layout_config, layout_key, samples_of, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory
@@ -43,7 +42,7 @@ class Estimator:
         self.hardware, self.hosts = hardware, hosts
         self._profiles: dict[Any, LayoutProfile | ConfigError] = {}
         self._players: dict[Any, TracePlayer] = {}
-        self._optimizer: OptimizerMemory | None = None
+        self._other: LayoutProfile | None = None
 
     def estimate(self, config: Config, overrides: Sequence[str] = ()) -> PlanEstimate:
         """Of a resolved config.
@@ -88,8 +87,8 @@ class Estimator:
         key = layout_key(config), split
         if key not in self._profiles:
             try:
-                made = profile_layout(layout_config(config), split_backward=split, optimizer=self._optimizer)
-                self._profiles[key], self._optimizer = made, made.optimizer
+                self._other = profile_layout(layout_config(config), split_backward=split, other=self._other)
+                self._profiles[key] = self._other
             except ConfigError as error:
                 self._profiles[key] = error
         found = self._profiles[key]
@@ -119,12 +118,16 @@ class Estimator:
         blocks = self.profile(one).blocks
         return sum(_counted_flops(trace) for block in blocks for trace in (block.forward, block.backward))
 
-    def player(self, config: Config) -> TracePlayer:
-        """What plays traces on the ranks of a config."""
+    def player(self, config: Config, times: float = 1.0) -> TracePlayer:
+        """What plays traces on the ranks of a config.
+
+        Args:
+            times: see `TracePlayer`.
+        """
         grid = build_grid(config.parallel)
-        key = tuple(grid.sizes.items())
+        key = tuple(grid.sizes.items()), times
         if key not in self._players:
-            self._players[key] = TracePlayer(self.hardware, Placement(grid, self.hosts))
+            self._players[key] = TracePlayer(self.hardware, Placement(grid, self.hosts), times)
         return self._players[key]
 
 

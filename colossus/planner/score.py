@@ -38,17 +38,19 @@ class Score:
     memory: PlanMemory
 
 
-def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, most: float) -> Score:
-    """Of a resolved config whose layout has this profile.
+def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times: float, most: float) -> Score:
+    """Of a resolved config whose layout has this profile, but for the samples of a microbatch.
 
     Args:
+        player: for so many times the samples of the profile.
+        times: as above.
         most: bytes of a device. Of a plan that needs more only memory is known, its seconds are infinite.
 
     Raises:
         ValueError: for a schedule or a split that does not fit the model.
     """
     ranks = _some_ranks(config, profile)
-    memory = memory_of(config, profile, ranks)
+    memory = memory_of(config, profile, ranks, times=times)
     if memory.fullest.total > most:
         return Score(float("inf"), memory)
     on_cpu = not player.hardware.overlaps

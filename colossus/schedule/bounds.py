@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 #: "parameters", or the number of blocks of each stage
 Split = str | Sequence[int]
@@ -24,10 +25,11 @@ def stage_bounds(split: Split, names: Sequence[str], elements: Sequence[int], nu
         return _stated_bounds(split, names, num_stages)
     if split != "parameters":
         raise ValueError(f"split = {split!r}: use 'parameters', or the number of blocks of each stage")
-    return split_chain(elements, num_stages)
+    return split_chain(tuple(elements), num_stages)
 
 
-def split_chain(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def split_chain(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
     """Bounds of stages of contiguous blocks whose costs are as equal as they can be, with at least one block each.
 
     Of all splits the one whose largest stage cost is smallest; among those, the one with the smallest sum of squared
