@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from helpers.ranks import run_ranks
 from helpers.training import SIZES, batch_of, config_of
 from torch import Tensor
@@ -176,6 +178,31 @@ def _compare(world: int, cases: dict[str, Case]) -> None:
     assert not problems, "\n".join(problems)
 
 
+def _backward_of(config: dict[str, Any]) -> list[str]:
+    """What happens in the second step: "block 3" where the backward of that block is over, and what is started."""
+    engine = colossus.initialize(config)
+    happened: list[str] = []
+    modules, chain = dict(engine.model.named_modules()), engine.pipeline.chain(engine.model)
+    assert chain is not None
+    for number, block in enumerate(chain):
+        if block.name.startswith("blocks."):
+            hook = partial(lambda number, *_: happened.append(f"block {number}"), number)
+            modules[block.name].register_full_backward_hook(hook)
+
+    def record(operation: str, x: Tensor, group: AxisGroup, **_: Any) -> None:
+        if x.dtype != torch.float64:
+            happened.append(f"{operation} of {x.nbytes}")
+
+    part = config["train"]["global_batch_size"] // engine.context.size("data")
+    for step in range(2):
+        batch = {key: x[:part] for key, x in batch_of(step, config["model"]).items()}
+        with patch.object(collectives, "record", record if step else collectives.record):
+            happened.clear()
+            engine.train_step(batch)
+    engine.close()
+    return happened
+
+
 def _rest(more: dict[str, Any]) -> dict[str, Any]:
     train = dict(more.get("train", {}))
     precision = train.pop("precision", "fp32")
@@ -188,6 +215,24 @@ def test_traffic_is_what_ranks_count() -> None:
 
 def test_traffic_on_four_ranks() -> None:
     _compare(4, FOUR)
+
+
+def test_reductions_start_with_their_blocks() -> None:
+    plans: list[dict[str, Any]] = [dict(data=2), dict(data=2, zero=1), dict(data=2, zero=3)]
+    configs = [config_of(plan, 4, "fp32", model=dict(num_layers=3), **SMALL) for plan in plans]
+    happened, _ = run_ranks(2, lambda rank: [_backward_of(config) for config in configs], with_context=False)
+    for config, of_plan in zip(configs, happened, strict=True):
+        resolved, model = load_config(config, nproc=2), _facts(config, {}, 2)
+        (stages,) = stages_of(resolved, model)
+        reductions = gradient_traffic(model, resolved, stages, on_cpu=True).reductions
+        composed = []
+        for block in (*reversed(range(len(model.blocks))), None):
+            for when in ("last", "each"):
+                started = [one.collectives for one in reductions if (one.block, one.when) == (block, when)]
+                composed += [f"{each.operation} of {each.held}" for several in started for each in several]
+                if when == "last" and block is not None and model.blocks[block].startswith("blocks."):
+                    composed.append(f"block {block}")
+        assert composed == [what for what in of_plan if not what.startswith("all_gather")]
 
 
 @pytest.mark.long
