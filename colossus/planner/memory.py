@@ -149,7 +149,7 @@ def _memory_of(config: Config, facts: LayoutFacts) -> PlanMemory:
     optimizer = OptimizerMemory(config, facts.groups)
     ranks: list[RankMemory] = []
     for stages in stages_of(config, facts.model):
-        counted = stored_bytes(facts.model, config, stages, optimizer, accumulates=accumulates)
+        counted = stored_bytes(facts.model, config, stages, optimizer)
         activations = peak_of_step(stages.actions, facts.activations)
         if not accumulates:
             activations = max(0, activations - counted.gradients)

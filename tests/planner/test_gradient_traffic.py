@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from helpers.layouts import facts_of_layout
 from helpers.ranks import run_ranks
 from helpers.training import SIZES, batch_of, config_of
 from torch import Tensor
@@ -19,10 +20,8 @@ import colossus
 from colossus.comm import accounting, collectives
 from colossus.config import load_config
 from colossus.context.groups import AxisGroup
-from colossus.planner.fake_rank import fake_rank
 from colossus.planner.gradient_traffic import gradient_traffic
-from colossus.planner.memory import layout_facts, stages_of
-from colossus.planner.parameter_facts import ModelFacts
+from colossus.planner.memory import stages_of
 
 #: whose collectives are composed; layers, and optimizers of whole parameters, have others
 OWN = ("data_parallel/", "gradients/", "engine/optimizer_step.py", "engine/routers.py")
@@ -71,29 +70,9 @@ def _counted(rank: int, config: dict[str, Any]) -> Counts:
     return own.found
 
 
-def _facts(config: dict[str, Any], layout: dict[str, Any], data: int) -> ModelFacts:
-    """Of a layout, in a world without other data ranks than experts need, and without pipeline or ZeRO."""
-    train = {**config["train"], "global_batch_size": config["train"]["global_batch_size"] // data}
-    train["global_batch_size"] *= layout.get("data", 1)
-    schedule = {"microbatches": config.get("schedule", {}).get("microbatches", 1)}
-    made = {**config, "parallel": layout, "train": train, "schedule": schedule}
-    resolved = load_config(made, nproc=_world(layout))
-    batch = batch_of(0, config["model"], config["train"]["global_batch_size"] // data)
-    with fake_rank(resolved) as context:
-        return layout_facts(resolved, context, batch).model
-
-
-def _world(plan: dict[str, Any]) -> int:
-    def size(key: str) -> int:
-        section = plan.get(key, 1)
-        return int(section.get("size", 1) if isinstance(section, dict) else section)
-
-    return size("data") * size("pipeline") * size("tensor") * size("sequence")
-
-
-def _composed(config: dict[str, Any], model: ModelFacts, world: int) -> list[Counts]:
+def _composed(config: dict[str, Any], world: int) -> list[Counts]:
     """Of each pipeline rank."""
-    resolved = load_config(config, nproc=world)
+    resolved, model = load_config(config, nproc=world), facts_of_layout(config).model
     found = []
     for stages in stages_of(resolved, model):
         traffic = gradient_traffic(model, resolved, stages, on_cpu=True)
@@ -158,13 +137,7 @@ MORE_FOUR: dict[str, Case] = {
 
 def _compare(world: int, cases: dict[str, Case]) -> None:
     configs = {name: config_of(plan, 4, **{"precision": "fp32", **_rest(more)}) for name, (plan, more) in cases.items()}
-    composed = {}
-    for name, (plan, _) in cases.items():
-        layout = {key: value for key, value in plan.items() if key in ("tensor", "sequence", "expert")}
-        if "expert" in plan:
-            layout["data"] = plan["expert"]
-        model = _facts(configs[name], layout, plan.get("data", 1))
-        composed[name] = _composed(configs[name], model, world)
+    composed = {name: _composed(config, world) for name, config in configs.items()}
     counted = run_ranks(world, lambda rank: [_counted(rank, config) for config in configs.values()], with_context=False)
     problems = []
     for number, (name, of_ranks) in enumerate(composed.items()):
@@ -222,7 +195,7 @@ def test_reductions_start_with_their_blocks() -> None:
     configs = [config_of(plan, 4, "fp32", model=dict(num_layers=3), **SMALL) for plan in plans]
     happened, _ = run_ranks(2, lambda rank: [_backward_of(config) for config in configs], with_context=False)
     for config, of_plan in zip(configs, happened, strict=True):
-        resolved, model = load_config(config, nproc=2), _facts(config, {}, 2)
+        resolved, model = load_config(config, nproc=2), facts_of_layout(config).model
         (stages,) = stages_of(resolved, model)
         reductions = gradient_traffic(model, resolved, stages, on_cpu=True).reductions
         composed = []
