@@ -14,14 +14,16 @@ from colossus.planner.rank_stages import RankStages
 from colossus.planner.sharded_units import rows_per_rank, sharded_units
 
 
-def stored_bytes(model: ModelFacts, config: Config, stages: RankStages, optimizer: OptimizerMemory) -> StoredBytes:
+def stored_bytes(
+    model: ModelFacts, config: Config, stages: RankStages, optimizer: OptimizerMemory, *, accumulates: bool
+) -> StoredBytes:
     """The bytes of one pipeline rank, as its data-parallel strategy stores them.
 
     Args:
         config: resolved, of a plan whose layout is that of ``model``.
-        optimizer: of ``model``, one for all plans.
+        accumulates: whether there are several microbatches, over which gradients are summed.
     """
-    return _RankStorage(model, config, stages).count(optimizer)
+    return _RankStorage(model, config, stages).count(optimizer, accumulates)
 
 
 class _RankStorage:
@@ -35,7 +37,7 @@ class _RankStorage:
         self._sizes: dict[ParameterKind, ParameterSize] = {}
         self._is_zero = bool(config.parallel.zero.stage)
 
-    def count(self, optimizer: OptimizerMemory) -> StoredBytes:
+    def count(self, optimizer: OptimizerMemory, accumulates: bool) -> StoredBytes:
         zero, scope, stage = self._config.parallel.zero, self._config.parallel.tensor.weights, self._axes.stage
         cut = [one for block in (*self._blocks, self._root) for one in block]
         weights = sum(one.kind.elements * itemsize(one.kind.dtype) for one in self._whole) + self._buffers()
@@ -58,7 +60,7 @@ class _RankStorage:
         if not (self._is_zero and stage):
             bucketed = [one for one in trained if self._axes.sums(one.kind.gradient_axes)]
             buffers += _in_buckets(bucketed)
-            if self._config.schedule.microbatches == 1:  # a gradient is in its bucket as soon as it is made
+            if not accumulates:  # a gradient is in its bucket as soon as it is made
                 gradients -= sum(_gradient_bytes(one) for one in bucketed)
         buffers += _in_buckets(one for one in trained if len(self._stages.ranks_with(one.blocks)) > 1)
         kept, update = optimizer.bytes(self._config, self._axes, self._as_stored(cut))

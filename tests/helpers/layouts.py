@@ -1,32 +1,31 @@
-"""The facts of a model under a layout, found in a world as small as the layout allows."""
+"""The layout of a plan, found in a world as small as the layout allows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from helpers.training import batch_of
+from torch.utils.data import Dataset
 
-from colossus.config import load_config
-from colossus.planner.fake_rank import fake_rank
-from colossus.planner.memory import LayoutFacts, layout_facts
-
-
-def world_of(plan: dict[str, Any]) -> int:
-    def size(key: str) -> int:
-        section = plan.get(key, 1)
-        return int(section.get("size", 1) if isinstance(section, dict) else section)
-
-    return size("data") * size("pipeline") * size("tensor") * size("sequence")
+from colossus.config import Config, load_config
+from colossus.planner.layout_blocks import LayoutProfile
+from colossus.planner.layout_profile import profile_layout
+from colossus.planner.plan_stages import layout_config
 
 
-def facts_of_layout(config: dict[str, Any]) -> LayoutFacts:
-    """Of the layout of a plan: without pipeline and ZeRO, and without other data ranks than experts need."""
-    plan, samples = config["parallel"], config["train"]["global_batch_size"] // config["parallel"].get("data", 1)
-    layout = {key: value for key, value in plan.items() if key in ("tensor", "sequence", "expert")}
-    if "expert" in plan:
-        layout["data"] = plan["expert"]
-    train = {**config["train"], "global_batch_size": samples * layout.get("data", 1)}
-    schedule = {"microbatches": config.get("schedule", {}).get("microbatches", 1)}
-    resolved = load_config({**config, "parallel": layout, "train": train, "schedule": schedule}, nproc=world_of(layout))
-    with fake_rank(resolved) as context:
-        return layout_facts(resolved, context, batch_of(0, config["model"], samples))
+class Samples(Dataset[Any]):
+    """Those of `batch_of`."""
+
+    def __init__(self, sizes: dict[str, Any]) -> None:
+        self._sizes = sizes
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return {key: value[0] for key, value in batch_of(index, self._sizes, 1).items()}
+
+
+def resolved_with_layout(config: dict[str, Any], world: int) -> tuple[Config, LayoutProfile]:
+    resolved = load_config({"data": Samples(config["model"]), **config}, nproc=world)
+    return resolved, profile_layout(layout_config(resolved))

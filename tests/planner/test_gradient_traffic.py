@@ -11,17 +11,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.layouts import facts_of_layout
+from helpers.layouts import resolved_with_layout
 from helpers.ranks import run_ranks
 from helpers.training import SIZES, batch_of, config_of
 from torch import Tensor
 
 import colossus
 from colossus.comm import accounting, collectives
-from colossus.config import load_config
 from colossus.context.groups import AxisGroup
 from colossus.planner.gradient_traffic import gradient_traffic
-from colossus.planner.memory import stages_of
+from colossus.planner.plan_stages import stages_of
 
 #: whose collectives are composed; layers, and optimizers of whole parameters, have others
 OWN = ("data_parallel/", "gradients/", "engine/optimizer_step.py", "engine/routers.py")
@@ -72,10 +71,10 @@ def _counted(rank: int, config: dict[str, Any]) -> Counts:
 
 def _composed(config: dict[str, Any], world: int) -> list[Counts]:
     """Of each pipeline rank."""
-    resolved, model = load_config(config, nproc=world), facts_of_layout(config).model
+    resolved, profile = resolved_with_layout(config, world)
     found = []
-    for stages in stages_of(resolved, model):
-        traffic = gradient_traffic(model, resolved, stages, on_cpu=True)
+    for stages in stages_of(resolved, profile):
+        traffic = gradient_traffic(profile.facts, resolved, stages, on_cpu=True)
         counts: dict[tuple[str, str, str], tuple[int, float]] = {}
         for collective, times in traffic.counts(stages).items():
             key = collective.operation, collective.axes, collective.dtype
@@ -195,15 +194,15 @@ def test_reductions_start_with_their_blocks() -> None:
     configs = [config_of(plan, 4, "fp32", model=dict(num_layers=3), **SMALL) for plan in plans]
     happened, _ = run_ranks(2, lambda rank: [_backward_of(config) for config in configs], with_context=False)
     for config, of_plan in zip(configs, happened, strict=True):
-        resolved, model = load_config(config, nproc=2), facts_of_layout(config).model
-        (stages,) = stages_of(resolved, model)
-        reductions = gradient_traffic(model, resolved, stages, on_cpu=True).reductions
+        resolved, profile = resolved_with_layout(config, 2)
+        (stages,) = stages_of(resolved, profile)
+        reductions = gradient_traffic(profile.facts, resolved, stages, on_cpu=True).reductions
         composed = []
-        for block in (*reversed(range(len(model.blocks))), None):
+        for block in (*reversed(range(len(profile.names))), None):
             for when in ("last", "each"):
                 started = [one.collectives for one in reductions if (one.block, one.when) == (block, when)]
                 composed += [f"{each.operation} of {each.held}" for several in started for each in several]
-                if when == "last" and block is not None and model.blocks[block].startswith("blocks."):
+                if when == "last" and block is not None and profile.names[block].startswith("blocks."):
                     composed.append(f"block {block}")
         assert composed == [what for what in of_plan if not what.startswith("all_gather")]
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.layouts import facts_of_layout, world_of
 from helpers.ranks import run_ranks
 from helpers.training import SIZES, batch_of, config_of
 from torch import Tensor, nn
@@ -19,11 +18,9 @@ from colossus.config import Config, load_config
 from colossus.optim.adafactor import Adafactor
 from colossus.optim.whole import WholeParameters
 from colossus.planner import block_runs
-from colossus.planner.memory import predict_memory, stages_of
-from colossus.planner.optimizer_memory import OptimizerMemory
+from colossus.planner.memory import predict_memory
 from colossus.planner.rank_memory import PlanMemory
 from colossus.planner.remedies import remedies
-from colossus.planner.stored import stored_bytes
 
 #: so large that buffers of a few hundred bytes do not count
 MODEL = {**SIZES, "hidden_size": 64, "vocab_size": 530, "seq_len": 64}
@@ -197,23 +194,6 @@ def test_blocks_that_are_not_run_count(monkeypatch: pytest.MonkeyPatch) -> None:
     few = _predict(**case)
     monkeypatch.setattr(block_runs, "_RUN", 100)
     assert few == _predict(**case)
-
-
-def test_a_layout_tells_what_any_plan_of_it_stores() -> None:
-    more = dict(model=dict(num_layers=3), **MB2)
-    cases: dict[str, Case] = {
-        "zero_1": (dict(data=4, zero=1), more),
-        "hsdp": (dict(data=4, zero=dict(stage=3, shard=2)), {**BF16_MASTERS, **MB2}),
-        "pipeline_zero_3": (dict(data=2, pipeline=2, tensor=2, zero=3), more),
-        "expert": (dict(data=4, expert=2, zero=1), dict(model=MOE, **MB2)),
-        "muon": (dict(data=2, zero=1), dict(optimizer=dict(type="Muon", lr=1e-3, weight_decay=0.0), **MB2)),
-    }
-    for name, case in cases.items():
-        made = _config(case)
-        config, facts = load_config(made, nproc=world_of(case[0])), facts_of_layout(made)
-        optimizer = OptimizerMemory(config, facts.groups)
-        stored = [stored_bytes(facts.model, config, each, optimizer) for each in stages_of(config, facts.model)]
-        assert stored == [rank.stored for rank in predict_memory(config).ranks], name
 
 
 def test_a_plan_of_thousands_of_ranks() -> None:
