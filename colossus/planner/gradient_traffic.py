@@ -155,11 +155,16 @@ class _Composer:
     # -- weights ------------------------------------------------------------------------------------------
 
     def _gathers(self, units: Iterable[Unit]) -> list[BlockGather]:
+        of_block: dict[int, list[Collective]] = {}
+        for block, params in units:
+            of_block.setdefault(block, []).extend(self._zero.gathers(params))
         is_again = self._config.parallel.tensor.weights == "matmul"
         return [
-            BlockGather(self._stages.stage_of[block], block, is_again and block >= self._model.first_trained, moved)
-            for block, params in units
-            if (moved := self._zero.gathers(params))
+            BlockGather(
+                self._stages.stage_of[block], block, is_again and block >= self._model.first_trained, tuple(moved)
+            )
+            for block, moved in of_block.items()
+            if moved
         ]
 
     def _gathered(self) -> frozenset[tuple[int, int]]:
