@@ -21,7 +21,7 @@ class Collective:
     operation: str
     axes: str
     ranks: int
-    held: int
+    held: float
     dtype: str
     mesh_axes: tuple[str, ...]
 

@@ -16,10 +16,11 @@ from colossus.data_parallel.options.exact_options import HierarchicalOptions
 from colossus.layers.router import SUMS
 from colossus.planner.bucket_traffic import BucketTraffic, Gradient, buckets_of, flat_sum, tied_sums, two_level_sum
 from colossus.planner.collective import Collective
+from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts, ParameterFacts, ParameterKind
 from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.rank_stages import RankStages
-from colossus.planner.sharded_units import ShardedUnits, rows_per_rank, sharded_units
+from colossus.planner.sharded_units import ShardedUnits, as_stored, rows_per_rank, sharded_units
 from colossus.planner.zero_traffic import Unit, ZeroTraffic, together
 from colossus.schedule.actions import LAST_USE
 
@@ -97,6 +98,7 @@ def gradient_traffic(
     model: ModelFacts,
     config: Config,
     stages: RankStages,
+    optimizer: OptimizerMemory | None = None,
     *,
     on_cpu: bool = False,
     ranks_per_host: int | None = None,
@@ -105,10 +107,11 @@ def gradient_traffic(
 
     Args:
         config: resolved, of a plan whose layout is that of ``model``.
+        optimizer: given, what it exchanges of whole parameters is there, too; see `OptimizerMemory.collectives`.
         on_cpu: whether ranks compute on CPU, where what travels has to fit a slot of shared memory.
         ranks_per_host: data ranks on each host, where ``hierarchical`` is to find them; None: all.
     """
-    return _Composer(model, config, stages, on_cpu, ranks_per_host).traffic()
+    return _Composer(model, config, stages, on_cpu, ranks_per_host).traffic(optimizer)
 
 
 class _Composer:
@@ -135,7 +138,7 @@ class _Composer:
             self._per_host = options.ranks_per_host(data) or ranks_per_host or data
         self._frees = axes.stage == 3 and config.parallel.tensor.weights != "step"
 
-    def traffic(self) -> StepTraffic:
+    def traffic(self, optimizer: OptimizerMemory | None) -> StepTraffic:
         units = self._units
         lasting: list[tuple[int | None, Sequence[ParameterFacts]]] = [(None, units.root)] if units.root else []
         lasting += [] if self._frees else together(units.blocks)
@@ -150,6 +153,8 @@ class _Composer:
             reductions += self._buckets()
         end += self._tied()
         end += self._numbers()
+        if optimizer is not None:
+            end += optimizer.collectives(self._config, self._axes, as_stored(units, self._axes))
         return StepTraffic(tuple(begin), tuple(gathers), self._gathered(), tuple(reductions), tuple(end))
 
     # -- weights ------------------------------------------------------------------------------------------

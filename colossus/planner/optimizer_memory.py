@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from colossus.comm.accounting import Counter, count, sent
 from colossus.config import Config
 from colossus.context.grid import ONE_RANK
 from colossus.context.parallel_context import ParallelContext
@@ -20,9 +21,10 @@ from colossus.engine.parameter_groups import ParameterGroups
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach
 from colossus.optim.logical_tensors import Holders
+from colossus.planner.collective import Collective
 from colossus.planner.fake_rank import fake_rank
 from colossus.planner.fake_tensors import counted_fake_tensors
-from colossus.planner.parameter_facts import ParameterKind
+from colossus.planner.parameter_facts import ParameterKind, dtype_name
 from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.sharded_units import StoredParameter
 from colossus.registry import TORCH_OPTIMIZERS
@@ -46,6 +48,15 @@ class _ByElement:
     is_at_once: bool
 
 
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """Bytes of the state and of a step beyond it, and what was sent in it."""
+
+    state: int
+    update: int
+    moved: Counter
+
+
 class OptimizerMemory:
     """Of the optimizer of a config, under any plan.
 
@@ -59,8 +70,8 @@ class OptimizerMemory:
         #: (group, dtype) -> bytes
         self._by_element: dict[tuple[int, str], _ByElement] = {}
         #: of optimizers of whole parameters: of one parameter on one rank, and of all of a rank of a plan
-        self._alone: dict[tuple[ParameterKind, str], tuple[int, int]] = {}
-        self._known: dict[object, tuple[int, int]] = {}
+        self._alone: dict[tuple[ParameterKind, str], _Step] = {}
+        self._known: dict[object, _Step] = {}
 
     def bytes(
         self, config: Config, axes: PlanAxes, stored: Sequence[StoredParameter], *, exact: bool = True
@@ -83,11 +94,25 @@ class OptimizerMemory:
             return self._sum(config, stored)
         if not exact and not self._section.whole:
             return self._sum_of_alone(config, stored)
-        kinds = tuple((one.facts.kind, one.dtype, one.rows) for one in stored)
-        key = tuple(axes.grid.sizes.items()), kinds
-        if key not in self._known:
-            self._known[key] = self._step_all(config, axes, stored)
-        return self._known[key]
+        step = self._step_all(config, axes, stored)
+        return step.state, step.update
+
+    def collectives(self, config: Config, axes: PlanAxes, stored: Sequence[StoredParameter]) -> tuple[Collective, ...]:
+        """What a step of an optimizer that looks at whole parameters starts on the first rank of a plan. Others may
+        send more or less: they own other parameters.
+
+        Raises:
+            ValueError: in a process that has joined others.
+        """
+        if not stored or self._is_by_element:
+            return ()
+        found: list[Collective] = []
+        for (operation, name, dtype), tally in self._step_all(config, axes, stored).moved.entries.items():
+            over = tuple(axis for axis in axes.grid.names if axis in name.split("x"))
+            ranks = axes.size(over)
+            held = tally.bytes / tally.calls / sent(operation.partition(" ")[0], ranks, 1.0)
+            found += [Collective(operation, name, ranks, held, dtype_name(dtype), over)] * tally.calls
+        return tuple(found)
 
     # -- each element by itself ---------------------------------------------------------------------------
 
@@ -130,15 +155,17 @@ class OptimizerMemory:
 
     # -- whole parameters ---------------------------------------------------------------------------------
 
-    def _step_all(self, config: Config, axes: PlanAxes, stored: Sequence[StoredParameter]) -> tuple[int, int]:
-        with fake_rank(config) as context:
-            specs = [
-                StoredSpec(one.facts.spec, one.rows, axes.grid.sizes) if one.rows else one.facts.spec for one in stored
-            ]
-            params = [
-                (spec, one.shape, one.dtype, one.facts.kind.is_table) for spec, one in zip(specs, stored, strict=True)
-            ]
-            return self._step_of(config, context, axes.summed, params)
+    def _step_all(self, config: Config, axes: PlanAxes, stored: Sequence[StoredParameter]) -> _Step:
+        """Of the first rank of a plan."""
+        key = (*axes.grid.sizes.items(), *((one.facts.kind, one.dtype, one.rows) for one in stored))
+        if key not in self._known:
+            params = []
+            for one in stored:
+                spec = StoredSpec(one.facts.spec, one.rows, axes.grid.sizes) if one.rows else one.facts.spec
+                params.append((spec, one.shape, one.dtype, one.facts.kind.is_table))
+            with fake_rank(config) as context:
+                self._known[key] = self._step_of(config, context, axes.summed, params)
+        return self._known[key]
 
     def _sum_of_alone(self, config: Config, stored: Sequence[StoredParameter]) -> tuple[int, int]:
         """State as large as the rows that are stored."""
@@ -148,11 +175,11 @@ class OptimizerMemory:
             key = kind, one.dtype
             if key not in self._alone:
                 self._alone[key] = self._step_alone(config, one)
-            kept, needed = self._alone[key]
-            state, update = state + kept * one.elements / kind.elements, max(update, needed)
+            step = self._alone[key]
+            state, update = state + step.state * one.elements / kind.elements, max(update, step.update)
         return round(state), update
 
-    def _step_alone(self, config: Config, one: StoredParameter) -> tuple[int, int]:
+    def _step_alone(self, config: Config, one: StoredParameter) -> _Step:
         """Of what a rank has of a parameter for compute, as if that were the parameter."""
         kind, given = one.facts.kind, one.facts.spec
         shards = tuple(
@@ -170,7 +197,7 @@ class OptimizerMemory:
         context: ParallelContext,
         axes: Iterable[str],
         params: Sequence[tuple[ParameterSpec, tuple[int, ...], str, bool]],
-    ) -> tuple[int, int]:
+    ) -> _Step:
         """Of parameters with these specs, shapes and dtypes, some of them tables, whose gradients are summed over
         ``axes``."""
         with counted_fake_tensors() as fake:
@@ -182,13 +209,13 @@ class OptimizerMemory:
                     tables.add(id(param))
             holders = Holders(context, (axis for axis in axes if axis != "pipeline"), tables)
             before = fake.live
-            with _garbage_of_its_own():
+            with _garbage_of_its_own(), count() as moved:
                 optimizer: Any = make_optimizer(None, config, named, holders, self._groups)
                 fake.mark()
                 optimizer.step()
                 peak = fake.peak
                 gc.collect()  # what an optimizer's loops have left
-                return fake.live - before, peak - fake.live
+                return _Step(fake.live - before, peak - fake.live, moved)
 
 
 @contextmanager

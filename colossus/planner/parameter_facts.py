@@ -149,7 +149,7 @@ class ModelFacts:
 
     def reduced(self, gradient: str) -> str:
         """In which gradients of a dtype are summed over ranks."""
-        return _name(self.precision.reduce_dtype(getattr(torch, gradient)))
+        return dtype_name(self.precision.reduce_dtype(getattr(torch, gradient)))
 
 
 def facts_of(
@@ -182,10 +182,15 @@ def facts_of(
         made = ParameterKind(
             tuple(param.shape),
             tuple(stop - start for start, stop in (shard.rows for shard in spec.shards)),
-            _name(param.dtype),
-            _name(gradient),
-            (_name(dtypes.computed), _name(dtypes.gradient), _name(dtypes.reduced), _name(dtypes.stored)),
-            _name(context.precision.reduce_dtype(gradient)),
+            dtype_name(param.dtype),
+            dtype_name(gradient),
+            (
+                dtype_name(dtypes.computed),
+                dtype_name(dtypes.gradient),
+                dtype_name(dtypes.reduced),
+                dtype_name(dtypes.stored),
+            ),
+            dtype_name(context.precision.reduce_dtype(gradient)),
             _gradient_axes(spec, context),
             frozenset(axis for axis in spec.layout.shard_axes if context.grid.sizes[axis] > 1),
             param.requires_grad,
@@ -250,7 +255,8 @@ def _buffers(model: nn.Module, chain: Sequence[NamedBlock] | None) -> tuple[tupl
     return tuple((buffer.nbytes, users.get(name, ())) for name, buffer in model.named_buffers())
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """By what facts know a dtype: float32."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -48,7 +48,7 @@ def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, most: 
         ValueError: for a schedule or a split that does not fit the model.
     """
     ranks = _some_ranks(config, profile)
-    memory = memory_of(config, profile, ranks)
+    memory = memory_of(config, profile, ranks, exact=False)
     if memory.fullest.total > most:
         return Score(float("inf"), memory)
     on_cpu = not player.hardware.overlaps

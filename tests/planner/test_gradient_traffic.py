@@ -22,8 +22,8 @@ from colossus.context.groups import AxisGroup
 from colossus.planner.gradient_traffic import gradient_traffic
 from colossus.planner.plan_stages import stages_of
 
-#: whose collectives are composed; layers, and optimizers of whole parameters, have others
-OWN = ("data_parallel/", "gradients/", "engine/optimizer_step.py", "engine/routers.py")
+#: whose collectives are composed; layers have others
+OWN = ("data_parallel/", "gradients/", "engine/optimizer_step.py", "engine/routers.py", "optim/")
 ROOT = str(Path(colossus.__file__).parent)
 
 Counts = dict[tuple[str, str, str], tuple[int, float]]
@@ -42,7 +42,7 @@ class OwnCollectives:
             files.append(frame.f_code.co_filename)
             frame = frame.f_back  # type: ignore[assignment]
         inside = [file.removeprefix(f"{ROOT}/") for file in files if file.startswith(ROOT)]
-        if any(file.startswith(OWN) for file in inside) and not any(file.startswith("optim/") for file in inside):
+        if any(file.startswith(OWN) for file in inside):
             key = f"{operation} {what}" if what else operation, str(group), str(x.dtype).removeprefix("torch.")
             self.counts[key] += 1
             self.bytes[key] += accounting.sent(operation, group.size, x.nbytes) if sent is None else sent
@@ -74,7 +74,7 @@ def _composed(config: dict[str, Any], world: int) -> list[Counts]:
     resolved, profile = resolved_with_layout(config, world)
     found = []
     for stages in stages_of(resolved, profile):
-        traffic = gradient_traffic(profile.facts, resolved, stages, on_cpu=True)
+        traffic = gradient_traffic(profile.facts, resolved, stages, profile.optimizer, on_cpu=True)
         counts: dict[tuple[str, str, str], tuple[int, float]] = {}
         for collective, times in traffic.counts(stages).items():
             key = collective.operation, collective.axes, collective.dtype
@@ -134,13 +134,24 @@ MORE_FOUR: dict[str, Case] = {
 }
 
 
-def _compare(world: int, cases: dict[str, Case]) -> None:
+#: of whole parameters
+OPTIMIZERS: dict[str, Case] = {
+    "muon": (dict(data=2, zero=1), dict(optimizer=dict(type="Muon", lr=1e-3, weight_decay=0.0))),
+    "lamb": (dict(data=2, zero=3), dict(optimizer=dict(type="LAMB", lr=1e-3, weight_decay=0.0))),
+    "adafactor": (dict(tensor=2), dict(optimizer=dict(type="Adafactor", lr=1e-3, weight_decay=0.0))),
+    "whole": (dict(data=2, zero=1), dict(optimizer=dict(type="Adam", whole=True, weight_decay=0.0))),
+    "muon_pipeline": (dict(pipeline=2), dict(optimizer=dict(type="Muon", lr=1e-3, weight_decay=0.0), **MB2)),
+}
+
+
+def _compare(world: int, cases: dict[str, Case], *, ranks: int | None = None) -> None:
+    """On all ranks, or the first ``ranks``."""
     configs = {name: config_of(plan, 4, **{"precision": "fp32", **_rest(more)}) for name, (plan, more) in cases.items()}
     composed = {name: _composed(config, world) for name, config in configs.items()}
     counted = run_ranks(world, lambda rank: [_counted(rank, config) for config in configs.values()], with_context=False)
     problems = []
     for number, (name, of_ranks) in enumerate(composed.items()):
-        for rank, of_rank in enumerate(counted):
+        for rank, of_rank in enumerate(counted[:ranks]):
             ours, real = of_ranks[rank * len(of_ranks) // world], of_rank[number]
             problems += [
                 f"{name} rank {rank} {key}: {ours.get(key)} composed, {real.get(key)} counted"
@@ -205,6 +216,11 @@ def test_reductions_start_with_their_blocks() -> None:
                 if when == "last" and block is not None and profile.names[block].startswith("blocks."):
                     composed.append(f"block {block}")
         assert composed == [what for what in of_plan if not what.startswith("all_gather")]
+
+
+def test_traffic_of_optimizers() -> None:
+    """The first rank's: what ranks own differs."""
+    _compare(2, OPTIMIZERS, ranks=1)
 
 
 @pytest.mark.long
