@@ -22,7 +22,7 @@ from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.rank_stages import RankStages
 from colossus.planner.sharded_units import ShardedUnits, as_stored, rows_per_rank, sharded_units
 from colossus.planner.zero_traffic import Unit, ZeroTraffic, together
-from colossus.schedule.actions import LAST_USE
+from colossus.schedule.actions import INPUT_GRADIENT, LAST_USE
 
 #: of the step's numbers: loss, count, squares of gradients, requests to stop
 _NUMBERS = 4
@@ -105,6 +105,9 @@ def gradient_traffic(
 ) -> StepTraffic:
     """The collectives of an exact strategy (all_reduce, zero, hierarchical), as they are from the second step on.
 
+    Of a strategy that compresses gradients they are those without compression; of tables with sparse gradients those of
+    dense ones.
+
     Args:
         config: resolved, of a plan whose layout is that of ``model``.
         optimizer: given, what it exchanges of whole parameters is there, too; see `OptimizerMemory.collectives`.
@@ -127,9 +130,7 @@ class _Composer:
         self._is_zero = bool(config.parallel.zero.stage)
         #: by the id of a kind, and whether its rows are cut: elements, dtype, dtype of the sum, axes
         self._of_kind: dict[tuple[int, bool], tuple[int, str, str, tuple[str, ...]]] = {}
-        self._cut = {one.name for _, unit in self._units.blocks for one in unit} | {
-            one.name for one in self._units.root
-        }
+        self._cut = {one.name for one in self._units.cut}
         strategy = config.parallel.data_strategy
         self._per_host: int | None = None
         if strategy["type"] == "hierarchical":
@@ -183,7 +184,7 @@ class _Composer:
                 if not (keeps and held[action.stage]):
                     found.append((action.stage, action.microbatch))
                 held[action.stage] += 1
-            elif action.kind in LAST_USE:
+            elif action.kind in INPUT_GRADIENT:
                 held[action.stage] -= 1
         return frozenset(found)
 
@@ -243,12 +244,10 @@ class _Composer:
 
     def _gradient(self, one: ParameterFacts, stage: int) -> Gradient:
         is_cut = self._is_zero and one.name in self._cut
-        found = self._of_kind.get((id(one.kind), is_cut))
-        if found is None:
-            found = self._of_kind[id(one.kind), is_cut] = (
-                self._of_rows(one.kind) if is_cut else self._of_whole(one.kind)
-            )
-        return Gradient(*found, self._completed_in(one, stage))
+        key = id(one.kind), is_cut
+        if key not in self._of_kind:
+            self._of_kind[key] = self._of_rows(one.kind) if is_cut else self._of_whole(one.kind)
+        return Gradient(*self._of_kind[key], self._completed_in(one, stage))
 
     def _of_whole(self, kind: ParameterKind) -> tuple[int, str, str, tuple[str, ...]]:
         return kind.elements, kind.gradient, kind.reduced, self._axes.sums(kind.gradient_axes)

@@ -100,9 +100,10 @@ class ModelFacts:
     Attributes:
         parameters: in the order of the model.
         blocks: names of those of the chain; one of a model that is no chain.
-        units: of each block of the chain, the number of the module that is gathered as one with it under ZeRO; None
-            where the block is no single module. Of a model that is no chain, of its one block: see ``num_units``.
-        num_units: how many such modules there are.
+        units: of each block of the chain the number of the module that it is, whose parameters ZeRO gathers together;
+            None where a block is no single module, and of a model that is no chain.
+        num_units: how many such modules there are, also in a model that is no chain.
+        is_chain: whether the model is a chain of blocks.
         buffers: bytes of each buffer, and the blocks that own it; no blocks: all ranks have it.
         routers: number of experts of each.
         precision: of the run.

@@ -125,6 +125,10 @@ MORE_FOUR: dict[str, Case] = {
         dict(model=dict(num_layers=4), schedule=dict(type="interleaved", microbatches=4, chunks=2)),
     ),
     "zb_h1_zero_3": (dict(data=2, pipeline=2, zero=3), dict(schedule=dict(type="zb-h1", microbatches=4))),
+    "zb_h1_zero_3_microbatch": (
+        dict(data=2, pipeline=2, zero=3, tensor=dict(weights="microbatch")),
+        dict(schedule=dict(type="zb-h1", microbatches=4)),
+    ),
     "1f1b_zero_3_microbatch": (dict(data=2, pipeline=2, zero=3, tensor=dict(weights="microbatch")), MB4),
     "sequence_data_zero_1": (dict(data=2, sequence=2, zero=1), MB2),
     "expert_zero_1": (dict(data=4, expert=2, zero=1), MOE),
