@@ -50,7 +50,7 @@ def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times:
         ValueError: for a schedule or a split that does not fit the model.
     """
     ranks = _some_ranks(config, profile)
-    memory = memory_of(config, profile, ranks, times=times)
+    memory = memory_of(config, profile, ranks, times=times, exact=False)
     if memory.fullest.total > most:
         return Score(float("inf"), memory)
     on_cpu = not player.hardware.overlaps
