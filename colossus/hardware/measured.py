@@ -168,7 +168,8 @@ class Measured(Hardware):
 
         Ranks that were measured while they shared cores would be faster alone, see `slowdown`.
         """
-        return self._as_measured(operation, ranks, held) / self.slowdown(self.file.ranks)
+        busy = self.file.ranks // 2 if operation == "send" else self.file.ranks  # of two, one waits for the other
+        return self._as_measured(operation, ranks, held) / self.slowdown(busy)
 
     def _as_measured(self, operation: str, ranks: int, held: float) -> float:
         tables = self._tables.get(operation)
