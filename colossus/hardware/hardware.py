@@ -72,6 +72,10 @@ class Hardware(ABC):
             operator: of ATen (``gelu_backward``); a processor takes longer for some than for others.
         """
 
+    def peak_flops(self, dtype: str) -> float | None:
+        """FLOP/s of a device by its data sheet, that utilisation is of; None where there is none."""
+        return None
+
     def eager_seconds(self, work: float, operators: int) -> float:
         """Of so many ATen operators, started one by one, whose work takes ``work`` seconds together.
 
@@ -141,6 +145,11 @@ def bytes_through_network(operation: str, ranks: int, held: float, hosts: int) -
     if operation == "all_to_all":
         return held * (hosts - 1) / hosts
     return bytes_sent(operation, ranks, held) * hosts / ranks
+
+
+def held_of(operation: str, ranks: int, sent_bytes: float) -> float:
+    """What a rank holds before, of what it sends: the inverse of `bytes_sent`."""
+    return sent_bytes if operation == "send" else sent_bytes / sent(operation, ranks, 1.0)
 
 
 def steps(operation: str, ranks: int) -> int:
