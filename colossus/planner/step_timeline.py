@@ -156,12 +156,14 @@ class RankTimeline:
         return self.seconds(action) - self.cost(action).computing
 
 
+_NOTHING = Trace()
+
+
 def _trace(block: BlockProfile, kind: str) -> Trace:
     if kind == "forward":
         return block.forward
-    if kind == "backward_weight":
-        assert block.wgrad is not None
-        return block.wgrad
+    if kind == "backward_weight":  # a profile that does not tell it apart has it in backward
+        return block.wgrad or _NOTHING
     return block.backward
 
 
