@@ -92,16 +92,17 @@ class Schedule(Named):
 
 
 def _split(value: Any) -> Any:
-    if value == "parameters":
+    if value in ("parameters", "time"):
         return value
     is_list = isinstance(value, list | tuple) and bool(value)
     if is_list and all(isinstance(item, int) and not isinstance(item, bool) and item >= 1 for item in value):
         return tuple(value)
-    raise ValueError(f"must be 'parameters' or the number of blocks of each stage, [3, 3], got {value!r}")
+    raise ValueError(f"must be 'parameters', 'time' or the number of blocks of each stage, [3, 3], got {value!r}")
 
 
 class PipelineSection(SizedSection):
-    #: what stages are equal in, as far as they can be; or the numbers or names of blocks that say where they begin
+    #: what stages are equal in, as far as they can be: "parameters", or the predicted "time" of a microbatch; or the
+    #: number of blocks of each stage
     split: Annotated[str | tuple[int, ...], BeforeValidator(_split)] = "parameters"
 
 

@@ -1,8 +1,8 @@
-"""``parallel = "auto"``: the plan of a launch, chosen before its processes start.
+"""What of a plan is chosen before the processes of a launch start: ``parallel = "auto"``, and stages of equal time.
 
 Whoever needs it searches for it: the launcher of each node, which hands it to its ranks; under torchrun and srun every
-rank. The search follows from the config, the devices and the hardware alone, so all find the same plan, and ranks
-compare their configs before the first step. No torch for a config that names its plan.
+rank. It follows from the config, the devices and the hardware alone, so all find the same plan, and ranks compare
+their configs before the first step. No torch for a config that names its plan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from colossus.arithmetic import byte_count, counted, parse_bytes
 from colossus.config import Config, ConfigError, load_config
-from colossus.config.plans import describe_plan
+from colossus.config.plans import describe_plan, world_size
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.named_hardware import default_hosts, named_hardware, typical_cpu
 from colossus.launch.checks import check_given, is_on_cuda
@@ -55,6 +55,9 @@ def load_planned(path: str, overrides: Sequence[str], nproc: int | None = None, 
         return best.config
 
     config = load_config(path, overrides, nproc, choose=choose)
+    if config.parallel.pipeline.split == "time" and config.parallel.pipeline.size > 1:
+        config, stated = _with_stated_split(config, hosts)
+        words.extend(stated)
     return Planned(config, words, told)
 
 
@@ -68,8 +71,7 @@ def _choose(config: Config, nproc: int | None, hosts: int | None) -> tuple[PlanE
     keep = {**_given(config.parallel), **auto.keep}
     open_config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"auto": None})})
     try:
-        hardware = _hardware_of(config, nproc, hosts or 1)
-        hosts = hosts or default_hosts(hardware, nproc)
+        hardware, hosts = _hardware_of(config, nproc, hosts)
         memory = hardware.memory_bytes if auto.memory is None else parse_bytes(auto.memory)
         search = importlib.import_module("colossus.planner.search").search  # torch takes its time
         found: SearchResult = search(open_config, hardware, devices=nproc, hosts=hosts, memory=memory, top=1, keep=keep)
@@ -77,6 +79,8 @@ def _choose(config: Config, nproc: int | None, hosts: int | None) -> tuple[PlanE
         raise
     except ValueError as error:
         raise ConfigError(f"parallel.auto: {error}") from error
+    if found.stopped:
+        raise KeyboardInterrupt
     if not found.plans:
         raise _nothing_fits(found, nproc, memory)
     best = found.plans[0]
@@ -97,15 +101,32 @@ def _given(section: BaseModel) -> dict[str, Any]:
     return found
 
 
-def _hardware_of(config: Config, nproc: int, hosts: int) -> Hardware:
-    assert config.parallel.auto is not None
-    if config.parallel.auto.hardware is not None:
-        return named_hardware(config.parallel.auto.hardware)
-    if not is_on_cuda(config):
-        return typical_cpu(-(-nproc // hosts))
-    import torch
+def _hardware_of(config: Config, nproc: int, hosts: int | None) -> tuple[Hardware, int]:
+    """What the plan is for, and on how many hosts."""
+    auto = config.parallel.auto
+    if auto is not None and auto.hardware is not None:
+        hardware = named_hardware(auto.hardware)
+    elif is_on_cuda(config):
+        import torch
 
-    return named_hardware(torch.cuda.get_device_name(0))
+        hardware = named_hardware(torch.cuda.get_device_name(0))
+    else:
+        hardware = typical_cpu(-(-nproc // (hosts or 1)))
+    return hardware, hosts or default_hosts(hardware, nproc)
+
+
+def _with_stated_split(config: Config, hosts: int | None) -> tuple[Config, Sequence[str]]:
+    """Of a plan whose stages are to be equal in time, with an override that says the number of blocks of each."""
+    check_given(config)
+    estimate = importlib.import_module("colossus.planner.estimate")
+    try:
+        hardware, hosts = _hardware_of(config, world_size(config.parallel), hosts)
+        stated: tuple[Config, Sequence[str]] = estimate.Estimator(hardware, hosts=hosts).with_stated_split(config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"parallel.pipeline.split = 'time': {error}", config.source) from error
+    return stated
 
 
 def _nothing_fits(found: SearchResult, nproc: int, memory: float) -> ConfigError:

@@ -176,8 +176,10 @@ class _Search:
                 continue
             scored += 1
             try:
-                profile = self._estimator.profile(candidate.config, split_backward=False)
-                found = score(candidate.config, profile, self._estimator.player(candidate.config), most=self._memory)
+                config, overrides = self._estimator.with_stated_split(candidate.config, candidate.overrides)
+                candidate = Candidate(config, tuple(overrides))
+                profile = self._estimator.profile(config, split_backward=False)
+                found = score(config, profile, self._estimator.player(config), most=self._memory)
             except ConfigError as error:
                 self._refusals.append(error)
                 continue
