@@ -13,13 +13,14 @@ from pathlib import Path
 from colossus.arithmetic import counted
 from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, positive_integer, size_argument
 from colossus.cli.plan_explain import in_milliseconds, render_plan, timeline_title
-from colossus.cli.plan_hardware import MOST_MEASURED, choose_hardware, default_hosts, network_argument
+from colossus.cli.plan_hardware import MOST_MEASURED, choose_hardware, network_argument
 from colossus.cli.plan_json import as_json
 from colossus.cli.plan_picture import save_plan, save_plans
 from colossus.cli.plan_table import Question, nothing_fits, render_table
 from colossus.config import ConfigError, load_config
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import world_size
+from colossus.hardware.named_hardware import default_hosts
 from colossus.launch.checks import check_given
 from colossus.picture import FORMATS, check_picture
 from colossus.planner.search_result import SearchResult

@@ -20,6 +20,7 @@ from colossus.planner.plan_estimate import AxisCost, PlanEstimate, extended
 from colossus.planner.plan_stages import layout_config, layout_key, samples_of, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory
 from colossus.planner.step_timeline import RankTimeline, play_step
+from colossus.planner.time_split import split_by_time
 from colossus.planner.trace import AttentionCall, Product, Trace
 from colossus.planner.trace_seconds import TracePlayer
 from colossus.registry import STRATEGIES
@@ -54,6 +55,7 @@ class Estimator:
             ConfigError: for what cannot be built under the plan, and for strategies that keep replicas apart.
         """
         _require_exact(config)
+        config, overrides = self.with_stated_split(config, overrides)
         ranks, number = config.parallel.pipeline.size, config.schedule.microbatches
         if number <= (_FEW + 1) * ranks:
             return self._played(config, overrides)
@@ -61,6 +63,23 @@ class Estimator:
         estimate = extended(few, more, (number - _FEW * ranks) / ranks)
         flops = self.flops_per_sample(config) * config.train.global_batch_size
         return replace(estimate, config=config, overrides=tuple(overrides), flops=flops or None)
+
+    def with_stated_split(self, config: Config, overrides: Sequence[str] = ()) -> tuple[Config, Sequence[str]]:
+        """Stages that are to be equal in time as numbers of blocks; any other config as it is.
+
+        Raises:
+            ConfigError: for a model that cannot be cut into so many stages.
+        """
+        pipeline = config.parallel.pipeline
+        if pipeline.split != "time" or pipeline.size == 1:
+            return config, overrides
+        try:
+            counts = split_by_time(config, self.profile(config, split_backward=False), self.player(config))
+        except ValueError as error:
+            raise ConfigError(getattr(error, "problems", str(error)), config.source) from error
+        parallel = config.parallel.model_copy(update={"pipeline": pipeline.model_copy(update={"split": counts})})
+        stated = f"parallel.pipeline.split={list(counts)}".replace(" ", "")
+        return config.model_copy(update={"parallel": parallel}), (*overrides, stated)
 
     def _played(self, config: Config, overrides: Sequence[str] = ()) -> PlanEstimate:
         profile = self.profile(config)

@@ -176,6 +176,7 @@ class _Search:
                 continue
             scored += 1
             try:
+                candidate = Candidate(*self._estimator.with_stated_split(candidate.config, candidate.overrides))
                 found = self._scored(candidate, node)
             except ConfigError as error:
                 self._refusals.append(error)

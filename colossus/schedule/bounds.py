@@ -19,10 +19,21 @@ def stage_bounds(split: Split, names: Sequence[str], elements: Sequence[int], nu
         elements: number of elements of the parameters of each block.
 
     Raises:
-        ValueError: for a split that fits neither the model nor the number of stages.
+        ValueError: for more stages than blocks, and a split that fits neither the model nor the number of stages.
     """
+    if num_stages > len(names):
+        raise ValueError(
+            f"{num_stages} stages for {len(names)} blocks ({name_ranges(names)}): every stage needs a block; use at "
+            f"most {len(names)} stages (fewer ranks in parallel.pipeline.size, or fewer chunks of the schedule), or "
+            f"cut the model into more blocks"
+        )
     if not isinstance(split, str):
         return _stated_bounds(split, names, num_stages)
+    if split == "time":
+        raise ValueError(
+            "split = 'time': `colossus launch` predicts how long blocks take and gives the number of blocks of each "
+            "stage; where it does not, give them, as `colossus launch --dry-run` prints them"
+        )
     if split != "parameters":
         raise ValueError(f"split = {split!r}: use 'parameters', or the number of blocks of each stage")
     return split_chain(tuple(elements), num_stages)

@@ -18,7 +18,7 @@ import torch
 from colossus.arithmetic import parse_bytes
 from colossus.cli import plan as command
 from colossus.cli.main import main
-from colossus.cli.plan_hardware import default_hosts, network_argument
+from colossus.cli.plan_hardware import network_argument
 from colossus.cli.plan_json import as_json
 from colossus.cli.plan_table import Question
 from colossus.config import load_config
@@ -26,6 +26,7 @@ from colossus.context.local_ranks import RanksFailed
 from colossus.doctor import measure
 from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import Link
+from colossus.hardware.named_hardware import default_hosts
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate
 from colossus.planner.rank_memory import PlanMemory, RankMemory, StoredBytes
 from colossus.planner.search_result import SearchResult
