@@ -127,10 +127,14 @@ def _collective_cases(sizes: Sizes, device: torch.device, everyone: AxisGroup) -
             assert links is not None
             call: Callable[[Tensor], object] = partial(there_and_back, links, index=group.index)
         else:
-            call = partial(CALLS[operation], group=group)
+            call = partial(_collective, operation, group)
         calls, messages = max(2, min(20, _MB // held)), 2 if operation == "send" else 1
         cases[operation, ranks, held] = partial(_seconds_of_one, call, tensors, calls, device, messages)
     return cases
+
+
+def _collective(operation: str, group: AxisGroup, x: Tensor) -> object:
+    return CALLS[operation](x, group)
 
 
 def _seconds_of_one(
