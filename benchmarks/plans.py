@@ -15,6 +15,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ PLANS = (
     "tensor.mode=3d tensor.size=8",
     "sequence=4 data=2",
 )
+#: of what a machine is measured at where it is only to run
+SMOKE = replace(ON_CPU, matmul=(8, 64), lengths=(32, 64), messages=(1 << 10, 1 << 16), seconds=0.0)
 OWN = ("checkpoint.every=0", "train.eval_every=0")
 #: of a plan; and of those of a group together, which are all there while one of them runs
 MOST_RANKS, RANKS_OF_GROUP = 8, 20
@@ -146,7 +149,8 @@ def report(predicted: Mapping[str, float], measured: Mapping[str, list[float]], 
     listed = [plan for plan in PLANS if plan in medians]
     correlation = rank_correlation([predicted[plan] for plan in listed], [medians[plan] for plan in listed])
     print(f"\n  rank correlation over {len(listed)} plans: {correlation:.3f}")
-    for name, among in (("all", plans), (f"{DEVICES} ranks", [plan for plan in plans if ranks[plan] == DEVICES])):
+    of_devices = [plan for plan in plans if ranks[plan] == DEVICES]
+    for name, among in {"all": plans, f"{DEVICES} ranks": of_devices or plans}.items():
         chosen, best = (min(among, key=lambda plan: of[plan]) for of in (predicted, medians))
         print(
             f"  of {name}: predicted to be the fastest {chosen!r}, which takes {medians[chosen] / medians[best]:.3f} "
@@ -164,7 +168,7 @@ def main() -> None:
     given: list[str] = args.overrides
     one_thread()
     if args.hardware is None:
-        file = measure_ranks(MOST_RANKS, "cpu", ON_CPU)
+        file = measure_ranks(2, "cpu", SMOKE) if args.smoke else measure_ranks(MOST_RANKS, "cpu", ON_CPU)
     else:
         file = MeasuredFile.model_validate_json(args.hardware.read_text())
     hardware = Measured(file)
