@@ -74,6 +74,9 @@ class MicrobatchRun:
     Args:
         batch: of this rank, of fake tensors.
         fake: the mode under which all is made, entered.
+
+    Attributes:
+        passed: stage -> what it gives to the next, of those that `stages` has run.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class MicrobatchRun:
         self._parallel = model_parallel_of(context)
         self._microbatch = batch.microbatches[0]
         self._own = inputs.local(self._microbatch)
+        self.passed: dict[int, ValueSpec] = {}
         context.rng.move_to(0, 0)
 
     def stages(self, stages: Mapping[int, Sequence[BlockRun]]) -> dict[int, StageActivations]:
@@ -104,6 +108,8 @@ class MicrobatchRun:
                 known.append((key, counted))
             more = sum(run.left_out * slope for run, slope in zip(runs, counted.slopes, strict=True))
             found[stage], passed = counted.activations.and_more(more), counted.passed
+            if stage < last:
+                self.passed[stage] = passed
         return found
 
     def _run(self, stage: int, runs: Sequence[BlockRun], given: ValueSpec | None, is_last: bool) -> _Counted:

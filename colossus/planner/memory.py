@@ -22,7 +22,7 @@ from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import loss_of
 from colossus.engine.parameter_groups import ParameterGroups, make_groups
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, is_chain, pipeline_blocks
-from colossus.planner.activations import MicrobatchRun, StageActivations, peak_of_step
+from colossus.planner.activations import MicrobatchRun, peak_of_step
 from colossus.planner.balanced_experts import balanced_experts
 from colossus.planner.block_runs import BlockRun, runs_of
 from colossus.planner.fake_rank import fake_rank, give_sizes
@@ -37,7 +37,7 @@ from colossus.schedule.pipeline import PipelineRuntime
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 #: strategies that keep nothing of a model's size but buckets
-_COUNTED_STRATEGIES = ("all_reduce", "zero", "hierarchical")
+COUNTED_STRATEGIES = ("all_reduce", "zero", "hierarchical")
 
 
 def predict_memory(config: Config) -> PlanMemory:
@@ -51,7 +51,7 @@ def predict_memory(config: Config) -> PlanMemory:
         missing = "model" if config.model is None else "data"
         raise ConfigError(f"{missing}: the config has none, and memory depends on it", config.source)
     try:
-        batch = _batch_of(config)
+        batch = sample_batch(config)
         with fake_rank(config) as context:
             return _of_rank(config, context, batch)
     except ConfigError:
@@ -66,7 +66,7 @@ def predict_memory(config: Config) -> PlanMemory:
         ) from error
 
 
-def _batch_of(config: Config) -> Any:
+def sample_batch(config: Config) -> Any:
     """A batch of a data rank, by one sample: its numbers count for nothing."""
     train = config.train.model_copy(update={"global_batch_size": 1, "batch_ramp": None})
     one = config.model_copy(update={"train": train})
@@ -75,7 +75,10 @@ def _batch_of(config: Config) -> Any:
     return map_batch(lambda x: x[:1].expand(size, *x.shape[1:]) if x.dim() and len(x) == read else x, batch)
 
 
-def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory:
+def model_on_meta(
+    config: Config, context: ParallelContext
+) -> tuple[nn.Module, Partition | None, ParameterGroups | None]:
+    """The config's model with all stages of a rank's pipeline, its partition, the groups of its parameters."""
     pipeline = PipelineRuntime(config, context)
     groups: list[ParameterGroups | None] = []
     spec = config.model.spec()  # type: ignore[union-attr]
@@ -88,6 +91,11 @@ def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory
     partition = None
     if pipeline.last_stage:
         partition = make_partition(model, pipeline.rank_of, config.parallel.pipeline.split)
+    return model, partition, groups[0]
+
+
+def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory:
+    model, partition, groups = model_on_meta(config, context)
     schedule = config.schedule
     size = context.size("pipeline")
     actions = make_schedule(schedule.type, size, schedule.microbatches, **schedule.options)
@@ -104,10 +112,10 @@ def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory
             for param in stored.params:
                 if param.requires_grad and (accumulates or stored.is_bucketed(param)):
                     param.grad = torch.empty(param.shape, dtype=gradient_dtype(param))
-        stages = _activations(config, context, model, partition, batch, fake)
+        stages = first_microbatch(config, context, model, batch, fake).stages(stages_of(model, partition))
         ranks: list[RankMemory] = []
         for (own, stored), of_rank in zip(of_ranks, actions, strict=True):
-            counted = stored.count(groups[0], fake, accumulates=accumulates)
+            counted = stored.count(groups, fake, accumulates=accumulates)
             activations = peak_of_step(of_rank, stages)
             if not accumulates:
                 activations = max(0, activations - counted.gradients)
@@ -117,23 +125,18 @@ def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory
     return PlanMemory(tuple(ranks), tuple(_notes(config)))
 
 
-def _activations(
-    config: Config,
-    context: ParallelContext,
-    model: nn.Module,
-    partition: Partition | None,
-    batch: Any,
-    fake: CountedFakeTensors,
-) -> dict[int, StageActivations]:
+def first_microbatch(
+    config: Config, context: ParallelContext, model: nn.Module, batch: Any, fake: CountedFakeTensors
+) -> MicrobatchRun:
+    """The run of a step's first microbatch: ``model`` has sizes, ``batch`` is a data rank's."""
     inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
     given = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
     step_batch = inputs.split(given, config.schedule.microbatches)
     model.train()
-    run = MicrobatchRun(loss_of(model, None), step_batch, inputs, context, fake)
-    return run.stages(_stages_of(model, partition))
+    return MicrobatchRun(loss_of(model, None), step_batch, inputs, context, fake)
 
 
-def _stages_of(model: nn.Module, partition: Partition | None) -> dict[int, list[BlockRun]]:
+def stages_of(model: nn.Module, partition: Partition | None) -> dict[int, list[BlockRun]]:
     """Stage -> its blocks; of a model that is no chain, itself."""
     if partition is not None:
         return {stage: runs_of(model, partition.blocks_of(stage)) for stage in range(partition.num_stages)}
@@ -168,6 +171,6 @@ def _chain_of(model: nn.Module, partition: Partition | None, stages: list[int]) 
 
 def _notes(config: Config) -> list[str]:
     kind = config.parallel.data_strategy["type"]
-    if kind in _COUNTED_STRATEGIES:
+    if kind in COUNTED_STRATEGIES:
         return []
     return [f"what the strategy {name_of(kind)} keeps itself (copies of parameters, messages) is not counted"]
