@@ -150,6 +150,7 @@ def _values_between_stages(config: Config, rank: int, batch: Any) -> dict[int, V
 def _expect(engine: Engine, values: Mapping[int, ValueSpec], batch: Any) -> None:
     transport = engine.executor.transport
     if transport is not None:
+        transport.links.takes_early = False  # as with NCCL, and between processes of one host
         first = engine.inputs.split(batch, engine.pipeline.num_microbatches).microbatches[0]
         transport.expect(values, batch_signature(first))
 

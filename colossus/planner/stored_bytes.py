@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from colossus.engine.engine import Engine
+from colossus.layout.split_parameter import as_shards
 from colossus.optim.adafactor import Adafactor
 from colossus.optim.whole import WholeParameters
 
@@ -26,7 +27,7 @@ class EngineBytes:
     def of(cls, engine: Engine) -> EngineBytes:
         """Counted: a storage that several tensors share counts once."""
         stored, optimizer = engine.store.parameters(), engine.optimizer
-        whole = [param.data for block in engine.store.blocks for param in block.params]
+        whole = [param for block in engine.store.blocks for param in block.params]
         state: list[Any] = list(optimizer.state.values())
         if isinstance(optimizer, Adafactor):
             state += [optimizer.tensor_state, optimizer.sums.counts]
@@ -39,5 +40,6 @@ class EngineBytes:
 
 def bytes_of(held: Iterable[Any]) -> int:
     """Of the storages of those that are tensors."""
-    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in held if isinstance(x, Tensor)}
+    with as_shards():  # `.data` of a fake tensor would take back memory that is free
+        storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in held if isinstance(x, Tensor)}
     return sum(storages.values())
