@@ -111,10 +111,20 @@ def _step_of(config: Config, rank: int, batch: Any) -> RankStep:
             stored = EngineBytes.of(engine)
         finally:
             engine.close()
+            _drop_hooks(engine)
         del engine
         gc.collect()
     seconds = time.perf_counter() - began
     return RankStep(rank, grid.index(rank, "pipeline"), by_operation(counter), stored, peak, seconds)
+
+
+def _drop_hooks(engine: Engine) -> None:
+    """A hook and its parameter hold each other, which Python's garbage collector does not see."""
+    whole = [param for block in engine.store.blocks for param in block.params]
+    for param in (*engine.model.parameters(), *whole):
+        hooks: Any = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if hooks:
+            hooks.clear()
 
 
 def by_operation(counter: Counter) -> dict[tuple[str, str], Tally]:
