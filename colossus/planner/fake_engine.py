@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from colossus.comm import shared_memory
 from colossus.construct import allocate
 from colossus.construct.allocate import trace_constructor
 from colossus.construct.build_model import _Materializer
@@ -43,6 +44,7 @@ def fake_engines() -> Iterator[CountedFakeTensors]:
             (consistency, "_samples", lambda batch: iter(())),
             (consistency.BatchCheck, "check", lambda self, total: None),
             (Bucket, "used_by_ranks", Bucket.used_here),
+            (shared_memory, "_open_channel", lambda group: None),  # which lists all pairs of ranks first
             (dist, "all_gather_object", _hear_oneself),
             (dist, "broadcast_object_list", _hear_oneself),
         ):

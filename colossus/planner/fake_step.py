@@ -20,7 +20,7 @@ from colossus.comm.accounting import Counter, Tally, count
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of
 from colossus.context.grid import RankGrid, build_grid
-from colossus.data.batch import map_batch
+from colossus.data.batch import batch_size_of, map_batch, slice_batch
 from colossus.engine.engine import Engine
 from colossus.planner.balanced_experts import balanced_experts
 from colossus.planner.fake_engine import fake_engines
@@ -102,7 +102,7 @@ def _step_of(config: Config, rank: int, batch: Any) -> RankStep:
         try:
             given = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
             _expect(engine, values, given)
-            engine.train_step(given)
+            _first_step(engine, given)
             gc.collect()
             fake.mark()
             with count() as counter:
@@ -116,6 +116,19 @@ def _step_of(config: Config, rank: int, batch: Any) -> RankStep:
         gc.collect()
     seconds = time.perf_counter() - began
     return RankStep(rank, grid.index(rank, "pipeline"), by_operation(counter), stored, peak, seconds)
+
+
+def _first_step(engine: Engine, batch: Any) -> None:
+    """Makes the state of the optimizer and the buckets: with one microbatch, where stages then end in the same order."""
+    pipeline = engine.pipeline
+    number, ends = pipeline.num_microbatches, [action.stage for action in pipeline.actions if action.kind == "reduce"]
+    pipeline.set_microbatches(1)
+    if [action.stage for action in pipeline.actions if action.kind == "reduce"] == ends:
+        batch = slice_batch(batch, 0, batch_size_of(batch) // number)
+    else:
+        pipeline.set_microbatches(number)
+    engine.train_step(batch)
+    pipeline.set_microbatches(number)
 
 
 def _drop_hooks(engine: Engine) -> None:

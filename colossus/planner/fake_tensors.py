@@ -45,6 +45,11 @@ class CountedFakeTensors(FakeTensorMode):
         #: above 0 inside of an operator that shapes are found of by running others, which make nothing
         self._depth = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else torch wraps `__torch_dispatch__`, and imports torch._dynamo at its first operator."""
+        return False
+
     def mark(self) -> int:
         """Start a new peak; gives what is live."""
         self.peak = self.live
