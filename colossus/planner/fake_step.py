@@ -22,12 +22,12 @@ from colossus.config.plans import name_of
 from colossus.context.grid import RankGrid, build_grid
 from colossus.data.batch import batch_size_of, map_batch, slice_batch
 from colossus.engine.engine import Engine
-from colossus.planner.balanced_experts import balanced_experts
+from colossus.planner.engine_bytes import EngineBytes
 from colossus.planner.fake_engine import fake_engines
-from colossus.planner.fake_rank import fake_rank, fake_world, give_sizes
-from colossus.planner.fake_tensors import counted_fake_tensors
-from colossus.planner.memory import COUNTED_STRATEGIES, first_microbatch, model_on_meta, sample_batch, stages_of
-from colossus.planner.stored_bytes import EngineBytes
+from colossus.planner.fake_rank import fake_world
+from colossus.planner.layout_profile import batch_of
+from colossus.planner.memory import COUNTED_STRATEGIES
+from colossus.planner.stage_values import stage_values
 from colossus.schedule.transport import ValueSpec, batch_signature
 
 
@@ -87,15 +87,15 @@ def fake_steps(config: Config, ranks: Sequence[int] | None = None) -> list[RankS
             f"parallel.strategy = {name_of(kind)!r}: steps without other ranks are of {', '.join(COUNTED_STRATEGIES)}",
             config.source,
         )
-    batch = sample_batch(config)
     with _in_words(config):
+        batch = batch_of(config)
         return [_step_of(config, rank, batch) for rank in ranks or ranks_of_pipeline(config)]
 
 
 def _step_of(config: Config, rank: int, batch: Any) -> RankStep:
     began = time.perf_counter()
     grid = build_grid(config.parallel)
-    values = _values_between_stages(config, rank, batch) if grid.size("pipeline") > 1 else {}
+    values = stage_values(config, rank, batch) if grid.size("pipeline") > 1 else {}
     as_launched = dict(RANK=str(rank), WORLD_SIZE=str(grid.world_size), LOCAL_RANK="0")
     with fake_world(grid.world_size, rank), patch.dict(os.environ, as_launched), fake_engines() as fake:
         engine = colossus.initialize(_without_files(config))
@@ -119,7 +119,7 @@ def _step_of(config: Config, rank: int, batch: Any) -> RankStep:
 
 
 def _first_step(engine: Engine, batch: Any) -> None:
-    """Makes the state of the optimizer and the buckets: with one microbatch, where stages then end in the same order."""
+    """Makes buckets, and what the optimizer keeps: by one microbatch, where stages then end in the same order."""
     pipeline = engine.pipeline
     number, ends = pipeline.num_microbatches, [action.stage for action in pipeline.actions if action.kind == "reduce"]
     pipeline.set_microbatches(1)
@@ -157,17 +157,6 @@ def _without_files(config: Config) -> Config:
     comm = config.comm.model_copy(update={"backend": "auto"})
     changed = {"data": None, "device": "cpu", "train": train, "checkpoint": checkpoint, "comm": comm}
     return config.model_copy(update=changed)
-
-
-def _values_between_stages(config: Config, rank: int, batch: Any) -> dict[int, ValueSpec]:
-    """Stage -> what it gives to the next, on the ranks of a pipeline: what a stage would be told by the one before."""
-    with fake_rank(config, rank) as context:
-        model, partition, _ = model_on_meta(config, context)
-        with counted_fake_tensors() as fake, balanced_experts():
-            give_sizes(model, context.precision)
-            run = first_microbatch(config, context, model, batch, fake)
-            run.stages(stages_of(model, partition))
-    return run.passed
 
 
 def _expect(engine: Engine, values: Mapping[int, ValueSpec], batch: Any) -> None:
