@@ -28,7 +28,6 @@ class Adafactor(torch.optim.Optimizer):
         lr, beta2_decay, eps, d, weight_decay: as of `torch.optim.Adafactor`.
 
     Attributes:
-        sums: over what ranks hold of the logical tensors.
         tensor_state: what belongs to a logical tensor and not to a rank's part: the factors.
     """
 
@@ -45,7 +44,7 @@ class Adafactor(torch.optim.Optimizer):
         given = dict(lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), d=d, weight_decay=weight_decay)
         super().__init__(groups_of(params), given)
         self._held = [(group, tensor) for group in self.param_groups for tensor in holders.tensors(group["params"])]
-        self.sums = Sums([tensor for _, tensor in self._held], holders)
+        self._sums = Sums([tensor for _, tensor in self._held], holders)
         self._holders = holders
         self.tensor_state: dict[str, dict[str, Any]] = {}
 
@@ -66,7 +65,7 @@ class Adafactor(torch.optim.Optimizer):
             self._update(group, tensor, grad, *means_of)
             for (group, tensor), grad, means_of in zip(held, grads, means, strict=True)
         ]
-        update_squares = self.sums.over_ranks(self.sums.squares(updates)).tolist()
+        update_squares = self._sums.over_ranks(self._sums.squares(updates)).tolist()
         for (group, tensor), weight, update, square, of_update in zip(
             held, weights, updates, squares.tolist(), update_squares, strict=True
         ):
@@ -80,14 +79,14 @@ class Adafactor(torch.optim.Optimizer):
 
     def _first_sums(self, weights: list[Tensor], grads: list[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
         """Squares of whole weights, [tensors]; of the gradients of what has rows the means over rows and columns."""
-        flat = [self.sums.squares(weights)]
+        flat = [self._sums.squares(weights)]
         for number, ((_, tensor), grad) in enumerate(zip(self._held, grads, strict=True)):
-            counts = self.sums.counts[number].to(grad.device)
+            counts = self._sums.counts[number].to(grad.device)
             for dim in _dims(tensor):
                 whole = grad.new_zeros(_factor_shape(tensor, dim))
                 whole[_slices(tensor.own, dim)] = grad.square().sum(dim, keepdim=True) * counts
                 flat.append(whole.flatten().to(flat[0]))
-        squares, *sums = self.sums.over_ranks(torch.cat(flat)).split([len(part) for part in flat])
+        squares, *sums = self._sums.over_ranks(torch.cat(flat)).split([len(part) for part in flat])
         factors = iter(sums)
         means = [
             [

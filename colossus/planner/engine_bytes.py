@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from colossus.engine.engine import Engine
 from colossus.layout.split_parameter import as_shards
 from colossus.optim.adafactor import Adafactor
+from colossus.optim.logical_tensors import Sums
 from colossus.optim.whole import WholeParameters
 
 
@@ -29,8 +30,9 @@ class EngineBytes:
         stored, optimizer = engine.store.parameters(), engine.optimizer
         whole = [param for block in engine.store.blocks for param in block.params]
         state: list[Any] = list(optimizer.state.values())
+        state += [held.counts for held in vars(optimizer).values() if isinstance(held, Sums)]
         if isinstance(optimizer, Adafactor):
-            state += [optimizer.tensor_state, optimizer.sums.counts]
+            state.append(optimizer.tensor_state)
         if isinstance(optimizer, WholeParameters):  # of which owners have values and gradients, too
             owned = [param for group in optimizer.inner.param_groups for param in group["params"]]
             state += [owned, [param.grad for param in owned], list(optimizer.inner.state.values())]
