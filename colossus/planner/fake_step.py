@@ -135,7 +135,7 @@ def _drop_hooks(engine: Engine) -> None:
     """A hook and its parameter hold each other, which Python's garbage collector does not see."""
     whole = [param for block in engine.store.blocks for param in block.params]
     for param in (*engine.model.parameters(), *whole):
-        hooks: Any = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        hooks: Any = param._post_accumulate_grad_hooks
         if hooks:
             hooks.clear()
 

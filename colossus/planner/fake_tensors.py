@@ -141,7 +141,7 @@ def set_attribute(self: FakeTensor, name: str, value: Any) -> None:
 
 def _identity(self: FakeTensor) -> int:
     """Of the memory: there is no address."""
-    return int(self.untyped_storage()._cdata) + self.storage_offset() * self.itemsize
+    return int(self.untyped_storage()._cdata) + int(self.storage_offset()) * self.itemsize
 
 
 @lru_cache(maxsize=64)

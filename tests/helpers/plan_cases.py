@@ -15,6 +15,8 @@ MOE = dict(type="Llama", **MODEL, experts=dict(num=4, top_k=2))
 
 
 class Scale(nn.Module):
+    by: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("by", torch.ones(100, 64))

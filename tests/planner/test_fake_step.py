@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from colossus.config import ConfigError, load_config
-from colossus.planner.fake_step import fake_steps, ranks_of_pipeline
+from colossus.planner.fake_step import RankStep, fake_steps, ranks_of_pipeline
 
 TWO = {**CASES, **MORE_CASES}
 DEFAULT = ("zero_3", "pipeline", "expert")
@@ -80,28 +80,42 @@ class Tokens(torch.utils.data.Dataset[Any]):
         return {"inputs": ids, "labels": ids}
 
 
-def llama_70b(layers: int, microbatches: int) -> dict[str, Any]:
-    """Under a plan of 4,096 ranks; Llama 3's widths."""
+def llama_70b(layers: int, **plan: Any) -> dict[str, Any]:
+    """Of Llama 3's widths, under a plan of 4,096 ranks."""
     sizes = dict(hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_hidden_size=28672, vocab_size=128256, seq_len=8192)
     return dict(
-        parallel=dict(data=64, pipeline=8, tensor=dict(size=8, sequence_sharded=True), zero=1),
+        parallel=dict(data=64, pipeline=8, tensor=dict(size=8, sequence_sharded=True), **plan),
         model=dict(type="Llama", num_layers=layers, tie_embeddings=False, **sizes),
         optimizer=dict(type="AdamW", lr=1e-4),
-        schedule=dict(type="1f1b", microbatches=microbatches),
-        train=dict(global_batch_size=64 * microbatches, precision="bf16", steps=4),
+        schedule=dict(type="1f1b", microbatches=2),
+        train=dict(global_batch_size=128, precision="bf16", steps=4),
         data=Tokens(),
     )
 
 
-def test_a_rank_of_thousands() -> None:
-    """Of 70B widths, in a world of 4,096 ranks: no tensor has memory."""
-    config = load_config(llama_70b(layers=8, microbatches=2))
-    (step,) = fake_steps(config, ranks_of_pipeline(config, [3]))
-    assert step.rank == 3 * 512
+def _of_thousands(layers: int, place: int, **plan: Any) -> RankStep:
+    config = load_config(llama_70b(layers, **plan))
+    (step,) = fake_steps(config, ranks_of_pipeline(config, [place]))
+    assert step.rank == place * 512
     sent, tokens = step.moved["send", "pipeline"], 8192 // 8
     assert (sent.calls, sent.bytes) == (4, 4 * tokens * 8192 * 2)  # activations and gradients of two microbatches
-    assert step.stored.optimizer > 2 * step.stored.gradients > 0
+    return step
+
+
+def test_a_rank_of_thousands() -> None:
+    """Of 70B widths, in a world of 4,096 ranks: no tensor has memory."""
+    step = _of_thousands(8, 3)
+    trained = step.stored.gradients // 4
+    assert step.stored.weights == 4 * trained > 4e8
+    assert 8 * trained < step.stored.optimizer < 8 * trained + 1000
     assert step.peak > step.stored.weights + step.stored.optimizer
+
+
+@pytest.mark.long
+def test_a_rank_of_thousands_in_full() -> None:
+    step = _of_thousands(80, 3, zero=1)
+    assert step.stored.weights > 2e9
+    assert step.stored.gradients == pytest.approx(step.stored.weights / 64, rel=0.05)
 
 
 def test_nothing_is_left_behind() -> None:
@@ -116,7 +130,7 @@ def test_nothing_is_left_behind() -> None:
 
 def test_what_has_no_step_is_named() -> None:
     gossip = load_config(config_of_case((dict(data=2, strategy=dict(type="sgp")), MB4)), nproc=2)
-    with pytest.raises(ConfigError, match="'sgp'.*all_reduce, zero, hierarchical"):
+    with pytest.raises(ConfigError, match=r"'sgp'.*all_reduce, zero, hierarchical"):
         fake_steps(gossip)
     without = {key: value for key, value in config_of_case((dict(data=2), MB4)).items() if key != "data"}
     with pytest.raises(ConfigError, match="data: the config has none"):
