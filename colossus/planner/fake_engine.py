@@ -20,6 +20,7 @@ from colossus.construct import allocate
 from colossus.construct.allocate import trace_constructor
 from colossus.construct.build_model import _Materializer
 from colossus.context import parallel_context
+from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.engine import consistency
 from colossus.gradients.buckets import Bucket
 from colossus.layers import deferred_wgrad
@@ -44,6 +45,7 @@ def fake_engines() -> Iterator[CountedFakeTensors]:
             (consistency, "_samples", lambda batch: iter(())),
             (consistency.BatchCheck, "check", lambda self, total: None),
             (Bucket, "used_by_ranks", Bucket.used_here),
+            (RowGradients, "used_by_ranks", RowGradients.used_here),
             (shared_memory, "_open_channel", lambda group: None),  # which lists all pairs of ranks first
             (dist, "all_gather_object", _hear_oneself),
             (dist, "broadcast_object_list", _hear_oneself),

@@ -28,6 +28,7 @@ from colossus.planner.fake_rank import fake_world
 from colossus.planner.layout_profile import batch_of
 from colossus.planner.memory import COUNTED_STRATEGIES
 from colossus.planner.stage_values import stage_values
+from colossus.random import GLOBAL_RNG
 from colossus.schedule.transport import ValueSpec, batch_signature
 
 
@@ -97,7 +98,12 @@ def _step_of(config: Config, rank: int, batch: Any) -> RankStep:
     grid = build_grid(config.parallel)
     values = stage_values(config, rank, batch) if grid.size("pipeline") > 1 else {}
     as_launched = dict(RANK=str(rank), WORLD_SIZE=str(grid.world_size), LOCAL_RANK="0")
-    with fake_world(grid.world_size, rank), patch.dict(os.environ, as_launched), fake_engines() as fake:
+    with (
+        GLOBAL_RNG.preserved(),
+        patch.dict(os.environ, as_launched),
+        fake_world(grid.world_size, rank),
+        fake_engines() as fake,
+    ):
         engine = colossus.initialize(_without_files(config))
         try:
             given = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)

@@ -36,6 +36,19 @@ class Buffered(nn.Sequential):
         return F.cross_entropy(outputs.flatten(0, 1), labels, reduction="sum"), labels.numel()
 
 
+class Spare(nn.Module):
+    """No chain; one of its layers is never used."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__()
+        self.embedding, self.spare, self.head = nn.Embedding(530, 64), nn.Linear(64, 64), nn.Linear(64, 530)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(F.gelu(self.embedding(ids)))
+
+    loss = Buffered.loss
+
+
 Case = tuple[dict[str, Any], dict[str, Any]]
 MB2, MB4 = dict(schedule=dict(microbatches=2)), dict(schedule=dict(microbatches=4))
 BF16_MASTERS = dict(train=dict(precision=dict(params="bf16")))

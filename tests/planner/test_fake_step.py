@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 import torch
 from helpers.measured_ranks import measured_ranks
-from helpers.plan_cases import CASES, FOUR, MB2, MB4, MORE_CASES, Case, config_of_case
+from helpers.plan_cases import CASES, FOUR, MB2, MB4, MORE_CASES, Case, Spare, config_of_case
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from colossus.config import ConfigError, load_config
 from colossus.planner.fake_step import RankStep, fake_steps, ranks_of_pipeline
 
-TWO = {**CASES, **MORE_CASES}
+TWO = {
+    **CASES,
+    **MORE_CASES,
+    "unused": (dict(data=2), dict(model=dict(type=Spare), **MB2)),
+    "unused_zero": (dict(data=2, zero=2), dict(model=dict(type=Spare), **MB2)),
+}
 DEFAULT = ("zero_3", "pipeline", "expert")
 EIGHT: dict[str, Case] = {
     "2.5d": (dict(tensor=dict(mode="2.5d", size=8, depth=2)), MB2),

@@ -10,9 +10,9 @@ from helpers.plan_cases import CASES, FOUR, MORE_CASES, config_of_case
 
 from colossus.config import load_config
 from colossus.hardware.data_sheets import FromDataSheet
-from colossus.planner.plan_check import check
 from colossus.planner.check_report import CheckReport
 from colossus.planner.estimate import Estimator
+from colossus.planner.plan_check import check
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate
 
 #: optimizers of whole parameters move these themselves, which is not predicted
