@@ -21,29 +21,35 @@ from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 
 @contextmanager
-def fake_rank(config: Config, rank: int = 0) -> Iterator[ParallelContext]:
-    """The context of a rank of the config's plan, all of whose groups are torch's fake ones.
+def fake_world(world_size: int, rank: int) -> Iterator[None]:
+    """Inside, this process is one rank of a world whose groups are torch's fake ones.
 
     Raises:
         ValueError: in a process that has joined others.
     """
-    world_size = build_grid(config.parallel).world_size
     if dist.is_initialized():
-        raise ValueError("torch.distributed is initialized here: predict the memory of a plan in a process of its own")
+        raise ValueError("torch.distributed is initialized here: predict what a plan costs in a process of its own")
     shared = shared_memory.enable(False)
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        shared_memory.enable(shared)
+
+
+@contextmanager
+def fake_rank(config: Config, rank: int = 0) -> Iterator[ParallelContext]:
+    """The context of a rank of the config's plan, in a `fake_world`."""
+    with fake_world(build_grid(config.parallel).world_size, rank):
         context = ParallelContext.from_config(config, rank=rank)
         try:
             with context:
                 yield context
         finally:
             context.close()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        shared_memory.enable(shared)
 
 
 def give_sizes(model: nn.Module, precision: Precision, run: Callable[[str], bool] = lambda name: True) -> None:

@@ -20,7 +20,7 @@ from colossus.planner.stored import stored_bytes
 from colossus.schedule.actions import in_flight
 
 #: strategies that keep nothing of a model's size but buckets
-_COUNTED_STRATEGIES = ("all_reduce", "zero", "hierarchical")
+COUNTED_STRATEGIES = ("all_reduce", "zero", "hierarchical")
 
 
 def predict_memory(config: Config) -> PlanMemory:
@@ -87,6 +87,6 @@ def _stages(profile: LayoutProfile, rank: RankStages, grown: int) -> dict[int, S
 
 def _notes(config: Config) -> list[str]:
     kind = config.parallel.data_strategy["type"]
-    if kind in _COUNTED_STRATEGIES:
+    if kind in COUNTED_STRATEGIES:
         return []
     return [f"what the strategy {name_of(kind)} keeps itself (copies of parameters, messages) is not counted"]
