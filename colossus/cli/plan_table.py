@@ -155,12 +155,7 @@ def nothing_fits(question: Question, result: SearchResult, width: int) -> Config
     """Says what is missing, by kind, of the plan that misses least."""
     devices = f"{counted(question.devices, 'device')} of {byte_count(question.memory)}"
     nearest = result.nearest
-    if nearest is None:
-        return ConfigError(
-            f"no plan of {devices} fits this model and this batch (global_batch_size "
-            f"{question.config.train.global_batch_size}): try other --devices, or fewer --keep",
-            question.config.source,
-        )
+    assert nearest is not None
     missing = byte_count(nearest.memory.fullest.total - question.memory)
     words = textwrap.fill(plan_words(nearest.config), width, initial_indent="    ", subsequent_indent="    ")
     return ConfigError(
