@@ -126,7 +126,7 @@ def test_the_table(config: str, searched: dict[str, Any], capsys: pytest.Capture
         "model       GPT, fp32",
         "batch       64 sequences, 2,048 tokens a step",
         "devices     16 on 2 hosts, 80.0 GB each",
-        "hardware    H100 (data sheet); between hosts 0.014 ms and 40 GB/s of a device",
+        "hardware    H100 (data sheet); between hosts 14 us and 40 GB/s of a device",
         "tried       1,234 plans in 2.5 s",
     ]
     assert plans.splitlines() == [
