@@ -199,11 +199,11 @@ def test_pictures(config: str, searched: dict[str, Any], tmp_path: Path) -> None
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
     assert main(line(config, "--plot", str(tmp_path / "all.svg"))) == 0
     text = (tmp_path / "all.svg").read_text()
-    for label in ("over tensor", "bubble", "activations", "limit 80 GB"):
+    for label in ("over tensor", "bubble", "activations", "limit 80.0 GB"):
         assert f"<!-- {label} -->" in text, label
     assert main(line(config, "--explain", "--plot", str(tmp_path / "one.svg"))) == 0
     text = (tmp_path / "one.svg").read_text()
-    for label in ("rank 3", "milliseconds", "recomputation", "weights", "limit 80 GB"):
+    for label in ("rank 3", "milliseconds", "recomputation", "weights", "limit 80.0 GB"):
         assert f"<!-- {label} -->" in text, label
 
 
