@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -9,6 +10,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 def round_up(value: int, unit: int) -> int:
     """The smallest multiple of ``unit`` that is not below ``value``."""
     return -(-value // unit) * unit
+
+
+def divisors(value: int) -> list[int]:
+    """All of them, ascending."""
+    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+    return sorted({*small, *(value // n for n in small)})
 
 
 def nearest_multiples(value: int, unit: int) -> list[int]:

@@ -35,12 +35,19 @@ class Hardware(ABC):
         memory_bytes: of each device.
         network: of each device, to devices of other hosts; None where it is not known. Where the devices of a host
             share a card, each has its part of the card's bandwidth.
+        operator_seconds: that Python and torch need to start one ATen operator of a training step, in the mean over
+            forward and backward, views among them.
+        at_once: ranks of a host that run without taking each other's cores; None: all.
+        overlaps: whether collectives run beside what their ranks compute.
     """
 
     name: str
     is_measured: bool
     memory_bytes: float
     network: Link | None
+    operator_seconds: float
+    at_once: int | None
+    overlaps: bool
 
     @abstractmethod
     def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
@@ -58,8 +65,32 @@ class Hardware(ABC):
         """Of causal attention of ``heads`` (of all samples together), its forward or its backward."""
 
     @abstractmethod
-    def memory_seconds(self, num_bytes: float) -> float:
-        """In which a device reads and writes ``num_bytes`` together, as an elementwise operation does."""
+    def memory_seconds(self, num_bytes: float, operator: str = "") -> float:
+        """In which a device reads and writes ``num_bytes`` together, as an elementwise operation does.
+
+        Args:
+            operator: of ATen (``gelu_backward``); a processor takes longer for some than for others.
+        """
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """FLOP/s of a device by its data sheet, that utilisation is of; None where there is none."""
+        return None
+
+    def eager_seconds(self, work: float, operators: int) -> float:
+        """Of so many ATen operators, started one by one, whose work takes ``work`` seconds together.
+
+        A processor starts each and then does its work. To a GPU they are sent ahead, so that the longer of both counts.
+        """
+        starting = operators * self.operator_seconds
+        return max(work, starting) if self.overlaps else work + starting
+
+    def slowdown(self, ranks_on_host: int) -> float:
+        """How many times as long all that is asked for here takes, while so many ranks of a host are busy.
+
+        Of ranks that wait for each other a step takes as long as without it, or as the busy seconds of all ranks of a
+        host over `at_once`, whichever is longer.
+        """
+        return 1.0 if self.at_once is None else max(1.0, ranks_on_host / self.at_once)
 
     @abstractmethod
     def on_one_host(self, operation: str, ranks: int, held: float) -> float:
@@ -97,6 +128,11 @@ class Hardware(ABC):
         return max(within, through) + steps(operation, hosts) * self.network.latency
 
 
+def ranks_at_once(cores: int, threads: int) -> int:
+    """Ranks of so many threads that each have a core for each."""
+    return max(1, cores // threads)
+
+
 def bytes_sent(operation: str, ranks: int, held: float) -> float:
     """What one rank sends, as it is counted; a message is its own size."""
     return held if operation == "send" else sent(operation, ranks, held)
@@ -109,6 +145,11 @@ def bytes_through_network(operation: str, ranks: int, held: float, hosts: int) -
     if operation == "all_to_all":
         return held * (hosts - 1) / hosts
     return bytes_sent(operation, ranks, held) * hosts / ranks
+
+
+def held_of(operation: str, ranks: int, sent_bytes: float) -> float:
+    """What a rank holds before, of what it sends: the inverse of `bytes_sent`."""
+    return sent_bytes if operation == "send" else sent_bytes / sent(operation, ranks, 1.0)
 
 
 def steps(operation: str, ranks: int) -> int:
