@@ -24,6 +24,8 @@ from colossus.launch.checks import check_given
 from colossus.picture import FORMATS, check_picture
 from colossus.planner.search_result import SearchResult
 
+#: exit code where a check differs, as of verify
+DIFFERS = 3
 #: whose keys --keep takes by their whole name; all others are of ``parallel``
 KEPT_SECTIONS = ("parallel", "schedule", "train")
 _EPILOG = f"""\
@@ -52,7 +54,8 @@ def make_parser() -> Parser:
         "Find the plans that train a model fastest on so many devices, and predict of each the time of a step, its\n"
         "parts, memory, and what is sent. Nothing is launched, and no GPU is needed. Prints the command that runs the\n"
         "best plan. With --explain N, one plan of the list: its timeline, memory, hosts, and why it beats the\n"
-        "next. Ctrl-C ends the search and prints the best plans so far.",
+        "next. With --check N, ranks of a plan run a step of the real engine on tensors without values, and what they\n"
+        "send and hold is put beside the prediction. Ctrl-C ends the search and prints the best plans so far.",
         _EPILOG,
     )
     parser.add_file()
@@ -82,44 +85,67 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--explain", type=positive_integer, metavar="N", nargs="?", const=1, help="the N-th plan (default: the best)"
     )
+    parser.add_argument(
+        "--check", type=positive_integer, metavar="N", nargs="?", const=1, help="count what ranks of the N-th plan "
+        "(default: the best) send and hold, beside the prediction",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="OUT", help="all numbers, in seconds and bytes; - prints them instead")
     parser.add_argument("--plot", metavar="OUT", help=f"a picture, too ({', '.join(FORMATS)})")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    explained, picture = arguments.explain, arguments.plot and Path(arguments.plot)
     question = _asked(arguments)
     result, code = _searched(question, arguments)
     width = max(60, shutil.get_terminal_size((100, 24)).columns)
     if not result.plans:
         raise nothing_fits(question, result, width)
-    if explained and explained > len(result.plans):
-        raise ConfigError(f"--explain {explained}: the list has {counted(len(result.plans), 'plan')}")
-    if arguments.json is not None:
-        text = json.dumps(as_json(question, result, explained and explained - 1), indent=1)
-        if arguments.json == "-":
-            print(text)
-        else:
-            Path(arguments.json).write_text(text + "\n")
-    if arguments.json != "-":
-        encoding = sys.stdout.encoding or "ascii"
-        if explained:
-            print(render_plan(question, result.plans, explained - 1, width, encoding))
-        else:
-            print(render_table(question, result, width))
-    if picture and explained:
-        plan = result.plans[explained - 1]
-        save_plan(question, plan, in_milliseconds(plan), timeline_title(plan), picture)
-    elif picture:
-        save_plans(question, result.plans, picture)
+    explained = _place("explain", arguments, len(result.plans))
+    checked = _place("check", arguments, len(result.plans))
+    texts = [
+        render_table(question, result, width)
+        if explained is None
+        else render_plan(question, result.plans, explained, width, sys.stdout.encoding or "ascii")
+    ]
+    found = as_json(question, result, explained)
+    if checked is not None:
+        plan = result.plans[checked]
+        report = importlib.import_module("colossus.planner.check").check(plan.config, plan)
+        texts.append(f"plan {checked + 1}\n{report.render()}")
+        found["plans"][checked]["check"] = report.as_json()
+        code = code or (0 if report.is_equal else DIFFERS)
+    if arguments.json == "-":
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n\n".join(texts))
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.plot:
+        _save(question, result, explained, Path(arguments.plot))
     return code
+
+
+def _save(question: Question, result: SearchResult, explained: int | None, path: Path) -> None:
+    if explained is None:
+        save_plans(question, result.plans, path)
+    else:
+        plan = result.plans[explained]
+        save_plan(question, plan, in_milliseconds(plan), timeline_title(plan), path)
+
+
+def _place(option: str, arguments: argparse.Namespace, number: int) -> int | None:
+    """Of the plan that an option names, from 0; None where it is not given."""
+    given: int | None = getattr(arguments, option)
+    if given is not None and given > number:
+        more = "; --top takes more" if number == arguments.top else ""
+        raise ConfigError(f"--{option} {given}: the list has {counted(number, 'plan')}{more}")
+    return None if given is None else given - 1
 
 
 def _asked(arguments: argparse.Namespace) -> Question:
     """What the command line asks, checked before anything is searched; without torch, if the hardware is named."""
-    if arguments.explain and arguments.explain > arguments.top:
-        raise ConfigError(f"--explain {arguments.explain}: the list has {arguments.top} plans; --top takes more")
+    for option in ("explain", "check"):
+        _place(option, arguments, arguments.top)
     if arguments.json not in (None, "-") and not Path(arguments.json).absolute().parent.is_dir():
         raise ConfigError(f"--json {arguments.json}: there is no folder {Path(arguments.json).parent}")
     if arguments.plot:

@@ -53,7 +53,7 @@ def choose_hardware(given: str | None, network: Link | None, devices: int, dtype
             return load_measured(given, network)
         return FromDataSheet(given, network or NETWORK)
     except ValueError as error:
-        raise ConfigError(f"--hardware {given or ''}".rstrip() + f": {error}") from None
+        raise ConfigError(f"--hardware: {error}") from None
 
 
 def default_hosts(hardware: Hardware, devices: int) -> int:

@@ -103,7 +103,11 @@ def searched(config: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         result: SearchResult = asked["result"]
         return result
 
-    fake = SimpleNamespace(import_module=lambda name: SimpleNamespace(search=search))
+    def check(config: Any, estimate: PlanEstimate) -> Any:
+        asked["checked"] = estimate.overrides
+        return SimpleNamespace(render=lambda: "all of it", as_json=lambda: {"ranks": 3}, is_equal=asked["is_equal"])
+
+    fake = SimpleNamespace(import_module=lambda name: SimpleNamespace(search=search, check=check))
     monkeypatch.setattr(command, "importlib", fake)
     monkeypatch.setenv("COLUMNS", "100")
     return asked
@@ -219,6 +223,20 @@ def test_ctrl_c_prints_what_was_found(
     assert capsys.readouterr().err == "colossus: stopped by Ctrl-C\n"
 
 
+@pytest.mark.parametrize(("is_equal", "code"), [(True, 0), (False, 3)])
+def test_a_plan_is_checked(
+    config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str], is_equal: bool, code: int
+) -> None:
+    searched["is_equal"] = is_equal
+    assert main(line(config, "--check", "2")) == code
+    assert capsys.readouterr().out.endswith("plan 2\nall of it\n")
+    assert searched["checked"] == tuple(PLANS[1][0])
+    assert main(line(config, "--check", "--json", "-")) == code
+    assert json.loads(capsys.readouterr().out)["plans"][0]["check"] == {"ranks": 3}
+    assert main(line(config, "--check", "3")) == 2
+    assert capsys.readouterr().err == "colossus: --check 3: the list has 2 plans\n"
+
+
 def test_where_nothing_fits_the_nearest_is_told(
     config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,7 +255,7 @@ REFUSED = [
     (["--devices", "0"], "--devices: must be a whole number of at least 1"),
     (["--devices", "6", "--hosts", "4"], "--hosts 4: 6 devices cannot be spread evenly over 4 hosts"),
     (["--explain", "12"], "--explain 12: the list has 10 plans"),
-    (["--hardware", "h1000"], "--hardware h1000: nothing is known of memory and links of 'h1000'; known: B200, H100"),
+    (["--hardware", "h1000"], "--hardware: nothing is known of memory and links of 'h1000'; known: B200, H100"),
     (["--hardware", "none.json"], "none.json: cannot be read as a file of measured times"),
     (["--hardware", "cpu", "--devices", "64"], "64 ranks at once are not measured on this machine's CPU (8 at most)"),
     (["--memory", "8x"], "--memory: '8x' is no size of memory; write 80GB"),
@@ -273,7 +291,7 @@ def test_a_file_that_is_none_of_measured_times(config: str, tmp_path: Path, caps
     path = tmp_path / "old.json"
     path.write_text('{"version": 0}')
     assert main(["plan", config, "--hardware", str(path)]) == 2
-    assert f"{path} is of version 0, this colossus reads 1" in capsys.readouterr().err
+    assert f"{path} is of version 0, this colossus reads" in capsys.readouterr().err
 
 
 def test_this_machine_is_its_gpu_by_the_data_sheet_or_else_its_cpu_measured(
