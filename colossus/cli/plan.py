@@ -22,12 +22,11 @@ from colossus.config.overrides import apply_overrides
 from colossus.config.plans import world_size
 from colossus.launch.checks import check_given
 from colossus.picture import FORMATS, check_picture
+from colossus.planner.kept import SECTIONS, Kept
 from colossus.planner.search_result import SearchResult
 
 #: exit code where a check differs, as of verify
 DIFFERS = 3
-#: whose keys --keep takes by their whole name; all others are of ``parallel``
-KEPT_SECTIONS = ("parallel", "schedule", "train")
 _EPILOG = f"""\
 examples:
   colossus plan configs/gpt_stdlib.py --devices 4                         # on this machine, which is measured first
@@ -102,24 +101,26 @@ def run(arguments: argparse.Namespace) -> int:
         raise nothing_fits(question, result, width)
     explained = _place("explain", arguments, len(result.plans))
     checked = _place("check", arguments, len(result.plans))
-    texts = [
-        render_table(question, result, width)
-        if explained is None
-        else render_plan(question, result.plans, explained, width, sys.stdout.encoding or "ascii")
-    ]
     found = as_json(question, result, explained)
+    if arguments.json != "-":
+        encoding = sys.stdout.encoding or "ascii"
+        print(
+            render_table(question, result, width)
+            if explained is None
+            else render_plan(question, result.plans, explained, width, encoding),
+            flush=True,
+        )
     if checked is not None:
         plan = result.plans[checked]
         report = importlib.import_module("colossus.planner.check").check(plan.config, plan)
-        texts.append(f"plan {checked + 1}\n{report.render()}")
         found["plans"][checked]["check"] = report.as_json()
         code = code or (0 if report.is_equal else DIFFERS)
+        if arguments.json != "-":
+            print(f"\nplan {checked + 1}\n{report.render()}")
     if arguments.json == "-":
         print(json.dumps(found, indent=1))
-    else:
-        print("\n\n".join(texts))
-        if arguments.json:
-            Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+    elif arguments.json:
+        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
     if arguments.plot:
         _save(question, result, explained, Path(arguments.plot))
     return code
@@ -155,6 +156,9 @@ def _asked(arguments: argparse.Namespace) -> Question:
             raise ConfigError(f"--plot: {error}") from None
     config = load_config(arguments.file, arguments.overrides)
     check_given(config)
+    sections = {word: word.partition("=")[0].partition(".")[0] for word in arguments.keep}
+    keep = apply_overrides({}, [word if name in SECTIONS else f"parallel.{word}" for word, name in sections.items()])
+    Kept.of(config, keep)  # refuses what is wrong before anything is measured
     devices = arguments.devices or world_size(config.parallel)
     if arguments.hosts and devices % arguments.hosts:
         raise ConfigError(
@@ -163,13 +167,11 @@ def _asked(arguments: argparse.Namespace) -> Question:
         )
     hardware = choose_hardware(arguments.hardware, arguments.network, devices, config.train.precision.compute)
     hosts, memory = arguments.hosts or default_hosts(hardware, devices), arguments.memory or hardware.memory_bytes
-    return Question(arguments.file, tuple(arguments.overrides), config, hardware, devices, hosts, memory)
+    return Question(arguments.file, tuple(arguments.overrides), config, hardware, devices, hosts, memory, keep)
 
 
 def _searched(question: Question, arguments: argparse.Namespace) -> tuple[SearchResult, int]:
     """What was found, and the exit code: that of Ctrl-C where it has ended the search."""
-    kept = [word if word.partition(".")[0] in KEPT_SECTIONS else f"parallel.{word}" for word in arguments.keep]
-    keep = apply_overrides({}, kept)
     search = importlib.import_module("colossus.planner.search").search  # torch takes its time
     try:
         result: SearchResult = search(
@@ -179,7 +181,7 @@ def _searched(question: Question, arguments: argparse.Namespace) -> tuple[Search
             hosts=question.hosts,
             memory=question.memory,
             top=arguments.top,
-            keep=keep,
+            keep=question.keep,
         )
     except ConfigError:
         raise

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from colossus.arithmetic import aligned, byte_count, counted
 from colossus.cli.memory_table import fullest_rank, kind_table
@@ -28,6 +29,7 @@ class Question:
         file, overrides: as the command line has them.
         config: of these, resolved.
         memory: of a device in bytes, that a plan may take.
+        keep: what every plan has, see `colossus.planner.kept.Kept`.
     """
 
     file: str
@@ -37,6 +39,7 @@ class Question:
     devices: int
     hosts: int
     memory: float
+    keep: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def counted(self) -> str:

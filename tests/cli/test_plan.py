@@ -20,7 +20,7 @@ from colossus.cli import plan as command
 from colossus.cli.main import main
 from colossus.cli.plan_hardware import default_hosts, network_argument
 from colossus.cli.plan_json import as_json
-from colossus.cli.plan_table import Question
+from colossus.cli.plan_table import Question, plan_words
 from colossus.config import load_config
 from colossus.context.local_ranks import RanksFailed
 from colossus.doctor import measure
@@ -264,6 +264,7 @@ REFUSED = [
     (["--json", "nowhere/plan.json"], "--json nowhere/plan.json: there is no folder nowhere"),
     (["data=None"], "data: the config has none"),
     (["model=None"], "model: the config has none"),
+    (["--hardware", "h100", "--keep", "tensr=2"], "parallel.tensr: no such key; did you mean tensor?"),
     (["train.global_batch=3"], "train.global_batch: no such key"),
 ]
 
@@ -331,3 +332,23 @@ def test_sizes_and_links() -> None:
 def test_hosts_that_nobody_names() -> None:
     sheet = FromDataSheet("h100")
     assert [default_hosts(sheet, devices) for devices in (1, 8, 12, 20, 22, 4096)] == [1, 1, 2, 4, 11, 512]
+
+
+# with the search itself
+
+KEPT = ["--keep", "tensor=1", "schedule=dict(type='1f1b', microbatches=4)", "train.activation_checkpoint=none"]
+
+
+def test_what_is_found_can_be_launched(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", config, "--devices", "4", "--hardware", "h100", "train.global_batch_size=32", *KEPT]
+    assert main([*words, "--top", "3", "--json", "-"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert len(plans) == 3
+    assert [plan["step_seconds"] for plan in plans] == sorted(plan["step_seconds"] for plan in plans)
+    for plan in plans:
+        found = load_config(config, ["train.global_batch_size=32", *plan["overrides"]], nproc=4)
+        assert plan_words(found) == plan["plan"]
+        assert plan["tokens_per_step"] == 32 * 32
+        assert sum(plan["parts"].values()) == pytest.approx(plan["step_seconds"])
+    assert main([*words, "--memory", "20KB"]) == 2
+    assert "no plan of 4 devices of 20.0 KB fits" in capsys.readouterr().err
