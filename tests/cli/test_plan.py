@@ -264,7 +264,7 @@ REFUSED = [
     (["--json", "nowhere/plan.json"], "--json nowhere/plan.json: there is no folder nowhere"),
     (["data=None"], "data: the config has none"),
     (["model=None"], "model: the config has none"),
-    (["--hardware", "h100", "--keep", "tensr=2"], "parallel.tensr: no such key; did you mean tensor?"),
+    (["--hardware", "h100", "--keep", "tensr=2"], "parallel.tensr: no such key; did you mean parallel.tensor?"),
     (["train.global_batch=3"], "train.global_batch: no such key"),
 ]
 
