@@ -52,7 +52,7 @@ def choose_hardware(given: str | None, network: Link | None, devices: int, dtype
             return _measured_now(network, devices, dtype)
         return named_hardware(given, network)
     except ValueError as error:
-        raise ConfigError(f"--hardware {given or ''}".rstrip() + f": {error}") from None
+        raise ConfigError(f"--hardware: {error}") from None
 
 
 def _of_this_machine(network: Link | None, devices: int, dtype: str) -> Hardware:
