@@ -12,6 +12,4 @@ model = dict(type="GPT", num_layers=96, hidden_size=12288, num_heads=96, vocab_s
 data = dict(type="PythonStdlib")
 optimizer = dict(type="AdamW", lr=6e-5, betas=(0.9, 0.95), weight_decay=0.1)
 schedule = dict(type="interleaved", microbatches=64, chunks=3)
-train = dict(
-    steps=1000, global_batch_size=64, precision="bf16", clip_grad_norm=1.0, activation_checkpoint="selective"
-)  # fmt: skip
+train = dict(steps=1000, global_batch_size=64, precision="bf16", clip_grad_norm=1.0)
