@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import common
-from colossus.arithmetic import readable_bytes
+from colossus.arithmetic import byte_count
 from colossus.config import Config, load_config
-from colossus.config.plans import resolve_sizes, world_size
+from colossus.config.plans import world_size
 from colossus.hardware.data_sheets import LINK_EFFICIENCY, NETWORK, NETWORK_STEP, FromDataSheet
 from colossus.hardware.hardware import Link
 from colossus.planner.estimate import Estimator
@@ -53,7 +53,7 @@ class Case:
     source: str
 
     def config(self, *overrides: str) -> Config:
-        return resolve_sizes(load_config(FOLDER / f"{self.file}.py", overrides=list(overrides)))
+        return load_config(FOLDER / f"{self.file}.py", overrides)
 
     @property
     def devices(self) -> int:
@@ -148,9 +148,8 @@ def _percent(value: float | None) -> str:
 
 
 def _cells(found: PlanEstimate, devices: int) -> list[str]:
-    memory = max(rank.total for rank in found.memory.ranks)
     speed = found.tokens_per_second / devices
-    return [_number(speed), _percent(found.mfu), readable_bytes(memory), describe(found.config)]
+    return [_number(speed), _percent(found.mfu), byte_count(found.memory.fullest.total), describe(found.config)]
 
 
 def describe(config: Config) -> str:
