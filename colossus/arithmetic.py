@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 def round_up(value: int, unit: int) -> int:
     """The smallest multiple of ``unit`` that is not below ``value``."""
     return -(-value // unit) * unit
+
+
+def divisors(value: int) -> list[int]:
+    """All of them, ascending."""
+    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+    return sorted({*small, *(value // n for n in small)})
 
 
 def nearest_multiples(value: int, unit: int) -> list[int]:
@@ -54,6 +62,23 @@ def byte_count(size: float) -> str:
         size, units = size / 1000, units[1:]
     digits = 0 if units[0] == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
     return f"{size:.{digits}f} {units[0]}"
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """``80GB`` (of 1000), ``79.6GiB`` (of 1024), ``500 MB``, or a number of bytes.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if found is None or (found[3] and not found[2]) or not float(found[1]):
+        raise ValueError(f"{text!r} is no size of memory; write 80GB, 79.6GiB or a number of bytes")
+    unit = (_BINARY if found[3] else _UNITS)[found[2].upper()]
+    return int(float(found[1]) * unit)
 
 
 def clock(seconds: float) -> str:

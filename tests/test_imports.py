@@ -317,6 +317,7 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.server.process",
         "colossus.cli.show",
         "colossus.cli.show_graph",
+        "colossus.cli.plan",
         "colossus.cli.plot",
         "colossus.cli.main",
     ]

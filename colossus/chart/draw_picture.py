@@ -11,6 +11,7 @@ from colossus.chart.panel import PALETTE, Bars, Panel, log_ticks, readable
 from colossus.picture import check_picture, new_figure
 
 _DASHES = ("-", "--", ":", "-.")
+_HATCHES = ("", "//", "..")
 
 
 def save_charts(panels: Sequence[Panel | Bars], path: Path) -> None:
@@ -27,7 +28,7 @@ def save_charts(panels: Sequence[Panel | Bars], path: Path) -> None:
     every = figure.subplots(rows, columns, squeeze=False).flatten()
     common: dict[str, Any] = {}
     for axes, panel in zip(every, panels, strict=False):
-        handles = _draw_bars(axes, panel) if isinstance(panel, Bars) else _draw_lines(axes, panel)
+        handles = draw_bars(axes, panel) if isinstance(panel, Bars) else _draw_lines(axes, panel)
         axes.set_title(panel.title, loc="left", fontsize=10)
         axes.set_xlabel(panel.x_label)
         axes.xaxis.set_major_formatter(_shown)
@@ -79,13 +80,22 @@ def _draw_lines(axes: Any, panel: Panel) -> dict[str, Any]:
     return handles
 
 
-def _draw_bars(axes: Any, bars: Bars) -> dict[str, Any]:
+def draw_bars(axes: Any, bars: Bars) -> dict[str, Any]:
+    """Draw bars into axes of matplotlib.
+
+    Returns:
+        name -> what the legend shows of it
+    """
     left = [0.0] * len(bars.names)
     handles = {}
     for place, (name, sizes) in enumerate(bars.parts.items()):
-        colour = PALETTE[place % len(PALETTE)]
-        handles[name] = axes.barh(range(len(left)), sizes, left=left, color=colour, edgecolor="white", height=0.6)
+        look: dict[str, Any] = dict(color=PALETTE[place % len(PALETTE)], edgecolor="white", height=0.6)
+        look["hatch"] = _HATCHES[place // len(PALETTE) % len(_HATCHES)]
+        handles[name] = axes.barh(range(len(left)), sizes, left=left, **look)
         left = [below + size for below, size in zip(left, sizes, strict=True)]
+    if bars.limit:
+        name, size = bars.limit
+        handles[name] = axes.axvline(size, color="black", linestyle="--", linewidth=1.2)
     axes.set_yticks(range(len(left)), bars.names)
     axes.set_ylim(max(len(left), 3) - 0.5, -0.5)
     return handles

@@ -11,6 +11,7 @@ from colossus.chart.panel import PALETTE, Bars, Line, Panel, log_ticks, readable
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 #: what parts of bars are drawn with: a full block and shades, then ASCII
 _FILLS = "\u2588\u2592\u2591\u2593#=+:-."
+_LIMIT = "|"
 #: what a legend shows of a line that is drawn in braille
 _DASH = "\u2812\u2812"
 #: character by character, what stands for these in an encoding that has none of them
@@ -147,7 +148,8 @@ def _paint(text: str, place: int, colour: bool) -> str:
 
 def _text_bars(bars: Bars, width: int, colour: bool) -> str:
     totals = [sum(sizes) for sizes in zip(*bars.parts.values(), strict=True)]
-    longest = max(totals, default=0.0)
+    limit = bars.limit[1] if bars.limit else 0.0
+    longest = max([limit, *totals], default=0.0)
     if not longest > 0:
         return f"{bars.title}\n  no numbers"
     names = [name if len(name) <= width // 3 else f"{name[: width // 3 - 1]}\u2026" for name in bars.names]
@@ -160,6 +162,11 @@ def _text_bars(bars: Bars, width: int, colour: bool) -> str:
             length = round((below + sizes[at]) * scale) - round(below * scale)
             drawn += _paint(_FILLS[place % len(_FILLS)] * length, place, colour)
             below += sizes[at]
+        if total < limit:
+            drawn += " " * (round(limit * scale) - round(total * scale)) + _LIMIT
         rows.append(f"{name:<{margin}}{drawn} {readable(float(f'{total:.3g}'))}")
     entries = [(_FILLS[place % len(_FILLS)], name, place) for place, name in enumerate(bars.parts)]
-    return "\n".join([*rows, *_legend(entries, width, colour)])
+    legend = _legend(entries, width, colour)
+    if bars.limit:
+        legend.append(f"  {_LIMIT} {bars.limit[0]}")
+    return "\n".join([*rows, *legend])

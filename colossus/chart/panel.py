@@ -61,12 +61,14 @@ class Bars:
     Attributes:
         names: of the bars.
         parts: name of a part -> its size in each bar.
+        limit: a line across all bars, by its name.
     """
 
     title: str
     names: Sequence[str]
     parts: Mapping[str, Sequence[float]]
     x_label: str = ""
+    limit: tuple[str, float] | None = None
 
 
 def readable(value: float) -> str:

@@ -20,6 +20,7 @@ COMMANDS = {
     "launch": "launch",
     "config": "print_config",
     "show": "show",
+    "plan": "plan",
     "doctor": "doctor",
     "verify": "verify",
     "compare": "compare",
@@ -41,6 +42,7 @@ commands:
   config FILE   print the resolved config
   show FILE     print which rank is where, what runs when (--timeline), who mixes with whom (--graph), what is sent
                 for each parameter (--strategy)
+  plan FILE     find the fastest plans for so many devices, and predict their time and memory
   doctor        test this machine: devices, backend, cores, speed between ranks, ports
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
   compare FILE  the same job under several data-parallel strategies or plans, in one table
@@ -59,6 +61,7 @@ options:
 a first run:
   colossus config configs/gpt_stdlib.py
   colossus show configs/gpt_stdlib.py parallel.tensor=2
+  colossus plan configs/gpt_stdlib.py --devices 4
   colossus launch configs/gpt_stdlib.py train.steps=50
   colossus verify configs/gpt_stdlib.py
   colossus evaluate gpt_stdlib

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from colossus.arithmetic import parse_bytes
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import find_latest, root_of
 from colossus.config import Config, load_config
@@ -92,6 +93,14 @@ def number_argument(wanted: str, is_right: Callable[[float], bool], kind: type[f
 
 
 positive_integer = number_argument("a whole number of at least 1", lambda value: value >= 1, int)
+
+
+def size_argument(text: str) -> int:
+    """The type of an argument that is a size of memory, in bytes: see `parse_bytes`."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def load(arguments: argparse.Namespace) -> Config:

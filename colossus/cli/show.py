@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from colossus.arithmetic import aligned, counted
-from colossus.cli.parser import OVERRIDES, Parser, load
+from colossus.cli.parser import OVERRIDES, Parser, load, size_argument
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import describe_plan, describe_processes, name_of, strategy_options, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
@@ -63,7 +63,12 @@ def make_parser() -> Parser:
     parser.add_argument("--strategy", action="store_true", help="what the data-parallel strategy sends, by parameter")
     parser.add_argument("--layers", action="store_true", help="what each module of the model became, what it sends")
     parser.add_argument("--memory", action="store_true", help="memory of the ranks, by kind, predicted")
-    parser.add_argument("--limit", metavar="SIZE", help="with --memory: that of a device, 80GB say; what makes it fit")
+    parser.add_argument(
+        "--limit",
+        type=size_argument,
+        metavar="SIZE",
+        help="with --memory: that of a device, 80GB say; what makes it fit",
+    )
     parser.add_argument("--json", action="store_true", help="with --memory: print it as JSON, in bytes")
     return parser
 

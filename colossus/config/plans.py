@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from colossus.arithmetic import expert_factor, factors, not_a_multiple
+from colossus.arithmetic import divisors, expert_factor, factors, not_a_multiple
 from colossus.config.components import option_problems
 from colossus.config.errors import ConfigError, explain
 from colossus.config.learning_rates import learning_rate_problems
@@ -305,11 +305,10 @@ def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> li
 
 
 def _factorisations(nproc: int, now: Sizes) -> Iterator[Sizes]:
-    small = [n for n in range(1, math.isqrt(nproc) + 1) if nproc % n == 0]
-    divisors = sorted({*small, *(nproc // n for n in small)})
-    for tensor in divisors:
-        for sequence in divisors if now[2] > 1 else [1]:
-            for pipeline in divisors if now[1] > 1 else [1]:
+    sizes = divisors(nproc)
+    for tensor in sizes:
+        for sequence in sizes if now[2] > 1 else [1]:
+            for pipeline in sizes if now[1] > 1 else [1]:
                 data, rest = divmod(nproc, tensor * sequence * pipeline)
                 if not rest:
                     yield data, pipeline, sequence, tensor

@@ -13,9 +13,11 @@ import colossus
 from colossus.arithmetic import aligned, byte_count, counted
 from colossus.config import ConfigError
 from colossus.context.local_ranks import RanksFailed, run_local_ranks
+from colossus.doctor.device_timing import OPERATORS
 from colossus.doctor.network import rank_options
-from colossus.doctor.rank_timing import ON_CPU, ON_CUDA, Seconds, Sizes, group_sizes, time_cases
-from colossus.hardware.hardware import OPERATIONS
+from colossus.doctor.rank_timing import Seconds, group_sizes, time_cases
+from colossus.doctor.timing_sizes import ON_CPU, ON_CUDA, Sizes
+from colossus.hardware.hardware import OPERATIONS, ranks_at_once
 from colossus.hardware.measured import (
     VERSION,
     AttentionTable,
@@ -69,7 +71,9 @@ def measure_ranks(nproc: int, device: str, sizes: Sizes) -> MeasuredFile:
     cuda = device == "cuda"
     given = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdecimal() else threads_per_rank(nproc)
-    of_ranks = run_local_ranks(nproc, partial(time_cases, nproc, threads, device, sizes), **rank_options(cuda, TIMEOUT))
+    at_once = None if cuda else ranks_at_once(usable_cores(), threads)
+    time_rank = partial(time_cases, nproc, threads, at_once, device, sizes)
+    of_ranks = run_local_ranks(nproc, time_rank, **rank_options(cuda, TIMEOUT))
     slowest: Seconds = {}
     for of_rank in of_ranks:
         for case, seconds in of_rank.items():
@@ -88,6 +92,7 @@ def measure_ranks(nproc: int, device: str, sizes: Sizes) -> MeasuredFile:
         bytes_per_second=3 * sizes.memory / slowest["add",],
         copy_bytes_per_second=2 * sizes.memory / slowest["copy",],
         operator_seconds=slowest["operator",],
+        operator_bytes_per_second={name: 1 / slowest["bytes", name] for name in OPERATORS},
         matmul={dtype: _products(slowest, dtype, sizes) for dtype in sizes.dtypes},
         attention={dtype: _attention(slowest, dtype, sizes) for dtype in sizes.dtypes},
         collectives=[
@@ -139,8 +144,9 @@ def tables(found: MeasuredFile) -> str:
         parts.append(f"GFLOP/s of a rank in {dtype}, causal attention\n{_attention_rows(attention)}")
     parts.append(
         f"memory: {found.bytes_per_second / 1e9:.1f} GB/s in x + y, {found.copy_bytes_per_second / 1e9:.1f} GB/s in a "
-        f"copy; an operation on one element {_time(found.operator_seconds)}"
+        f"copy; an operator costs {_time(found.operator_seconds)} beside its work"
     )
+    parts.append(_operator_rows(found))
     for ranks in sorted({table.ranks for table in found.collectives}):
         these = [table for table in found.collectives if table.ranks == ranks]
         parts.append(f"{ranks} ranks, by the bytes of the whole tensor\n{_collective_rows(these)}")
@@ -162,6 +168,11 @@ def _attention_rows(table: AttentionTable) -> str:
         flops = 2 * table.heads * length**2 * table.head_dim
         rows.append([str(length), _rate(flops / forward), _rate(2.5 * flops / backward)])
     return aligned(rows)
+
+
+def _operator_rows(found: MeasuredFile) -> str:
+    rates = found.operator_bytes_per_second.items()
+    return aligned([["GB/s that it reads and writes", ""], *([name, f"{rate / 1e9:.1f}"] for name, rate in rates)])
 
 
 def _collective_rows(these: list[CollectiveTable]) -> str:

@@ -5,60 +5,26 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
 from colossus.arithmetic import round_up
-from colossus.comm import collectives, shared_memory
+from colossus.comm import collectives
 from colossus.comm.links import Links
 from colossus.context.groups import AxisGroup, new_process_group
+from colossus.doctor.device_timing import Timed, device_cases, seconds_of_calls
+from colossus.doctor.timing_sizes import Case, Sizes
 from colossus.progress import progress
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-#: a case's calls run this long, unless one call takes longer
-CASE_SECONDS = 0.02
 FEWEST_BLOCKS, MOST_BLOCKS = 2, 7
 TIMEOUT = timedelta(seconds=60)
 
-#: what is timed: ("matmul", dtype, a, b), ("forward", dtype, length), ("all_reduce", ranks, bytes held), ("add",), ..
-Case = tuple[str | int, ...]
 Seconds = dict[Case, float]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured.
-
-    Attributes:
-        matmul: a and b of products [a, b] x [b, b].
-        memory: bytes of a tensor that is too large for caches.
-        messages: bytes of the whole tensor of a collective.
-        seconds: for all blocks together, roughly; at least two are taken.
-    """
-
-    dtypes: tuple[str, ...]
-    matmul: tuple[int, ...]
-    heads: int
-    head_dim: int
-    lengths: tuple[int, ...]
-    memory: int
-    messages: tuple[int, ...]
-    seconds: float
-
-
-_KB, _MB = 1 << 10, 1 << 20
-#: 8 MB is the most that goes through shared memory
-_MESSAGES = (*(_KB << power for power in range(0, 14, 2)), shared_memory.SLOT_BYTES, 16 * _MB)
-ON_CPU = Sizes(("fp32",), (8, 32, 128, 512, 1024), 4, 64, (128, 512, 1024), 16 * _MB, _MESSAGES, 24.0)
-ON_CUDA = Sizes(
-    ("bf16", "fp32"), (16, 64, 256, 1024, 4096), 32, 128, (512, 2048, 8192), 512 * _MB,
-    (*_MESSAGES, 64 * _MB, 256 * _MB), 24.0,
-)  # fmt: skip
+_MB = 1 << 20
 
 
 def group_sizes(world: int) -> list[int]:
@@ -66,18 +32,24 @@ def group_sizes(world: int) -> list[int]:
     return sorted({1 << power for power in range(1, world.bit_length()) if 1 << power <= world} | {world} - {1})
 
 
-def time_cases(world: int, threads: int, device: str, sizes: Sizes, rank: int) -> Seconds:
-    """Median seconds of each case over blocks, each of which runs all cases, in turned order from block to block.
+def time_cases(world: int, threads: int, at_once: int | None, device: str, sizes: Sizes, rank: int) -> Seconds:
+    """Seconds of each case over blocks, each of which runs all cases, in turned order from block to block.
+
+    Of what a rank does by itself the least, since what disturbs it only makes it longer; of collectives the median.
 
     All ranks call; they start each case together, and groups of fewer ranks than all run side by side.
+
+    Args:
+        at_once: so many ranks compute at the same time, and the others wait; None: all.
     """
     torch.set_num_threads(threads)
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
     everyone = AxisGroup(("ranks",), tuple(range(world)), rank, dist.group.WORLD if world > 1 else None)
-    cases = _compute_cases(sizes, here) | _collective_cases(sizes, here, everyone)
-    # a rank that is in no group of this size runs nothing, but comes to the start of the case as all do
-    names: list[Case] = [*cases, *(name for name in _all_collectives(sizes, world) if name not in cases)]
-    names.sort(key=str)
+    of_device = device_cases(sizes, here)
+    between = _collective_cases(sizes, here, everyone)
+    cases = between if at_once is not None and rank >= at_once else of_device | between
+    # a rank that does not run a case comes to its start as all do
+    names = sorted({*of_device, *_all_collectives(sizes, world)}, key=str)
     series: dict[Case, list[float]] = {name: [] for name in cases}
     began, num_blocks = time.monotonic(), 1
     block = 0
@@ -95,7 +67,7 @@ def time_cases(world: int, threads: int, device: str, sizes: Sizes, rank: int) -
         block += 1
     if rank == 0:
         progress("")
-    return {name: statistics.median(taken) for name, taken in series.items()}
+    return {name: min(taken) if name in of_device else statistics.median(taken) for name, taken in series.items()}
 
 
 def _blocks_in(seconds: float, one: float) -> int:
@@ -105,77 +77,6 @@ def _blocks_in(seconds: float, one: float) -> int:
 def _agree(number: int, group: AxisGroup, device: torch.device) -> int:
     """The largest of all ranks' numbers."""
     return int(collectives.all_reduce(torch.tensor(number, device=device), group, op="max").wait())
-
-
-# -- one device -----------------------------------------------------------------------------------------------
-
-
-def _compute_cases(sizes: Sizes, device: torch.device) -> dict[Case, Callable[[], float]]:
-    cases: dict[Case, Callable[[], float]] = {}
-    for dtype in sizes.dtypes:
-        for at, a in enumerate(sizes.matmul):
-            for b in sizes.matmul[at:]:
-                cases["matmul", dtype, a, b] = partial(_time_linear, a, b, DTYPES[dtype], device)
-        for length in sizes.lengths:
-            shape = sizes.heads, length, sizes.head_dim
-            for name in ("forward", "backward"):
-                cases[name, dtype, length] = partial(_time_attention, shape, DTYPES[dtype], device, name == "backward")
-    x, y = (torch.ones(sizes.memory // 4, device=device) for _ in range(2))
-    one = torch.zeros(1, device=device)
-    cases["add",] = lambda: _seconds(lambda: torch.add(x, y), device)
-    cases["copy",] = lambda: _seconds(lambda: y.copy_(x), device)
-    cases["operator",] = lambda: _seconds(lambda: one.add_(1.0), device)
-    return cases
-
-
-def _time_linear(a: int, b: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Mean of the three products of a linear layer of b x b features and a tokens, each into a new tensor."""
-    x, dy, w = (torch.randn(shape, dtype=dtype, device=device) for shape in ((a, b), (a, b), (b, b)))
-
-    def all_three() -> None:
-        nn.functional.linear(x, w)
-        dy @ w
-        dy.t() @ x
-
-    return _seconds(all_three, device) / 3
-
-
-def _time_attention(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, backward: bool) -> float:
-    q, k, v = (torch.randn(1, *shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-
-    def forward() -> Tensor:
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    if not backward:
-        return _seconds(forward, device)
-    out = forward()
-    gradient = torch.ones_like(out)
-    return _seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device)
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Mean over calls behind each other, after one to warm up: twice as many until they take long enough."""
-    call()
-    calls = 1
-    while True:
-        taken = _seconds_of(call, calls, device)
-        if taken > CASE_SECONDS / 2:
-            return taken / calls
-        calls *= 2
-
-
-def _seconds_of(call: Callable[[], object], calls: int, device: torch.device) -> float:
-    _synchronize(device)
-    began = time.perf_counter()
-    for _ in range(calls):
-        call()
-    _synchronize(device)
-    return time.perf_counter() - began
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # -- between ranks --------------------------------------------------------------------------------------------
@@ -204,7 +105,7 @@ def _all_collectives(sizes: Sizes, world: int) -> list[tuple[str, int, int]]:
     ]
 
 
-def _collective_cases(sizes: Sizes, device: torch.device, everyone: AxisGroup) -> dict[Case, Callable[[], float]]:
+def _collective_cases(sizes: Sizes, device: torch.device, everyone: AxisGroup) -> dict[Case, Timed]:
     """Those of the groups that this rank is in: of neighbours, as many side by side as there are."""
     groups: dict[int, AxisGroup] = {}
     for ranks in group_sizes(everyone.size):
@@ -214,7 +115,7 @@ def _collective_cases(sizes: Sizes, device: torch.device, everyone: AxisGroup) -
             made = new_process_group(members, index, f"measured {ranks} from {first}", TIMEOUT)
             groups[ranks] = AxisGroup(("ranks",), members, index, made)
     links = Links(groups[2], [(0, 1), (1, 0)], device) if 2 in groups else None
-    cases: dict[Case, Callable[[], float]] = {}
+    cases: dict[Case, Timed] = {}
     for operation, ranks, held in _all_collectives(sizes, everyone.size):
         if ranks not in groups:
             continue
@@ -237,7 +138,7 @@ def _seconds_of_one(call: Callable[[], object], calls: int, device: torch.device
 def seconds_together(call: Callable[[], object], calls: int, device: torch.device) -> float:
     """Mean over as many calls on all ranks, after one that brings them together."""
     call()
-    return _seconds_of(call, calls, device) / calls
+    return seconds_of_calls(call, calls, device) / calls
 
 
 def there_and_back(links: Links, x: Tensor, index: int) -> None:

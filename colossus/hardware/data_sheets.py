@@ -101,6 +101,8 @@ def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float
 MATMUL_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.7, 0.5, 0.85, 0.8
 #: seconds to start a kernel
 LAUNCH = 5e-6
+#: seconds that Python, autograd and torch need to start an operator: a round number of one core of a server
+OPERATOR = 10e-6
 # NCCL's own model (src/graph/tuning.cc, ring, protocol Simple): seconds of a call, of a step over NVLink, and of one
 # over the network
 CALL, LINK_STEP, NETWORK_STEP = 8.4e-6, 3.4e-6, 14e-6
@@ -120,7 +122,8 @@ class FromDataSheet(Hardware):
         ValueError: for a device whose sheet is not here, or says nothing of memory and links.
     """
 
-    is_measured = False
+    is_measured, overlaps = False, True
+    operator_seconds, at_once = OPERATOR, None
 
     def __init__(self, device: str, network: Link = NETWORK) -> None:
         name = {"V100": "V100 SXM2"}.get(short_name(device), short_name(device))
@@ -147,7 +150,7 @@ class FromDataSheet(Hardware):
         flops = 2.0 * heads * length**2 * head_dim * (2.5 if backward else 1)
         return LAUNCH + flops / (ATTENTION_EFFICIENCY * self._peak(dtype))
 
-    def memory_seconds(self, num_bytes: float) -> float:
+    def memory_seconds(self, num_bytes: float, operator: str = "") -> float:
         return LAUNCH + self._moving(num_bytes)
 
     def on_one_host(self, operation: str, ranks: int, held: float) -> float:

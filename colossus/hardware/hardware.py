@@ -33,13 +33,21 @@ class Hardware(ABC):
         name: of the device, with where the figures are from.
         is_measured: False where they are a data sheet's.
         memory_bytes: of each device.
-        network: of each device, to devices of other hosts; None where it is not known.
+        network: of each device, to devices of other hosts; None where it is not known. Where the devices of a host
+            share a card, each has its part of the card's bandwidth.
+        operator_seconds: that Python and torch need to start one ATen operator of a training step, in the mean over
+            forward and backward, views among them.
+        at_once: ranks of a host that run without taking each other's cores; None: all.
+        overlaps: whether collectives run beside what their ranks compute.
     """
 
     name: str
     is_measured: bool
     memory_bytes: float
     network: Link | None
+    operator_seconds: float
+    at_once: int | None
+    overlaps: bool
 
     @abstractmethod
     def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
@@ -57,8 +65,28 @@ class Hardware(ABC):
         """Of causal attention of ``heads`` (of all samples together), its forward or its backward."""
 
     @abstractmethod
-    def memory_seconds(self, num_bytes: float) -> float:
-        """In which a device reads and writes ``num_bytes`` together, as an elementwise operation does."""
+    def memory_seconds(self, num_bytes: float, operator: str = "") -> float:
+        """In which a device reads and writes ``num_bytes`` together, as an elementwise operation does.
+
+        Args:
+            operator: of ATen (``gelu_backward``); a processor takes longer for some than for others.
+        """
+
+    def eager_seconds(self, work: float, operators: int) -> float:
+        """Of so many ATen operators, started one by one, whose work takes ``work`` seconds together.
+
+        A processor starts each and then does its work. To a GPU they are sent ahead, so that the longer of both counts.
+        """
+        starting = operators * self.operator_seconds
+        return max(work, starting) if self.overlaps else work + starting
+
+    def slowdown(self, ranks_on_host: int) -> float:
+        """How many times as long all that is asked for here takes, while so many ranks of a host are busy.
+
+        Of ranks that wait for each other a step takes as long as without it, or as the busy seconds of all ranks of a
+        host over `at_once`, whichever is longer.
+        """
+        return 1.0 if self.at_once is None else max(1.0, ranks_on_host / self.at_once)
 
     @abstractmethod
     def on_one_host(self, operation: str, ranks: int, held: float) -> float:
@@ -67,13 +95,15 @@ class Hardware(ABC):
     def collective_seconds(self, operation: str, ranks: int, held: float, *, hosts: int = 1) -> float:
         """Of a collective, or of a message one way; never less for more bytes.
 
-        Over several hosts it takes as long as on one, or as the network needs for the bytes that a rank sends, and in
-        addition the network's latency for each step from host to host.
+        Over several hosts it takes as long as on one, or as the network needs, and in addition the network's latency
+        for each step from host to host. All groups of the same axes do the same at the same time, and each rank has its
+        own part of the network. What goes round a ring crosses from host to host once, in as many rings as the group
+        has ranks on a host, each over another rank's part (as NCCL does); of an all-to-all each rank sends its own.
 
         Args:
             operation: one of `OPERATIONS`.
             held: bytes that a rank holds before, as in `colossus.comm.accounting.sent`: the shard of an all-gather.
-            hosts: over which the ranks are spread, in order.
+            hosts: over which the ranks are spread evenly, in order.
 
         Raises:
             ValueError: where the operation is not known, or no link that joins these ranks.
@@ -90,13 +120,32 @@ class Hardware(ABC):
                 f"{self.name} knows no network, and {operation} over {counted(hosts, 'host')} needs one: give it "
                 f"network=Link(latency, bandwidth), in seconds and bytes per second of a device"
             )
-        through = bytes_sent(operation, ranks, held) / self.network.bandwidth
+        through = bytes_through_network(operation, ranks, held, hosts) / self.network.bandwidth
         return max(within, through) + steps(operation, hosts) * self.network.latency
+
+
+def ranks_at_once(cores: int, threads: int) -> int:
+    """Ranks of so many threads that each have a core for each."""
+    return max(1, cores // threads)
 
 
 def bytes_sent(operation: str, ranks: int, held: float) -> float:
     """What one rank sends, as it is counted; a message is its own size."""
     return held if operation == "send" else sent(operation, ranks, held)
+
+
+def bytes_through_network(operation: str, ranks: int, held: float, hosts: int) -> float:
+    """Of these what each rank's part of the network carries, of ranks that are spread evenly over several hosts."""
+    if operation == "send":
+        return held
+    if operation == "all_to_all":
+        return held * (hosts - 1) / hosts
+    return bytes_sent(operation, ranks, held) * hosts / ranks
+
+
+def held_of(operation: str, ranks: int, sent_bytes: float) -> float:
+    """What a rank holds before, of what it sends: the inverse of `bytes_sent`."""
+    return sent_bytes if operation == "send" else sent_bytes / sent(operation, ranks, 1.0)
 
 
 def steps(operation: str, ranks: int) -> int:

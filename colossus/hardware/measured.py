@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from colossus.arithmetic import counted
-from colossus.hardware.hardware import OPERATIONS, Hardware, Link, bytes_sent, fit_link, steps
+from colossus.hardware.hardware import OPERATIONS, Hardware, Link, bytes_sent, fit_link, ranks_at_once, steps
 from colossus.hardware.interpolation import Curve, ProductGrid
 
-VERSION = 1
+VERSION = 2
 
 Table = TypeVar("Table")
 
@@ -33,7 +33,7 @@ class ProductTable(_Part):
     Attributes:
         sizes: rising.
         seconds: of [a, b] x [b, b], for each size a a row, of the sizes b from a on: the mean of a linear layer's three
-            products, x w^T, dy w and dy^T x.
+            products, x w^T, dy w and dy^T x, of operands that no cache holds.
     """
 
     sizes: list[PositiveInt] = Field(min_length=2)
@@ -106,7 +106,8 @@ class MeasuredFile(_Part):
         memory_bytes: of a GPU, or of this machine for one of ``ranks`` of CPUs.
         bytes_per_second: read and written together in z = x + y of new tensors that no cache holds; ``copy_`` in
             the copy of one.
-        operator_seconds: of an operation in place on one element.
+        operator_seconds: of an operator of a small transformer block, forward and backward together.
+        operator_bytes_per_second: ATen operator -> read and written together, of activations that no cache holds.
         matmul, attention: by dtype.
     """
 
@@ -123,6 +124,7 @@ class MeasuredFile(_Part):
     bytes_per_second: PositiveFloat
     copy_bytes_per_second: PositiveFloat
     operator_seconds: PositiveFloat
+    operator_bytes_per_second: dict[str, PositiveFloat]
     matmul: dict[str, ProductTable] = Field(min_length=1)
     attention: dict[str, AttentionTable] = Field(min_length=1)
     collectives: list[CollectiveTable]
@@ -140,7 +142,9 @@ class Measured(Hardware):
     def __init__(self, file: MeasuredFile, network: Link | None = None) -> None:
         self.file, self.network = file, network
         self.name = f"{file.name} (measured, {counted(file.ranks, 'rank')} at once)"
-        self.memory_bytes = file.memory_bytes
+        self.memory_bytes, self.operator_seconds = file.memory_bytes, file.operator_seconds
+        self.at_once = ranks_at_once(file.cores, file.threads) if file.device == "cpu" else None
+        self.overlaps = file.device != "cpu"
         self._grids = {dtype: ProductGrid(table.sizes, table.by_pair()) for dtype, table in file.matmul.items()}
         self._tables: dict[str, dict[int, tuple[Curve, Link, float]]] = {}
         for table in file.collectives:
@@ -156,11 +160,18 @@ class Measured(Hardware):
         beyond = max(1.0, length / table.lengths[-1]) ** 2
         return seconds * beyond * (heads * head_dim) / (table.heads * table.head_dim)
 
-    def memory_seconds(self, num_bytes: float) -> float:
-        return num_bytes / self.file.bytes_per_second
+    def memory_seconds(self, num_bytes: float, operator: str = "") -> float:
+        return num_bytes / self.file.operator_bytes_per_second.get(operator, self.file.bytes_per_second)
 
     def on_one_host(self, operation: str, ranks: int, held: float) -> float:
-        """Between numbers of ranks that were measured by logarithms; of more than those as the formula goes on."""
+        """Between numbers of ranks that were measured by logarithms; of more than those as the formula goes on.
+
+        Ranks that were measured while they shared cores would be faster alone, see `slowdown`.
+        """
+        busy = self.file.ranks // 2 if operation == "send" else self.file.ranks  # of two, one waits for the other
+        return self._as_measured(operation, ranks, held) / self.slowdown(busy)
+
+    def _as_measured(self, operation: str, ranks: int, held: float) -> float:
         tables = self._tables.get(operation)
         if tables is None:
             raise ValueError(

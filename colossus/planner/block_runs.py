@@ -13,8 +13,8 @@ from torch import nn
 from colossus.layers.checkpointing import is_checkpointed
 from colossus.layers.pipeline_block import NamedBlock
 
-#: of equal blocks that follow each other, so many are run: the last two tell what each further one keeps
-_RUN = 3
+#: of equal blocks that follow each other, so many are run: the first may make what all of them use
+_RUN = 2
 _PLAIN = (int, float, bool, str, tuple, type(None), torch.dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types as python_types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from colossus.sequence_parallel import ring_attention
 
 aten = torch.ops.aten
+_DEVICE_OF = torch.ops.prim.device.default
 #: in place, and some of them know no fake tensors
 _UPDATES = tuple(
     getattr(getattr(aten, name), overload)
@@ -40,6 +41,8 @@ class CountedFakeTensors(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.live = self.peak = 0
+        #: called with each operator that runs, its arguments and what it gives
+        self.observer: Callable[[Any, Any, Any, Any], None] | None = None
         self._known: set[int] = set()
         #: above 0 inside of an operator that shapes are found of by running others, which make nothing
         self._depth = 0
@@ -50,6 +53,8 @@ class CountedFakeTensors(FakeTensorMode):
         return self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):  # of which there are more than of all others
+            return args[0].fake_device
         kwargs = kwargs or {}
         if func in _UPDATES:
             return None
@@ -64,6 +69,8 @@ class CountedFakeTensors(FakeTensorMode):
                 out = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._depth -= 1
+        if self.observer is not None and not self._depth:
+            self.observer(func, args, kwargs, out)
         for leaf in tree_leaves(out) if not self._depth else ():
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 self._count(leaf.untyped_storage())

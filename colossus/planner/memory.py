@@ -5,36 +5,19 @@ All ranks of one pipeline rank hold as much (shards are padded to equal sizes), 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-from colossus.config import Config, ConfigError
+from colossus.config import Config
 from colossus.config.plans import name_of
-from colossus.construct.build_model import build
-from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import batch_size_of, map_batch
-from colossus.data.make_loaders import loaders_of
-from colossus.engine.checkpointed_modules import with_activation_checkpoint
-from colossus.engine.inputs import Inputs
-from colossus.engine.loss_function import loss_of
-from colossus.engine.parameter_groups import ParameterGroups, make_groups
-from colossus.layers.pipeline_block import NamedBlock, has_hooks, is_chain, pipeline_blocks
-from colossus.planner.activations import MicrobatchRun, StageActivations, peak_of_step
-from colossus.planner.balanced_experts import balanced_experts
-from colossus.planner.block_runs import BlockRun, runs_of
-from colossus.planner.fake_rank import fake_rank, give_sizes
-from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
+from colossus.planner.layout_blocks import LayoutProfile
+from colossus.planner.layout_profile import profile_layout
+from colossus.planner.parameter_facts import itemsize
+from colossus.planner.plan_stages import layout_config, stages_of
 from colossus.planner.rank_memory import PlanMemory, RankMemory
-from colossus.planner.stored import StoredParameters
-from colossus.registry import MODELS
+from colossus.planner.rank_stages import RankStages
+from colossus.planner.stage_activations import StageActivations, peak_of_step
+from colossus.planner.stored import stored_bytes
 from colossus.schedule.actions import in_flight
-from colossus.schedule.build import make_schedule
-from colossus.schedule.partition import Partition, make_partition
-from colossus.schedule.pipeline import PipelineRuntime
-from colossus.tensor_parallel.dtypes import gradient_dtype
 
 #: strategies that keep nothing of a model's size but buckets
 _COUNTED_STRATEGIES = ("all_reduce", "zero", "hierarchical")
@@ -44,126 +27,57 @@ def predict_memory(config: Config) -> PlanMemory:
     """The memory of a resolved config's plan.
 
     Raises:
-        ConfigError: for a config without a model or data, and for what cannot be built or read, or has
-            sizes that depend on a batch's values.
+        ConfigError: see `colossus.planner.layout_profile.profile_layout` and
+            `colossus.planner.plan_stages.stages_of`.
     """
-    if config.model is None or config.data is None:
-        missing = "model" if config.model is None else "data"
-        raise ConfigError(f"{missing}: the config has none, and memory depends on it", config.source)
-    try:
-        batch = _batch_of(config)
-        with fake_rank(config) as context:
-            return _of_rank(config, context, batch)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error), config.source) from error
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ConfigError(
-            f"the memory of {name_of(config.model.type)} cannot be predicted: sizes of its tensors depend on the "
-            f"values of a batch ({error})",
-            config.source,
-        ) from error
+    profile = profile_layout(layout_config(config))
+    return memory_of(config, profile, stages_of(config, profile))
 
 
-def _batch_of(config: Config) -> Any:
-    """A batch of a data rank, by one sample: its numbers count for nothing."""
-    train = config.train.model_copy(update={"global_batch_size": 1, "batch_ramp": None})
-    one = config.model_copy(update={"train": train})
-    batch = next(iter(loaders_of(one, config.data, data_rank=0, data_size=1, device="cpu").train))
-    read, size = batch_size_of(batch), config.train.global_batch_size // (config.parallel.data or 1)
-    return map_batch(lambda x: x[:1].expand(size, *x.shape[1:]) if x.dim() and len(x) == read else x, batch)
+def memory_of(config: Config, profile: LayoutProfile, ranks: Sequence[RankStages]) -> PlanMemory:
+    """The memory of a plan whose layout has this profile.
+
+    Args:
+        ranks: of the pipeline.
+    """
+    accumulates = config.schedule.microbatches > 1
+    found: list[RankMemory] = []
+    for rank in ranks:
+        stored = stored_bytes(profile.facts, config, rank, profile.optimizer, accumulates=accumulates)
+        grown = 0 if accumulates else stored.gradients
+        stages = _stages(profile, rank, 0 if config.parallel.zero.stage == 3 else grown)
+        activations = max(0, peak_of_step(rank.actions, stages) - grown)
+        if len(ranks) > 1:
+            activations += 2 * max(stages[stage].passed for stage in rank.stages)
+        found.append(RankMemory(rank.rank, rank.stages, max(in_flight(rank.actions)), stored, activations))
+    return PlanMemory(tuple(found), tuple(_notes(config)))
 
 
-def _of_rank(config: Config, context: ParallelContext, batch: Any) -> PlanMemory:
-    pipeline = PipelineRuntime(config, context)
-    groups: list[ParameterGroups | None] = []
-    spec = config.model.spec()  # type: ignore[union-attr]
-    factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
+def _stages(profile: LayoutProfile, rank: RankStages, grown: int) -> dict[int, StageActivations]:
+    """Of a rank's stages.
 
-    def prepare(whole: nn.Module) -> None:
-        groups.append(make_groups(config.optimizer, whole))  # freezes parameters
-
-    model = build(factory, context, materialize=False, prepare=prepare)
-    partition = None
-    if pipeline.last_stage:
-        partition = make_partition(model, pipeline.rank_of, config.parallel.pipeline.split)
-    schedule = config.schedule
-    size = context.size("pipeline")
-    actions = make_schedule(schedule.type, size, schedule.microbatches, **schedule.options)
-    accumulates = schedule.microbatches > 1
-    with counted_fake_tensors() as fake, balanced_experts():
-        give_sizes(model, context.precision)
-        of_ranks = []
-        for rank in range(size):
-            own = [0] if partition is None else partition.stages_on(rank)
-            names, chain = _names_on(model, partition, own), _chain_of(model, partition, own)
-            buffers = _buffer_bytes(model, partition, own)
-            of_ranks.append((own, StoredParameters(config, context, model, names, chain, buffers)))
-        for _, stored in of_ranks:
-            for param in stored.params:
-                if param.requires_grad and (accumulates or stored.is_bucketed(param)):
-                    param.grad = torch.empty(param.shape, dtype=gradient_dtype(param))
-        stages = _activations(config, context, model, partition, batch, fake)
-        ranks: list[RankMemory] = []
-        for (own, stored), of_rank in zip(of_ranks, actions, strict=True):
-            counted = stored.count(groups[0], fake, accumulates=accumulates)
-            activations = peak_of_step(of_rank, stages)
-            if not accumulates:
-                activations = max(0, activations - counted.gradients)
-            if size > 1:
-                activations += 2 * max(stages[stage].passed for stage in own)
-            ranks.append(RankMemory(len(ranks), tuple(own), max(in_flight(of_rank)), counted, activations))
-    return PlanMemory(tuple(ranks), tuple(_notes(config)))
-
-
-def _activations(
-    config: Config,
-    context: ParallelContext,
-    model: nn.Module,
-    partition: Partition | None,
-    batch: Any,
-    fake: CountedFakeTensors,
-) -> dict[int, StageActivations]:
-    inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
-    given = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
-    step_batch = inputs.split(given, config.schedule.microbatches)
-    model.train()
-    run = MicrobatchRun(loss_of(model, None), step_batch, inputs, context, fake)
-    return run.stages(_stages_of(model, partition))
-
-
-def _stages_of(model: nn.Module, partition: Partition | None) -> dict[int, list[BlockRun]]:
-    """Stage -> its blocks; of a model that is no chain, itself."""
-    if partition is not None:
-        return {stage: runs_of(model, partition.blocks_of(stage)) for stage in range(partition.num_stages)}
-    if is_chain(model) and not has_hooks(model):
-        return {0: runs_of(model, pipeline_blocks(model))}
-    return {0: [BlockRun(None, [model], 0)]}
-
-
-def _names_on(model: nn.Module, partition: Partition | None, stages: list[int]) -> dict[str, bool]:
-    """The parameters of a pipeline rank's stages, and whether other ranks have them, too."""
-    if partition is None:
-        return {name: False for name, _ in model.named_parameters()}
-    here = set(stages)
-    return {name: len(partition.ranks_of(name)) > 1 for name, used in partition.stages_of.items() if here & set(used)}
-
-
-def _buffer_bytes(model: nn.Module, partition: Partition | None, stages: list[int]) -> int:
-    """Of the buffers of a pipeline rank's stages, and of those that no block owns."""
-    buffers = dict(model.named_buffers())
-    if partition is not None:
-        here = {name for stage in stages for block in partition.blocks_of(stage) for name in block.buffers}
-        for name in {name for block in partition.blocks for name in block.buffers} - here:
-            del buffers[name]
-    return sum(buffer.nbytes for buffer in buffers.values())
-
-
-def _chain_of(model: nn.Module, partition: Partition | None, stages: list[int]) -> list[NamedBlock] | None:
-    if partition is not None:
-        return [block for stage in stages for block in partition.blocks_of(stage)]
-    return pipeline_blocks(model) if is_chain(model) else None
+    Args:
+        grown: bytes of gradients that are made in backward, while activations go: shared out over the blocks by their
+            parameters.
+    """
+    params = [one for one in profile.facts.parameters if one.kind.is_trainable]
+    sizes = [0] * len(profile.blocks)
+    for one in params:
+        sizes[one.blocks[-1]] += one.kind.elements
+    numbers = [number for stage in rank.stages for number in rank.blocks_of(stage)]
+    each = grown / max(1, sum(sizes[number] for number in numbers))
+    tied = [one for one in params if len(one.blocks) > 1]
+    found, last = {}, len(rank.bounds) - 2
+    for stage in rank.stages:
+        of_stage = rank.blocks_of(stage)
+        blocks = [profile.blocks[number] for number in of_stage]
+        made = [round(each * sum(sizes[number + 1 : of_stage.stop])) for number in of_stage]
+        for at, number in enumerate(of_stage):  # what the profile's one backward holds of later stages
+            apart = [one for one in tied if one.blocks[0] <= number and one.blocks[-1] >= of_stage.stop]
+            made[at] -= sum(one.kind.elements * itemsize(one.kind.gradient) for one in apart)
+        given = profile.blocks[of_stage.start - 1].passed if stage else 0
+        found[stage] = StageActivations.of(blocks, given, made, is_last=stage == last)
+    return found
 
 
 def _notes(config: Config) -> list[str]:

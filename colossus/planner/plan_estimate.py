@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from colossus.config import Config
@@ -24,6 +24,12 @@ class AxisCost:
     bytes: float = 0.0
     seconds: float = 0.0
     exposed: float = 0.0
+
+    def __add__(self, other: AxisCost) -> AxisCost:
+        return AxisCost(self.bytes + other.bytes, self.seconds + other.seconds, self.exposed + other.exposed)
+
+    def __mul__(self, times: float) -> AxisCost:
+        return AxisCost(self.bytes * times, self.seconds * times, self.exposed * times)
 
 
 @dataclass(frozen=True)
@@ -67,3 +73,30 @@ class PlanEstimate:
         if self.flops is None or not self.peak_flops:
             return None
         return self.flops / self.seconds / self.peak_flops
+
+
+def extended(few: PlanEstimate, more: PlanEstimate, times: float) -> PlanEstimate:
+    """Of a plan with more microbatches: what ``more`` has over ``few``, so many times, on top of ``few``.
+
+    Both are in the steady state of their pipeline. Memory and spans are those of ``more``.
+    """
+
+    def at(low: float, high: float) -> float:
+        return low + times * (high - low)
+
+    none = AxisCost()
+    axes = {
+        name: few.axes.get(name, none) * (1 - times) + cost * times for name, cost in more.axes.items()
+    }  # fmt: skip
+    parts = {
+        name: max(0.0, at(few.parts.get(name, 0.0), more.parts.get(name, 0.0))) for name in {**few.parts, **more.parts}
+    }
+    seconds = at(few.seconds, more.seconds)
+    return replace(
+        more,
+        seconds=seconds,
+        tokens=at(few.tokens, more.tokens),
+        axes=axes,
+        parts=parts,
+        bubble=at(few.bubble * few.seconds, more.bubble * more.seconds) / seconds,
+    )

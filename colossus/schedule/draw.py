@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from colossus.picture import check_picture, new_figure
 from colossus.schedule.actions import COMPUTE
@@ -18,6 +19,8 @@ _KINDS = {
 _IDLE = "."
 #: a short schedule is stretched until its shortest action has this many columns, and no further
 _WIDEST = 6
+#: numbers of microbatches that have room beside each other in a picture
+_NUMBERS_IN_PICTURE = 150
 
 
 def draw(simulation: Simulation, width: int = 100) -> str:
@@ -89,11 +92,16 @@ def save(simulation: Simulation, path: str | Path, title: str) -> None:
     """
     path = Path(path)
     check_picture(path)
-    ranks = len(simulation.spans)
-    figure = new_figure(12, 1.6 + 0.4 * ranks)
-    axes = figure.subplots()
+    figure = new_figure(12, 1.6 + 0.4 * len(simulation.spans))
+    draw_picture(figure.subplots(), simulation, title, "time, in forwards of a rank")
+    figure.savefig(path)
+
+
+def draw_picture(axes: Any, simulation: Simulation, title: str, x_label: str) -> None:
+    """Draw the timeline of each rank into axes of matplotlib."""
+    ranks, number_width = len(simulation.spans), simulation.makespan / _NUMBERS_IN_PICTURE
     axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel("time, in forwards of a rank")
+    axes.set_xlabel(x_label)
     axes.set_xlim(0, simulation.makespan)
     for rank, own in enumerate(_computed(simulation)):
         stages = sorted({span.action.stage for span in own})
@@ -102,11 +110,11 @@ def save(simulation: Simulation, path: str | Path, title: str) -> None:
             paler = 1.0 / (1 + stages.index(span.action.stage)) ** 0.5  # later stages of a rank
             colour = _KINDS[span.action.kind][3]
             axes.barh(rank, width, left=span.start, height=0.9, color=colour, alpha=paler, edgecolor="white")
-            number = str(span.action.microbatch)
-            axes.text(span.start + width / 2, rank, number, ha="center", va="center", fontsize=6)
+            if width >= number_width:
+                number = str(span.action.microbatch)
+                axes.text(span.start + width / 2, rank, number, ha="center", va="center", fontsize=6)
     for _, _, name, colour in _KINDS.values():
         axes.barh(0, 0, color=colour, label=name)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.invert_yaxis()
     axes.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4)
-    figure.savefig(path)

@@ -121,6 +121,20 @@ def test_bars_are_as_long_as_their_parts() -> None:
     ]
 
 
+def test_bars_beside_a_limit(tmp_path: Path) -> None:
+    full, shade = "\u2588", "\u2592"
+    limited = replace(BARS, limit=("most", 2e6))
+    assert text_chart(limited, 31).splitlines() == [
+        "      sent (bytes)",
+        f"one   {full * 5}     | 1M",
+        f"three {full * 10}{shade * 5} 3M",
+        f"  {full} data  {shade} tensor",
+        "  | most",
+    ]
+    save_charts([limited], tmp_path / "bars.svg")
+    assert "<!-- most -->" in (tmp_path / "bars.svg").read_text()
+
+
 def test_a_picture_has_the_titles_labels_and_names_of_its_charts(tmp_path: Path) -> None:
     many = [Line(f"router {at}", range(5), [at, 2, 3, 4, 5]) for at in range(9)]
     raw = Line("", range(5), [1, 9, 3, 9, 5], "faint", 0)

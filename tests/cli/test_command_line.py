@@ -132,7 +132,7 @@ def test_config_error_is_a_short_block(config: str, capsys: pytest.CaptureFixtur
         ([], "usage: colossus COMMAND"),
         (
             ["lunch"],
-            "colossus: no command 'lunch'; did you mean colossus launch? commands: launch, config, show, doctor",
+            "colossus: no command 'lunch'; did you mean colossus launch? commands: launch, config, show, plan, doctor",
         ),
         (["config.py"], "colossus: no command 'config.py'; did you mean colossus launch config.py? commands:"),
         (["config"], "colossus config: the following arguments are required: FILE\n  see colossus config --help"),

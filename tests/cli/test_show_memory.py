@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from colossus.cli.main import main
-from colossus.cli.show_memory import parse_bytes
-from colossus.config import ConfigError
 
 CONFIG = """
 import torch
@@ -55,11 +53,7 @@ def test_tables_limit_and_json(config: str, capsys: pytest.CaptureFixture[str]) 
 def test_wrong_options(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", config, "--limit", "80GB"]) == 2
     assert "--limit and --json are of --memory" in capsys.readouterr().err
+    assert main(["show", config, "--memory", "--limit", "8x"]) == 2
+    assert "--limit: '8x' is no size of memory; write 80GB" in capsys.readouterr().err
     assert main(["show", config, "--memory", "data=None"]) == 2
     assert "data: the config has none" in capsys.readouterr().err
-
-
-def test_sizes() -> None:
-    assert [parse_bytes(text) for text in ("80GB", "1.5 KiB", "500")] == [80 * 10**9, 1536, 500]
-    with pytest.raises(ConfigError, match="--limit: '8x' is no size of memory; write 80GB"):
-        parse_bytes("8x")

@@ -6,20 +6,23 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from colossus.cli.main import main
-from colossus.doctor import measure, rank_timing
-from colossus.doctor.rank_timing import Sizes, group_sizes
+from colossus.doctor import device_timing, measure
+from colossus.doctor.device_timing import OPERATORS, operands
+from colossus.doctor.rank_timing import group_sizes
+from colossus.doctor.timing_sizes import Sizes
 from colossus.hardware.hardware import OPERATIONS
 from colossus.hardware.measured import load_measured
 
-SMALL = Sizes(("fp32",), (8, 16, 24), 1, 8, (8, 16), 1 << 16, (1 << 10, 1 << 12), 0.0)
+SMALL = Sizes(("fp32",), (8, 16, 24), 1, 8, (8, 16), 1 << 13, 1 << 13, 1 << 16, (1 << 10, 1 << 12), 0.0)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "ON_CPU", SMALL)
-    monkeypatch.setattr(rank_timing, "CASE_SECONDS", 1e-4)
+    monkeypatch.setattr(device_timing, "CASE_SECONDS", 1e-4)
 
 
 @pytest.mark.usefixtures("quick")
@@ -36,6 +39,8 @@ def test_three_ranks_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert held["all_reduce", 2] == held["send", 2] == [1024, 4096]
     assert held["all_gather", 2] == [512, 2048]
     assert held["reduce_scatter", 3] == [1032, 4104]  # float32 that divide over three
+    assert set(file.operator_bytes_per_second) == {*OPERATORS}
+    assert 1e-7 < hardware.operator_seconds < 1e-2
     assert 0 < hardware.matmul_seconds(24, 24, 24, "fp32") < 1
     assert 0 < hardware.collective_seconds("all_to_all", 3, 2000) < 1
     out = capsys.readouterr().out
@@ -64,6 +69,15 @@ def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, capsys: 
         f"colossus: --measure {tmp_path}: is a folder\n"
         f"colossus: --measure {tmp_path}/none/a.json: no folder {tmp_path}/none\n"
     )
+
+
+def test_operands_come_from_all_of_the_pool() -> None:
+    """No two overlap; a pool that is too small for one set is repeated."""
+    pool = torch.arange(100.0)
+    sets = operands(pool, (2, 3), (4, 6))
+    assert [[tuple(x.shape) for x in one] for one in sets] == [[(2, 3), (4, 6)]] * 3
+    assert torch.cat([x.flatten() for one in sets for x in one]).tolist() == pool[:90].tolist()
+    assert [x.numel() for one in operands(pool, (20, 11)) for x in one] == [220]
 
 
 def test_sizes_of_groups() -> None:

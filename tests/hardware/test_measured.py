@@ -33,8 +33,9 @@ def file_of(products: list[list[float]] | None = None, collective: list[float] |
         heads=2, head_dim=64, lengths=[128, 512], forward_seconds=[1e-4, 1e-3], backward_seconds=[2e-4, 3e-3]
     )
     return dict(
-        version=1, colossus="0", torch="2", device="cpu", name="a processor", cores=4, ranks=4, threads=1,
-        backend="gloo", memory_bytes=1e9, bytes_per_second=5e9, copy_bytes_per_second=8e9, operator_seconds=1e-6,
+        version=2, colossus="0", torch="2", device="cpu", name="a processor", cores=4, ranks=4, threads=1,
+        backend="gloo", memory_bytes=1e9, bytes_per_second=5e9, copy_bytes_per_second=8e9, operator_seconds=1e-5,
+        operator_bytes_per_second={"gelu": 2e9},
         matmul={"fp32": dict(sizes=list(SIZES), seconds=products)}, attention={"fp32": attention},
         collectives=collectives,
     )  # fmt: skip
@@ -129,7 +130,7 @@ def test_a_network_is_given_not_guessed() -> None:
     with pytest.raises(ValueError, match=r"knows no network, and all_reduce over 2 hosts needs one: give it network="):
         measured().collective_seconds("all_reduce", 4, 4000, hosts=2)
     slow = measured(Link(1e-3, 1e6))
-    assert slow.collective_seconds("reduce_scatter", 4, 4000, hosts=2) == pytest.approx(3000 / 1e6 + 1e-3)
+    assert slow.collective_seconds("reduce_scatter", 4, 4000, hosts=2) == pytest.approx(1500 / 1e6 + 1e-3)
     fast = measured(Link(0, 1e15))
     assert fast.collective_seconds("all_reduce", 4, 4000, hosts=2) == pytest.approx(4e-5)
 
@@ -154,7 +155,26 @@ def test_attention_and_memory() -> None:
     hardware = measured()
     assert hardware.attention_seconds(2, 512, 64, "fp32") == pytest.approx(1e-3)
     assert hardware.attention_seconds(4, 1024, 128, "fp32", backward=True) == pytest.approx(4 * 4 * 3e-3)
-    assert hardware.memory_seconds(1e9) == pytest.approx(0.2)
+    assert hardware.memory_seconds(1e9) == hardware.memory_seconds(1e9, "add") == pytest.approx(0.2)
+    assert hardware.memory_seconds(1e9, "gelu") == pytest.approx(0.5)
+
+
+def test_operators_of_a_processor_add_to_their_work_and_those_of_a_gpu_run_ahead() -> None:
+    assert measured().eager_seconds(3e-5, 10) == pytest.approx(1.3e-4)
+    gpu = Measured(MeasuredFile.model_validate(file_of() | {"device": "cuda"}))
+    assert (gpu.eager_seconds(3e-5, 10), gpu.eager_seconds(3e-4, 10)) == (pytest.approx(1e-4), 3e-4)
+    assert (measured().overlaps, gpu.overlaps) == (False, True)
+
+
+def test_ranks_that_share_cores() -> None:
+    """What was measured between twice as many ranks as cores is told as of ranks with a core each."""
+    alone, shared = measured(), Measured(MeasuredFile.model_validate(file_of() | {"cores": 2}))
+    assert [alone.slowdown(ranks) for ranks in (1, 4, 8)] == [1, 1, 2]
+    assert [shared.slowdown(ranks) for ranks in (1, 4, 8)] == [1, 2, 4]
+    assert shared.matmul_seconds(8, 8, 8, "fp32") == alone.matmul_seconds(8, 8, 8, "fp32")
+    seconds = [each.collective_seconds("all_reduce", 4, 4000) for each in (alone, shared)]
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+    assert Measured(MeasuredFile.model_validate(file_of() | {"device": "cuda"})).slowdown(64) == 1
 
 
 @given(st.lists(seconds, min_size=3, max_size=3), st.floats(0.1, 1e4), st.floats(1, 10))
@@ -189,7 +209,7 @@ def _without(*keys: Any) -> dict[str, Any]:
     [
         ("{", r"cannot be read as a file of measured times \("),
         ("[1]", "is not a file of measured times: it has no 'version'"),
-        (file_of() | {"version": 2}, "is of version 2, this colossus reads 1; `colossus doctor --measure OUT.json`"),
+        (file_of() | {"version": 1}, "is of version 1, this colossus reads 2; `colossus doctor --measure OUT.json`"),
         (_without("matmul"), "'matmul' is missing;"),
         (_without("attention", "fp32", "heads"), "'attention.fp32.heads' is missing;"),
         (file_of() | {"speed": 1}, "'speed' is not known"),

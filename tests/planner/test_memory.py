@@ -62,6 +62,7 @@ CASES: dict[str, Case] = {
 MORE_CASES: dict[str, Case] = {
     "one_microbatch": (dict(data=2), {}),
     "bf16": (dict(data=2), dict(train=dict(precision="bf16"))),
+    "masters": (dict(data=2), {**BF16_MASTERS, **MB2}),
     "zero_1_muon": (dict(data=2, zero=1), dict(optimizer=dict(type="Muon", lr=1e-3, weight_decay=0.0))),
     "adafactor": (dict(tensor=2), dict(optimizer=dict(type="Adafactor", lr=1e-3, weight_decay=0.0), **MB2)),
     "whole": (dict(data=2, zero=1), dict(optimizer=dict(type="Adam", whole=True, weight_decay=0.0))),

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 
@@ -43,11 +44,11 @@ class ParameterSize:
     gradient: int = 4
     is_trainable: bool = True
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def elements_per_rank(self) -> int:
         """Of the rows that one rank stores, with the padding of the last ones."""
         return sum(-(-rows // self.ranks) for rows in self.rows) * math.prod(self.shape[1:])

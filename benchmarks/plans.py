@@ -1,0 +1,181 @@
+"""What the planner predicts of the train step of plans, beside what it takes here.
+
+    python -m benchmarks.plans
+
+The ranks have one thread each. What this machine does is measured first (`colossus doctor --measure --nproc 8`), then
+the step of each plan, in groups of a few plans that take turns with a reference, so that the times of all are told over
+that one. Printed are both times of each plan, their rank correlation (Spearman), and how far the plan that is predicted
+to be the fastest is from the one that was: of all, and of those of four ranks, among which is then the planner's own
+choice of all that fit.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from benchmarks import common
+from benchmarks.common import Spread
+from colossus.compare.timed_plan import TimedPlan, one_thread
+from colossus.config import Config, load_config
+from colossus.config.overrides import plan_overrides
+from colossus.config.plans import world_size
+from colossus.doctor.measure import measure_ranks
+from colossus.doctor.timing_sizes import ON_CPU
+from colossus.hardware.measured import Measured, MeasuredFile
+
+FILE = "configs/gpt_stdlib.py"
+REFERENCE = "data=2"
+PLANS = (
+    REFERENCE,
+    "data=1",
+    "tensor=2",
+    "sequence=2",
+    "pipeline=2 schedule.microbatches=2",
+    "pipeline=2 schedule.microbatches=8",
+    "data=2 zero=3 schedule.microbatches=2",
+    "data=2 train.activation_checkpoint=full",
+    "data=4",
+    "data=2 tensor=2",
+    "tensor.size=4 tensor.sequence_sharded=True",
+    "tensor.mode=2d tensor.size=4",
+    "data=2 pipeline=2 schedule.microbatches=4",
+    "pipeline=4 schedule.microbatches=8",
+    "data=4 zero=3 schedule.microbatches=4",
+    "data=2 sequence.size=2 sequence.mode=ulysses",
+    "data=8",
+    "data=2 tensor=2 pipeline=2 schedule.microbatches=4",
+    "tensor.mode=3d tensor.size=8",
+    "sequence=4 data=2",
+)
+OWN = ("checkpoint.every=0", "train.eval_every=0")
+#: processes of the plans of a group, which are all there while one of them runs
+MOST_RANKS = 20
+DEVICES = 4
+
+
+def overrides_of(plan: str, given: Sequence[str]) -> list[str]:
+    return [*given, *plan_overrides(plan), *OWN]
+
+
+def configs_of(plans: Sequence[str], given: Sequence[str]) -> dict[str, Config]:
+    return {plan: load_config(FILE, overrides_of(plan, given)) for plan in plans}
+
+
+# -- measured -------------------------------------------------------------------------------------------------
+
+
+def groups_of(configs: Mapping[str, Config]) -> list[list[str]]:
+    """Plans, but for the reference, whose ranks together are few."""
+    groups: list[list[str]] = [[]]
+    for plan, config in configs.items():
+        if plan == REFERENCE:
+            continue
+        ranks = sum(world_size(configs[other].parallel) for other in groups[-1]) + world_size(config.parallel)
+        if groups[-1] and ranks > MOST_RANKS:
+            groups.append([])
+        groups[-1].append(plan)
+    return groups
+
+
+def time_plans(configs: Mapping[str, Config], given: Sequence[str], blocks: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of a step of each plan, block by block: over those of the reference in the block, times its median."""
+    over: dict[str, list[float]] = {}
+    references: list[float] = []
+    for group in groups_of(configs):
+        timed = {plan: TimedPlan(plan, FILE, overrides_of(plan, given), configs[plan]) for plan in (REFERENCE, *group)}
+        with ExitStack() as stack:
+            for plan in timed.values():
+                plan.start(stack, warmup=2)
+            series = common.alternate({name: partial(plan.block, steps) for name, plan in timed.items()}, blocks)
+        failed = [name for name, plan in timed.items() if plan.measured.failure is not None]
+        if failed:
+            raise SystemExit(f"these failed: {', '.join(failed)}")
+        references += series[REFERENCE]
+        over |= {
+            plan: [one / other for one, other in zip(series[plan], series[REFERENCE], strict=True)] for plan in group
+        }
+    seconds = statistics.median(references)
+    return {REFERENCE: references} | {plan: [ratio * seconds for ratio in ratios] for plan, ratios in over.items()}
+
+
+# -- predicted ------------------------------------------------------------------------------------------------
+
+
+def predict(configs: Mapping[str, Config], hardware: Measured) -> dict[str, float]:
+    """Seconds of a step."""
+    from colossus.planner.estimate import Estimator
+
+    estimator = Estimator(hardware)
+    return {plan: estimator.estimate(config).seconds for plan, config in configs.items()}
+
+
+def choice(hardware: Measured, devices: int, given: Sequence[str]) -> str:
+    """The planner's, as the text of a plan."""
+    from colossus.planner.search import search
+
+    config = load_config(FILE, [*given, *OWN], devices)
+    return " ".join(search(config, hardware, devices=devices, top=1).plans[0].overrides)
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's, of numbers that are all different."""
+    ranks = [[sorted(values).index(value) for value in values] for values in (one, other)]
+    return statistics.correlation(*ranks)
+
+
+# -- all of it ------------------------------------------------------------------------------------------------
+
+
+def report(predicted: Mapping[str, float], measured: Mapping[str, list[float]], ranks: Mapping[str, int]) -> None:
+    medians = {plan: Spread.of(times).median for plan, times in measured.items()}
+    rows: list[list[Any]] = []
+    for plan in sorted(medians, key=medians.__getitem__):
+        spread = Spread.of([1e3 * seconds for seconds in measured[plan]])
+        spread_text = f"{spread.median:.1f} [{spread.low:.1f}, {spread.high:.1f}]"
+        both = [f"{1e3 * predicted[plan]:.1f}", spread_text, f"{predicted[plan] / medians[plan]:.2f}"]
+        rows.append([plan, ranks[plan], *both])
+    header = ["plan", "ranks", "predicted ms", "measured ms", "predicted / measured"]
+    common.print_table("a step of each plan, the fastest first", header, rows)
+    plans = list(medians)
+    correlation = rank_correlation([predicted[plan] for plan in plans], [medians[plan] for plan in plans])
+    print(f"\n  rank correlation over {len(plans)} plans: {correlation:.3f}")
+    for name, among in (("all", plans), (f"{DEVICES} ranks", [plan for plan in plans if ranks[plan] == DEVICES])):
+        chosen, best = (min(among, key=lambda plan: of[plan]) for of in (predicted, medians))
+        print(
+            f"  of {name}: predicted to be the fastest {chosen!r}, which takes {medians[chosen] / medians[best]:.3f} "
+            f"of the fastest's time, {best!r}"
+        )
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__, blocks=5)
+    parser.add_argument("--steps", type=int, default=2, help="of a block (default %(default)s)")
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help="measured before, by colossus doctor --measure")
+    parser.add_argument("overrides", nargs="*", help=f"for all plans of {FILE}, for example model.hidden_size=256")
+    args = parser.parse_args()
+    plans = PLANS[:4] if args.smoke else PLANS
+    blocks, steps = (1, 1) if args.smoke else (args.blocks, args.steps)
+    given: list[str] = args.overrides
+    one_thread()
+    configs = configs_of(plans, given)
+    if args.hardware is None:
+        file = measure_ranks(max(world_size(config.parallel) for config in configs.values()), "cpu", ON_CPU)
+    else:
+        file = MeasuredFile.model_validate_json(args.hardware.read_text())
+    hardware = Measured(file)
+    measured = time_plans(configs, given, blocks, steps)
+    common.write_json(args.json, {"measured": measured, "hardware": file.model_dump()})
+    predicted = predict(configs, hardware)
+    report(predicted, measured, {plan: world_size(config.parallel) for plan, config in configs.items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""``colossus plan``: the best plans for a model and devices, predicted; no process is started."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from colossus.arithmetic import counted
+from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, positive_integer, size_argument
+from colossus.cli.plan_explain import in_milliseconds, render_plan, timeline_title
+from colossus.cli.plan_hardware import MOST_MEASURED, choose_hardware, default_hosts, network_argument
+from colossus.cli.plan_json import as_json
+from colossus.cli.plan_picture import save_plan, save_plans
+from colossus.cli.plan_table import Question, nothing_fits, render_table
+from colossus.config import ConfigError, load_config
+from colossus.config.overrides import apply_overrides
+from colossus.config.plans import world_size
+from colossus.launch.checks import check_given
+from colossus.picture import FORMATS, check_picture
+from colossus.planner.search_result import SearchResult
+
+#: whose keys --keep takes by their whole name; all others are of ``parallel``
+KEPT_SECTIONS = ("parallel", "schedule", "train")
+_EPILOG = f"""\
+examples:
+  colossus plan configs/gpt_stdlib.py --devices 4                         # on this machine, which is measured first
+  colossus plan config.py --devices 512 --hardware h100                   # on 64 hosts of 8, by the data sheet
+  colossus plan config.py --devices 64 --hosts 16 --hardware a100 --network 10us,25GB/s --memory 70GB
+  colossus plan config.py --devices 64 --hardware h100 --keep pipeline=2 schedule.type=1f1b
+  colossus plan config.py --devices 8 --hardware measured.json --explain 2 --plot plan.svg
+
+The plan of the file counts for nothing but for what --keep names; all else of the file stays. Every product of data,
+pipeline, tensor, sequence and expert sizes, their modes, schedules, ZeRO and activation checkpointing that fits
+model, batch and memory is compared.
+
+--hardware h100, h200, b200, a100, v100 and mi300x are data sheets with round efficiencies: good to compare plans, not
+to promise times. A file that `colossus doctor --measure OUT.json` has written on such a device is better. cpu measures
+this machine with as many ranks at once, {MOST_MEASURED} at most, in half a minute or less.
+
+{OVERRIDES}
+{EXIT_CODES}"""
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "colossus plan",
+        "Find the plans that train a model fastest on so many devices, and predict of each the time of a step, its\n"
+        "parts, memory, and what is sent. Nothing is launched, and no GPU is needed. Prints the command that runs the\n"
+        "best plan. With --explain N, one plan of the list: its timeline, memory, hosts, and why it beats the\n"
+        "next. Ctrl-C ends the search and prints the best plans so far.",
+        _EPILOG,
+    )
+    parser.add_file()
+    parser.add_argument(
+        "--devices", type=positive_integer, metavar="N", help="of the run (default: those of the file's own plan)"
+    )
+    parser.add_argument(
+        "--hosts",
+        type=positive_integer,
+        metavar="N",
+        help="that share the devices evenly (default: as few as have at most 8 each; one of CPUs)",
+    )
+    parser.add_argument("--memory", type=size_argument, metavar="SIZE", help="of a device (default: the hardware's)")
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="a data sheet, a file of measured times (.json), or cpu (default: this "
+        "machine's GPU by its data sheet; without one, cpu)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--network", type=network_argument, metavar="LATENCY,BANDWIDTH", help="between hosts, of each device: "
+        "10us,50GB/s (default: that of DGX H100 for data sheets, not known for measured hardware)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep", metavar="key=value", nargs="+", action="extend", default=[], help="what every plan has: pipeline=2, "
+        "tensor.mode=1d, schedule.type=1f1b ..",
+    )  # fmt: skip
+    parser.add_argument("--top", type=positive_integer, metavar="N", default=10, help="plans of the list (default: 10)")
+    parser.add_argument(
+        "--explain", type=positive_integer, metavar="N", nargs="?", const=1, help="the N-th plan (default: the best)"
+    )
+    parser.add_argument("--json", metavar="OUT", help="all numbers, in seconds and bytes; - prints them instead")
+    parser.add_argument("--plot", metavar="OUT", help=f"a picture, too ({', '.join(FORMATS)})")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    explained, picture = arguments.explain, arguments.plot and Path(arguments.plot)
+    question = _asked(arguments)
+    result, code = _searched(question, arguments)
+    width = max(60, shutil.get_terminal_size((100, 24)).columns)
+    if not result.plans:
+        raise nothing_fits(question, result, width)
+    if explained and explained > len(result.plans):
+        raise ConfigError(f"--explain {explained}: the list has {counted(len(result.plans), 'plan')}")
+    if arguments.json is not None:
+        text = json.dumps(as_json(question, result, explained and explained - 1), indent=1)
+        if arguments.json == "-":
+            print(text)
+        else:
+            Path(arguments.json).write_text(text + "\n")
+    if arguments.json != "-":
+        encoding = sys.stdout.encoding or "ascii"
+        if explained:
+            print(render_plan(question, result.plans, explained - 1, width, encoding))
+        else:
+            print(render_table(question, result, width))
+    if picture and explained:
+        plan = result.plans[explained - 1]
+        save_plan(question, plan, in_milliseconds(plan), timeline_title(plan), picture)
+    elif picture:
+        save_plans(question, result.plans, picture)
+    return code
+
+
+def _asked(arguments: argparse.Namespace) -> Question:
+    """What the command line asks, checked before anything is searched; without torch, if the hardware is named."""
+    if arguments.explain and arguments.explain > arguments.top:
+        raise ConfigError(f"--explain {arguments.explain}: the list has {arguments.top} plans; --top takes more")
+    if arguments.json not in (None, "-") and not Path(arguments.json).absolute().parent.is_dir():
+        raise ConfigError(f"--json {arguments.json}: there is no folder {Path(arguments.json).parent}")
+    if arguments.plot:
+        try:
+            check_picture(Path(arguments.plot))
+        except ValueError as error:
+            raise ConfigError(f"--plot: {error}") from None
+    config = load_config(arguments.file, arguments.overrides)
+    check_given(config)
+    devices = arguments.devices or world_size(config.parallel)
+    if arguments.hosts and devices % arguments.hosts:
+        raise ConfigError(
+            f"--hosts {arguments.hosts}: {counted(devices, 'device')} cannot be spread evenly over "
+            f"{counted(arguments.hosts, 'host')}; every host has as many"
+        )
+    hardware = choose_hardware(arguments.hardware, arguments.network, devices, config.train.precision.compute)
+    hosts, memory = arguments.hosts or default_hosts(hardware, devices), arguments.memory or hardware.memory_bytes
+    return Question(arguments.file, tuple(arguments.overrides), config, hardware, devices, hosts, memory)
+
+
+def _searched(question: Question, arguments: argparse.Namespace) -> tuple[SearchResult, int]:
+    """What was found, and the exit code: that of Ctrl-C where it has ended the search."""
+    kept = [word if word.partition(".")[0] in KEPT_SECTIONS else f"parallel.{word}" for word in arguments.keep]
+    keep = apply_overrides({}, kept)
+    search = importlib.import_module("colossus.planner.search").search  # torch takes its time
+    try:
+        result: SearchResult = search(
+            question.config,
+            question.hardware,
+            devices=question.devices,
+            hosts=question.hosts,
+            memory=question.memory,
+            top=arguments.top,
+            keep=keep,
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error), question.config.source) from error
+    if not result.stopped:
+        return result, 0
+    if not result.plans:
+        raise KeyboardInterrupt
+    print(f"stopped by Ctrl-C after {counted(result.tried, 'plan')}", file=sys.stderr)
+    return result, 128 + signal.SIGINT

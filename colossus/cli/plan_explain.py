@@ -1,0 +1,111 @@
+"""``colossus plan --explain``: a plan's timeline, its memory, who is on which host, why it beats the next. No torch."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+from colossus.arithmetic import aligned, byte_count, counted
+from colossus.chart import in_encoding, text_chart
+from colossus.cli.memory_table import fullest_rank, stage_table
+from colossus.cli.plan_picture import memory_bars
+from colossus.cli.plan_table import Question, axis_rows, launch_lines, part_rows, plan_words
+from colossus.compare.printed_rows import seconds_text
+from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
+from colossus.hardware.placement import Placement
+from colossus.planner.plan_estimate import PlanEstimate
+from colossus.schedule.draw import draw
+from colossus.schedule.simulate import Simulation, Span
+
+#: hosts of the table, and parts in which two plans differ, that are printed
+_MOST_HOSTS, _MOST_PARTS = 16, 4
+
+
+def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, width: int, encoding: str) -> str:
+    """The plan at this place of the list, from 0, in so many columns."""
+    plan = plans[at]
+    words = f"plan {at + 1} of {len(plans)}, {seconds_text(plan.seconds)} a step: "
+    title = textwrap.fill(words + plan_words(plan.config), width, subsequent_indent="  ")
+    bars = in_encoding(text_chart(memory_bars(question, [plan], [fullest_rank(plan.memory)]), width), encoding)
+    sections = [
+        title,
+        f"timeline    {timeline_title(plan)}\n{draw(in_milliseconds(plan), width)}",
+        part_rows(plan),
+        f"memory      {byte_count(plan.memory.fullest.total)} of {byte_count(question.memory)}\n{bars}",
+    ]
+    if len(plan.memory.ranks) > 1:
+        sections.append(stage_table(plan.memory.ranks))
+    sections += [f"note        {note}" for note in plan.memory.notes]
+    if plan.axes:
+        sections.append(axis_rows(plan))
+    sections += [host_rows(build_grid(plan.config.parallel), question.hosts), launch_lines(question, plan, width)]
+    if at + 1 < len(plans):
+        why = f"why         {_beats(question, plan, plans[at + 1], at + 2)}"
+        sections.append(textwrap.fill(why, width, subsequent_indent="  "))
+    return "\n\n".join(sections)
+
+
+def timeline_title(plan: PlanEstimate) -> str:
+    """What the timeline shows: of many microbatches the estimate plays as many as the pipeline needs to be full."""
+    played = 1 + max(span.action.microbatch for own in plan.spans for span in own)
+    most = plan.config.schedule.microbatches
+    return "milliseconds" + (f", of a step of {played} microbatches in the place of {most}" if played < most else "")
+
+
+def in_milliseconds(plan: PlanEstimate) -> Simulation:
+    """The schedule of a plan, to draw it."""
+    return Simulation([[Span(s.action, 1e3 * s.start, 1e3 * s.end) for s in own] for own in plan.spans])
+
+
+def host_rows(grid: RankGrid, hosts: int) -> str:
+    """Over how many hosts the groups of each axis go, and which coordinates each host has."""
+    placement = Placement(grid, hosts)
+    ranks = placement.ranks_per_host
+    if hosts == 1:
+        return f"hosts       one host has all {counted(ranks, 'rank')}"
+    every = dict.fromkeys(name for public in PUBLIC_NAMES for name in (public, *grid.public[public]))
+    rows = []
+    for name in every:
+        if grid.size(name) > 1:
+            spread = placement.of(name)
+            where = "inside a host" if spread.hosts == 1 else f"over {spread.hosts} hosts"
+            rows.append((name, counted(spread.ranks, "rank"), where))
+    names = [axis for axis, size in grid.sizes.items() if size > 1]
+    table = [["host", "ranks", *names]]
+    for host in range(min(hosts, _MOST_HOSTS)):
+        first, last = host * ranks, (host + 1) * ranks - 1
+        table.append([str(host), _range(first, last), *_coordinates(grid, first, ranks, names)])
+    more = f"\n  ({hosts - _MOST_HOSTS} more hosts)" if hosts > _MOST_HOSTS else ""
+    return (
+        f"hosts       {hosts} of {counted(ranks, 'rank')}\n{textwrap.indent(aligned(rows, left=(0, 2)), '  ')}\n\n"
+        f"{textwrap.indent(aligned(table), '  ')}{more}"
+    )
+
+
+def _coordinates(grid: RankGrid, first: int, ranks: int, names: Sequence[str]) -> list[str]:
+    """Of the ranks of a host, the lowest and the highest on each axis."""
+    found = []
+    for name in names:
+        stride = math.prod([*grid.sizes.values()][grid.names.index(name) + 1 :])
+        step = min(stride, ranks)
+        at = [grid.coordinates(rank)[name] for rank in (*range(first, first + ranks, step), first + ranks - 1)]
+        found.append(_range(min(at), max(at)))
+    return found
+
+
+def _range(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _beats(question: Question, plan: PlanEstimate, following: PlanEstimate, place: int) -> str:
+    """In words: how much faster it is than the next of the list, and the parts of a step that differ most."""
+    saved = following.seconds - plan.seconds
+    parts = dict.fromkeys([*plan.parts, *following.parts])
+    changes = {part: plan.parts.get(part, 0.0) - following.parts.get(part, 0.0) for part in parts}
+    largest = sorted(parts, key=lambda part: -abs(changes[part]))[:_MOST_PARTS]
+    told = [f"{part} {'-' if changes[part] < 0 else '+'}{seconds_text(abs(changes[part]))}" for part in largest]
+    return (
+        f"{seconds_text(saved)} ({100 * saved / following.seconds:.1f} %) less a step than plan {place}, "
+        f"{plan_words(following.config)}: {', '.join(told)}"
+    )

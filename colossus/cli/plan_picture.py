@@ -1,0 +1,85 @@
+"""Pictures of ``colossus plan``: of the best plans beside each other, and of one with its timeline."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from colossus.chart import Bars
+from colossus.chart.draw_picture import draw_bars
+from colossus.cli.plan_table import Question, plan_words
+from colossus.picture import new_figure
+from colossus.planner.plan_estimate import PlanEstimate
+from colossus.planner.rank_memory import RankMemory
+from colossus.schedule.draw import draw_picture
+from colossus.schedule.simulate import Simulation
+
+#: letters of a plan beside its bar
+_LONGEST = 60
+
+
+def save_plans(question: Question, plans: Sequence[PlanEstimate], path: Path) -> None:
+    """The parts of a step and the memory of each plan."""
+    words = [f"{rank}  {plan_words(plan.config)}" for rank, plan in enumerate(plans, start=1)]
+    names = [textwrap.shorten(name, _LONGEST, placeholder=" ..") for name in words]
+    figure = new_figure(12, 2.6 + 0.5 * max(3, len(plans)))
+    for axes, bars in zip(figure.subplots(2, 1), _both(question, plans, names), strict=True):
+        _draw(axes, bars)
+    figure.savefig(path, dpi=150)
+
+
+def save_plan(question: Question, plan: PlanEstimate, timeline: Simulation, title: str, path: Path) -> None:
+    """The timeline of a plan and what it shows, the parts of a step, the memory of its fullest rank."""
+    ranks = len(timeline.spans)
+    figure = new_figure(12, 4.6 + 0.4 * ranks)
+    places = figure.add_gridspec(3, 1, height_ratios=(1.0 + 0.4 * ranks, 1.0, 1.0))
+    figure.suptitle(textwrap.shorten(plan_words(plan.config), 140, placeholder=" .."), fontsize=10)
+    draw_picture(figure.add_subplot(places[0]), timeline, "timeline", title)
+    for place, bars in enumerate(_both(question, [plan], [""]), start=1):
+        _draw(figure.add_subplot(places[place]), bars)
+    figure.savefig(path, dpi=150)
+
+
+def _both(question: Question, plans: Sequence[PlanEstimate], names: Sequence[str]) -> tuple[Bars, Bars]:
+    return part_bars(plans, names), memory_bars(question, plans, names)
+
+
+def _draw(axes: Any, bars: Bars) -> None:
+    """With all that its colours mean to its right."""
+    handles = draw_bars(axes, bars)
+    axes.set_title(f"{bars.title} ({bars.x_label})", loc="left", fontsize=10)
+    axes.tick_params(labelsize=8)
+    axes.set_ylim(len(bars.names) - 0.5, -0.5)
+    place = dict(loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    axes.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **place)
+
+
+def part_bars(plans: Sequence[PlanEstimate], names: Sequence[str]) -> Bars:
+    """Where the time of a step goes."""
+    parts = {part for plan in plans for part, seconds in plan.parts.items() if seconds}
+    computed = [part for part in ("forward", "backward", "recomputation", "optimizer") if part in parts]
+    ordered = [*computed, *sorted(parts - {*computed, "bubble"}), *sorted(parts & {"bubble"})]
+    sizes = {part: [1e3 * plan.parts.get(part, 0.0) for plan in plans] for part in ordered}
+    return Bars("a step of the rank that is busy longest", names, sizes, "milliseconds")
+
+
+def memory_bars(question: Question, plans: Sequence[PlanEstimate], names: Sequence[str]) -> Bars:
+    """What the fullest rank holds on its device, and how much there is."""
+    kinds = [_on_device(plan.memory.fullest) for plan in plans]
+    every = dict.fromkeys(kind for own in kinds for kind, size in own.items() if size)
+    sizes = {kind: [own.get(kind, 0) / 1e9 for own in kinds] for kind in every}
+    limit = f"limit {question.memory / 1e9:.4g} GB", question.memory / 1e9
+    return Bars("memory of the fullest rank", names, sizes, "GB", limit)
+
+
+def _on_device(rank: RankMemory) -> dict[str, int]:
+    """By kind without what is on the host: first of the optimizer's state, then of what else may be there."""
+    sizes = dict(rank.kinds)
+    on_host = -sizes.pop("on the host")
+    for kind in ("optimizer", "weights", "gradients"):
+        taken = min(on_host, sizes[kind])
+        sizes[kind] -= taken
+        on_host -= taken
+    return sizes

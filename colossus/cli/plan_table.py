@@ -1,0 +1,176 @@
+"""What ``colossus plan`` prints: what was asked, the best plans, and what the best one costs. No torch."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colossus.arithmetic import aligned, byte_count, counted
+from colossus.cli.memory_table import fullest_rank, kind_table
+from colossus.compare.printed_rows import seconds_text
+from colossus.config import Config, ConfigError, model_options
+from colossus.config.plans import describe_plan, name_of
+from colossus.hardware.hardware import Hardware
+from colossus.planner.plan_estimate import PlanEstimate
+from colossus.planner.search_result import SearchResult
+
+#: columns of a plan in words, at least
+_NARROWEST = 40
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is looked for.
+
+    Attributes:
+        file, overrides: as the command line has them.
+        config: of these, resolved.
+        memory: of a device in bytes, that a plan may take.
+    """
+
+    file: str
+    overrides: tuple[str, ...]
+    config: Config
+    hardware: Hardware
+    devices: int
+    hosts: int
+    memory: float
+
+    @property
+    def counted(self) -> str:
+        """What the loss counts: tokens, samples .."""
+        return str(getattr(model_options(self.config), "counted", "tokens"))
+
+
+def render_table(question: Question, result: SearchResult, width: int) -> str:
+    """The whole, in so many columns."""
+    best = result.plans[0]
+    sections = [
+        head(question, result),
+        plan_rows(question, result.plans, width),
+        f"the best    {byte_count(best.memory.fullest.total)} of {byte_count(question.memory)} on "
+        f"{fullest_rank(best.memory)}\n{textwrap.indent(kind_table(best.memory.fullest), '  ')}",
+        part_rows(best),
+    ]
+    if best.axes:
+        sections.append(axis_rows(best))
+    return "\n\n".join([*sections, launch_lines(question, best, width)])
+
+
+def head(question: Question, result: SearchResult) -> str:
+    """One line for each thing that was asked, and how much was looked at."""
+    config, hardware = question.config, question.hardware
+    known = model_options(config)
+    model = "none" if config.model is None else name_of(config.model.type)
+    hosts, network = counted(question.hosts, "host"), hardware.network
+    between = ""
+    if question.hosts > 1 and network is not None:
+        between = f"; between hosts {seconds_text(network.latency)} and {network.bandwidth / 1e9:.3g} GB/s of a device"
+    batch, unit = config.train.global_batch_size, getattr(known, "samples", "sequences")
+    tokens = f", {result.plans[0].tokens:,.0f} {question.counted} a step" if result.plans else ""
+    lines = [
+        f"model       {model}, {config.train.precision.name}",
+        f"batch       {batch:,} {unit}{tokens}",
+        f"devices     {question.devices:,} on {hosts}, {byte_count(question.memory)} each",
+        f"hardware    {hardware.name}{between}",
+        f"tried       {counted(result.tried, 'plan')} in {result.seconds:.1f} s",
+    ]
+    return "\n".join([str(config.name), *lines])
+
+
+def plan_words(config: Config) -> str:
+    """A plan as `describe_plan` has it, with what else of it is chosen."""
+    tensor, kind = config.parallel.tensor, config.train.activation_checkpoint
+    words = [describe_plan(config)]
+    if tensor.shape is not None:
+        words.append(f"tensor shape {'x'.join(map(str, tensor.shape))}")
+    if tensor.weights != "matmul":
+        words.append(f"weights held for a {tensor.weights}")
+    if tensor.gathered == "keep":
+        words.append("gathered inputs kept")
+    if config.parallel.sequence.ulysses is not None:
+        words.append(f"ulysses {config.parallel.sequence.ulysses}")
+    if kind.type != "none":
+        words.append(f"{kind.type} checkpointing{f' (every {kind.every})' if kind.every > 1 else ''}")
+    return ", ".join(words)
+
+
+def exposed_share(plan: PlanEstimate) -> float:
+    """Of a step, what the busiest rank waits for collectives."""
+    return sum(seconds for part, seconds in plan.parts.items() if part.startswith("over ")) / plan.seconds
+
+
+def plan_rows(question: Question, plans: Sequence[PlanEstimate], width: int) -> str:
+    """One row for each plan; its words go on below where they need more columns."""
+    rows = [["", "step", f"{question.counted}/s", "MFU", "memory", "bubble", "exposed"]]
+    for rank, plan in enumerate(plans, start=1):
+        mfu = "-" if plan.mfu is None else f"{100 * plan.mfu:.1f} %"
+        cells = [str(rank), seconds_text(plan.seconds), f"{plan.tokens_per_second:,.0f}", mfu]
+        cells += [byte_count(plan.memory.fullest.total), *(_percent(x) for x in (plan.bubble, exposed_share(plan)))]
+        rows.append(cells)
+    numbers = aligned(rows).splitlines()
+    margin = max(map(len, numbers)) + 2
+    lines = [f"{numbers[0]:<{margin}}plan"]
+    for row, plan in zip(numbers[1:], plans, strict=True):
+        words = textwrap.wrap(plan_words(plan.config), max(_NARROWEST, width - margin), break_on_hyphens=False)
+        lines += [f"{cells:<{margin}}{line}" for cells, line in zip([row, *[""] * len(words)], words, strict=False)]
+    return "\n".join(lines)
+
+
+def part_rows(plan: PlanEstimate) -> str:
+    """Where the time of a step goes, on the rank that is busy longest."""
+    rows = [(part, seconds_text(taken), _percent(taken / plan.seconds)) for part, taken in plan.parts.items() if taken]
+    table = aligned([*rows, ("total", seconds_text(plan.seconds), "")], left=(0,))
+    return f"a step      of the rank that is busy longest\n{textwrap.indent(table, '  ')}"
+
+
+def axis_rows(plan: PlanEstimate) -> str:
+    """What a rank sends along each axis, how long that takes, and in how much of it the rank computes nothing."""
+    rows = [("axis", "sent", "takes", "exposed")]
+    rows += [
+        (axis, byte_count(cost.bytes), seconds_text(cost.seconds), seconds_text(cost.exposed))
+        for axis, cost in plan.axes.items()
+    ]
+    return f"sent        by a rank in a step\n{textwrap.indent(aligned(rows, left=(0,)), '  ')}"
+
+
+def launch_lines(question: Question, plan: PlanEstimate, width: int) -> str:
+    """The command that runs a plan, as a shell takes it."""
+    own = {override.partition("=")[0] for override in plan.overrides}
+    others = [override for override in question.overrides if override.partition("=")[0] not in own]
+    words = ["colossus", "launch", question.file, *others, *plan.overrides]
+    if question.hosts > 1:
+        words += ["--nnodes", str(question.hosts), "--rdzv-endpoint", "HOST:PORT"]
+    lines = [""]
+    for word in map(shlex.quote, words):
+        if len(lines[-1]) + len(word) > width - 5:
+            lines.append("  ")
+        lines[-1] += f" {word}"
+    return f"run it{' on each host' * (question.hosts > 1)}\n " + " \\\n ".join(lines)
+
+
+def nothing_fits(question: Question, result: SearchResult, width: int) -> ConfigError:
+    """Says what is missing, by kind, of the plan that misses least."""
+    devices = f"{counted(question.devices, 'device')} of {byte_count(question.memory)}"
+    nearest = result.nearest
+    if nearest is None:
+        return ConfigError(
+            f"no plan of {devices} fits this model and this batch (global_batch_size "
+            f"{question.config.train.global_batch_size}): try other --devices, or fewer --keep",
+            question.config.source,
+        )
+    missing = byte_count(nearest.memory.fullest.total - question.memory)
+    words = textwrap.fill(plan_words(nearest.config), width, initial_indent="    ", subsequent_indent="    ")
+    return ConfigError(
+        f"no plan of {devices} fits ({result.tried:,} tried). The nearest needs "
+        f"{byte_count(nearest.memory.fullest.total)} on {fullest_rank(nearest.memory)}, {missing} more than there is:\n"
+        f"{words}\n{textwrap.indent(kind_table(nearest.memory.fullest), '    ')}\n"
+        f"  take more --devices, more --memory, a smaller batch or a smaller model",
+        question.config.source,
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,174 @@
+"""What one device is timed at: products, attention, memory, and what an operator costs beside its work."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from colossus.construct.build_model import build
+from colossus.context.grid import ONE_RANK
+from colossus.context.parallel_context import ParallelContext
+from colossus.doctor.timing_sizes import Case, Sizes
+from colossus.layers.block import TransformerBlock
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: a case's calls run this long, unless one call takes longer
+CASE_SECONDS = 0.02
+#: of the operands of one case: so many products of small matrices do fit into a cache, as a small model does
+MOST_OPERANDS = 256
+
+Timed = Callable[[], float]
+
+
+def device_cases(sizes: Sizes, device: torch.device) -> dict[Case, Timed]:
+    """What is timed without other ranks."""
+    cases: dict[Case, Timed] = {}
+    for dtype in sizes.dtypes:
+        pool = torch.randn(sizes.cold // DTYPES[dtype].itemsize, dtype=DTYPES[dtype], device=device)
+        for at, a in enumerate(sizes.matmul):
+            for b in sizes.matmul[at:]:
+                cases["matmul", dtype, a, b] = partial(_time_linear, pool, a, b)
+        for length in sizes.lengths:
+            shape = sizes.heads, length, sizes.head_dim
+            for name in ("forward", "backward"):
+                cases[name, dtype, length] = partial(_time_attention, shape, DTYPES[dtype], device, name == "backward")
+    pool = torch.randn(sizes.cold // 4, device=device)
+    for name, call in OPERATORS.items():
+        cases["bytes", name] = partial(_time_bytes, pool, sizes.operand, call)
+    x, y = (torch.ones(sizes.memory // 4, device=device) for _ in range(2))
+    cases["add",] = lambda: seconds_of(lambda: torch.add(x, y), device)
+    cases["copy",] = lambda: seconds_of(lambda: y.copy_(x), device)
+    cases["operator",] = partial(_time_operator, device)
+    return cases
+
+
+def operands(pool: Tensor, *shapes: tuple[int, int]) -> list[list[Tensor]]:
+    """Sets of tensors of these shapes, behind each other in the pool, as many as it holds: in a step other operators
+    come between two that read the same, and caches have lost it."""
+    numbers = [rows * features for rows, features in shapes]
+    each = sum(numbers)
+    count = max(1, min(MOST_OPERANDS, len(pool) // each))
+    pool = pool.repeat(-(-each // len(pool)))
+    return [
+        [part.view(shape) for part, shape in zip(one.split(numbers), shapes, strict=True)]
+        for one in pool[: count * each].split(each)
+    ]
+
+
+def _time_linear(pool: Tensor, a: int, b: int) -> float:
+    """Mean of the three products of a linear layer of b x b features and a tokens, each into a new tensor."""
+    sets = itertools.cycle(operands(pool, (a, b), (a, b), (b, b)))
+
+    def all_three() -> None:
+        x, dy, w = next(sets)
+        nn.functional.linear(x, w)
+        dy @ w
+        dy.t() @ x
+
+    return seconds_of(all_three, pool.device) / 3
+
+
+def _time_attention(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, backward: bool) -> float:
+    q, k, v = (torch.randn(1, *shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+
+    def forward() -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    if not backward:
+        return seconds_of(forward, device)
+    out = forward()
+    gradient = torch.ones_like(out)
+    return seconds_of(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device)
+
+
+# -- operators that are no products ---------------------------------------------------------------------------
+
+#: of tensors that it reads, and of what it makes
+Operator = Callable[[Tensor, Tensor], tuple[Sequence[Tensor], Any]]
+
+_aten = torch.ops.aten
+#: those of a step that arithmetic bounds where a processor does it, of x and y [tokens, features]
+OPERATORS: dict[str, Operator] = {
+    "gelu": lambda x, y: ([x], _aten.gelu(x)),
+    "gelu_backward": lambda x, y: ([x, y], _aten.gelu_backward(y, x)),
+    "silu": lambda x, y: ([x], _aten.silu(x)),
+    "silu_backward": lambda x, y: ([x, y], _aten.silu_backward(y, x)),
+    "native_layer_norm": lambda x, y: ([x], _aten.native_layer_norm(x, x.shape[-1:], y[0], y[1], 1e-5)),
+    "native_layer_norm_backward": lambda x, y: (
+        [x, y],
+        _aten.native_layer_norm_backward(y, x, x.shape[-1:], x[:, :1], x[:, :1], y[0], y[1], [True] * 3),
+    ),
+    "_log_softmax": lambda x, y: ([x], _aten._log_softmax(x, -1, False)),
+    "_log_softmax_backward_data": lambda x, y: ([x, y], _aten._log_softmax_backward_data(y, x, -1, x.dtype)),
+    "sum": lambda x, y: ([x], _aten.sum(x, [0], True)),
+}
+
+
+def _time_bytes(pool: Tensor, size: int, call: Operator) -> float:
+    """Seconds of each byte that is read or written."""
+    features = 512
+    shape = max(2, size // 4 // features), features
+    sets = itertools.cycle(operands(pool, shape, shape))
+    read, made = call(*next(sets))
+    moved = sum(x.nbytes for x in (*read, *tree_leaves(made)))
+    return seconds_of(lambda: call(*next(sets)), pool.device) / moved
+
+
+class _Count(TorchDispatchMode):
+    """Of ATen operators."""
+
+    operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _time_operator(device: torch.device) -> float:
+    """Of a transformer block so small that its work is nothing: seconds of forward and backward by their operators."""
+    context = ParallelContext(ONE_RANK, device=device)
+    block = build(lambda: TransformerBlock(16, 2), context)
+    x = torch.randn(1, 4, 16, device=device, requires_grad=True)
+
+    def step() -> None:
+        block(x).sum().backward()
+
+    with _Count() as count:
+        step()
+    return seconds_of(step, device) / count.operators
+
+
+# -- clocks ---------------------------------------------------------------------------------------------------
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Mean over calls behind each other, after one to warm up: twice as many until they take long enough."""
+    call()
+    calls = 1
+    while True:
+        taken = seconds_of_calls(call, calls, device)
+        if taken > CASE_SECONDS / 2:
+            return taken / calls
+        calls *= 2
+
+
+def seconds_of_calls(call: Callable[[], object], calls: int, device: torch.device) -> float:
+    _synchronize(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _synchronize(device)
+    return time.perf_counter() - began
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

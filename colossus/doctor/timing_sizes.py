@@ -1,0 +1,47 @@
+"""At which sizes a machine is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from colossus.comm import shared_memory
+
+#: what is timed: ("matmul", dtype, a, b), ("forward", dtype, length), ("all_reduce", ranks, bytes held), ("add",), ..
+Case = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        matmul: a and b of products [a, b] x [b, b].
+        cold: bytes, more than caches hold, that the operands of a case come from in turn.
+        operand: bytes of a tensor of activations.
+        memory: bytes of a tensor that is too large for caches.
+        messages: bytes of the whole tensor of a collective.
+        seconds: for all blocks together, roughly; at least two are taken.
+    """
+
+    dtypes: tuple[str, ...]
+    matmul: tuple[int, ...]
+    heads: int
+    head_dim: int
+    lengths: tuple[int, ...]
+    cold: int
+    operand: int
+    memory: int
+    messages: tuple[int, ...]
+    seconds: float
+
+
+_KB, _MB = 1 << 10, 1 << 20
+#: 8 MB is the most that goes through shared memory
+_MESSAGES = (*(_KB << power for power in range(0, 14, 2)), shared_memory.SLOT_BYTES, 16 * _MB)
+ON_CPU = Sizes(
+    ("fp32",), (8, 32, 128, 512, 1024), 4, 64, (32, 128, 512, 1024), 64 * _MB, 2 * _MB, 16 * _MB, _MESSAGES, 24.0
+)
+ON_CUDA = Sizes(
+    ("bf16", "fp32"), (16, 64, 256, 1024, 4096), 32, 128, (512, 2048, 8192), 512 * _MB, 64 * _MB, 512 * _MB,
+    (*_MESSAGES, 64 * _MB, 256 * _MB), 24.0,
+)  # fmt: skip

@@ -1,0 +1,287 @@
+"""What a plan costs: the seconds of a step, its bytes, its memory. One estimate for all commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from colossus.config import Config, ConfigError
+from colossus.config.plans import world_size
+from colossus.context.grid import build_grid
+from colossus.hardware.hardware import Hardware
+from colossus.hardware.placement import Placement
+from colossus.planner.gradient_traffic import gradient_traffic
+from colossus.planner.layout_blocks import LayoutProfile
+from colossus.planner.layout_profile import profile_layout
+from colossus.planner.memory import memory_of
+from colossus.planner.plan_estimate import AxisCost, PlanEstimate, extended
+from colossus.planner.plan_stages import layout_config, layout_key, samples_of, splits_backward, stages_of
+from colossus.planner.rank_memory import PlanMemory
+from colossus.planner.step_timeline import RankTimeline, play_step
+from colossus.planner.trace import AttentionCall, Product, Trace
+from colossus.planner.trace_seconds import TracePlayer
+from colossus.registry import STRATEGIES
+from colossus.schedule.simulate import Simulation, Span
+
+#: a pipeline is in its steady state after so many microbatches for each rank: more of them take as long, each
+_FEW = 2
+#: passes over the numbers that an update reads and writes: parameters, gradients (also for their norm), states
+_UPDATE_PASSES = 2.0
+
+
+class Estimator:
+    """Estimates plans of one model and its data on devices of one kind. Profiles of layouts are kept.
+
+    Args:
+        hosts: over which the devices of a plan are spread equally, in the order of ranks.
+    """
+
+    def __init__(self, hardware: Hardware, *, hosts: int = 1) -> None:
+        self.hardware, self.hosts = hardware, hosts
+        self._profiles: dict[Any, LayoutProfile | ConfigError] = {}
+        self._players: dict[Any, TracePlayer] = {}
+
+    def estimate(self, config: Config, overrides: Sequence[str] = ()) -> PlanEstimate:
+        """Of a resolved config.
+
+        Args:
+            overrides: with which a user has this plan.
+
+        Raises:
+            ConfigError: for what cannot be built under the plan, and for strategies that keep replicas apart.
+        """
+        _require_exact(config)
+        ranks, number = config.parallel.pipeline.size, config.schedule.microbatches
+        if number <= (_FEW + 1) * ranks:
+            return self._played(config, overrides)
+        few, more = (self._played(_with_microbatches(config, times * ranks)) for times in (_FEW, _FEW + 1))
+        estimate = extended(few, more, (number - _FEW * ranks) / ranks)
+        flops = self.flops_per_sample(config) * config.train.global_batch_size
+        return replace(estimate, config=config, overrides=tuple(overrides), flops=flops or None)
+
+    def _played(self, config: Config, overrides: Sequence[str] = ()) -> PlanEstimate:
+        profile = self.profile(config)
+        ranks = stages_of(config, profile)
+        memory = memory_of(config, profile, ranks)
+        player = self._player(config)
+        on_cpu = not self.hardware.overlaps
+        timelines = [
+            RankTimeline(profile, rank, gradient_traffic(profile.facts, config, rank, on_cpu=on_cpu), player)
+            for rank in ranks
+        ]
+        return _Composed(self, config, tuple(overrides), profile, timelines, memory, player).estimate()
+
+    def profile(self, config: Config) -> LayoutProfile:
+        """That of the config's layout.
+
+        Raises:
+            ConfigError: see `profile_layout`.
+        """
+        split = splits_backward(config)
+        key = layout_key(config), split
+        if key not in self._profiles:
+            try:
+                self._profiles[key] = profile_layout(layout_config(config), split_backward=split)
+            except ConfigError as error:
+                self._profiles[key] = error
+        found = self._profiles[key]
+        if isinstance(found, ConfigError):
+            raise ConfigError(found.problems, found.source)
+        return found
+
+    def flops_per_sample(self, config: Config) -> float:
+        """Of the model, forward and backward, without recomputation: those that utilisation is counted by
+        (`colossus.monitor.mfu`)."""
+        parallel = config.parallel
+        alone = parallel.model_copy(
+            update={
+                "data": 1,
+                "pipeline": parallel.pipeline.model_copy(update={"size": 1}),
+                "tensor": type(parallel.tensor)(),
+                "sequence": type(parallel.sequence)(),
+                "expert": type(parallel.expert)(),
+                "zero": type(parallel.zero)(),
+            }
+        )
+        train = config.train.model_copy(
+            update={"global_batch_size": 1, "activation_checkpoint": type(config.train.activation_checkpoint)()}
+        )
+        schedule = type(config.schedule)()
+        one = config.model_copy(update={"parallel": alone, "train": train, "schedule": schedule})
+        blocks = self.profile(one).blocks
+        return sum(_counted_flops(trace) for block in blocks for trace in (block.forward, block.backward))
+
+    def _player(self, config: Config) -> TracePlayer:
+        grid = build_grid(config.parallel)
+        key = tuple(grid.sizes.items())
+        if key not in self._players:
+            self._players[key] = TracePlayer(self.hardware, Placement(grid, self.hosts))
+        return self._players[key]
+
+
+def _require_exact(config: Config) -> None:
+    strategy = config.parallel.data_strategy
+    if not STRATEGIES.build(strategy).exact:
+        raise ConfigError(
+            f"parallel.strategy = {strategy['type']!r} does not wait for all replicas: the time of its step depends on "
+            f"who comes when, and is not predicted; all_reduce, hierarchical and zero are",
+            config.source,
+        )
+
+
+def _with_microbatches(config: Config, number: int) -> Config:
+    """So many of the same size."""
+    batch = samples_of(config) * (config.parallel.data or 1) * number
+    train = config.train.model_copy(update={"global_batch_size": batch, "batch_ramp": None})
+    schedule = config.schedule.model_copy(update={"microbatches": number})
+    return config.model_copy(update={"train": train, "schedule": schedule})
+
+
+def _counted_flops(trace: Trace) -> float:
+    """Attention as its products of whole squares, two in forward and four in backward."""
+    out = 0.0
+    for event in trace.events:
+        if isinstance(event, Product):
+            out += event.flops
+        elif isinstance(event, AttentionCall):
+            out += 4.0 * (2 if event.backward else 1) * event.heads * event.queries * event.keys * event.head_dim
+    return out
+
+
+# -- a step ---------------------------------------------------------------------------------------------------
+
+
+class _Composed:
+    """A plan put together."""
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        config: Config,
+        overrides: tuple[str, ...],
+        profile: LayoutProfile,
+        ranks: Sequence[RankTimeline],
+        memory: PlanMemory,
+        player: TracePlayer,
+    ) -> None:
+        self.estimator, self.config, self.overrides, self.profile = estimator, config, overrides, profile
+        self.ranks, self.memory, self.player, self.hardware = ranks, memory, player, estimator.hardware
+
+    def estimate(self) -> PlanEstimate:
+        spans, sent = play_step(self.ranks, self.transfer)
+        begins = max(rank.begin for rank in self.ranks)
+        ends = [max(own[-1].end if own else 0.0, each) for own, each in zip(spans, sent, strict=True)]
+        updates = [self._update_seconds(number) for number in range(len(self.ranks))]
+        alone = begins + max(ends) + max(
+            rank.end + update for rank, update in zip(self.ranks, updates, strict=True)
+        )  # fmt: skip
+        busy = [self._busy(number, spans[number]) + updates[number] for number in range(len(self.ranks))]
+        seconds = max(alone, self._shared(busy))
+        costs = [rank.axes(own) for rank, own in zip(self.ranks, spans, strict=True)]
+        messages = self._messages(spans)
+        for cost, of_messages in zip(costs, messages, strict=True):
+            if of_messages.bytes:
+                cost["pipeline"] = cost.get("pipeline", AxisCost()) + of_messages
+        fullest = max(range(len(busy)), key=busy.__getitem__)
+        simulation = Simulation(spans)
+        train = self.config.train
+        flops = self.estimator.flops_per_sample(self.config) * train.global_batch_size
+        return PlanEstimate(
+            config=self.config,
+            overrides=self.overrides,
+            seconds=seconds,
+            tokens=self.profile.tokens * train.global_batch_size,
+            flops=flops or None,
+            peak_flops=self._peak(),
+            memory=self.memory,
+            axes=_fullest(costs),
+            parts=self._parts(fullest, spans[fullest], costs[fullest], updates[fullest], seconds),
+            bubble=simulation.bubble if len(self.ranks) > 1 else 0.0,
+            spans=spans,
+        )
+
+    @cached_property
+    def transfer(self) -> float:
+        """Seconds of a message from stage to stage."""
+        bounds = self.ranks[0].stages.bounds
+        sizes = [self.profile.blocks[stop - 1].passed for stop in bounds[1:-1]]
+        if len(self.ranks) == 1:
+            return 0.0
+        return self.player.placement.seconds(self.hardware, "send", "pipeline", max(sizes))
+
+    def _messages(self, spans: Sequence[Sequence[Span]]) -> list[AxisCost]:
+        """What each rank sends to others of its pipeline; what of it is waited for is in the bubble."""
+        rank_of, bounds = self.ranks[0].stages.rank_of, self.ranks[0].stages.bounds
+        found = []
+        for own in spans:
+            cost = AxisCost()
+            for span in own:
+                action = span.action
+                if action.kind == "send_activation":
+                    size = self.profile.blocks[bounds[action.stage + 1] - 1].passed
+                elif action.kind == "send_gradient":
+                    size = self.profile.blocks[bounds[action.stage] - 1].passed_back
+                else:
+                    continue
+                assert rank_of[action.stage] != rank_of[action.peer or 0] or len(self.ranks) == 1
+                cost += AxisCost(float(size), self.transfer)
+            found.append(cost)
+        return found
+
+    def _update_seconds(self, number: int) -> float:
+        """Of the norm of the gradients and the optimizer: their bytes, through memory."""
+        stored, facts = self.memory.ranks[number].stored, self.profile.facts
+        moved = _UPDATE_PASSES * (stored.optimizer + 2.0 * stored.gradients_between)
+        operators = 4 * len(facts.parameters) // len(self.ranks)
+        return self.hardware.memory_seconds(moved) + self.hardware.eager_seconds(0.0, operators)
+
+    def _busy(self, number: int, spans: Sequence[Span]) -> float:
+        rank = self.ranks[number]
+        of_spans = sum(span.end - span.start for span in spans)
+        return of_spans + rank.begin + rank.end
+
+    def _shared(self, busy: Sequence[float]) -> float:
+        """Seconds that a step takes at least where ranks of a host share its cores."""
+        at_once = self.hardware.at_once
+        if at_once is None:
+            return 0.0
+        copies = world_size(self.config.parallel) / len(self.ranks)
+        return sum(busy) * copies / self.estimator.hosts / at_once
+
+    def _peak(self) -> float | None:
+        peak = self.hardware.peak_flops(self.config.train.precision.compute)
+        return None if peak is None else peak * world_size(self.config.parallel)
+
+    def _parts(
+        self, number: int, spans: Sequence[Span], costs: dict[str, AxisCost], update: float, seconds: float
+    ) -> dict[str, float]:
+        """Of one rank, which add up to ``seconds``."""
+        rank = self.ranks[number]
+        parts = dict.fromkeys(("forward", "backward", "recomputation"), 0.0)
+        for span in spans:
+            kind = span.action.kind
+            if kind not in ("forward", "backward", "backward_input", "backward_weight"):
+                continue
+            cost = rank.cost(span.action)
+            exposed = sum(each.exposed for each in cost.axes.values())
+            parts["recomputation"] += cost.repeated
+            parts["forward" if kind == "forward" else "backward"] += cost.computing - exposed - cost.repeated
+        for axes, cost in sorted(costs.items()):
+            if cost.exposed:
+                parts[f"over {axes}"] = cost.exposed
+        parts["optimizer"] = update
+        rest = seconds - sum(parts.values())
+        parts["bubble" if len(self.ranks) > 1 else "other"] = max(0.0, rest)
+        return {name: value for name, value in parts.items() if value}
+
+
+def _fullest(costs: Sequence[dict[str, AxisCost]]) -> dict[str, AxisCost]:
+    """By axes, of the rank that sends most there."""
+    out: dict[str, AxisCost] = {}
+    for of_rank in costs:
+        for axes, cost in of_rank.items():
+            if axes not in out or cost.bytes > out[axes].bytes:
+                out[axes] = cost
+    return out

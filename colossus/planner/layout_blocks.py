@@ -1,0 +1,51 @@
+"""A model under one layout, block by block, as plans are put together from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colossus.planner.optimizer_memory import OptimizerMemory
+from colossus.planner.parameter_facts import ModelFacts
+from colossus.planner.trace import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class BlockProfile:
+    """One block of the model for one microbatch, on one rank. Equal blocks share one.
+
+    Attributes:
+        forward, backward: what they do; a backward includes its recomputation.
+        wgrad: what of backward a schedule may do later; None where it was not asked for.
+        kept: bytes from its forward to its backward, its output among them.
+        forward_peak, backward_peak: bytes at most while it runs, beyond what the blocks before it (and, in backward,
+            itself) keep.
+        passed: bytes of its output; and of these the bytes that get a gradient.
+    """
+
+    forward: Trace
+    backward: Trace
+    wgrad: Trace | None
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    passed: int
+    passed_back: int
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutProfile:
+    """All blocks of a model in order; of a model that is no chain, itself.
+
+    Attributes:
+        names: of the blocks.
+        facts: of the model's parameters.
+        optimizer: what it keeps of them.
+        tokens: (or what else the loss counts) of a sample.
+    """
+
+    names: Sequence[str]
+    blocks: Sequence[BlockProfile]
+    facts: ModelFacts
+    optimizer: OptimizerMemory
+    tokens: int

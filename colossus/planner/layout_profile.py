@@ -1,0 +1,256 @@
+"""A model under one layout, block by block: what a microbatch computes, sends and keeps on a rank.
+
+A layout is what tensor, sequence and expert parallelism, activation checkpointing and the samples of a microbatch
+decide. How many replicas and pipeline stages there are changes nothing of it: plans are put together from its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from colossus.config import Config, ConfigError
+from colossus.config.plans import name_of
+from colossus.construct.build_model import build
+from colossus.context.parallel_context import ParallelContext
+from colossus.data.batch import batch_size_of, map_batch
+from colossus.data.make_loaders import loaders_of
+from colossus.engine.checkpointed_modules import with_activation_checkpoint
+from colossus.engine.inputs import Inputs, model_input
+from colossus.engine.loss_function import loss_of
+from colossus.engine.parameter_groups import ParameterGroups, make_groups
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.pipeline_block import has_hooks, is_chain, pipeline_blocks
+from colossus.planner.balanced_experts import balanced_experts
+from colossus.planner.block_runs import BlockRun, runs_of
+from colossus.planner.fake_rank import fake_rank, give_sizes
+from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tensors
+from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
+from colossus.planner.optimizer_memory import OptimizerMemory
+from colossus.planner.parameter_facts import facts_of
+from colossus.planner.trace import Trace
+from colossus.planner.trace_recorder import TraceRecorder
+from colossus.registry import MODELS
+from colossus.schedule.transport import flatten_value
+from colossus.sharded_tensor.regions import without_sequence
+from colossus.sharded_tensor.tensor import ShardedTensor
+from colossus.tensor_parallel.dtypes import gradient_dtype
+
+
+def profile_layout(config: Config, *, split_backward: bool = False) -> LayoutProfile:
+    """Run a microbatch of a config through its model, on fake tensors.
+
+    Args:
+        config: resolved, with the layout's sizes; one pipeline rank, one microbatch.
+        split_backward: whether dgrad and wgrad are told apart.
+
+    Raises:
+        ConfigError: for a config without a model or data, and for what cannot be built or read, or has sizes that
+            depend on a batch's values.
+    """
+    if config.model is None or config.data is None:
+        missing = "model" if config.model is None else "data"
+        raise ConfigError(f"{missing}: the config has none, and what a plan costs depends on it", config.source)
+    try:
+        with fake_rank(config) as context:
+            return _profile(config, context, split_backward)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error), config.source) from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(
+            f"what {name_of(config.model.type)} costs cannot be predicted: sizes of its tensors depend on the values "
+            f"of a batch ({error})",
+            config.source,
+        ) from error
+
+
+def batch_of(config: Config) -> Any:
+    """A batch of a data rank, by one sample: its numbers count for nothing."""
+    train = config.train.model_copy(update={"global_batch_size": 1, "batch_ramp": None})
+    one = config.model_copy(update={"train": train})
+    batch = next(iter(loaders_of(one, config.data, data_rank=0, data_size=1, device="cpu").train))
+    read, size = batch_size_of(batch), config.train.global_batch_size // (config.parallel.data or 1)
+    return map_batch(lambda x: x[:1].expand(size, *x.shape[1:]) if x.dim() and len(x) == read else x, batch)
+
+
+def _profile(config: Config, context: ParallelContext, split_backward: bool) -> LayoutProfile:
+    spec = config.model.spec()  # type: ignore[union-attr]
+    factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
+
+    groups: list[ParameterGroups | None] = []
+
+    def prepare(whole: nn.Module) -> None:
+        groups.append(make_groups(config.optimizer, whole))  # freezes parameters
+
+    model = build(factory, context, materialize=False, prepare=prepare)
+    batch = batch_of(config)
+    with counted_fake_tensors() as fake, balanced_experts():
+        give_sizes(model, context.precision)
+        for param in model.parameters():
+            if param.requires_grad:
+                param.grad = torch.empty(param.shape, dtype=gradient_dtype(param))
+        chained = is_chain(model) and not has_hooks(model)
+        blocks = pipeline_blocks(model) if chained else []
+        runs = runs_of(model, blocks) if chained else [BlockRun(None, [model], 0)]
+        run = _MicrobatchRun(model, batch, config, context, fake, split_backward)
+        profiles = run.of(runs)
+        facts = facts_of(model, context, blocks if chained else None, groups[0])
+    each: list[BlockProfile] = []
+    for of_run, these in zip(runs, profiles, strict=True):
+        each += [*these, *[these[-1]] * of_run.left_out]
+    return LayoutProfile(
+        [block.name for block in blocks] or ["model"],
+        each,
+        facts,
+        OptimizerMemory(config, groups[0]),
+        counted_of(batch),
+    )
+
+
+def counted_of(batch: Any) -> int:
+    """What the loss counts of a sample, as far as a batch shows it: its labels, or its one tensor."""
+    labels = batch["labels"] if isinstance(batch, dict) and "labels" in batch else None
+    if labels is None:
+        found = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+        labels = found[-1]
+    return 1 if labels.is_floating_point() else labels[0].numel()
+
+
+@dataclass
+class _Begun:
+    """A block whose forward has run."""
+
+    forward: Trace
+    kept: int
+    forward_peak: int
+    passed: int
+    passed_back: int
+    #: bytes that are live at the end of its forward
+    live: int
+    backward: Trace = field(default_factory=Trace)
+    backward_peak: int = 0
+    #: of the deferred weight gradients, the number that there are at the end of its backward
+    tasks: int = 0
+
+
+class _MicrobatchRun:
+    """Forward and backward of one microbatch, the ends of blocks seen by hooks on what they pass on."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        config: Config,
+        context: ParallelContext,
+        fake: CountedFakeTensors,
+        split_backward: bool,
+    ) -> None:
+        self._inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
+        given = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
+        self._batch = self._inputs.split(given, 1)
+        self._loss_fn, self._context, self._fake, self._split = loss_of(model, None), context, fake, split_backward
+        self._parallel = model_parallel_of(context)
+        self._recorder = TraceRecorder(context)
+        model.train()
+        context.rng.move_to(0, 0)
+
+    def of(self, runs: Sequence[BlockRun]) -> list[list[BlockProfile]]:
+        """The profiles of the blocks of each run that are shown."""
+        fake = self._fake
+        self._begun: list[_Begun] = []
+        tasks: list[Any] = []
+        with self._recorder.recording(fake), self._parallel.batch(self._batch.info), self._in_a_step():
+            loss = self._forward(runs)
+            fake.mark()
+            if self._split:
+                with self._parallel.weights.deferral.deferred() as tasks:
+                    self._tasks = tasks
+                    loss.backward()
+            else:
+                loss.backward()
+            self._ended(0, tasks)
+            wgrads = self._wgrads(tasks)
+        profiles = iter([
+            BlockProfile(b.forward, b.backward, wgrad, b.kept, b.forward_peak, b.backward_peak, b.passed, b.passed_back)
+            for b, wgrad in zip(self._begun, wgrads, strict=True)
+        ])  # fmt: skip
+        return [[next(profiles) for _ in run.shown] for run in runs]
+
+    @contextmanager
+    def _in_a_step(self) -> Iterator[None]:
+        """As the last microbatch of a step: what moves weights and their gradients once in a step, does."""
+        weights, recorder = self._parallel.weights, self._recorder
+        if weights.scope != "step":
+            yield
+            return
+        gather, reduce = weights.gather, weights.reduce
+
+        def once(move: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                with recorder.once():
+                    return move(*args)
+
+            return call
+
+        weights.begin_step()
+        weights.set_last_microbatch()
+        with patch.object(weights, "gather", once(gather)), patch.object(weights, "reduce", once(reduce)):
+            yield
+        weights.end_step()
+
+    def _forward(self, runs: Sequence[BlockRun]) -> Tensor:
+        fake, calls = self._fake, [call for run in runs for call in run.shown]
+        own = self._inputs.local(self._batch.microbatches[0])
+        with self._context.precision.autocast(self._context.device):
+            value = self._inputs.mark_tokens(model_input(own), self._batch.microbatches[0])
+            live = fake.mark()
+            self._recorder.take()
+            for number, call in enumerate(calls):
+                value = call(value)
+                passed = back = 0
+                if number + 1 < len(calls):
+                    passed, back = self._pass_on(number, value)
+                else:
+                    value = self._loss_fn(tree_map_only(ShardedTensor, without_sequence, value), own)[0]
+                kept, peak = fake.live - live, fake.peak - live
+                live = fake.mark()
+                self._begun.append(_Begun(self._recorder.take(), kept, peak, passed, back, live))
+        return value
+
+    def _pass_on(self, number: int, value: Any) -> tuple[int, int]:
+        """The bytes of what a block passes on, and of those that get a gradient; a hook tells when they have it."""
+        spec, tensors = flatten_value(value, self._parallel, f"block {number}")
+        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        with torch._C.DisableTorchFunctionSubclass():
+            for leaf in leaves[:1]:
+                leaf.register_hook(lambda gradient: self._ended(number + 1, getattr(self, "_tasks", [])))
+        back = sum(x.shape.numel() * x.dtype.itemsize for x in spec.differentiable)
+        return sum(tensor.nbytes for tensor in tensors), back
+
+    def _ended(self, number: int, tasks: Sequence[Any]) -> None:
+        """The backward of a block, and of those behind it that have not been seen to end, is over."""
+        block = self._begun[number]
+        block.backward, block.tasks = self._recorder.take(), len(tasks)
+        block.backward_peak = max(0, self._fake.peak - block.live)
+        self._fake.mark()
+
+    def _wgrads(self, tasks: Sequence[Any]) -> list[Trace | None]:
+        if not self._split:
+            return [None] * len(self._begun)
+        found: list[Trace | None] = []
+        self._recorder.take()
+        with torch.no_grad():
+            for block, behind in zip(self._begun, [*self._begun[1:], None], strict=True):
+                self._parallel.weights.deferral.run(list(tasks[behind.tasks if behind else 0 : block.tasks]))
+                found.append(self._recorder.take())
+        return found

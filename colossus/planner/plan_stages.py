@@ -1,0 +1,111 @@
+"""From a plan to its layout, and to the stages of its pipeline ranks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from colossus.arithmetic import expert_factor
+from colossus.config import Config, ConfigError
+from colossus.config.schema import StrategySection
+from colossus.planner.layout_blocks import LayoutProfile
+from colossus.planner.rank_stages import RankStages
+from colossus.schedule.actions import Actions, placement
+from colossus.schedule.bounds import stage_bounds
+from colossus.schedule.build import make_schedule
+
+# -- layouts --------------------------------------------------------------------------------------------------
+
+
+def samples_of(config: Config) -> int:
+    """Of a microbatch of a data rank."""
+    return config.train.global_batch_size // (config.parallel.data or 1) // config.schedule.microbatches
+
+
+def layout_key(config: Config) -> tuple[Any, ...]:
+    """What a profile depends on."""
+    parallel, train = config.parallel, config.train
+    return (
+        parallel.tensor,
+        parallel.sequence,
+        parallel.expert.size,
+        train.activation_checkpoint,
+        train.precision,
+        samples_of(config),
+    )
+
+
+def layout_config(config: Config) -> Config:
+    """The smallest plan of a config's layout."""
+    parallel = config.parallel
+    data = expert_factor(parallel.data or 1, parallel.sequence.size, parallel.expert.size)
+    small = parallel.model_copy(
+        update={
+            "data": data,
+            "pipeline": parallel.pipeline.model_copy(update={"size": 1}),
+            "zero": type(parallel.zero)(),
+            "strategy": StrategySection(),
+        }
+    )
+    train = config.train.model_copy(update={"global_batch_size": data * samples_of(config), "batch_ramp": None})
+    return config.model_copy(update={"parallel": small, "train": train, "schedule": type(config.schedule)()})
+
+
+# -- pipelines ------------------------------------------------------------------------------------------------
+
+
+def splits_backward(config: Config) -> bool:
+    """Whether the schedule runs wgrad apart from dgrad."""
+    return any(action.kind == "backward_weight" for own in actions_of(config) for action in own)
+
+
+def actions_of(config: Config) -> Actions:
+    """Of all pipeline ranks.
+
+    Raises:
+        ConfigError: for a schedule that is wrong.
+    """
+    schedule = config.schedule
+    options = tuple(sorted(schedule.options.items()))
+    try:
+        return _made(schedule.type, config.parallel.pipeline.size, schedule.microbatches, options)
+    except ValueError as error:
+        raise ConfigError(f"schedule: {error}", config.source) from error
+
+
+@lru_cache(maxsize=256)
+def _made(kind: Any, stages: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Actions:
+    return make_schedule(kind, stages, microbatches, **dict(options))
+
+
+def stages_of(config: Config, profile: LayoutProfile) -> list[RankStages]:
+    """Of each pipeline rank.
+
+    Raises:
+        ConfigError: for more stages than blocks, and a split that does not fit.
+    """
+    actions = actions_of(config)
+    rank_of = placement(actions) or {0: 0}
+    count, blocks = len(rank_of), len(profile.blocks)
+    if count > blocks:
+        raise ConfigError(
+            f"parallel.pipeline: {count} stages for {blocks} block(s) of the model: every stage needs one",
+            config.source,
+        )
+    elements = _elements_of_blocks(profile)
+    try:
+        bounds = (
+            stage_bounds(config.parallel.pipeline.split, profile.names, elements, count) if count > 1 else (0, blocks)
+        )
+    except ValueError as error:
+        raise ConfigError(str(error), config.source) from error
+    return [RankStages(rank, bounds, rank_of, own) for rank, own in enumerate(actions)]
+
+
+def _elements_of_blocks(profile: LayoutProfile) -> list[int]:
+    """Of whole parameters; a tied one counts with every block that uses it."""
+    found = [0] * len(profile.blocks)
+    for one in profile.facts.parameters:
+        for block in one.blocks:
+            found[block] += one.spec.num_elements
+    return found

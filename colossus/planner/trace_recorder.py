@@ -1,0 +1,203 @@
+"""Records what a rank does on fake tensors, as a `Trace`: operators as they are dispatched, collectives as they are
+counted and waited for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from colossus.comm import accounting, log
+from colossus.context.parallel_context import ParallelContext
+from colossus.hardware.hardware import held_of
+from colossus.planner.fake_tensors import CountedFakeTensors
+from colossus.planner.trace import AttentionCall, Awaited, Event, Operator, Product, Started, Trace
+
+aten = torch.ops.aten
+_DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+#: operators that take a few rows of a large tensor: what they write counts twice
+_PICKS = ("embedding", "index", "index_select", "gather", "_unsafe_index")
+#: operators that move nothing
+_FREE = (
+    "detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "empty", "empty_like", "new_empty",
+    "empty_strided", "new_empty_strided", "_local_scalar_dense", "set_", "record_stream",
+)  # fmt: skip
+
+
+class TraceRecorder:
+    """Records while `recording` is entered; `take` gives what has come since the last one."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._context = context
+        self._events: list[Event] = []
+        self._repeated: list[Event] = []
+        self._once: list[Event] = []
+        self._recomputes = self._is_once = False
+        self._numbers = 0
+        #: of what has been counted and not been logged yet, operation, axes, bytes: of a message each of its tensors
+        self._counted: list[tuple[str, str, float]] = []
+
+    def take(self) -> Trace:
+        once = Trace(tuple(self._once)) if self._once else None
+        trace = Trace(tuple(self._events), tuple(self._repeated), once)
+        self._events, self._repeated, self._once = [], [], []
+        return trace
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Inside, what is recorded comes once in a step."""
+        outer, self._is_once = self._is_once, True
+        try:
+            yield
+        finally:
+            self._is_once = outer
+
+    @contextmanager
+    def recording(self, fake: CountedFakeTensors) -> Iterator[None]:
+        """Inside, everything that runs under the mode is recorded; what is recomputed, apart."""
+        rng = self._context.rng
+        replay = rng.replay
+
+        @contextmanager
+        def recomputed(*args: Any) -> Iterator[None]:
+            self._recomputes = True
+            try:
+                with replay(*args):
+                    yield
+            finally:
+                self._recomputes = False
+
+        fake.observer = self._see
+        accounting.listeners.append(self)  # type: ignore[arg-type]
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(patch.object(log, "record", self._log))
+                stack.enter_context(patch.object(rng, "replay", recomputed))
+                yield
+        finally:
+            fake.observer = None
+            if self in accounting.listeners:
+                accounting.listeners.remove(self)  # type: ignore[arg-type]
+
+    def add(self, operation: str, axes: str, dtype: torch.dtype, sent: float) -> None:
+        """As a `colossus.comm.accounting.Counter`."""
+        self._counted.append((operation, axes, sent))
+
+    def _log(self, operation: str, axes: str, shape: tuple[int, ...], dtype: object) -> log.Entry:
+        """In the place of `colossus.comm.log.record`: the entry tells when the collective is waited for."""
+        counted, self._counted = self._counted, []
+        if not counted:  # a receive, whose send is counted by another rank, or what is not counted
+            return log.Entry(operation, axes, 0, shape, dtype, ("", 0))
+        self._numbers += 1
+        name, axes, _ = counted[0]
+        sent, ranks = sum(each for _, _, each in counted), self._context.grid.size(axes.split("x"))
+        kind = name.split()[0]
+        self._add(Started(self._numbers, kind, axes, held_of(kind, ranks, sent)))
+        return _AwaitedEntry(self, self._numbers, operation, axes)
+
+    def _add(self, event: Event) -> None:
+        (self._once if self._is_once else self._repeated if self._recomputes else self._events).append(event)
+
+    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        event = work_of(func, args, kwargs, out)
+        if event is not None:
+            self._add(event)
+
+
+class _AwaitedEntry(log.Entry):
+    """The entry of a collective; that it is done is an event."""
+
+    __slots__ = ("_number", "_recorder")
+
+    def __init__(self, recorder: TraceRecorder, number: int, operation: str, axes: str) -> None:
+        self._recorder, self._number = recorder, number
+        super().__init__(operation, axes, number, (), None, ("", 0))
+
+    @property
+    def done(self) -> bool:
+        return False
+
+    @done.setter
+    def done(self, value: bool) -> None:
+        if value:
+            self._recorder._add(Awaited(self._number))
+
+
+def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Event | None:
+    """What an operator does; None of views, and of what moves nothing."""
+    name = func._schema.name.partition("::")[2]
+    if func.namespace != "aten":
+        return None if func.namespace in ("prim", "c10d", "_c10d_functional") else _moved(name, args, kwargs, out)
+    make = _PRODUCTS.get(name)
+    if make is not None:
+        return make(*args, **kwargs)
+    if name.startswith("_scaled_dot_product"):
+        return _attention(name, args, kwargs)
+    if name in _FREE or getattr(func, "is_view", False):
+        return None
+    return _moved(name, args, kwargs, out)
+
+
+def _moved(name: str, args: Any, kwargs: Any, out: Any) -> Operator | None:
+    made = sum(x.nbytes for x in tree_leaves(out) if isinstance(x, Tensor))
+    if name in _PICKS:
+        return Operator(2.0 * made)
+    read = sum(x.nbytes for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    return Operator(float(made + read)) if made + read else None
+
+
+def _product(a: Tensor, b: Tensor) -> Product:
+    count = math.prod(a.shape[:-2])
+    return Product(count, a.shape[-2], b.shape[-1], a.shape[-1], _DTYPES[a.dtype])
+
+
+def _grouped(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Product:
+    """Groups of rows, each times a matrix of its own, of equal sizes."""
+    groups = len(b) if b.dim() == 3 else max(1, len(rest[0]) if rest and rest[0] is not None else 1)
+    rows, inner = a.shape[-2:]
+    return Product(groups, rows / groups, b.shape[-1], inner, _DTYPES[a.dtype])
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+               output_padding: Any, groups: int, *rest: Any) -> Product:  # fmt: skip
+    """As the product of patches and weights."""
+    out_channels, inner = weight.shape[0], math.prod(weight.shape[1:])
+    places = [
+        (size + 2 * pad - dil * (kernel - 1) - 1) // step + 1
+        for size, pad, dil, kernel, step in zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)
+    ]
+    return Product(groups, len(x) * math.prod(places), out_channels // groups, inner, _DTYPES[x.dtype])
+
+
+def _convolved_back(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Product:
+    """dgrad and wgrad."""
+    rows, mask = len(dy) * math.prod(dy.shape[2:]), rest[-1]
+    return Product(sum(mask[:2]), rows, dy.shape[1], math.prod(weight.shape[1:]), _DTYPES[x.dtype])
+
+
+_PRODUCTS: dict[str, Callable[..., Product]] = {
+    "mm": lambda a, b, **_: _product(a, b),
+    "bmm": lambda a, b, **_: _product(a, b),
+    "addmm": lambda bias, a, b, **_: _product(a, b),
+    "baddbmm": lambda bias, a, b, **_: _product(a, b),
+    "mv": lambda a, b: Product(1, a.shape[0], 1, a.shape[1], _DTYPES[a.dtype]),
+    "dot": lambda a, b: Product(1, 1, 1, a.shape[0], _DTYPES[a.dtype]),
+    "_grouped_mm": _grouped,
+    "convolution": _convolved,
+    "convolution_backward": _convolved_back,
+}
+
+
+def _attention(name: str, args: Any, kwargs: Any) -> AttentionCall:
+    backward = name.endswith("_backward")
+    q, k = (args[1], args[2]) if backward else (args[0], args[1])
+    flags = [value for value in (*args, *kwargs.values()) if isinstance(value, bool)]
+    causal = kwargs.get("is_causal", any(flags[:1]) if backward else any(flags))
+    samples, heads, queries, head_dim = q.shape
+    return AttentionCall(samples * heads, queries, k.shape[2], head_dim, _DTYPES[q.dtype], backward, causal)

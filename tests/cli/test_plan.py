@@ -1,0 +1,318 @@
+"""``colossus plan``: the tables, JSON and pictures of plans that are made by hand, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from colossus.arithmetic import parse_bytes
+from colossus.cli import plan as command
+from colossus.cli.main import main
+from colossus.cli.plan_hardware import default_hosts, network_argument
+from colossus.cli.plan_json import as_json
+from colossus.cli.plan_table import Question
+from colossus.config import load_config
+from colossus.context.local_ranks import RanksFailed
+from colossus.doctor import measure
+from colossus.hardware.data_sheets import FromDataSheet
+from colossus.hardware.hardware import Link
+from colossus.planner.plan_estimate import AxisCost, PlanEstimate
+from colossus.planner.rank_memory import PlanMemory, RankMemory, StoredBytes
+from colossus.planner.search_result import SearchResult
+from colossus.schedule.build import make_schedule
+from colossus.schedule.simulate import play
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = """
+model = dict(type="GPT", num_layers=4, hidden_size=64, num_heads=8, vocab_size=256, seq_len=32)
+data = dict(type="PythonStdlib")
+train = dict(steps=10, global_batch_size=64)
+"""
+SECONDS = {"forward": 1e-3, "backward": 2e-3}
+#: overrides, bubble, parts of a step in seconds, GB of weights, optimizer, activations and on the host
+PLANS: list[tuple[list[str], float, dict[str, float], tuple[int, int, int, int]]] = [
+    (
+        ["parallel.data=4", "parallel.pipeline=4", "parallel.zero=1", "schedule.microbatches=8",
+         "train.activation_checkpoint=full"],
+        0.25,
+        {"forward": 0.2, "backward": 0.4, "recomputation": 0.2, "over data": 0.1, "bubble": 0.3, "optimizer": 0.05},
+        (20, 10, 30, 0),
+    ),
+    (
+        ["parallel.data=2", "parallel.tensor=8", "parallel.tensor.weights=step", "parallel.tensor.gathered=keep"],
+        0.0,
+        {"forward": 0.25, "backward": 0.5, "over tensor": 0.7, "optimizer": 0.05},
+        (30, 20, 25, 8),
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "small.py"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def estimates(file: str) -> list[PlanEstimate]:
+    """Of `PLANS`, on 16 devices."""
+    found = []
+    for overrides, bubble, parts, sizes in PLANS:
+        config = load_config(file, overrides)
+        weights, optimizer, activations, on_host = (size * 10**9 for size in sizes)
+        stored = StoredBytes(weights, 0, 0, 0, optimizer, 0, 0, on_host)
+        size, schedule = config.parallel.pipeline.size, config.schedule
+        actions = make_schedule(schedule.type, size, schedule.microbatches)
+        found.append(
+            PlanEstimate(
+                config=config,
+                overrides=tuple(overrides),
+                seconds=sum(parts.values()),
+                tokens=2048,
+                flops=1e15,
+                peak_flops=16e15,
+                memory=PlanMemory(
+                    tuple(RankMemory(at, (at,), 1, stored, activations // (1 + at)) for at in range(size))
+                ),
+                axes={part[5:]: AxisCost(3e9, 2 * parts[part], parts[part]) for part in parts if part[:5] == "over "},
+                parts=parts,
+                bubble=bubble,
+                spans=play(actions, lambda action: SECONDS.get(action.kind, 0.0)),
+            )
+        )
+    return found
+
+
+@pytest.fixture
+def searched(config: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the search is asked for; it finds `PLANS`, or ``result``."""
+    asked: dict[str, Any] = {"result": SearchResult(estimates(config), 1234, None, 2.5)}
+
+    def search(config: Any, hardware: Any, **options: Any) -> SearchResult:
+        asked.update(options, hardware=hardware)
+        result: SearchResult = asked["result"]
+        return result
+
+    fake = SimpleNamespace(import_module=lambda name: SimpleNamespace(search=search))
+    monkeypatch.setattr(command, "importlib", fake)
+    monkeypatch.setenv("COLUMNS", "100")
+    return asked
+
+
+def line(config: str, *more: str) -> list[str]:
+    return ["plan", config, "--devices", "16", "--hardware", "h100", *more]
+
+
+def test_the_table(config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    words = line(
+        config, "model.num_layers=4", "train.precision=fp32", "--keep", "pipeline=4", "schedule.microbatches=8"
+    )
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    assert max(map(len, out.replace(config, "s.py").splitlines())) <= 100
+    head, plans, memory, step, sent, run = out.split("\n\n")
+    assert head.splitlines()[1:] == [
+        "model       GPT, fp32",
+        "batch       64 sequences, 2,048 tokens a step",
+        "devices     16 on 2 hosts, 80.0 GB each",
+        "hardware    H100 (data sheet); between hosts 0.014 ms and 40 GB/s of a device",
+        "tried       1,234 plans in 2.5 s",
+    ]
+    assert plans.splitlines() == [
+        "     step  tokens/s    MFU   memory  bubble  exposed  plan",
+        "1  1.25 s     1,638  5.0 %  60.0 GB  25.0 %    8.0 %  data 4 x pipeline 4, ZeRO 1, 1f1b, 8",
+        "                                                      microbatches, full checkpointing",
+        "2   1.5 s     1,365  4.2 %  67.0 GB   0.0 %   46.7 %  data 2 x tensor 8 (1d), weights held for a",
+        "                                                      step, gathered inputs kept",
+    ]
+    assert memory.splitlines()[0] == "the best    60.0 GB of 80.0 GB on pipeline rank 0 of 4"
+    assert [row.split()[:3] for row in memory.splitlines()[1:]] == [
+        ["weights", "20.0", "GB"], ["optimizer", "10.0", "GB"], ["activations", "30.0", "GB"], ["total", "60.0", "GB"]
+    ]  # fmt: skip
+    assert ["over", "data", "100", "ms", "8.0", "%"] in [row.split() for row in step.splitlines()]
+    assert sent.splitlines()[-1].split() == ["data", "3.00", "GB", "200", "ms", "100", "ms"]
+    place, *lines = run.splitlines()
+    assert place == "run it on each host"
+    assert all(line.endswith(" \\") for line in lines[:-1])
+    shell = ["colossus", "launch", config, "model.num_layers=4", "train.precision=fp32", *PLANS[0][0]]
+    assert shlex.split(" ".join(line.rstrip("\\") for line in lines)) == [
+        *shell,
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        "HOST:PORT",
+    ]
+    assert searched["keep"] == {"parallel": {"pipeline": 4}, "schedule": {"microbatches": 8}}
+    assert (searched["devices"], searched["hosts"], searched["memory"], searched["top"]) == (16, 2, 80e9, 10)
+
+
+def test_one_plan_explained(config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line(config, "--explain")) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("plan 1 of 2, 1.25 s a step: data 4 x pipeline 4, ZeRO 1,")
+    # of 1F1B: (microbatches + stages - 1) times a forward and a backward, here 1 and 2 ms
+    assert next(row for row in first.splitlines() if row.startswith("time  ")).split() == ["time", "0", "33"]
+    rows = [row.split() for row in first.splitlines()]
+    assert ["pipeline", "4", "ranks", "over", "2", "hosts"] in rows
+    assert ["data", "4", "ranks", "inside", "a", "host"] in rows
+    assert ["host", "ranks", "pipeline", "data"] in rows
+    assert ["1", "8-15", "2-3", "0-3"] in rows
+    assert " ".join(first.split("why ")[1].split()) == (
+        "250 ms (16.7 %) less a step than plan 2, data 2 x tensor 8 (1d), weights held for a step, "
+        "gathered inputs kept: over tensor -700 ms, bubble +300 ms, recomputation +200 ms, over data +100 ms"
+    )
+    assert main(line(config, "--explain", "2", "--json", "-")) == 0
+    found = json.loads(capsys.readouterr().out)["plans"]
+    assert [span["kind"] for span in found[1]["timeline"][0]][:2] == ["forward", "backward"]
+    assert "timeline" not in found[0]
+    assert main(line(config, "--explain", "2")) == 0
+    last = capsys.readouterr().out
+    assert "why" not in last
+    assert "optimizer" in last
+
+
+def test_json_has_all_numbers(config: str) -> None:
+    one, two = estimates(config)
+    question = Question("f.py", (), load_config(config), FromDataSheet("h100"), 16, 2, 70e9)
+    found = json.loads(json.dumps(as_json(question, SearchResult([one, two], 9, None, 1.0))))
+    assert (found["memory"], found["hardware"]["is_measured"], found["tried"]) == (70e9, False, 9)
+    plan = found["plans"][0]
+    assert (plan["step_seconds"], plan["tokens_per_second"], plan["mfu"]) == (1.25, 2048 / 1.25, 1e15 / 1.25 / 16e15)
+    assert sum(plan["parts"].values()) == pytest.approx(1.25)
+    assert plan["axes"] == {"data": {"bytes": 3e9, "seconds": 0.2, "exposed": 0.1}}
+    assert plan["memory"]["ranks"][1]["total"] == 45e9
+    assert plan["overrides"] == PLANS[0][0]
+
+
+def test_pictures(config: str, searched: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    assert main(line(config, "--plot", str(tmp_path / "all.svg"))) == 0
+    text = (tmp_path / "all.svg").read_text()
+    for label in ("over tensor", "bubble", "activations", "limit 80 GB"):
+        assert f"<!-- {label} -->" in text, label
+    assert main(line(config, "--explain", "--plot", str(tmp_path / "one.svg"))) == 0
+    text = (tmp_path / "one.svg").read_text()
+    for label in ("rank 3", "milliseconds", "recomputation", "weights", "limit 80 GB"):
+        assert f"<!-- {label} -->" in text, label
+
+
+def test_ctrl_c_prints_what_was_found(
+    config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    searched["result"] = replace(searched["result"], stopped=True)
+    assert main(line(config)) == 130
+    out, err = capsys.readouterr()
+    assert ("data 2 x tensor 8" in out, err) == (True, "stopped by Ctrl-C after 1,234 plans\n")
+    searched["result"] = SearchResult([], 3, None, 0.1, stopped=True)
+    assert main(line(config)) == 130
+    assert capsys.readouterr().err == "colossus: stopped by Ctrl-C\n"
+
+
+def test_where_nothing_fits_the_nearest_is_told(
+    config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    searched["result"] = SearchResult([], 99, estimates(config)[1], 0.1)
+    assert main(line(config, "--memory", "60GB")) == 2
+    err = capsys.readouterr().err
+    assert (
+        "no plan of 16 devices of 60.0 GB fits (99 tried). The nearest needs 67.0 GB on each rank, 7.00 GB more" in err
+    )
+    assert "data 2 x tensor 8 (1d)" in err
+    assert ["activations", "25.0", "GB"] in [row.split()[:3] for row in err.splitlines()]
+    searched["result"] = SearchResult([], 0, None, 0.1)
+    assert main(line(config)) == 2
+    assert "no plan of 16 devices of 80.0 GB fits this model and this batch" in capsys.readouterr().err
+
+
+#: words of a command line, and what of its error is told
+REFUSED = [
+    (["--devices", "0"], "--devices: must be a whole number of at least 1"),
+    (["--devices", "6", "--hosts", "4"], "--hosts 4: 6 devices cannot be spread evenly over 4 hosts"),
+    (["--explain", "12"], "--explain 12: the list has 10 plans"),
+    (["--hardware", "h1000"], "--hardware h1000: nothing is known of memory and links of 'h1000'; known: B200, H100"),
+    (["--hardware", "none.json"], "none.json: cannot be read as a file of measured times"),
+    (["--hardware", "cpu", "--devices", "64"], "64 ranks at once are not measured on this machine's CPU (8 at most)"),
+    (["--memory", "8x"], "--memory: '8x' is no size of memory; write 80GB"),
+    (["--network", "10us"], "--network: '10us' is no latency and bandwidth; write 10us,50GB/s"),
+    (["--plot", "plan.gif"], "--plot: plan.gif: the picture ends with .svg"),
+    (["--json", "nowhere/plan.json"], "--json nowhere/plan.json: there is no folder nowhere"),
+    (["data=None"], "data: the config has none"),
+    (["model=None"], "model: the config has none"),
+    (["train.global_batch=3"], "train.global_batch: no such key"),
+]
+
+
+def test_what_is_refused_without_torch(config: str) -> None:
+    code = f"""
+import contextlib, io, json, sys
+from colossus.cli.main import main
+for words in {[words for words, _ in REFUSED]!r}:
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(["plan", {config!r}, *words])
+    print(json.dumps([code, err.getvalue(), "torch" in sys.modules]))
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == len(REFUSED), done.stderr
+    for (_, told), (code, err, has_torch) in zip(REFUSED, answers, strict=True):
+        assert (code, has_torch) == (2, False), err
+        assert told in err
+
+
+def test_a_file_that_is_none_of_measured_times(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "old.json"
+    path.write_text('{"version": 0}')
+    assert main(["plan", config, "--hardware", str(path)]) == 2
+    assert f"{path} is of version 0, this colossus reads 1" in capsys.readouterr().err
+
+
+def test_this_machine_is_its_gpu_by_the_data_sheet_or_else_its_cpu_measured(
+    config: str, searched: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, code, told in [
+        ("NVIDIA H100 80GB HBM3", 0, "hardware    H100 (data sheet)"),
+        (
+            "NVIDIA L4",
+            2,
+            "colossus: --hardware: nothing is known of memory and links of 'NVIDIA L4'; known: B200, H100",
+        ),
+    ]:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert main(["plan", config, "--devices", "16"]) == code
+        assert told in "".join(capsys.readouterr())
+
+    def fails(ranks: int, device: str, sizes: Any) -> None:
+        assert (ranks, device, sizes.dtypes) == (4, "cpu", ("bf16", "fp32"))
+        raise RanksFailed({1: "no room"}, {}, [])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(measure, "measure_ranks", fails)
+    assert main(["plan", config, "--devices", "4", "train.precision=bf16"]) == 2
+    assert "--hardware: this machine could not be measured: rank 1" in capsys.readouterr().err
+
+
+def test_sizes_and_links() -> None:
+    assert [parse_bytes(text) for text in ("80GB", "1.5 KiB", "500")] == [80 * 10**9, 1536, 500]
+    with pytest.raises(ValueError, match="'8x' is no size of memory; write 80GB"):
+        parse_bytes("8x")
+    assert network_argument("10us,50GB/s") == Link(1e-5, 50e9)
+    assert network_argument("0.5ms,400Gb/s") == Link(5e-4, 50e9)
+
+
+def test_hosts_that_nobody_names() -> None:
+    sheet = FromDataSheet("h100")
+    assert [default_hosts(sheet, devices) for devices in (1, 8, 12, 20, 22, 4096)] == [1, 1, 2, 4, 11, 512]

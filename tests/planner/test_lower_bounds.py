@@ -1,0 +1,80 @@
+"""The bounds are below what is predicted in full."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossus.config import Config, load_config
+from colossus.hardware.data_sheets import FromDataSheet
+from colossus.planner.candidates import Candidate, plans
+from colossus.planner.lower_bounds import LowerBounds
+from colossus.planner.memory import predict_memory
+from colossus.planner.model_layouts import layouts
+from colossus.schedule.build import make_schedule
+from colossus.schedule.simulate import play
+
+MODELS = {
+    "GPT": dict(type="GPT", num_layers=4, hidden_size=64, num_heads=4, seq_len=32),
+    "untied": dict(type="Llama", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, seq_len=32, vocab_size=256),
+    "experts": dict(type="Llama", num_layers=2, hidden_size=64, num_heads=4, seq_len=32, experts=dict(num=4, every=2)),
+}
+
+
+def config_of(model: str, **sections: Any) -> Config:
+    train = dict(global_batch_size=8)
+    return load_config(dict(model=MODELS[model], data=dict(type="PythonStdlib"), train=train, **sections))
+
+
+def every(config: Config, devices: int) -> list[Candidate]:
+    return [plan for layout in layouts(config, devices) for plan in plans(config, devices, layout)]
+
+
+@pytest.mark.parametrize(
+    ("model", "number"), [("GPT", 1), ("experts", 1), *(pytest.param(m, 40, marks=pytest.mark.long) for m in MODELS)]
+)
+def test_memory_is_below_what_is_predicted(model: str, number: int) -> None:
+    config = config_of(model)
+    bounds = LowerBounds(config, FromDataSheet("h100"))
+    for plan in random.Random(number).sample(every(config, 8), number):
+        least, predicted = bounds.memory(plan.config), predict_memory(plan.config).fullest.total
+        assert 0 < least <= predicted, plan.overrides
+        assert least > predicted / 20, plan.overrides
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=6), st.integers(1, 9), st.floats(0.1, 0.9))
+def test_a_pipeline_waits_at_its_ends(times: list[float], microbatches: int, forward: float) -> None:
+    """Stages of any times, played, beside the formula for the best way to share their sum."""
+    stages = len(times)
+
+    def duration(action: Any) -> float:
+        part = {"forward": forward, "backward": 1 - forward}.get(action.kind, 0.0)
+        return part * times[action.stage]
+
+    spans = play(make_schedule("1f1b", stages, microbatches), duration)
+    makespan = max(span.end for own in spans for span in own)
+    assert makespan >= sum(times) / (1 - (1 - 1 / microbatches) ** stages) * (1 - 1e-9)
+
+
+def test_less_is_computed_by_more_ranks_and_more_where_it_is_computed_again() -> None:
+    config = config_of("GPT")
+    bounds = LowerBounds(config, FromDataSheet("h100"))
+
+    def seconds(*overrides: str) -> float:
+        values = dict(model=MODELS["GPT"], train=dict(global_batch_size=8))
+        return bounds.seconds(load_config(values, overrides))
+
+    one = seconds()
+    assert seconds("parallel.data=2") == pytest.approx(one / 2)
+    assert seconds("train.activation_checkpoint=full") > 1.2 * one
+    assert seconds("parallel.pipeline=2", "schedule.microbatches=8") > one / 2
+
+
+def test_a_model_of_unknown_sizes_has_no_bound() -> None:
+    config = load_config(dict(model=dict(type="WordsLM")))
+    bounds = LowerBounds(config, FromDataSheet("h100"))
+    assert (bounds.seconds(config), bounds.memory(config)) == (0, 0)
