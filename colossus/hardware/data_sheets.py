@@ -140,6 +140,9 @@ class FromDataSheet(Hardware):
         self.name, self.memory_bytes = f"{name} (data sheet)", sheet.memory
         self._memory_bandwidth, self._link = sheet.memory_bandwidth, sheet.link
 
+    def peak_flops(self, dtype: str) -> float | None:
+        return self._peak(dtype)
+
     def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
         """As operations take, or as reading both factors and writing the product does (the roofline)."""
         moved = (m * k + k * n + m * n) * _BYTES.get(dtype, 4)

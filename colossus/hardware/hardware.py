@@ -72,6 +72,10 @@ class Hardware(ABC):
             operator: of ATen (``gelu_backward``); a processor takes longer for some than for others.
         """
 
+    def peak_flops(self, dtype: str) -> float | None:
+        """FLOP/s of a device by its data sheet, that utilisation is of; None where there is none."""
+        return None
+
     def eager_seconds(self, work: float, operators: int) -> float:
         """Of so many ATen operators, started one by one, whose work takes ``work`` seconds together.
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from colossus.arithmetic import counted
+from colossus.hardware.data_sheets import peak_flops
 from colossus.hardware.hardware import OPERATIONS, Hardware, Link, bytes_sent, fit_link, ranks_at_once, steps
 from colossus.hardware.interpolation import Curve, ProductGrid
 
@@ -150,6 +151,9 @@ class Measured(Hardware):
         for table in file.collectives:
             curve = Curve(table.bytes, table.seconds)
             self._tables.setdefault(table.operation, {})[table.ranks] = curve, table.link(), table.bytes[-1]
+
+    def peak_flops(self, dtype: str) -> float | None:
+        return peak_flops(self.file.name, dtype)
 
     def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
         return _of_dtype(self._grids, dtype, self.name).at(m, n, k)

@@ -16,6 +16,7 @@ from colossus.planner.gradient_traffic import gradient_traffic
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
 from colossus.planner.memory import memory_of
+from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate, extended
 from colossus.planner.plan_stages import layout_config, layout_key, samples_of, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory
@@ -42,6 +43,7 @@ class Estimator:
         self.hardware, self.hosts = hardware, hosts
         self._profiles: dict[Any, LayoutProfile | ConfigError] = {}
         self._players: dict[Any, TracePlayer] = {}
+        self._optimizer: OptimizerMemory | None = None
 
     def estimate(self, config: Config, overrides: Sequence[str] = ()) -> PlanEstimate:
         """Of a resolved config.
@@ -65,7 +67,7 @@ class Estimator:
         profile = self.profile(config)
         ranks = stages_of(config, profile)
         memory = memory_of(config, profile, ranks)
-        player = self._player(config)
+        player = self.player(config)
         on_cpu = not self.hardware.overlaps
         timelines = [
             RankTimeline(profile, rank, gradient_traffic(profile.facts, config, rank, on_cpu=on_cpu), player)
@@ -73,17 +75,21 @@ class Estimator:
         ]
         return _Composed(self, config, tuple(overrides), profile, timelines, memory, player).estimate()
 
-    def profile(self, config: Config) -> LayoutProfile:
+    def profile(self, config: Config, *, split_backward: bool | None = None) -> LayoutProfile:
         """That of the config's layout.
+
+        Args:
+            split_backward: whether dgrad and wgrad are told apart; by default as the config's schedule does.
 
         Raises:
             ConfigError: see `profile_layout`.
         """
-        split = splits_backward(config)
+        split = splits_backward(config) if split_backward is None else split_backward
         key = layout_key(config), split
         if key not in self._profiles:
             try:
-                self._profiles[key] = profile_layout(layout_config(config), split_backward=split)
+                made = profile_layout(layout_config(config), split_backward=split, optimizer=self._optimizer)
+                self._profiles[key], self._optimizer = made, made.optimizer
             except ConfigError as error:
                 self._profiles[key] = error
         found = self._profiles[key]
@@ -113,7 +119,8 @@ class Estimator:
         blocks = self.profile(one).blocks
         return sum(_counted_flops(trace) for block in blocks for trace in (block.forward, block.backward))
 
-    def _player(self, config: Config) -> TracePlayer:
+    def player(self, config: Config) -> TracePlayer:
+        """What plays traces on the ranks of a config."""
         grid = build_grid(config.parallel)
         key = tuple(grid.sizes.items())
         if key not in self._players:
@@ -268,9 +275,9 @@ class _Composed:
             exposed = sum(each.exposed for each in cost.axes.values())
             parts["recomputation"] += cost.repeated
             parts["forward" if kind == "forward" else "backward"] += cost.computing - exposed - cost.repeated
-        for axes, cost in sorted(costs.items()):
-            if cost.exposed:
-                parts[f"over {axes}"] = cost.exposed
+        for axes, of_axes in sorted(costs.items()):
+            if of_axes.exposed:
+                parts[f"over {axes}"] = of_axes.exposed
         parts["optimizer"] = update
         rest = seconds - sum(parts.values())
         parts["bubble" if len(self.ranks) > 1 else "other"] = max(0.0, rest)

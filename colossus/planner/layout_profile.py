@@ -45,12 +45,15 @@ from colossus.sharded_tensor.tensor import ShardedTensor
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
-def profile_layout(config: Config, *, split_backward: bool = False) -> LayoutProfile:
+def profile_layout(
+    config: Config, *, split_backward: bool = False, optimizer: OptimizerMemory | None = None
+) -> LayoutProfile:
     """Run a microbatch of a config through its model, on fake tensors.
 
     Args:
         config: resolved, with the layout's sizes; one pipeline rank, one microbatch.
         split_backward: whether dgrad and wgrad are told apart.
+        optimizer: of another layout of the same config.
 
     Raises:
         ConfigError: for a config without a model or data, and for what cannot be built or read, or has sizes that
@@ -61,7 +64,7 @@ def profile_layout(config: Config, *, split_backward: bool = False) -> LayoutPro
         raise ConfigError(f"{missing}: the config has none, and what a plan costs depends on it", config.source)
     try:
         with fake_rank(config) as context:
-            return _profile(config, context, split_backward)
+            return _profile(config, context, split_backward, optimizer)
     except ConfigError:
         raise
     except ValueError as error:
@@ -83,7 +86,9 @@ def batch_of(config: Config) -> Any:
     return map_batch(lambda x: x[:1].expand(size, *x.shape[1:]) if x.dim() and len(x) == read else x, batch)
 
 
-def _profile(config: Config, context: ParallelContext, split_backward: bool) -> LayoutProfile:
+def _profile(
+    config: Config, context: ParallelContext, split_backward: bool, optimizer: OptimizerMemory | None
+) -> LayoutProfile:
     spec = config.model.spec()  # type: ignore[union-attr]
     factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
 
@@ -112,7 +117,7 @@ def _profile(config: Config, context: ParallelContext, split_backward: bool) -> 
         [block.name for block in blocks] or ["model"],
         each,
         facts,
-        OptimizerMemory(config, groups[0]),
+        optimizer or OptimizerMemory(config, groups[0]),
         counted_of(batch),
     )
 

@@ -38,7 +38,7 @@ def memory_of(config: Config, profile: LayoutProfile, ranks: Sequence[RankStages
     """The memory of a plan whose layout has this profile.
 
     Args:
-        ranks: of the pipeline.
+        ranks: of the pipeline, all or some.
     """
     accumulates = config.schedule.microbatches > 1
     found: list[RankMemory] = []
@@ -47,7 +47,7 @@ def memory_of(config: Config, profile: LayoutProfile, ranks: Sequence[RankStages
         grown = 0 if accumulates else stored.gradients
         stages = _stages(profile, rank, 0 if config.parallel.zero.stage == 3 else grown)
         activations = max(0, peak_of_step(rank.actions, stages) - grown)
-        if len(ranks) > 1:
+        if config.parallel.pipeline.size > 1:
             activations += 2 * max(stages[stage].passed for stage in rank.stages)
         found.append(RankMemory(rank.rank, rank.stages, max(in_flight(rank.actions)), stored, activations))
     return PlanMemory(tuple(found), tuple(_notes(config)))

@@ -11,7 +11,6 @@ from colossus.config.schema import StrategySection
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.rank_stages import RankStages
 from colossus.schedule.actions import Actions, placement
-from colossus.schedule.bounds import stage_bounds
 from colossus.schedule.build import make_schedule
 
 # -- layouts --------------------------------------------------------------------------------------------------
@@ -86,26 +85,8 @@ def stages_of(config: Config, profile: LayoutProfile) -> list[RankStages]:
     """
     actions = actions_of(config)
     rank_of = placement(actions) or {0: 0}
-    count, blocks = len(rank_of), len(profile.blocks)
-    if count > blocks:
-        raise ConfigError(
-            f"parallel.pipeline: {count} stages for {blocks} block(s) of the model: every stage needs one",
-            config.source,
-        )
-    elements = _elements_of_blocks(profile)
     try:
-        bounds = (
-            stage_bounds(config.parallel.pipeline.split, profile.names, elements, count) if count > 1 else (0, blocks)
-        )
+        bounds = profile.facts.bounds(config.parallel.pipeline.split, len(rank_of))
     except ValueError as error:
         raise ConfigError(str(error), config.source) from error
     return [RankStages(rank, bounds, rank_of, own) for rank, own in enumerate(actions)]
-
-
-def _elements_of_blocks(profile: LayoutProfile) -> list[int]:
-    """Of whole parameters; a tied one counts with every block that uses it."""
-    found = [0] * len(profile.blocks)
-    for one in profile.facts.parameters:
-        for block in one.blocks:
-            found[block] += one.spec.num_elements
-    return found

@@ -156,12 +156,14 @@ class RankTimeline:
         return self.seconds(action) - self.cost(action).computing
 
 
+_NOTHING = Trace()
+
+
 def _trace(block: BlockProfile, kind: str) -> Trace:
     if kind == "forward":
         return block.forward
-    if kind == "backward_weight":
-        assert block.wgrad is not None
-        return block.wgrad
+    if kind == "backward_weight":  # a profile that does not tell it apart has it in backward
+        return block.wgrad or _NOTHING
     return block.backward
 
 
@@ -179,7 +181,7 @@ def play_step(
     def duration(action: Action) -> float:
         return ranks[rank_of[action.stage]].seconds(action) if action.kind in COMPUTE else 0.0
 
-    spans = play([rank.stages.actions for rank in ranks], duration, transfer=transfer, blocking=blocking)
+    spans = play([list(rank.stages.actions) for rank in ranks], duration, transfer=transfer, blocking=blocking)
     ends = []
     for rank, own in zip(ranks, spans, strict=True):
         behind = [

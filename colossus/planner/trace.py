@@ -42,9 +42,10 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Any other operator: the bytes that it reads and writes."""
+    """Any other operator: the bytes that it reads and writes, 0 of a view; its name in ATen."""
 
     bytes: float
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ class _AwaitedEntry(log.Entry):
 
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Event | None:
-    """What an operator does; None of views, and of what moves nothing."""
+    """What an operator does; None of what is none of ATen's, and started by no one."""
     name = func._schema.name.partition("::")[2]
     if func.namespace != "aten":
         return None if func.namespace in ("prim", "c10d", "_c10d_functional") else _moved(name, args, kwargs, out)
@@ -140,16 +140,16 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Event | None:
     if name.startswith("_scaled_dot_product"):
         return _attention(name, args, kwargs)
     if name in _FREE or getattr(func, "is_view", False):
-        return None
+        return Operator(0.0, name)
     return _moved(name, args, kwargs, out)
 
 
-def _moved(name: str, args: Any, kwargs: Any, out: Any) -> Operator | None:
+def _moved(name: str, args: Any, kwargs: Any, out: Any) -> Operator:
     made = sum(x.nbytes for x in tree_leaves(out) if isinstance(x, Tensor))
     if name in _PICKS:
-        return Operator(2.0 * made)
+        return Operator(2.0 * made, name)
     read = sum(x.nbytes for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-    return Operator(float(made + read)) if made + read else None
+    return Operator(float(made + read), name)
 
 
 def _product(a: Tensor, b: Tensor) -> Product:

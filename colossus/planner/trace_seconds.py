@@ -99,11 +99,10 @@ class TracePlayer:
     def _work_of(self, event: Event) -> float:
         hardware = self.hardware
         if isinstance(event, Operator):
-            return hardware.memory_seconds(event.bytes)
+            return hardware.memory_seconds(event.bytes, event.name) if event.bytes else 0.0
         if isinstance(event, Product):
-            return event.count * hardware.matmul_seconds(
-                *(max(1, round(size)) for size in (event.m, event.n, event.k)), event.dtype
-            )
+            m, n, k = (max(1, round(size)) for size in (event.m, event.n, event.k))
+            return event.count * hardware.matmul_seconds(m, n, k, event.dtype)
         assert isinstance(event, AttentionCall)
         length = (event.queries * event.keys) ** 0.5
         seconds = hardware.attention_seconds(

@@ -1,0 +1,114 @@
+"""A plan's step and memory without playing its schedule: which of many plans are worth an estimate.
+
+Three ranks of the pipeline are looked at: the first, one in the middle, the last. A step is m microbatches of the
+slowest of them, and what the schedule leaves of the wait at the ends of a pipeline, the seconds of a microbatch on all
+other ranks: all of it under 1F1B, 1/v with v chunks (2104.04473), about a third and a sixth of zero-bubble schedules,
+whose gradients of weights fill it (2401.10241).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from colossus.config import Config
+from colossus.hardware.hardware import Hardware
+from colossus.planner.gradient_traffic import gradient_traffic
+from colossus.planner.layout_blocks import LayoutProfile
+from colossus.planner.memory import memory_of
+from colossus.planner.rank_memory import PlanMemory
+from colossus.planner.rank_stages import RankStages
+from colossus.planner.step_timeline import RankTimeline
+from colossus.planner.trace_seconds import TracePlayer
+from colossus.registry import SCHEDULES
+from colossus.schedule.actions import LAST_USE, Action, Actions, placement
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of a plan.
+
+    Attributes:
+        seconds: of a step, roughly.
+        memory: of the ranks that were looked at.
+    """
+
+    seconds: float
+    memory: PlanMemory
+
+
+def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, most: float) -> Score:
+    """Of a resolved config whose layout has this profile.
+
+    Args:
+        most: bytes of a device. Of a plan that needs more only memory is known, its seconds are infinite.
+
+    Raises:
+        ValueError: for a schedule or a split that does not fit the model.
+    """
+    ranks = _some_ranks(config, profile)
+    memory = memory_of(config, profile, ranks)
+    if memory.fullest.total > most:
+        return Score(float("inf"), memory)
+    on_cpu = not player.hardware.overlaps
+    lines = [
+        RankTimeline(profile, rank, gradient_traffic(profile.facts, config, rank, on_cpu=on_cpu), player)
+        for rank in ranks
+    ]
+    return Score(_seconds(config, lines, player.hardware), memory)
+
+
+def _seconds(config: Config, lines: list[RankTimeline], hardware: Hardware) -> float:
+    stages, count = config.parallel.pipeline.size, config.schedule.microbatches
+    slowest, behind = 0.0, 0.0
+    for line in lines:
+        each = last = 0.0
+        for action in _of_one_microbatch(line.stages):
+            cost = line.cost(action)
+            each += cost.until_done
+            last = max(last, cost.until_sent - cost.until_done)
+        slowest, behind = max(slowest, each), max(behind, last)
+    begin, end = max(line.begin for line in lines), max(line.end for line in lines)
+    return begin + slowest * (count + (stages - 1) * _share_of_wait(config)) + behind + end
+
+
+def _share_of_wait(config: Config) -> float:
+    kind = config.schedule.type
+    if kind == "interleaved":
+        return 1.0 / float(config.schedule.options.get("chunks", 2))
+    return {"zb-h1": 1 / 3, "zb-v": 1 / 6}.get(kind, 1.0)
+
+
+def _of_one_microbatch(stages: RankStages) -> list[Action]:
+    """The last microbatch on a rank: with its gradients."""
+    last = max(action.microbatch for action in stages.actions if action.kind == "forward")
+    kinds = ("forward", "backward", "backward_input", "backward_weight")
+    return [action for action in stages.actions if action.kind in kinds and action.microbatch == last]
+
+
+def _some_ranks(config: Config, profile: LayoutProfile) -> list[RankStages]:
+    schedule, size = config.schedule, config.parallel.pipeline.size
+    few = min(schedule.microbatches, 2 * size)
+    actions, rank_of = _compute_actions(schedule.type, size, few, tuple(sorted(schedule.options.items())))
+    bounds = profile.facts.bounds(config.parallel.pipeline.split, len(rank_of))
+    return [RankStages(rank, bounds, rank_of, actions[rank]) for rank in sorted({0, size // 2, size - 1})]
+
+
+@lru_cache(maxsize=1024)
+def _compute_actions(
+    kind: Any, stages: int, microbatches: int, options: tuple[tuple[str, Any], ...]
+) -> tuple[Actions, dict[int, int]]:
+    """Of all ranks, each stage reduced behind its last action; and stage -> rank."""
+    schedule = SCHEDULES.get(kind) if isinstance(kind, str) else kind
+    lists: Actions = schedule(stages, microbatches, **dict(options))
+    found: Actions = []
+    for own in lists:
+        last = {action.stage: index for index, action in enumerate(own) if action.kind in LAST_USE}
+        done: list[Action] = []
+        for index, action in enumerate(own):
+            done.append(action)
+            if last.get(action.stage) == index:
+                done.append(Action("reduce", action.stage))
+        found.append(done)
+    return found, placement(found) or {0: 0}
