@@ -39,12 +39,13 @@ LLAMA = dict(
 #: inputs and weights are gathered for each product, as the papers do it; or once for a microbatch
 AGAIN = dict(gathered="again", weights="matmul")
 KEPT = dict(gathered="keep", weights="microbatch")
-#: shapes of each mode, by ranks
-SHAPES: dict[str, list[tuple[int, ...]]] = {
-    "1d": [(2**power,) for power in range(2, 10)],
-    "2d": [(2, 2), (4, 4), (8, 8), (16, 16)],
-    "2.5d": [(2, 2, 2), (2, 4, 4), (4, 4, 4), (2, 8, 8), (4, 8, 8), (8, 8, 8)],
-    "3d": [(2, 2, 2), (4, 4, 4), (8, 8, 8)],
+#: what is compared: mode, options, shapes by ranks
+WAYS: dict[str, tuple[str, dict[str, Any], list[tuple[int, ...]]]] = {
+    "1D": ("1d", {}, [(2**power,) for power in range(2, 10)]),
+    "1D, tokens split": ("1d", dict(sequence_sharded=True), [(2**power,) for power in range(2, 10)]),
+    "2D": ("2d", KEPT, [(2, 2), (4, 4), (8, 8), (16, 16)]),
+    "2.5D": ("2.5d", KEPT, [(2, 2, 2), (2, 4, 4), (4, 4, 4), (2, 8, 8), (4, 8, 8), (8, 8, 8)]),
+    "3D": ("3d", KEPT, [(2, 2, 2), (4, 4, 4), (8, 8, 8)]),
 }
 SQUARES = {"1d": (64,), "2d": (8, 8), "2.5d": (4, 4, 4), "3d": (4, 4, 4)}
 #: what 16 GB hold, the memory of the devices of two of the papers
@@ -77,10 +78,10 @@ class OneModel(Estimator):
         super().__init__(hardware, hosts=max(1, ranks // links.on_a_host))
         self.known = known
 
-    def profile(self, config: Config) -> LayoutProfile:
+    def profile(self, config: Config, *, split_backward: bool | None = None) -> LayoutProfile:
         key = layout_key(config)
         if key not in self.known:
-            self.known[key] = super().profile(config)
+            self.known[key] = super().profile(config, split_backward=split_backward)
         return self.known[key]
 
 
@@ -179,38 +180,43 @@ def memory(study: Study, batches: Sequence[int]) -> None:
 
 def over_ranks(study: Study, title: str, links: Links) -> Panel:
     """Seconds of a step of each mode by ranks; 1D ends where each rank has one head."""
-    lines, seconds = [], {}
-    for colour, (mode, shapes) in enumerate(SHAPES.items()):
-        flags = {} if mode == "1d" else KEPT
-        for shape in filter(lambda each: study.fits(mode, each), shapes):
-            seconds[mode, math.prod(shape)] = study.step(links, mode, shape, **flags).seconds
-        points = [(math.log2(ranks), each) for (of, ranks), each in seconds.items() if of == mode]
-        lines.append(Line(mode.upper(), *zip(*points, strict=True), colour=colour))
-    ranks = sorted({each for _, each in seconds})
-    rows = [
-        [each, *(f"{seconds[mode, each]:.3f}" if (mode, each) in seconds else "-" for mode in SHAPES)] for each in ranks
-    ]
-    common.print_table(f"{title}: seconds of a step ({links})", ("ranks", *SHAPES), rows)
+    lines: list[Line] = []
+    table: dict[int, dict[str, float]] = {}
+    for name, (mode, flags, shapes) in WAYS.items():
+        points = []
+        for shape in shapes:
+            if study.fits(mode, shape):
+                ranks = math.prod(shape)
+                seconds = study.step(links, mode, shape, **flags).seconds
+                points.append((math.log2(ranks), seconds))
+                table.setdefault(ranks, {})[name] = seconds
+        lines.append(Line(name, [x for x, _ in points], [y for _, y in points]))
+    rows = [[ranks, *(_three(table[ranks].get(name)) for name in WAYS)] for ranks in sorted(table)]
+    common.print_table(f"{title}: seconds of a step ({links})", ("ranks", *WAYS), rows)
     return Panel(f"{title}\n{links}", lines, "ranks (power of two)", "seconds of a step", log_y=True)
 
 
 def over_links(study: Study, title: str, device: str, on_a_host: int) -> Panel:
     """How much faster than 1D the others are on 64 ranks, by the network's speed."""
     gigabytes = [2.0**power for power in range(8)]
-    ratios: dict[str, list[float]] = {mode: [] for mode in SQUARES}
+    ratios: dict[str, list[float]] = {name: [] for name in WAYS}
     for each in gigabytes:
         links = Links(device, on_a_host, each * 1e9)
         seconds = {
-            mode: study.step(links, mode, SQUARES[mode], **(KEPT if mode != "1d" else {})).seconds for mode in SQUARES
+            name: study.step(links, mode, SQUARES[mode], **flags).seconds for name, (mode, flags, _) in WAYS.items()
         }
-        for mode, values in ratios.items():
-            values.append(seconds["1d"] / seconds[mode])
+        for name, values in ratios.items():
+            values.append(seconds["1D"] / seconds[name])
     where = f"64 {device.upper()}, hosts of {on_a_host}"
-    rows = [[f"{each:g}", *(f"{ratios[mode][at]:.2f}" for mode in ratios)] for at, each in enumerate(gigabytes)]
-    common.print_table(f"{title}, {where}: times faster than 1D", ("GB/s", *ratios), rows)
+    rows = [[f"{each:g}", *(f"{ratios[name][at]:.2f}" for name in WAYS)] for at, each in enumerate(gigabytes)]
+    common.print_table(f"{title}, {where}: times faster than 1D", ("GB/s", *WAYS), rows)
     x = [math.log2(each) for each in gigabytes]
-    lines = [Line(mode.upper(), x, values, colour=colour) for colour, (mode, values) in enumerate(ratios.items())]
+    lines = [Line(name, x, values) for name, values in ratios.items()]
     return Panel(f"{title}\n{where}", lines, "GB/s of a device to other hosts (power of two)", "times faster than 1D")
+
+
+def _three(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3g}"
 
 
 def panels(papers: Study, llama: Study) -> Iterator[Panel]:

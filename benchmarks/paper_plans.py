@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks import common
 from colossus.arithmetic import byte_count
 from colossus.config import Config, load_config
-from colossus.config.plans import world_size
+from colossus.config.plans import describe_plan, world_size
 from colossus.hardware.data_sheets import LINK_EFFICIENCY, NETWORK, NETWORK_STEP, FromDataSheet
 from colossus.hardware.hardware import Link
 from colossus.planner.estimate import Estimator
@@ -154,26 +154,10 @@ def _cells(found: PlanEstimate, devices: int) -> list[str]:
 
 def describe(config: Config) -> str:
     """A plan in a line."""
-    parallel, schedule = config.parallel, config.schedule
-    sizes = [f"data {parallel.data}"]
-    if parallel.pipeline.size > 1:
-        options = "".join(f" {name} {value}" for name, value in schedule.options.items())
-        sizes.append(f"pipeline {parallel.pipeline.size} ({schedule.type}{options})")
-    if parallel.tensor.size > 1:
-        tensor = parallel.tensor
-        split = ", tokens split" if tensor.sequence_sharded else ""
-        sizes.append(f"tensor {tensor.size} ({tensor.mode}{split})")
-    if parallel.sequence.size > 1:
-        sizes.append(f"sequence {parallel.sequence.size} ({parallel.sequence.mode})")
-    if parallel.expert.size > 1:
-        sizes.append(f"expert {parallel.expert.size}")
-    microbatch = config.train.global_batch_size // (parallel.data or 1) // schedule.microbatches
-    sizes.append(f"microbatches of {microbatch}")
-    if parallel.zero.stage:
-        shard = f" over {parallel.zero.shard}" if parallel.zero.shard else ""
-        sizes.append(f"ZeRO {parallel.zero.stage}{shard}")
+    chunks = "".join(f", {name} {value}" for name, value in config.schedule.options.items())
     again = config.train.activation_checkpoint
-    return ", ".join(sizes + ([f"{again.type} recomputed"] if again.type != "none" else []))
+    recomputed = f", {again.type} recomputation" if again.type != "none" else ""
+    return f"{describe_plan(config)}{chunks}{recomputed}"
 
 
 def run(case: Case, *, searches: bool) -> Row:
