@@ -11,8 +11,7 @@ from colossus.config import Config, ConfigError
 from colossus.config.plans import world_size
 from colossus.context.grid import build_grid
 from colossus.hardware.hardware import Hardware
-from colossus.hardware.placement import Placement
-from colossus.planner.gradient_traffic import gradient_traffic
+from colossus.hardware.host_placement import Placement
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
 from colossus.planner.memory import memory_of
@@ -86,11 +85,7 @@ class Estimator:
         ranks = stages_of(config, profile)
         memory = memory_of(config, profile, ranks)
         player = self.player(config)
-        on_cpu = not self.hardware.overlaps
-        timelines = [
-            RankTimeline(profile, rank, gradient_traffic(profile.facts, config, rank, on_cpu=on_cpu), player)
-            for rank in ranks
-        ]
+        timelines = [RankTimeline.of(config, profile, rank, player) for rank in ranks]
         return _Composed(self, config, tuple(overrides), profile, timelines, memory, player).estimate()
 
     def profile(self, config: Config, *, split_backward: bool | None = None) -> LayoutProfile:

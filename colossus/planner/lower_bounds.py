@@ -19,7 +19,7 @@ from colossus.comm.accounting import COLLECTIVES
 from colossus.config import Config, model_options
 from colossus.context.grid import build_grid
 from colossus.hardware.hardware import Hardware
-from colossus.hardware.placement import Placement
+from colossus.hardware.host_placement import Placement
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.models.options import DecoderOptions, TransformerOptions, shardings_of

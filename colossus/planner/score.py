@@ -14,7 +14,6 @@ from typing import Any
 
 from colossus.config import Config
 from colossus.hardware.hardware import Hardware
-from colossus.planner.gradient_traffic import gradient_traffic
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.memory import memory_of
 from colossus.planner.rank_memory import PlanMemory
@@ -53,11 +52,7 @@ def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times:
     memory = memory_of(config, profile, ranks, times=times, exact=False)
     if memory.fullest.total > most:
         return Score(float("inf"), memory)
-    on_cpu = not player.hardware.overlaps
-    lines = [
-        RankTimeline(profile, rank, gradient_traffic(profile.facts, config, rank, on_cpu=on_cpu), player)
-        for rank in ranks
-    ]
+    lines = [RankTimeline.of(config, profile, rank, player) for rank in ranks]
     return Score(_seconds(config, lines, player.hardware), memory)
 
 

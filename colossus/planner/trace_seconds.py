@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from colossus.comm.accounting import sent
 from colossus.hardware.hardware import Hardware
-from colossus.hardware.placement import Placement
+from colossus.hardware.host_placement import Placement
 from colossus.planner.plan_estimate import AxisCost
 from colossus.planner.trace import AttentionCall, Awaited, Event, Operator, Product, Started, Trace
 
