@@ -10,15 +10,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from colossus.comm.accounting import COLLECTIVES
 from colossus.config import Config, model_options
+from colossus.config.plans import world_size
 from colossus.context.grid import build_grid
+from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import Hardware
+from colossus.hardware.named_hardware import default_hosts
 from colossus.hardware.placement import Placement
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
@@ -213,6 +216,17 @@ class LowerBounds:
                 for axes, operation, held in _collectives(before, after, elements, shardings.sizes, again=is_again):
                     by_axes[axes] += times * placement.seconds(self._hardware, operation, axes, held * width)
         return max(by_axes.values(), default=0.0)
+
+
+def least_seconds(config: Config) -> Callable[[Config], float]:
+    """What orders plans of a config where no device is named: seconds of a step on H100s at least, to three digits."""
+    hardware = FromDataSheet("h100")
+
+    def of_plan(plan: Config) -> float:
+        bounds = LowerBounds(config, hardware, hosts=default_hosts(hardware, world_size(plan.parallel)))
+        return float(f"{bounds.seconds(plan):.3g}")
+
+    return of_plan
 
 
 def _collectives(
