@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
 from colossus.comm import shared_memory
@@ -51,10 +52,13 @@ def fake_rank(config: Config, rank: int = 0) -> Iterator[ParallelContext]:
             context.close()
 
 
-def give_sizes(model: nn.Module, precision: Precision) -> None:
+def give_sizes(model: nn.Module, precision: Precision, run: Callable[[str], bool] = lambda name: True) -> None:
     """In the place of a model's tensors on meta put tensors of the run's dtypes on the CPU: called under the mode.
 
     Parameters are plain ones, also those of which a rank holds a part: only what uses them is run.
+
+    Args:
+        run: whether a tensor of this name is; the others stay on meta, which is faster.
     """
     wide = wide_parameters(model)
 
@@ -62,13 +66,19 @@ def give_sizes(model: nn.Module, precision: Precision) -> None:
         return usual if tensor.is_floating_point() else tensor.dtype
 
     def fake(tensor: Tensor, path: str, leaf: str) -> Tensor:
+        if run(f"{path}.{leaf}" if path else leaf):
+            return made(tensor, "cpu")
+        with unset_fake_temporarily():
+            return made(tensor, "meta")
+
+    def made(tensor: Tensor, device: str) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            return torch.empty(tensor.shape, dtype=dtype_of(tensor, precision.data))
+            return torch.empty(tensor.shape, dtype=dtype_of(tensor, precision.data), device=device)
         dtype = dtype_of(tensor, precision.data if id(tensor) in wide else precision.params)
-        made = nn.Parameter(torch.empty(tensor.shape, dtype=dtype), requires_grad=tensor.requires_grad)
-        vars(made).update(vars(tensor))
+        param = nn.Parameter(torch.empty(tensor.shape, dtype=dtype, device=device), requires_grad=tensor.requires_grad)
+        vars(param).update(vars(tensor))
         if dtype in LOW:
-            set_gradient_dtype(made, precision.gradients)
-        return made
+            set_gradient_dtype(param, precision.gradients)
+        return param
 
     replace_tensors(model, fake)
