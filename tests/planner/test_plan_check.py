@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from helpers.plan_cases import CASES, FOUR, MORE_CASES, config_of_case
+from helpers.plan_cases import CASES, FOUR, MB2, MORE_CASES, config_of_case
 
 from colossus.config import load_config
 from colossus.hardware.data_sheets import FromDataSheet
@@ -66,6 +66,15 @@ def test_what_differs_is_told() -> None:
     assert made["ranks"][0]["peak"]["ratio"] == pytest.approx(report.ranks[0].ratio)
     moved = made["ranks"][0]["operations"]
     assert sum(row["bytes"] for row in moved if row["axes"] == "data") == pytest.approx(cost.bytes)
+
+
+def test_blocks_that_are_not_profiled_count() -> None:
+    """Of equal blocks a few are: gradients of the norms of all are summed over the ranks that split tokens."""
+    plan = dict(pipeline=2, tensor=dict(size=2, sequence_sharded=True))
+    case = (plan, dict(model=dict(num_layers=7, tie_embeddings=False, type="Llama"), **MB2))
+    estimate = Estimator(FromDataSheet("h100")).estimate(load_config(config_of_case(case), nproc=4))
+    report = check(estimate.config, estimate)
+    assert report.is_equal, report.render()
 
 
 @pytest.mark.long
