@@ -15,9 +15,6 @@ from colossus.planner.estimate import Estimator
 from colossus.planner.plan_check import check
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate
 
-#: optimizers of whole parameters move these themselves, which is not predicted
-NOT_PREDICTED = ("zero_1_muon", "adafactor", "whole")
-
 
 def _estimate(name: str) -> PlanEstimate:
     cases = {**CASES, **MORE_CASES, **FOUR}
@@ -78,7 +75,7 @@ def test_blocks_that_are_not_profiled_count() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in {**CASES, **MORE_CASES, **FOUR} if name not in NOT_PREDICTED])
+@pytest.mark.parametrize("name", [*CASES, *MORE_CASES, *FOUR])
 def test_all_plans_are_as_predicted(name: str) -> None:
     report = _checked(name)
     assert report.is_equal, report.render()
