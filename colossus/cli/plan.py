@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if checked is not None:
         plan = result.plans[checked]
-        report = importlib.import_module("colossus.planner.check").check(plan.config, plan)
+        report = importlib.import_module("colossus.planner.plan_check").check(plan.config, plan)
         found["plans"][checked]["check"] = report.as_json()
         code = code or (0 if report.is_equal else DIFFERS)
         if arguments.json != "-":

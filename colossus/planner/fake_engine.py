@@ -3,6 +3,7 @@ healthy run reads and hears."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from colossus.comm import shared_memory
+from colossus.comm import collectives, shared_memory
 from colossus.construct import allocate
 from colossus.construct.allocate import trace_constructor
 from colossus.construct.build_model import _Materializer
@@ -46,6 +47,7 @@ def fake_engines() -> Iterator[CountedFakeTensors]:
             (consistency.BatchCheck, "check", lambda self, total: None),
             (Bucket, "used_by_ranks", Bucket.used_here),
             (RowGradients, "used_by_ranks", RowGradients.used_here),
+            (collectives, "_MESSAGES_BYTES", sys.maxsize),  # that is a way of gloo's
             (shared_memory, "_open_channel", lambda group: None),  # which lists all pairs of ranks first
             (dist, "all_gather_object", _hear_oneself),
             (dist, "broadcast_object_list", _hear_oneself),

@@ -29,6 +29,7 @@ from colossus.engine.loss_function import loss_of
 from colossus.engine.parameter_groups import ParameterGroups, make_groups
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, is_chain, pipeline_blocks
+from colossus.layout.parameter import spec_of
 from colossus.planner.balanced_experts import balanced_experts
 from colossus.planner.block_runs import BlockRun, runs_of
 from colossus.planner.fake_rank import fake_rank, give_sizes
@@ -116,6 +117,7 @@ def _profile(
                 param.grad = torch.empty(param.shape, dtype=gradient_dtype(param))
         run = _MicrobatchRun(model, batch, config, context, fake, split_backward)
         profiles = run.of(runs)
+        _share_gradient_axes(model, runs, blocks)
         facts = facts_of(model, context, blocks if chained else None, groups[0])
     each: list[BlockProfile] = []
     for of_run, these in zip(runs, profiles, strict=True):
@@ -136,6 +138,18 @@ def _unused(runs: Sequence[BlockRun], blocks: Sequence[NamedBlock]) -> set[str]:
     shown = [block for block in blocks if not any(block is other for other in left_out)]
     unused, used = ({name for each in of for name in (*each.parameters, *each.buffers)} for of in (left_out, shown))
     return unused - used
+
+
+def _share_gradient_axes(model: nn.Module, runs: Sequence[BlockRun], blocks: Sequence[NamedBlock]) -> None:
+    """What layers note of gradients in their first forward, those of blocks that are not run have of their like."""
+    params, stop = dict(model.named_parameters(remove_duplicate=False)), 0
+    for run in runs if blocks else ():
+        like, stop = blocks[stop + len(run.shown) - 1], stop + len(run.shown) + len(run.left_out)
+        for block in run.left_out:
+            for name, other in zip(block.parameters, like.parameters, strict=True):
+                axes = spec_of(params[other]).gradient_axes
+                if axes is not None:
+                    spec_of(params[name]).record(axes)
 
 
 def counted_of(batch: Any) -> int:

@@ -31,8 +31,8 @@ EIGHT: dict[str, Case] = {
         dict(model=dict(num_layers=4), schedule=dict(type="zb-h1", microbatches=4)),
     ),
 }
-#: rows of ZeRO-3 that come through c10d arrive in memory of their own, those in shared memory where they are wanted
-PEAKS = {"1d_zero_3": 1.06, "zb_2d": 1.06}
+#: what c10d gathers is copied once more than what is read in shared memory, as between these real ranks
+PEAKS = {"1d_zero_3": 1.06, "zb_2d": 1.06, "2.5d": 1.07}
 
 
 def _compare(world: int, cases: dict[str, Case]) -> None:
@@ -120,7 +120,7 @@ def test_a_rank_of_thousands() -> None:
 def test_a_rank_of_thousands_in_full() -> None:
     step = _of_thousands(80, 3, zero=1)
     assert step.stored.weights > 2e9
-    assert step.stored.gradients == pytest.approx(step.stored.weights / 64, rel=0.05)
+    assert step.stored.gradients == pytest.approx(2 * step.stored.weights / 64, rel=0.05)  # of 4 bytes, weights of 2
 
 
 def test_nothing_is_left_behind() -> None:
