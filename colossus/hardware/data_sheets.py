@@ -37,7 +37,7 @@ class DataSheet:
 # fp32 are those of the matrix units where there are such. Products of fp16 and bf16 are accumulated in fp32, as torch
 # has them accumulated: on GeForce that is half of the number in large print.
 # Memory and links: NVIDIA's data sheets of V100 (SXM2, 32 GB; NVLink 300 GB/s), A100 (SXM, 80 GB; 600 GB/s), H100 and
-# H200 (SXM; 900 GB/s) and DGX B200 (1,440 GB and 64 TB/s of eight; 1.8 TB/s), AMD's of MI300X (seven links of
+# H200 (SXM; 900 GB/s), H800 (400 GB/s) and DGX B200 (1,440 GB and 64 TB/s of eight; 1.8 TB/s), AMD's of MI300X (seven links of
 # 128 GB/s).
 #: short name -> what its sheet says
 SHEETS: dict[str, DataSheet] = {
@@ -48,6 +48,7 @@ SHEETS: dict[str, DataSheet] = {
     "H100": DataSheet(989.5, 989.5, 494.5, 67.0, 67.0, 80e9, 3.35e12, 450e9),
     "H100 PCIE": DataSheet(756.5, 756.5, 378.0, 51.0, 51.0),
     "H100 NVL": DataSheet(835.5, 835.5, 417.5, 60.0, 60.0),
+    "H800": DataSheet(989.5, 989.5, 494.5, 67.0, 1.0, 80e9, 3.35e12, 200e9),
     "H200": DataSheet(989.5, 989.5, 494.5, 67.0, 67.0, 141e9, 4.8e12, 450e9),
     "H200 NVL": DataSheet(835.5, 835.5, 417.5, 60.0, 60.0),
     "GH200": DataSheet(989.5, 989.5, 494.5, 67.0, 67.0),

@@ -28,7 +28,7 @@ from colossus.planner.search_result import SearchResult
 from colossus.progress import progress
 
 #: layouts whose plans are scored at most, and plans of each
-_MOST_LAYOUTS, _MOST_PLANS = 32, 24
+_MOST_LAYOUTS, _MOST_PLANS = 16, 24
 #: a layout's neighbours are looked at where its best plan is at most so much slower than the best of all
 _NEAR = 1.25
 _CHECKPOINTS = ("none", "selective", "full")
@@ -176,8 +176,8 @@ class _Search:
                 continue
             scored += 1
             try:
-                profile = self._estimator.profile(candidate.config, split_backward=False)
-                found = score(candidate.config, profile, self._estimator.player(candidate.config), most=self._memory)
+                candidate = Candidate(*self._estimator.with_stated_split(candidate.config, candidate.overrides))
+                found = self._scored(candidate, node)
             except ConfigError as error:
                 self._refusals.append(error)
                 continue
@@ -192,6 +192,13 @@ class _Search:
             node.seconds = min(node.seconds, found.seconds)
             self._best = min(self._best, found.seconds)
         self._nodes.append(node)
+
+    def _scored(self, candidate: Candidate, node: _Node) -> Score:
+        """By the profile of the layout's first plan."""
+        first, config = node.candidates[0][2], candidate.config
+        profile = self._estimator.profile(first.config, split_backward=False)
+        times = candidate.samples / first.samples
+        return score(config, profile, self._estimator.player(config, times), times=times, most=self._memory)
 
     def _estimates(self) -> list[PlanEstimate]:
         """Of the plans with the best scores, those that fit, best first."""
