@@ -25,7 +25,7 @@ from colossus.engine.engine import Engine
 from colossus.planner.engine_bytes import EngineBytes
 from colossus.planner.fake_engine import fake_engines
 from colossus.planner.fake_rank import fake_world
-from colossus.planner.layout_profile import batch_of
+from colossus.planner.layout_profile import repeated, sample_of
 from colossus.planner.memory import COUNTED_STRATEGIES
 from colossus.planner.stage_values import stage_values
 from colossus.random import GLOBAL_RNG
@@ -89,7 +89,7 @@ def fake_steps(config: Config, ranks: Sequence[int] | None = None) -> list[RankS
             config.source,
         )
     with _in_words(config):
-        batch = batch_of(config)
+        batch = repeated(sample_of(config), config.train.global_batch_size // (config.parallel.data or 1))
         return [_step_of(config, rank, batch) for rank in ranks or ranks_of_pipeline(config)]
 
 

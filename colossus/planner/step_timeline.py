@@ -111,10 +111,10 @@ class RankTimeline:
     def _all(self, collectives: Sequence[Collective]) -> AxisCost:
         out = AxisCost()
         for one in collectives:
-            out += self.of(one)
+            out += self.collective(one)
         return out
 
-    def of(self, one: Collective) -> AxisCost:
+    def collective(self, one: Collective) -> AxisCost:
         """What one collective costs."""
         spread = self.player.placement.of(one.mesh_axes)
         operation = one.operation.partition(" ")[0]
@@ -153,10 +153,10 @@ class RankTimeline:
         late = Counter((*self.traffic.begin, *self.traffic.end))
         every = self.traffic.counts(self.stages)
         waited = sum(self._beside(span.action) for span in spans if span.action.kind in COMPUTE)
-        travelling = sum(self.of(one).seconds * (times - late[one]) for one, times in every.items())
+        travelling = sum(self.collective(one).seconds * (times - late[one]) for one, times in every.items())
         share = min(1.0, waited / travelling) if travelling else 0.0
         for one, times in every.items():
-            cost = self.of(one)
+            cost = self.collective(one)
             exposed = cost.seconds * (late[one] + share * (times - late[one]))
             found = AxisCost(cost.bytes * times, cost.seconds * times, exposed)
             out[one.axes] = out.get(one.axes, AxisCost()) + found

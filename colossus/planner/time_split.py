@@ -24,7 +24,7 @@ def split_by_time(config: Config, profile: LayoutProfile, player: TracePlayer) -
     """
     num_stages = len(placement(actions_of(config)))
     profile.facts.bounds("parameters", num_stages)  # which raises
-    costs = [round(1e9 * seconds) for seconds in block_seconds(profile, player)]
+    costs = tuple(round(1e9 * seconds) for seconds in block_seconds(profile, player))
     return tuple(stop - start for start, stop in itertools.pairwise(split_chain(costs, num_stages)))
 
 
