@@ -174,6 +174,8 @@ WEIGHT_WRITERS = Registry(
         "colossus": "colossus.checkpoint.weights_only:to_colossus",
     },
 )
+#: what orders plans where no torch is at hand: config -> (a plan of it -> seconds of a step at least)
+PLAN_COSTS = Registry("cost of plans", {"least_seconds": "colossus.planner.lower_bounds:least_seconds"})
 TENSOR_MODES = Registry("tensor mode", package="colossus.tensor_parallel.modes")
 SEQUENCE_MODES = Registry(
     "sequence mode",

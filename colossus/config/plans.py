@@ -23,6 +23,7 @@ from colossus.registry import (
     MODEL_OPTIONS,
     MODELS,
     OPTIMIZERS,
+    PLAN_COSTS,
     SCHEDULES,
     SEQUENCE_MODES,
     STRATEGIES,
@@ -275,9 +276,10 @@ def suggestions(config: Config, options: Any, nproc: int) -> str:
 
 
 def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> list[str]:
-    """Plans for ``nproc`` processes that fit model and batch, nearest first, as the overrides to type.
+    """The nearest plans for ``nproc`` processes that fit model and batch, as the overrides to type.
 
-    Only axes that the config uses already are varied: data and tensor always, pipeline and sequence when not 1.
+    Only axes that the config uses already are varied: data and tensor always, pipeline and sequence when not 1. Of
+    those that are found the one that takes least by the planner's lower bound comes first.
     """
     parallel = config.parallel
     now: Sizes = (parallel.data or 0, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
@@ -288,7 +290,7 @@ def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> li
         ratios = [abs(math.log2(new / old)) for new, old in zip(sizes, now, strict=True) if old]
         return round(sum(ratios), 9), sum(ratio > 0 for ratio in ratios)
 
-    found: list[str] = []
+    found: dict[str, Config] = {}
     for sizes in sorted(_factorisations(nproc, now), key=distance):
         if len(found) == most:
             break
@@ -305,8 +307,9 @@ def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> li
             continue
         changed = [f"{key}={new}" for key, new, old in zip(keys, sizes, now, strict=True) if old and new != old]
         if changed:
-            found.append(" ".join(changed))
-    return found
+            found[" ".join(changed)] = config.model_copy(update={"parallel": candidate})
+    seconds = PLAN_COSTS.get("least_seconds")(config)
+    return sorted(found, key=lambda plan: seconds(found[plan]))
 
 
 def _factorisations(nproc: int, now: Sizes) -> Iterator[Sizes]:

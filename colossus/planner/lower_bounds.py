@@ -10,16 +10,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from colossus.comm.accounting import COLLECTIVES
 from colossus.config import Config, model_options
+from colossus.config.plans import world_size
 from colossus.context.grid import build_grid
+from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
+from colossus.hardware.named_hardware import default_hosts
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.models.options import DecoderOptions, TransformerOptions, shardings_of
@@ -129,6 +132,13 @@ class LowerBounds:
         moved, layers = self._moving(config), self.sizes.options.num_layers
         return max(self._computing(config), moved * layers / config.parallel.pipeline.size)
 
+    def likely(self, config: Config) -> float:
+        """As if nothing of what `seconds` counts ran beside something else: by this layouts are put in order."""
+        if self.sizes is None:
+            return 0.0
+        layers = self.sizes.options.num_layers / config.parallel.pipeline.size
+        return self._computing(config) + self._moving(config) * layers
+
     def memory(self, config: Config) -> float:
         """Bytes of the fullest rank of a resolved config; never more than the estimate says."""
         if self.sizes is None:
@@ -213,6 +223,17 @@ class LowerBounds:
                 for axes, operation, held in _collectives(before, after, elements, shardings.sizes, again=is_again):
                     by_axes[axes] += times * placement.seconds(self._hardware, operation, axes, held * width)
         return max(by_axes.values(), default=0.0)
+
+
+def least_seconds(config: Config) -> Callable[[Config], float]:
+    """What orders plans of a config where no device is named: seconds of a step on H100s at least, to three digits."""
+    hardware = FromDataSheet("h100")
+
+    def of_plan(plan: Config) -> float:
+        bounds = LowerBounds(config, hardware, hosts=default_hosts(hardware, world_size(plan.parallel)))
+        return float(f"{bounds.seconds(plan):.3g}")
+
+    return of_plan
 
 
 def _collectives(

@@ -1,17 +1,16 @@
 """The search of the best plans: layouts best first, of each the plans that a lower bound leaves; those with the best
 scores are estimated in full.
 
-Layouts are nodes of a graph whose edges change one thing: twice or half the ranks that share a sequence or experts,
-another mode or size of tensor parallelism, more activation checkpointing. The search begins with 1D tensor parallelism
-of every size, and goes on from the layouts whose plans were best: no profile is taken of the hundreds that are far off.
-It looks at the same plans on every machine.
+A profile takes a fraction of a second, and there are hundreds of layouts. They are put in order by formula, the plain
+ones first; a layout whose plans were good brings in its neighbours, which differ in one thing. The search looks at the
+same plans on every machine.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ from colossus.config.plans import describe_plan
 from colossus.hardware.hardware import Hardware
 from colossus.planner.candidates import Candidate, plans
 from colossus.planner.estimate import Estimator
+from colossus.planner.layout_order import is_plain, neighbours, representatives
 from colossus.planner.lower_bounds import LowerBounds
 from colossus.planner.model_layouts import ModelLayout, layouts
 from colossus.planner.plan_estimate import PlanEstimate
@@ -28,13 +28,16 @@ from colossus.planner.search_result import SearchResult
 from colossus.progress import progress
 
 #: layouts whose plans are scored at most
-_MOST_LAYOUTS = 16
+_MOST_LAYOUTS = 12
+#: how much slower than the best plan a layout may be thought to be, that its plans are scored
+_FAR = 2.0
+#: layouts and plans whose memory is looked at where none fits
+_SMALLEST = 4
 #: of a layout, products of replicas, stages and microbatches that are scored, the least bounds first; and of these the
 #: best, with all schedules
 _MOST_SIZES, _BEST_SIZES = 12, 3
 #: a layout's neighbours are looked at where its best plan is at most so much slower than the best of all
 _NEAR = 1.25
-_CHECKPOINTS = ("none", "selective", "full")
 
 
 def search(
@@ -101,8 +104,9 @@ class _Search:
         self._seen: set[ModelLayout] = set()
         self._refusals: list[ConfigError] = []
         self._nodes: list[_Node] = []
-        #: plans that do not fit by their lower bound
-        self._too_large: list[tuple[float, int, ModelLayout, Candidate]] = []
+        #: layouts with how long they may take, and with the least memory that they may need
+        self._waiting: list[tuple[float, int, ModelLayout]] = []
+        self._too_large: list[tuple[float, int, ModelLayout]] = []
         #: of the plans that do not fit, the one that misses least
         self._nearest: tuple[float, Candidate] | None = None
 
@@ -127,52 +131,61 @@ class _Search:
 
     def _look(self) -> None:
         every = layouts(self._config, self._devices, hosts=self._hosts, keep=self._keep)
-        self._every = every
-        waiting: list[tuple[float, int, _Node]] = []
-        for layout in _first(every):
-            self._push(waiting, layout, None)
+        for layout in filter(is_plain, every):
+            self._push(layout)
+        if not self._waiting:
+            for layout in every:
+                self._push(layout)
         looked = 0
-        while waiting and looked < _MOST_LAYOUTS:
-            _, _, node = heapq.heappop(waiting)
-            if node.bound >= self._best:
-                self._tried += len(node.candidates)
+        while self._waiting and looked < _MOST_LAYOUTS:
+            likely, _, layout = heapq.heappop(self._waiting)
+            if likely > _FAR * self._best:
+                break
+            node = self._node(layout)
+            if node is None or node.bound >= self._best:
                 continue
             looked += 1
             progress(f"layout {looked}: {describe_plan(node.candidates[0][2].config)}")
             self._score(node)
-            if node.seconds <= _NEAR * self._best or self._best == float("inf"):
-                for layout in _neighbours(node.layout, every):
-                    self._push(waiting, layout, node)
+            if node.seconds <= _NEAR * self._best:
+                for other in neighbours(layout, every):
+                    self._push(other)
 
-    def _push(self, waiting: list[tuple[float, int, _Node]], layout: ModelLayout, of: _Node | None) -> None:
-        """With how long its best plan may take, as far as the neighbour tells."""
+    def _push(self, layout: ModelLayout) -> None:
+        """With how long its best plan may take."""
         if layout in self._seen:
             return
         self._seen.add(layout)
-        made = plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
+        rough = representatives(self._config, self._devices, layout)
+        fitting = [config for config in rough if self._bounds.memory(config) <= self._memory]
+        if not rough or fitting:
+            likely = min(map(self._bounds.likely, fitting), default=0.0)
+            heapq.heappush(self._waiting, (likely, len(self._seen), layout))
+        self._too_large += [(self._bounds.memory(config), len(self._seen), layout) for config in rough[-1:]]
+
+    def _node(self, layout: ModelLayout) -> _Node | None:
+        """The plans of a layout; None where it has none that fit."""
         found = []
-        for number, candidate in enumerate(made):
-            needed = self._bounds.memory(candidate.config)
-            if needed > self._memory:
+        for number, candidate in enumerate(
+            plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
+        ):
+            if self._bounds.memory(candidate.config) > self._memory:
                 self._tried += 1
-                self._too_large.append((needed, len(self._too_large), layout, candidate))
-                continue
-            found.append((self._bounds.seconds(candidate.config), number, candidate))
-        if not found:
-            return
-        found.sort(key=lambda each: each[:2])
-        node = _Node(layout, found)
-        likely = node.bound if of is None or not of.bound else node.bound * max(1.0, of.seconds / of.bound)
-        heapq.heappush(waiting, (likely, len(self._seen), node))
+            else:
+                found.append((self._bounds.seconds(candidate.config), number, candidate))
+        return _Node(layout, sorted(found, key=lambda each: each[:2])) if found else None
 
     def _misses(self, needed: float, candidate: Candidate) -> None:
         if self._nearest is None or needed < self._nearest[0]:
             self._nearest = needed, candidate
 
     def _look_at_the_smallest(self) -> None:
-        """Of those that their lower bounds rule out, how much the smallest need."""
-        for _, _, layout, candidate in heapq.nsmallest(_MOST_SIZES, self._too_large):
-            self._first_that_fit(_Node(layout, [(0.0, 0, candidate)]), [candidate])
+        """Of the layouts that their lower bounds rule out, how much the smallest need."""
+        for _, _, layout in heapq.nsmallest(_SMALLEST, self._too_large):
+            made = plans(self._config, self._devices, layout, hosts=self._hosts, keep=self._keep)
+            made.sort(key=lambda candidate: self._bounds.memory(candidate.config))
+            for candidate in made[:_SMALLEST]:
+                self._first_that_fit(_Node(layout, [(0.0, 0, candidate)]), [candidate])
 
     # -- plans ----------------------------------------------------------------------------------------------
 
@@ -195,8 +208,15 @@ class _Search:
         self._nodes.append(node)
 
     def _first_that_fit(self, node: _Node, candidates: Sequence[Candidate]) -> float:
-        """Score plans that differ in ZeRO, until two fit; the seconds of the faster, infinite where none does."""
+        """Score plans that differ in ZeRO, until two fit; the seconds of the faster, infinite where none does.
+
+        The one that needs least is the first: where it does not fit, no other does.
+        """
         fastest, fitting = float("inf"), 0
+        if len(candidates) > 1:
+            least = min(candidates, key=lambda each: self._bounds.memory(each.config))
+            if self._first_that_fit(node, [least]) == fastest:
+                return fastest
         for candidate in candidates:
             try:
                 config, overrides = self._estimator.with_stated_split(candidate.config, candidate.overrides)
@@ -249,40 +269,6 @@ class _Search:
         return ConfigError(
             f"no plan of {self._devices} devices fits this model and its batch of {batch} samples", self._config.source
         )
-
-
-def _first(every: Sequence[ModelLayout]) -> Iterator[ModelLayout]:
-    """Of 1D tensor parallelism of every size, and of every number of ranks that share experts, one; where there are
-    none, the first of all."""
-    found: dict[Any, ModelLayout] = {}
-    for layout in every:
-        if layout.tensor.mode == "1d" and layout.sequence.size == 1:
-            key = layout.tensor.size, layout.expert
-            known = found.get(key)
-            is_better = known is not None and layout.tensor.sequence_sharded and not known.tensor.sequence_sharded
-            if known is None or (is_better and layout.activation_checkpoint == known.activation_checkpoint):
-                found[key] = layout
-    yield from found.values() if found else every[:4]
-
-
-def _neighbours(layout: ModelLayout, every: Sequence[ModelLayout]) -> Iterator[ModelLayout]:
-    """The layouts that differ in one thing."""
-    for other in every:
-        if other == layout:
-            continue
-        changed = [
-            other.tensor != layout.tensor,
-            other.sequence != layout.sequence,
-            other.expert != layout.expert,
-            other.activation_checkpoint != layout.activation_checkpoint,
-        ]
-        if sum(changed) == 1 and _is_near(layout, other):
-            yield other
-
-
-def _is_near(one: ModelLayout, other: ModelLayout) -> bool:
-    pairs = [(one.tensor.size, other.tensor.size), (one.sequence.size, other.sequence.size), (one.expert, other.expert)]
-    return all(a <= 2 * b and b <= 2 * a for a, b in pairs)
 
 
 def _sizes(config: Config) -> Any:

@@ -331,14 +331,15 @@ def test_wrong_overrides(config: dict[str, Any], override: str, words: str) -> N
 
 
 def test_arithmetic_of_a_plan_that_does_not_multiply() -> None:
+    """The nearest plans, of these the one first whose lower bound of time is least."""
     (found,) = problems(dict(parallel=dict(data=2, pipeline=2, tensor=4), model=GPT), nproc=8)
     assert found.splitlines() == [
         "parallel: data 2 x pipeline 2 x tensor 4 = 16, but 8 processes",
         "  nearest plans that fit 8 processes:",
-        "    parallel.tensor.size=2",
-        "    parallel.pipeline.size=1",
-        "    parallel.data=1",
         "    parallel.data=4 parallel.tensor.size=1",
+        "    parallel.tensor.size=2",
+        "    parallel.data=1",
+        "    parallel.pipeline.size=1",
         "  or keep the plan and start 16 processes (--nproc 16)",
     ]
 

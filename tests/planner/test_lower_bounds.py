@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from colossus.config import Config, load_config
 from colossus.hardware.data_sheets import FromDataSheet
+from colossus.hardware.typical_cpu import TypicalCPU
 from colossus.planner.candidates import Candidate, plans
+from colossus.planner.estimate import Estimator
 from colossus.planner.lower_bounds import LowerBounds
-from colossus.planner.memory import predict_memory
 from colossus.planner.model_layouts import layouts
 from colossus.schedule.build import make_schedule
 from colossus.schedule.simulate import play
@@ -35,15 +36,24 @@ def every(config: Config, devices: int) -> list[Candidate]:
 
 
 @pytest.mark.parametrize(
-    ("model", "number"), [("GPT", 1), ("experts", 1), *(pytest.param(m, 40, marks=pytest.mark.long) for m in MODELS)]
+    ("model", "hardware", "number"),
+    [
+        ("GPT", "cpu", 2),
+        ("experts", "h100", 1),
+        *(pytest.param(model, "cpu", 30, marks=pytest.mark.long) for model in MODELS),
+        *(pytest.param(model, "a100", 30, marks=pytest.mark.long) for model in MODELS),
+    ],
 )
-def test_memory_is_below_what_is_predicted(model: str, number: int) -> None:
+def test_bounds_are_below_what_is_predicted(model: str, hardware: str, number: int) -> None:
+    """Of plans of all kinds, on two hosts of four devices."""
     config = config_of(model)
-    bounds = LowerBounds(config, FromDataSheet("h100"))
+    device = TypicalCPU(4, 1, 8e9) if hardware == "cpu" else FromDataSheet(hardware)
+    bounds, estimator = LowerBounds(config, device, hosts=2), Estimator(device, hosts=2)
     for plan in random.Random(number).sample(every(config, 8), number):
-        least, predicted = bounds.memory(plan.config), predict_memory(plan.config).fullest.total
-        assert 0 < least <= predicted, plan.overrides
-        assert least > predicted / 20, plan.overrides
+        estimate = estimator.estimate(plan.config, plan.overrides)
+        assert 0 < bounds.seconds(plan.config) <= estimate.seconds, plan.overrides
+        least, predicted = bounds.memory(plan.config), estimate.memory.fullest.total
+        assert predicted / 50 < least <= predicted, plan.overrides
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=6), st.integers(1, 9), st.floats(0.1, 0.9))
