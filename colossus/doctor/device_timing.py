@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,29 +25,35 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CASE_SECONDS = 0.02
 #: of the operands of one case: so many products of small matrices do fit into a cache, as a small model does
 MOST_OPERANDS = 256
+#: of the block whose operators are counted
+OPERATOR_CALLS = 9
 
 Timed = Callable[[], float]
+#: random numbers of a dtype, made when they are first asked for
+Pool = Callable[[str], Tensor]
 
 
 def device_cases(sizes: Sizes, device: torch.device) -> dict[Case, Timed]:
     """What is timed without other ranks."""
     cases: dict[Case, Timed] = {}
+
+    @cache
+    def pool(dtype: str) -> Tensor:
+        return torch.randn(sizes.cold // DTYPES[dtype].itemsize, dtype=DTYPES[dtype], device=device)
+
     for dtype in sizes.dtypes:
-        pool = torch.randn(sizes.cold // DTYPES[dtype].itemsize, dtype=DTYPES[dtype], device=device)
         for at, a in enumerate(sizes.matmul):
             for b in sizes.matmul[at:]:
-                cases["matmul", dtype, a, b] = partial(_time_linear, pool, a, b)
+                cases["matmul", dtype, a, b] = partial(_time_linear, pool, dtype, a, b)
         for length in sizes.lengths:
             shape = sizes.heads, length, sizes.head_dim
             for name in ("forward", "backward"):
                 cases[name, dtype, length] = partial(_time_attention, shape, DTYPES[dtype], device, name == "backward")
-    pool = torch.randn(sizes.cold // 4, device=device)
     for name, call in OPERATORS.items():
         cases["bytes", name] = partial(_time_bytes, pool, sizes.operand, call)
-    x, y = (torch.ones(sizes.memory // 4, device=device) for _ in range(2))
-    cases["add",] = lambda: seconds_of(lambda: torch.add(x, y), device)
-    cases["copy",] = lambda: seconds_of(lambda: y.copy_(x), device)
-    cases["operator",] = partial(_time_operator, device)
+    cases["add",] = partial(_time_memory, sizes.memory, device, torch.add)
+    cases["copy",] = partial(_time_memory, sizes.memory, device, Tensor.copy_)
+    cases["operator",] = partial(_time_operator, pool)
     return cases
 
 
@@ -56,16 +63,17 @@ def operands(pool: Tensor, *shapes: tuple[int, int]) -> list[list[Tensor]]:
     numbers = [rows * features for rows, features in shapes]
     each = sum(numbers)
     count = max(1, min(MOST_OPERANDS, len(pool) // each))
-    pool = pool.repeat(-(-each // len(pool)))
+    if len(pool) < each:
+        pool = pool.repeat(-(-each // len(pool)))
     return [
         [part.view(shape) for part, shape in zip(one.split(numbers), shapes, strict=True)]
         for one in pool[: count * each].split(each)
     ]
 
 
-def _time_linear(pool: Tensor, a: int, b: int) -> float:
+def _time_linear(pool: Pool, dtype: str, a: int, b: int) -> float:
     """Mean of the three products of a linear layer of b x b features and a tokens, each into a new tensor."""
-    sets = itertools.cycle(operands(pool, (a, b), (a, b), (b, b)))
+    sets = itertools.cycle(operands(pool(dtype), (a, b), (a, b), (b, b)))
 
     def all_three() -> None:
         x, dy, w = next(sets)
@@ -73,7 +81,7 @@ def _time_linear(pool: Tensor, a: int, b: int) -> float:
         dy @ w
         dy.t() @ x
 
-    return seconds_of(all_three, pool.device) / 3
+    return seconds_of(all_three, pool(dtype).device) / 3
 
 
 def _time_attention(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, backward: bool) -> float:
@@ -87,6 +95,11 @@ def _time_attention(shape: tuple[int, int, int], dtype: torch.dtype, device: tor
     out = forward()
     gradient = torch.ones_like(out)
     return seconds_of(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device)
+
+
+def _time_memory(size: int, device: torch.device, call: Callable[[Tensor, Tensor], Tensor]) -> float:
+    x, y = (torch.ones(size // 4, device=device) for _ in range(2))
+    return seconds_of(lambda: call(x, y), device)
 
 
 # -- operators that are no products ---------------------------------------------------------------------------
@@ -112,14 +125,14 @@ OPERATORS: dict[str, Operator] = {
 }
 
 
-def _time_bytes(pool: Tensor, size: int, call: Operator) -> float:
+def _time_bytes(pool: Pool, size: int, call: Operator) -> float:
     """Seconds of each byte that is read or written."""
     features = 512
     shape = max(2, size // 4 // features), features
-    sets = itertools.cycle(operands(pool, shape, shape))
+    sets = itertools.cycle(operands(pool("fp32"), shape, shape))
     read, made = call(*next(sets))
     moved = sum(x.nbytes for x in (*read, *tree_leaves(made)))
-    return seconds_of(lambda: call(*next(sets)), pool.device) / moved
+    return seconds_of(lambda: call(*next(sets)), read[0].device) / moved
 
 
 class _Count(TorchDispatchMode):
@@ -132,18 +145,26 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _time_operator(device: torch.device) -> float:
-    """Of a transformer block so small that its work is nothing: seconds of forward and backward by their operators."""
-    context = ParallelContext(ONE_RANK, device=device)
+def _time_operator(pool: Pool) -> float:
+    """Of a transformer block so small that its work is nothing: seconds of forward and backward by their operators.
+
+    Before each, other operators have used the caches for themselves, as those of the next block do in a step.
+    """
+    others = pool("fp32")
+    context = ParallelContext(ONE_RANK, device=others.device)
     block = build(lambda: TransformerBlock(16, 2), context)
-    x = torch.randn(1, 4, 16, device=device, requires_grad=True)
+    x = torch.randn(1, 4, 16, device=others.device, requires_grad=True)
 
     def step() -> None:
         block(x).sum().backward()
 
     with _Count() as count:
         step()
-    return seconds_of(step, device) / count.operators
+    taken = []
+    for _ in range(OPERATOR_CALLS):
+        others.sum()
+        taken.append(seconds_of_calls(step, 1, others.device))
+    return statistics.median(taken) / count.operators
 
 
 # -- clocks ---------------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ def test_operands_come_from_all_of_the_pool() -> None:
     sets = operands(pool, (2, 3), (4, 6))
     assert [[tuple(x.shape) for x in one] for one in sets] == [[(2, 3), (4, 6)]] * 3
     assert torch.cat([x.flatten() for one in sets for x in one]).tolist() == pool[:90].tolist()
+    assert all(x.untyped_storage().data_ptr() == pool.data_ptr() for one in sets for x in one)  # no copies
     assert [x.numel() for one in operands(pool, (20, 11)) for x in one] == [220]
 
 
