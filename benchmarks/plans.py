@@ -6,7 +6,7 @@ The ranks have one thread each. What this machine does is measured first (`colos
 the step of each plan, in groups of a few plans that take turns with a reference, so that the times of all are told over
 that one. Printed are both times of each plan, their rank correlation (Spearman), and how far the plan that is predicted
 to be the fastest is from the one that was: of all, and of those of four ranks, among which is then the planner's own
-choice of all that fit.
+choice of all that fit, as the last plan.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from colossus.config.plans import world_size
 from colossus.doctor.measure import measure_ranks
 from colossus.doctor.timing_sizes import ON_CPU
 from colossus.hardware.measured import Measured, MeasuredFile
+from colossus.planner.estimate import Estimator
+from colossus.planner.search import search
 
 FILE = "configs/gpt_stdlib.py"
 REFERENCE = "data=2"
@@ -55,9 +58,11 @@ PLANS = (
     "tensor.mode=3d tensor.size=8",
     "sequence=4 data=2",
 )
+#: of what a machine is measured at where it is only to run
+SMOKE = replace(ON_CPU, matmul=(8, 64), lengths=(32, 64), messages=(1 << 10, 1 << 16), seconds=0.0)
 OWN = ("checkpoint.every=0", "train.eval_every=0")
-#: processes of the plans of a group, which are all there while one of them runs
-MOST_RANKS = 20
+#: of a plan; and of those of a group together, which are all there while one of them runs
+MOST_RANKS, RANKS_OF_GROUP = 8, 20
 DEVICES = 4
 
 
@@ -79,7 +84,7 @@ def groups_of(configs: Mapping[str, Config]) -> list[list[str]]:
         if plan == REFERENCE:
             continue
         ranks = sum(world_size(configs[other].parallel) for other in groups[-1]) + world_size(config.parallel)
-        if groups[-1] and ranks > MOST_RANKS:
+        if groups[-1] and ranks > RANKS_OF_GROUP:
             groups.append([])
         groups[-1].append(plan)
     return groups
@@ -111,18 +116,14 @@ def time_plans(configs: Mapping[str, Config], given: Sequence[str], blocks: int,
 
 def predict(configs: Mapping[str, Config], hardware: Measured) -> dict[str, float]:
     """Seconds of a step."""
-    from colossus.planner.estimate import Estimator
-
     estimator = Estimator(hardware)
     return {plan: estimator.estimate(config).seconds for plan, config in configs.items()}
 
 
-def choice(hardware: Measured, devices: int, given: Sequence[str]) -> str:
-    """The planner's, as the text of a plan."""
-    from colossus.planner.search import search
-
-    config = load_config(FILE, [*given, *OWN], devices)
-    return " ".join(search(config, hardware, devices=devices, top=1).plans[0].overrides)
+def choice(hardware: Measured, given: Sequence[str]) -> str:
+    """What ``colossus plan --devices 4`` has at the top, as the text of a plan."""
+    config = load_config(FILE, [*given, *OWN], DEVICES)
+    return " ".join(search(config, hardware, devices=DEVICES, top=1).plans[0].overrides)
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -145,9 +146,11 @@ def report(predicted: Mapping[str, float], measured: Mapping[str, list[float]], 
     header = ["plan", "ranks", "predicted ms", "measured ms", "predicted / measured"]
     common.print_table("a step of each plan, the fastest first", header, rows)
     plans = list(medians)
-    correlation = rank_correlation([predicted[plan] for plan in plans], [medians[plan] for plan in plans])
-    print(f"\n  rank correlation over {len(plans)} plans: {correlation:.3f}")
-    for name, among in (("all", plans), (f"{DEVICES} ranks", [plan for plan in plans if ranks[plan] == DEVICES])):
+    listed = [plan for plan in PLANS if plan in medians]
+    correlation = rank_correlation([predicted[plan] for plan in listed], [medians[plan] for plan in listed])
+    print(f"\n  rank correlation over {len(listed)} plans: {correlation:.3f}")
+    of_devices = [plan for plan in plans if ranks[plan] == DEVICES]
+    for name, among in {"all": plans, f"{DEVICES} ranks": of_devices or plans}.items():
         chosen, best = (min(among, key=lambda plan: of[plan]) for of in (predicted, medians))
         print(
             f"  of {name}: predicted to be the fastest {chosen!r}, which takes {medians[chosen] / medians[best]:.3f} "
@@ -161,19 +164,19 @@ def main() -> None:
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="measured before, by colossus doctor --measure")
     parser.add_argument("overrides", nargs="*", help=f"for all plans of {FILE}, for example model.hidden_size=256")
     args = parser.parse_args()
-    plans = PLANS[:4] if args.smoke else PLANS
     blocks, steps = (1, 1) if args.smoke else (args.blocks, args.steps)
     given: list[str] = args.overrides
     one_thread()
-    configs = configs_of(plans, given)
     if args.hardware is None:
-        file = measure_ranks(max(world_size(config.parallel) for config in configs.values()), "cpu", ON_CPU)
+        file = measure_ranks(2, "cpu", SMOKE) if args.smoke else measure_ranks(MOST_RANKS, "cpu", ON_CPU)
     else:
         file = MeasuredFile.model_validate_json(args.hardware.read_text())
     hardware = Measured(file)
-    measured = time_plans(configs, given, blocks, steps)
-    common.write_json(args.json, {"measured": measured, "hardware": file.model_dump()})
+    plans = list(PLANS[:4]) if args.smoke else [*PLANS, choice(hardware, given)]
+    configs = configs_of(plans, given)
     predicted = predict(configs, hardware)
+    measured = time_plans(configs, given, blocks, steps)
+    common.write_json(args.json, {"predicted": predicted, "measured": measured, "hardware": file.model_dump()})
     report(predicted, measured, {plan: world_size(config.parallel) for plan, config in configs.items()})
 
 

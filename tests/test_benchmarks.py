@@ -117,6 +117,7 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
         ("hf_loading", "MB above the weights"),
         ("moe", "experts over 4"),
         ("loaders --only tuples", "tuples, map, 2 workers"),
+        ("plans", "rank correlation over 4 plans"),
         ("serial --no-memory --precision fp32", "time / serial"),
         ("startup", "seconds until"),
         ("stragglers --replicas 2 --strategies all_reduce", "predicted"),

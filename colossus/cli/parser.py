@@ -6,6 +6,7 @@ import argparse
 import importlib
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,8 +14,9 @@ from typing import Any, NoReturn
 from colossus.arithmetic import parse_bytes
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import find_latest, root_of
-from colossus.config import Config, load_config
+from colossus.config import Config
 from colossus.launch import run_folder
+from colossus.launch.auto_plan import load_planned
 from colossus.registry import nearest
 
 OVERRIDES = """\
@@ -104,10 +106,14 @@ def size_argument(text: str) -> int:
 
 
 def load(arguments: argparse.Namespace) -> Config:
-    """The config of a file and overrides, for as many processes as the command line or torchrun says."""
+    """The config of a file and overrides, for as many processes as the command line or torchrun says; one that leaves
+    the plan open gets the best, which is told on standard error."""
     given = os.environ.get("WORLD_SIZE", "")
     world_size = int(given) if given.isdecimal() and int(given) else None
-    return load_config(arguments.file, arguments.overrides, arguments.nproc or world_size)
+    config, _, told = load_planned(arguments.file, arguments.overrides, arguments.nproc or world_size)
+    if told:
+        print("\n".join(told), file=sys.stderr)
+    return config
 
 
 def call(module: str, function: str, arguments: argparse.Namespace, *positional: str) -> int:

@@ -13,19 +13,21 @@ from pathlib import Path
 from colossus.arithmetic import counted
 from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, positive_integer, size_argument
 from colossus.cli.plan_explain import in_milliseconds, render_plan, timeline_title
-from colossus.cli.plan_hardware import MOST_MEASURED, choose_hardware, default_hosts, network_argument
+from colossus.cli.plan_hardware import MOST_MEASURED, choose_hardware, network_argument
 from colossus.cli.plan_json import as_json
 from colossus.cli.plan_picture import save_plan, save_plans
 from colossus.cli.plan_table import Question, nothing_fits, render_table
 from colossus.config import ConfigError, load_config
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import world_size
+from colossus.hardware.named_hardware import default_hosts
 from colossus.launch.checks import check_given
 from colossus.picture import FORMATS, check_picture
+from colossus.planner.kept import SECTIONS, Kept
 from colossus.planner.search_result import SearchResult
 
-#: whose keys --keep takes by their whole name; all others are of ``parallel``
-KEPT_SECTIONS = ("parallel", "schedule", "train")
+#: exit code where a check differs, as of verify
+DIFFERS = 3
 _EPILOG = f"""\
 examples:
   colossus plan configs/gpt_stdlib.py --devices 4                         # on this machine, which is measured first
@@ -52,7 +54,8 @@ def make_parser() -> Parser:
         "Find the plans that train a model fastest on so many devices, and predict of each the time of a step, its\n"
         "parts, memory, and what is sent. Nothing is launched, and no GPU is needed. Prints the command that runs the\n"
         "best plan. With --explain N, one plan of the list: its timeline, memory, hosts, and why it beats the\n"
-        "next. Ctrl-C ends the search and prints the best plans so far.",
+        "next. With --check N, ranks of a plan run a step of the real engine on tensors without values, and what they\n"
+        "send and hold is put beside the prediction. Ctrl-C ends the search and prints the best plans so far.",
         _EPILOG,
     )
     parser.add_file()
@@ -82,44 +85,69 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--explain", type=positive_integer, metavar="N", nargs="?", const=1, help="the N-th plan (default: the best)"
     )
+    parser.add_argument(
+        "--check", type=positive_integer, metavar="N", nargs="?", const=1, help="count what ranks of the N-th plan "
+        "(default: the best) send and hold, beside the prediction",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="OUT", help="all numbers, in seconds and bytes; - prints them instead")
     parser.add_argument("--plot", metavar="OUT", help=f"a picture, too ({', '.join(FORMATS)})")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    explained, picture = arguments.explain, arguments.plot and Path(arguments.plot)
     question = _asked(arguments)
     result, code = _searched(question, arguments)
     width = max(60, shutil.get_terminal_size((100, 24)).columns)
     if not result.plans:
         raise nothing_fits(question, result, width)
-    if explained and explained > len(result.plans):
-        raise ConfigError(f"--explain {explained}: the list has {counted(len(result.plans), 'plan')}")
-    if arguments.json is not None:
-        text = json.dumps(as_json(question, result, explained and explained - 1), indent=1)
-        if arguments.json == "-":
-            print(text)
-        else:
-            Path(arguments.json).write_text(text + "\n")
+    explained = _place("explain", arguments, len(result.plans))
+    checked = _place("check", arguments, len(result.plans))
+    found = as_json(question, result, explained)
     if arguments.json != "-":
         encoding = sys.stdout.encoding or "ascii"
-        if explained:
-            print(render_plan(question, result.plans, explained - 1, width, encoding))
-        else:
-            print(render_table(question, result, width))
-    if picture and explained:
-        plan = result.plans[explained - 1]
-        save_plan(question, plan, in_milliseconds(plan), timeline_title(plan), picture)
-    elif picture:
-        save_plans(question, result.plans, picture)
+        print(
+            render_table(question, result, width)
+            if explained is None
+            else render_plan(question, result.plans, explained, width, encoding),
+            flush=True,
+        )
+    if checked is not None:
+        plan = result.plans[checked]
+        report = importlib.import_module("colossus.planner.check").check(plan.config, plan)
+        found["plans"][checked]["check"] = report.as_json()
+        code = code or (0 if report.is_equal else DIFFERS)
+        if arguments.json != "-":
+            print(f"\nplan {checked + 1}\n{report.render()}")
+    if arguments.json == "-":
+        print(json.dumps(found, indent=1))
+    elif arguments.json:
+        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.plot:
+        _save(question, result, explained, Path(arguments.plot))
     return code
+
+
+def _save(question: Question, result: SearchResult, explained: int | None, path: Path) -> None:
+    if explained is None:
+        save_plans(question, result.plans, path)
+    else:
+        plan = result.plans[explained]
+        save_plan(question, plan, in_milliseconds(plan), timeline_title(plan), path)
+
+
+def _place(option: str, arguments: argparse.Namespace, number: int) -> int | None:
+    """Of the plan that an option names, from 0; None where it is not given."""
+    given: int | None = getattr(arguments, option)
+    if given is not None and given > number:
+        more = "; --top takes more" if number == arguments.top else ""
+        raise ConfigError(f"--{option} {given}: the list has {counted(number, 'plan')}{more}")
+    return None if given is None else given - 1
 
 
 def _asked(arguments: argparse.Namespace) -> Question:
     """What the command line asks, checked before anything is searched; without torch, if the hardware is named."""
-    if arguments.explain and arguments.explain > arguments.top:
-        raise ConfigError(f"--explain {arguments.explain}: the list has {arguments.top} plans; --top takes more")
+    for option in ("explain", "check"):
+        _place(option, arguments, arguments.top)
     if arguments.json not in (None, "-") and not Path(arguments.json).absolute().parent.is_dir():
         raise ConfigError(f"--json {arguments.json}: there is no folder {Path(arguments.json).parent}")
     if arguments.plot:
@@ -129,6 +157,9 @@ def _asked(arguments: argparse.Namespace) -> Question:
             raise ConfigError(f"--plot: {error}") from None
     config = load_config(arguments.file, arguments.overrides)
     check_given(config)
+    sections = {word: word.partition("=")[0].partition(".")[0] for word in arguments.keep}
+    keep = apply_overrides({}, [word if name in SECTIONS else f"parallel.{word}" for word, name in sections.items()])
+    Kept.of(config, keep)  # refuses what is wrong before anything is measured
     devices = arguments.devices or world_size(config.parallel)
     if arguments.hosts and devices % arguments.hosts:
         raise ConfigError(
@@ -137,13 +168,11 @@ def _asked(arguments: argparse.Namespace) -> Question:
         )
     hardware = choose_hardware(arguments.hardware, arguments.network, devices, config.train.precision.compute)
     hosts, memory = arguments.hosts or default_hosts(hardware, devices), arguments.memory or hardware.memory_bytes
-    return Question(arguments.file, tuple(arguments.overrides), config, hardware, devices, hosts, memory)
+    return Question(arguments.file, tuple(arguments.overrides), config, hardware, devices, hosts, memory, keep)
 
 
 def _searched(question: Question, arguments: argparse.Namespace) -> tuple[SearchResult, int]:
     """What was found, and the exit code: that of Ctrl-C where it has ended the search."""
-    kept = [word if word.partition(".")[0] in KEPT_SECTIONS else f"parallel.{word}" for word in arguments.keep]
-    keep = apply_overrides({}, kept)
     search = importlib.import_module("colossus.planner.search").search  # torch takes its time
     try:
         result: SearchResult = search(
@@ -153,7 +182,7 @@ def _searched(question: Question, arguments: argparse.Namespace) -> tuple[Search
             hosts=question.hosts,
             memory=question.memory,
             top=arguments.top,
-            keep=keep,
+            keep=question.keep,
         )
     except ConfigError:
         raise

@@ -13,7 +13,7 @@ from colossus.cli.plan_picture import memory_bars
 from colossus.cli.plan_table import Question, axis_rows, launch_lines, part_rows, plan_words
 from colossus.compare.printed_rows import seconds_text
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
-from colossus.hardware.placement import Placement
+from colossus.hardware.host_placement import Placement
 from colossus.planner.plan_estimate import PlanEstimate
 from colossus.schedule.draw import draw
 from colossus.schedule.simulate import Simulation, Span

@@ -11,7 +11,8 @@ from colossus.arithmetic import counted, parse_bytes
 from colossus.config import ConfigError
 from colossus.hardware.data_sheets import NETWORK, SHEETS, FromDataSheet
 from colossus.hardware.hardware import Hardware, Link
-from colossus.hardware.measured import Measured, load_measured
+from colossus.hardware.measured import Measured
+from colossus.hardware.named_hardware import named_hardware
 
 #: ranks at once that this machine is measured with; more take minutes
 MOST_MEASURED = 8
@@ -49,18 +50,9 @@ def choose_hardware(given: str | None, network: Link | None, devices: int, dtype
             return _of_this_machine(network, devices, dtype)
         if given == "cpu":
             return _measured_now(network, devices, dtype)
-        if given.endswith(".json"):
-            return load_measured(given, network)
-        return FromDataSheet(given, network or NETWORK)
+        return named_hardware(given, network)
     except ValueError as error:
-        raise ConfigError(f"--hardware {given or ''}".rstrip() + f": {error}") from None
-
-
-def default_hosts(hardware: Hardware, devices: int) -> int:
-    """As few as have at most eight devices each, all as many; one of CPUs."""
-    if isinstance(hardware, Measured) and hardware.file.device == "cpu":
-        return 1
-    return next(hosts for hosts in range(-(-devices // 8), devices + 1) if devices % hosts == 0)
+        raise ConfigError(f"--hardware: {error}") from None
 
 
 def _of_this_machine(network: Link | None, devices: int, dtype: str) -> Hardware:

@@ -27,6 +27,7 @@ def as_json(question: Question, result: SearchResult, explained: int | None = No
     return {
         "file": question.file,
         "overrides": question.overrides,
+        "keep": question.keep,
         "devices": question.devices,
         "hosts": question.hosts,
         "memory": question.memory,

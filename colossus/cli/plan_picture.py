@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from colossus.arithmetic import byte_count, parse_bytes
 from colossus.chart import Bars
 from colossus.chart.draw_picture import draw_bars
 from colossus.cli.plan_table import Question, plan_words
@@ -68,10 +69,15 @@ def part_bars(plans: Sequence[PlanEstimate], names: Sequence[str]) -> Bars:
 def memory_bars(question: Question, plans: Sequence[PlanEstimate], names: Sequence[str]) -> Bars:
     """What the fullest rank holds on its device, and how much there is."""
     kinds = [_on_device(plan.memory.fullest) for plan in plans]
+    most = max(sum(own.values()) for own in kinds)
+    unit = byte_count(most).split()[1]
+    scale = parse_bytes(f"1 {unit}")
     every = dict.fromkeys(kind for own in kinds for kind, size in own.items() if size)
-    sizes = {kind: [own.get(kind, 0) / 1e9 for own in kinds] for kind in every}
-    limit = f"limit {question.memory / 1e9:.4g} GB", question.memory / 1e9
-    return Bars("memory of the fullest rank", names, sizes, "GB", limit)
+    sizes = {kind: [own.get(kind, 0) / scale for own in kinds] for kind in every}
+    limit = None  # of far more than is needed, it would leave bars without length
+    if question.memory < 10 * most:
+        limit = f"limit {byte_count(question.memory)}", question.memory / scale
+    return Bars("memory of the fullest rank", names, sizes, unit, limit)
 
 
 def _on_device(rank: RankMemory) -> dict[str, int]:

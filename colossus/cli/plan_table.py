@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from colossus.arithmetic import aligned, byte_count, counted
 from colossus.cli.memory_table import fullest_rank, kind_table
@@ -28,6 +29,7 @@ class Question:
         file, overrides: as the command line has them.
         config: of these, resolved.
         memory: of a device in bytes, that a plan may take.
+        keep: what every plan has, see `colossus.planner.kept.Kept`.
     """
 
     file: str
@@ -37,6 +39,7 @@ class Question:
     devices: int
     hosts: int
     memory: float
+    keep: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def counted(self) -> str:
@@ -155,12 +158,7 @@ def nothing_fits(question: Question, result: SearchResult, width: int) -> Config
     """Says what is missing, by kind, of the plan that misses least."""
     devices = f"{counted(question.devices, 'device')} of {byte_count(question.memory)}"
     nearest = result.nearest
-    if nearest is None:
-        return ConfigError(
-            f"no plan of {devices} fits this model and this batch (global_batch_size "
-            f"{question.config.train.global_batch_size}): try other --devices, or fewer --keep",
-            question.config.source,
-        )
+    assert nearest is not None
     missing = byte_count(nearest.memory.fullest.total - question.memory)
     words = textwrap.fill(plan_words(nearest.config), width, initial_indent="    ", subsequent_indent="    ")
     return ConfigError(

@@ -27,5 +27,7 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
 
 
 def seconds_text(value: float) -> str:
-    """``12.3 ms`` or ``1.23 s``."""
+    """``45.6 us``, ``12.3 ms`` or ``1.23 s``."""
+    if 0 < value < 1e-3:
+        return f"{1e6 * value:.3g} us"
     return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,11 @@ from colossus.registry import MODEL_SOURCES, nearest
 
 
 def load_config(
-    config: str | Path | Mapping[str, Any], overrides: Iterable[str] = (), nproc: int | None = None
+    config: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    nproc: int | None = None,
+    *,
+    choose: Callable[[Config], Config] | None = None,
 ) -> Config:
     """Run a config file, lay the overrides over it, validate it and fit it to the number of processes.
 
@@ -32,6 +36,7 @@ def load_config(
         config: path of a Python file whose top-level names are the sections, or a mapping of sections.
         overrides: ``section.key=value`` strings; they win over the file.
         nproc: number of processes of the whole run; None takes the product of the sizes.
+        choose: gives a plan to a config that leaves it open (``parallel.auto``); None refuses that.
 
     Returns:
         The config, with ``parallel.data`` a number and ``name`` set.
@@ -47,6 +52,8 @@ def load_config(
             loaded = loaded.model_copy(update={"name": Path(source).stem if source else "run"})
         loaded = resolve_model(loaded)
         check_names(loaded)
+        if loaded.parallel.auto is not None and choose is not None:
+            loaded = choose(loaded)
         loaded = resolve_sizes(loaded, nproc)
     except ConfigError as error:
         # The cause stays attached, so that a traceback of the user's own file can still be printed.

@@ -117,6 +117,11 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
             ``tensor.size``, the model does not divide, or the global batch does not; shows the arithmetic and the
             nearest plans that fit.
     """
+    if config.parallel.auto is not None:
+        raise ConfigError(
+            "parallel.auto: `colossus launch` and `colossus show` choose a plan, nothing else does; give one "
+            "(parallel.auto=None parallel.data=.. ..), of those that `colossus plan` prints, say"
+        )
     if nproc is not None and nproc < 1:
         raise ConfigError(f"nproc = {nproc}: the number of processes must be at least 1")
     parallel = config.parallel

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
+from colossus.arithmetic import parse_bytes
 from colossus.config.optimizer_section import Optimizer
 from colossus.config.section import (
     FROM_LIST,
@@ -91,16 +92,17 @@ class Schedule(Named):
 
 
 def _split(value: Any) -> Any:
-    if value == "parameters":
+    if value in ("parameters", "time"):
         return value
     is_list = isinstance(value, list | tuple) and bool(value)
     if is_list and all(isinstance(item, int) and not isinstance(item, bool) and item >= 1 for item in value):
         return tuple(value)
-    raise ValueError(f"must be 'parameters' or the number of blocks of each stage, [3, 3], got {value!r}")
+    raise ValueError(f"must be 'parameters', 'time' or the number of blocks of each stage, [3, 3], got {value!r}")
 
 
 class PipelineSection(SizedSection):
-    #: what stages are equal in, as far as they can be; or the numbers or names of blocks that say where they begin
+    #: what stages are equal in, as far as they can be: "parameters", or the predicted "time" of a microbatch; or the
+    #: number of blocks of each stage
     split: Annotated[str | tuple[int, ...], BeforeValidator(_split)] = "parameters"
 
 
@@ -166,7 +168,31 @@ def _permutation(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
-class Parallel(Section):
+def _size_of_memory(value: str) -> str:
+    parse_bytes(value)
+    return value
+
+
+class AutoSection(ShortSection):
+    """A plan that is chosen at launch, for the number of processes. Keys of ``parallel`` beside it stay as given."""
+
+    #: more that stays: keys of ``parallel``, or dict(schedule=dict(..), train=dict(..)); dict(pipeline=2), say
+    keep: dict[str, Any] = {}
+    #: a data sheet (h100, a100, ..) or a file of `colossus doctor --measure`; None: by what the machine has
+    hardware: Annotated[str, Field(min_length=1)] | None = None
+    #: of a device, "80GB" say; None: that of the hardware
+    memory: Annotated[str, AfterValidator(_size_of_memory)] | None = None
+
+    @classmethod
+    def keys_of(cls, bare: Any) -> dict[str, Any] | None:
+        return {} if bare is True else None
+
+
+class Parallel(ShortSection):
+    """The bare word "auto" stands for dict(auto=True)."""
+
+    #: True or dict(keep=, hardware=, memory=): all that is not given is chosen at launch
+    auto: AutoSection | None = None
     #: replicas; None is derived from the number of processes
     data: Count | None = None
     #: stages of the pipeline; or dict(size=, split=)
@@ -183,6 +209,10 @@ class Parallel(Section):
     strategy: StrategySection = StrategySection()
     #: outermost first: the last axis has neighbouring ranks
     rank_order: Annotated[Names, AfterValidator(_permutation)] = AXES
+
+    @classmethod
+    def keys_of(cls, bare: Any) -> dict[str, Any] | None:
+        return {"auto": {}} if bare == "auto" else None
 
     @model_validator(mode="after")
     def _one_strategy(self) -> Parallel:

@@ -127,7 +127,7 @@ def _rank(nproc: int, cuda: bool, rank: int) -> dict[str, float]:
     for name, size, calls in (("small", SMALL_BYTES, 50), ("large", LARGE_BYTES, 3)):
         x = torch.zeros(size // 4, device=device)
         found[f"all_reduce_{name}"] = seconds_together(partial(CALLS["all_reduce"], x, group), calls, device)
-        found[f"send_{name}"] = seconds_together(partial(there_and_back, links, x, rank), calls, device) / 2
+        found[f"send_{name}"] = seconds_together(partial(there_and_back, links, x, index=rank), calls, device) / 2
     moved = sent("all_reduce", nproc, LARGE_BYTES)
     return {
         "all_reduce_small_seconds": found["all_reduce_small"],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 
@@ -16,7 +17,7 @@ from colossus.arithmetic import round_up
 from colossus.comm import collectives
 from colossus.comm.links import Links
 from colossus.context.groups import AxisGroup, new_process_group
-from colossus.doctor.device_timing import Timed, device_cases, seconds_of_calls
+from colossus.doctor.device_timing import Timed, device_cases, operands, seconds_of_calls
 from colossus.doctor.timing_sizes import Case, Sizes
 from colossus.progress import progress
 
@@ -115,24 +116,31 @@ def _collective_cases(sizes: Sizes, device: torch.device, everyone: AxisGroup) -
             made = new_process_group(members, index, f"measured {ranks} from {first}", TIMEOUT)
             groups[ranks] = AxisGroup(("ranks",), members, index, made)
     links = Links(groups[2], [(0, 1), (1, 0)], device) if 2 in groups else None
+    pool = torch.empty(sizes.cold // 4, device=device).fill_(0)  # not zeros, whose pages are one until they are written
     cases: dict[Case, Timed] = {}
     for operation, ranks, held in _all_collectives(sizes, everyone.size):
         if ranks not in groups:
             continue
-        x = torch.zeros(held // 4, device=device)
+        tensors = itertools.cycle(x.view(-1) for (x,) in operands(pool, (1, held // 4)))
         group = groups[ranks]
         if operation == "send":
             assert links is not None
-            call: Callable[[], object] = partial(there_and_back, links, x, group.index)
+            call: Callable[[Tensor], object] = partial(there_and_back, links, index=group.index)
         else:
-            call = partial(CALLS[operation], x, group)
+            call = partial(_collective, operation, group)
         calls, messages = max(2, min(20, _MB // held)), 2 if operation == "send" else 1
-        cases[operation, ranks, held] = partial(_seconds_of_one, call, calls, device, messages)
+        cases[operation, ranks, held] = partial(_seconds_of_one, call, tensors, calls, device, messages)
     return cases
 
 
-def _seconds_of_one(call: Callable[[], object], calls: int, device: torch.device, messages: int) -> float:
-    return seconds_together(call, calls, device) / messages
+def _collective(operation: str, group: AxisGroup, x: Tensor) -> object:
+    return CALLS[operation](x, group)
+
+
+def _seconds_of_one(
+    call: Callable[[Tensor], object], tensors: Iterator[Tensor], calls: int, device: torch.device, messages: int
+) -> float:
+    return seconds_together(lambda: call(next(tensors)), calls, device) / messages
 
 
 def seconds_together(call: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -141,7 +149,7 @@ def seconds_together(call: Callable[[], object], calls: int, device: torch.devic
     return seconds_of_calls(call, calls, device) / calls
 
 
-def there_and_back(links: Links, x: Tensor, index: int) -> None:
+def there_and_back(links: Links, x: Tensor, *, index: int) -> None:
     """A message from rank 0 to rank 1, and one of the same size back; other ranks do nothing."""
     other = 1 - index
     if other not in (0, 1):

@@ -119,11 +119,19 @@ class Bucket:
             self.flat.copy_(total)
         complete = self.is_full
         if self._is_cast or not complete:
-            used = [1.0] * len(self.params) if complete else self.flags.tolist()
+            used = [1.0] * len(self.params) if complete else self.used_by_ranks()
             for param, view, flag in zip(self.params, self.views, used, strict=True):
                 param.grad = view.to(gradient_dtype(param)) if flag else None
         self._present.clear()
         self._pending = None
+
+    def used_by_ranks(self) -> list[float]:
+        """Of each parameter, how many ranks used it: read of the summed flags."""
+        return self.flags.tolist()
+
+    def used_here(self) -> list[float]:
+        """Of each parameter, 1 where this rank used it, else 0."""
+        return [float(index in self._present) for index in range(len(self.params))]
 
 
 class StageBuckets:

@@ -37,8 +37,8 @@ class DataSheet:
 # fp32 are those of the matrix units where there are such. Products of fp16 and bf16 are accumulated in fp32, as torch
 # has them accumulated: on GeForce that is half of the number in large print.
 # Memory and links: NVIDIA's data sheets of V100 (SXM2, 32 GB; NVLink 300 GB/s), A100 (SXM, 80 GB; 600 GB/s), H100 and
-# H200 (SXM; 900 GB/s), H800 (400 GB/s) and DGX B200 (1,440 GB and 64 TB/s of eight; 1.8 TB/s), AMD's of MI300X (seven links of
-# 128 GB/s).
+# H200 (SXM; 900 GB/s), H800 (400 GB/s) and DGX B200 (1,440 GB and 64 TB/s of eight; 1.8 TB/s), AMD's of MI300X (seven
+# links of 128 GB/s).
 #: short name -> what its sheet says
 SHEETS: dict[str, DataSheet] = {
     "B200": DataSheet(2250.0, 2250.0, 1125.0, 75.0, 37.0, 180e9, 8.0e12, 900e9),

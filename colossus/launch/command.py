@@ -16,10 +16,11 @@ from pathlib import Path
 from colossus import machine
 from colossus.arithmetic import factors
 from colossus.checkpoint.weight_sources import describe_weights
-from colossus.config import Config, ConfigError, load_config, model_options
+from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import describe_zero
 from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder, slurm
+from colossus.launch.auto_plan import load_planned
 from colossus.launch.checks import ModelInfo, check_data, check_devices, check_given, check_model, describe_device
 from colossus.launch.report import DONE, FAILED, USAGE, report
 from colossus.launch.resume import Origin, choose
@@ -61,7 +62,8 @@ def run(
             return _join(config_path, overrides, joined, nproc, run_dir, resume)
         if nnodes < 1:
             raise ConfigError(f"--nnodes {nnodes}: there is at least one node")
-        config = load_config(config_path, overrides, nproc * nnodes if nproc is not None else None)
+        total = nproc * nnodes if nproc is not None else None
+        config, overrides, told = load_planned(config_path, overrides, total, hosts=nnodes)
         check_given(config)
         grid = build_grid(config.parallel)
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
@@ -74,11 +76,13 @@ def run(
         model = check_model(config)
         check_data(config)
         if dry_run:
-            print(describe(config, model, origin, local_ranks, nnodes))
+            print("\n".join([describe(config, model, origin, local_ranks, nnodes), *told[1:]]))
             return DONE
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
+    if told:
+        print("\n".join(told), flush=True)
     _prepare_environment(local_ranks, nnodes)
     try:
         # torch's elastic is imported here: everything above answers without it
@@ -131,15 +135,17 @@ def _join(
     try:
         if nproc is not None and str(nproc) not in (joined["WORLD_SIZE"], joined.get("LOCAL_WORLD_SIZE")):
             raise ConfigError(f"--nproc {nproc}, but torchrun or srun has started {world_size}: leave --nproc out")
-        config = load_config(config_path, overrides, world_size)
-        check_given(config)
         local_ranks = int(joined.get("LOCAL_WORLD_SIZE") or int(joined["LOCAL_RANK"]) + 1)
+        config, overrides, told = load_planned(config_path, overrides, world_size, hosts=-(-world_size // local_ranks))
+        check_given(config)
         check_devices(config, local_ranks, -(-world_size // local_ranks), environ=os.environ)
     except ConfigError as error:
         if joined["LOCAL_RANK"] == "0":  # one of each node, whose files may not be those of the first
             where = "" if joined["RANK"] == "0" else f" (rank {joined['RANK']} on {socket.gethostname()})"
             print(f"colossus: {error}{where}", file=sys.stderr)
         return USAGE
+    if told and joined["RANK"] == "0":
+        print("\n".join(told), flush=True)
     os.environ.update(joined)
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
     return run_worker(config_path, overrides, run_dir=run_dir, resume=resume)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from colossus.comm import collectives
 from colossus.comm.uneven import Lengths
 from colossus.context.groups import AxisGroup
 from colossus.layers import expert_rows, moe, routed_experts
@@ -30,10 +31,11 @@ def _evenly(number: int, parts: int) -> list[int]:
 
 
 def _agree(rows: Tensor, counts: Tensor, group: AxisGroup) -> tuple[Lengths, Tensor]:
-    sent = tuple(_evenly(len(rows), group.size))
-    received = (sent[group.index],) * group.size
-    lengths = Lengths(sent, received, (sent,) * group.size)
-    return lengths, torch.zeros(group.size, len(counts) // group.size, dtype=torch.int64)
+    n, num_local = group.size, len(counts) // group.size
+    collectives.all_gather(torch.zeros(n + len(counts), dtype=torch.int64), group, what="lengths").wait()
+    sent = tuple(_evenly(len(rows), n))
+    lengths = Lengths(sent, (sent[group.index],) * n, (sent,) * n)
+    return lengths, torch.tensor([_evenly(sent[group.index], num_local)] * n)
 
 
 def _group_sizes(counts: Tensor, x: Tensor, weight: Tensor) -> list[int]:

@@ -25,12 +25,12 @@ class BlockRun:
     Attributes:
         kind: equal for two runs of equal blocks, of which as many are run.
         shown: those that are run.
-        left_out: how many more there are.
+        left_out: the others.
     """
 
     kind: Hashable
     shown: Sequence[Callable[[Any], Any]]
-    left_out: int
+    left_out: Sequence[NamedBlock]
 
 
 def runs_of(model: nn.Module, blocks: Sequence[NamedBlock]) -> list[BlockRun]:
@@ -41,7 +41,7 @@ def runs_of(model: nn.Module, blocks: Sequence[NamedBlock]) -> list[BlockRun]:
     for kind, run in groupby(blocks, lambda block: _kind_of(block, modules, params)):
         every = list(run)
         shown = [block.call for block in every[:_RUN]]
-        found.append(BlockRun((kind, len(shown)), shown, len(every) - len(shown)))
+        found.append(BlockRun((kind, len(shown)), shown, every[_RUN:]))
     return found
 
 

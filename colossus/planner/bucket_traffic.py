@@ -96,9 +96,9 @@ def two_level_sum(axes: PlanAxes, bucket: BucketTraffic, per_host: int) -> tuple
     whole = -(-(bucket.nbytes // width) // inner) * inner * width
     inside, between = f"{name} inside of hosts", "data between hosts"
     return (
-        Collective("reduce_scatter", inside, inner, whole, bucket.dtype, bucket.axes),
+        Collective("reduce_scatter", inside, inner, whole, bucket.dtype, ()),
         Collective("all_reduce", between, data // per_host, whole // inner, bucket.dtype, ("data",)),
-        Collective("all_gather", inside, inner, whole // inner, bucket.dtype, bucket.axes),
+        Collective("all_gather", inside, inner, whole // inner, bucket.dtype, ()),
     )
 
 

@@ -15,13 +15,13 @@ class Collective:
         operation, axes, dtype: as `colossus.comm.accounting` counts them.
         ranks: of its group.
         held: bytes that a rank holds before.
-        mesh_axes: over which its ranks lie, of the plan's grid.
+        mesh_axes: over which its ranks lie, of the plan's grid; none where they are on one host.
     """
 
     operation: str
     axes: str
     ranks: int
-    held: int
+    held: float
     dtype: str
     mesh_axes: tuple[str, ...]
 

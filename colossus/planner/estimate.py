@@ -11,16 +11,15 @@ from colossus.config import Config, ConfigError
 from colossus.config.plans import world_size
 from colossus.context.grid import build_grid
 from colossus.hardware.hardware import Hardware
-from colossus.hardware.placement import Placement
-from colossus.planner.gradient_traffic import gradient_traffic
+from colossus.hardware.host_placement import Placement
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
 from colossus.planner.memory import memory_of
-from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate, extended
 from colossus.planner.plan_stages import layout_config, layout_key, samples_of, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory
 from colossus.planner.step_timeline import RankTimeline, play_step
+from colossus.planner.time_split import split_by_time
 from colossus.planner.trace import AttentionCall, Product, Trace
 from colossus.planner.trace_seconds import TracePlayer
 from colossus.registry import STRATEGIES
@@ -43,7 +42,7 @@ class Estimator:
         self.hardware, self.hosts = hardware, hosts
         self._profiles: dict[Any, LayoutProfile | ConfigError] = {}
         self._players: dict[Any, TracePlayer] = {}
-        self._optimizer: OptimizerMemory | None = None
+        self._other: LayoutProfile | None = None
 
     def estimate(self, config: Config, overrides: Sequence[str] = ()) -> PlanEstimate:
         """Of a resolved config.
@@ -55,6 +54,7 @@ class Estimator:
             ConfigError: for what cannot be built under the plan, and for strategies that keep replicas apart.
         """
         _require_exact(config)
+        config, overrides = self.with_stated_split(config, overrides)
         ranks, number = config.parallel.pipeline.size, config.schedule.microbatches
         if number <= (_FEW + 1) * ranks:
             return self._played(config, overrides)
@@ -63,16 +63,29 @@ class Estimator:
         flops = self.flops_per_sample(config) * config.train.global_batch_size
         return replace(estimate, config=config, overrides=tuple(overrides), flops=flops or None)
 
+    def with_stated_split(self, config: Config, overrides: Sequence[str] = ()) -> tuple[Config, Sequence[str]]:
+        """Stages that are to be equal in time as numbers of blocks; any other config as it is.
+
+        Raises:
+            ConfigError: for a model that cannot be cut into so many stages.
+        """
+        pipeline = config.parallel.pipeline
+        if pipeline.split != "time" or pipeline.size == 1:
+            return config, overrides
+        try:
+            counts = split_by_time(config, self.profile(config, split_backward=False), self.player(config))
+        except ValueError as error:
+            raise ConfigError(getattr(error, "problems", str(error)), config.source) from error
+        parallel = config.parallel.model_copy(update={"pipeline": pipeline.model_copy(update={"split": counts})})
+        stated = f"parallel.pipeline.split={list(counts)}".replace(" ", "")
+        return config.model_copy(update={"parallel": parallel}), (*overrides, stated)
+
     def _played(self, config: Config, overrides: Sequence[str] = ()) -> PlanEstimate:
         profile = self.profile(config)
         ranks = stages_of(config, profile)
         memory = memory_of(config, profile, ranks)
         player = self.player(config)
-        on_cpu = not self.hardware.overlaps
-        timelines = [
-            RankTimeline(profile, rank, gradient_traffic(profile.facts, config, rank, on_cpu=on_cpu), player)
-            for rank in ranks
-        ]
+        timelines = [RankTimeline.of(config, profile, rank, player) for rank in ranks]
         return _Composed(self, config, tuple(overrides), profile, timelines, memory, player).estimate()
 
     def profile(self, config: Config, *, split_backward: bool | None = None) -> LayoutProfile:
@@ -88,8 +101,8 @@ class Estimator:
         key = layout_key(config), split
         if key not in self._profiles:
             try:
-                made = profile_layout(layout_config(config), split_backward=split, optimizer=self._optimizer)
-                self._profiles[key], self._optimizer = made, made.optimizer
+                self._other = profile_layout(layout_config(config), split_backward=split, other=self._other)
+                self._profiles[key] = self._other
             except ConfigError as error:
                 self._profiles[key] = error
         found = self._profiles[key]
@@ -119,12 +132,16 @@ class Estimator:
         blocks = self.profile(one).blocks
         return sum(_counted_flops(trace) for block in blocks for trace in (block.forward, block.backward))
 
-    def player(self, config: Config) -> TracePlayer:
-        """What plays traces on the ranks of a config."""
+    def player(self, config: Config, times: float = 1.0) -> TracePlayer:
+        """What plays traces on the ranks of a config.
+
+        Args:
+            times: see `TracePlayer`.
+        """
         grid = build_grid(config.parallel)
-        key = tuple(grid.sizes.items())
+        key = tuple(grid.sizes.items()), times
         if key not in self._players:
-            self._players[key] = TracePlayer(self.hardware, Placement(grid, self.hosts))
+            self._players[key] = TracePlayer(self.hardware, Placement(grid, self.hosts), times)
         return self._players[key]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
 from colossus.comm import shared_memory
@@ -20,35 +21,44 @@ from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 
 @contextmanager
-def fake_rank(config: Config, rank: int = 0) -> Iterator[ParallelContext]:
-    """The context of a rank of the config's plan, all of whose groups are torch's fake ones.
+def fake_world(world_size: int, rank: int) -> Iterator[None]:
+    """Inside, this process is one rank of a world whose groups are torch's fake ones.
 
     Raises:
         ValueError: in a process that has joined others.
     """
-    world_size = build_grid(config.parallel).world_size
     if dist.is_initialized():
-        raise ValueError("torch.distributed is initialized here: predict the memory of a plan in a process of its own")
+        raise ValueError("torch.distributed is initialized here: predict what a plan costs in a process of its own")
     shared = shared_memory.enable(False)
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        context = ParallelContext.from_config(config, rank=rank)
-        try:
-            with context:
-                yield context
-        finally:
-            context.close()
+        yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         shared_memory.enable(shared)
 
 
-def give_sizes(model: nn.Module, precision: Precision) -> None:
+@contextmanager
+def fake_rank(config: Config, rank: int = 0) -> Iterator[ParallelContext]:
+    """The context of a rank of the config's plan, in a `fake_world`."""
+    with fake_world(build_grid(config.parallel).world_size, rank):
+        context = ParallelContext.from_config(config, rank=rank)
+        try:
+            with context:
+                yield context
+        finally:
+            context.close()
+
+
+def give_sizes(model: nn.Module, precision: Precision, run: Callable[[str], bool] = lambda name: True) -> None:
     """In the place of a model's tensors on meta put tensors of the run's dtypes on the CPU: called under the mode.
 
     Parameters are plain ones, also those of which a rank holds a part: only what uses them is run.
+
+    Args:
+        run: whether a tensor of this name is; the others stay on meta, which is faster.
     """
     wide = wide_parameters(model)
 
@@ -56,13 +66,19 @@ def give_sizes(model: nn.Module, precision: Precision) -> None:
         return usual if tensor.is_floating_point() else tensor.dtype
 
     def fake(tensor: Tensor, path: str, leaf: str) -> Tensor:
+        if run(f"{path}.{leaf}" if path else leaf):
+            return made(tensor, "cpu")
+        with unset_fake_temporarily():
+            return made(tensor, "meta")
+
+    def made(tensor: Tensor, device: str) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            return torch.empty(tensor.shape, dtype=dtype_of(tensor, precision.data))
+            return torch.empty(tensor.shape, dtype=dtype_of(tensor, precision.data), device=device)
         dtype = dtype_of(tensor, precision.data if id(tensor) in wide else precision.params)
-        made = nn.Parameter(torch.empty(tensor.shape, dtype=dtype), requires_grad=tensor.requires_grad)
-        vars(made).update(vars(tensor))
+        param = nn.Parameter(torch.empty(tensor.shape, dtype=dtype, device=device), requires_grad=tensor.requires_grad)
+        vars(param).update(vars(tensor))
         if dtype in LOW:
-            set_gradient_dtype(made, precision.gradients)
-        return made
+            set_gradient_dtype(param, precision.gradients)
+        return param
 
     replace_tensors(model, fake)

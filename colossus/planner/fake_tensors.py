@@ -43,9 +43,15 @@ class CountedFakeTensors(FakeTensorMode):
         self.live = self.peak = 0
         #: called with each operator that runs, its arguments and what it gives
         self.observer: Callable[[Any, Any, Any, Any], None] | None = None
-        self._known: set[int] = set()
+        #: of a storage, by its key, what it holds now
+        self._known: dict[int, int] = {}
         #: above 0 inside of an operator that shapes are found of by running others, which make nothing
         self._depth = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else torch wraps `__torch_dispatch__`, and imports torch._dynamo at its first operator."""
+        return False
 
     def mark(self) -> int:
         """Start a new peak; gives what is live."""
@@ -60,6 +66,8 @@ class CountedFakeTensors(FakeTensorMode):
             return None
         if func is aten._local_scalar_dense.default:
             return False if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops._c10d_functional.wait_tensor.default:  # which makes no tensor
+            return args[0]
         if func is ring_attention.RING_ATTENTION:  # as an operator it would be called with meta tensors
             with self:
                 return ring_attention._forward(*args, **kwargs)
@@ -80,24 +88,41 @@ class CountedFakeTensors(FakeTensorMode):
         key = storage._cdata
         if key in self._known:
             return
-        self._known.add(key)
-        size = storage.nbytes()
+        self._known[key] = storage.nbytes()
+        self._add(storage.nbytes())
+        weakref.finalize(storage, self._forget, key)
+
+    def _add(self, size: int) -> None:
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, size)
 
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+    def _forget(self, key: int) -> None:
+        self.live -= self._known.pop(key)
+
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """A storage has been freed, or takes its memory back."""
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            self._add(size - self._known[key])
+            self._known[key] = size
 
 
 @contextmanager
 def counted_fake_tensors() -> Iterator[CountedFakeTensors]:
     """Inside, new tensors are fake ones, which may become tensors of our own types."""
+    mode, resize = CountedFakeTensors(), torch.UntypedStorage.resize_
+
+    def resize_and_note(self: torch.UntypedStorage, size: int) -> Any:
+        resized = resize(self, size)
+        mode.note_resize(self)
+        return resized
+
     with (
         patch.object(FakeTensor, "as_subclass", as_subclass),
         patch.object(FakeTensor, "__setattr__", set_attribute, create=True),
-        CountedFakeTensors() as mode,
+        patch.object(FakeTensor, "data_ptr", _identity, create=True),
+        patch.object(torch.UntypedStorage, "resize_", resize_and_note),
+        mode,
     ):
         yield mode
 
@@ -112,6 +137,11 @@ def as_subclass(self: FakeTensor, cls: type[Tensor]) -> Tensor:
 
 def set_attribute(self: FakeTensor, name: str, value: Any) -> None:
     object.__setattr__(self, name, _fake_type(value) if name == "__class__" else value)
+
+
+def _identity(self: FakeTensor) -> int:
+    """Of the memory: there is no address."""
+    return int(self.untyped_storage()._cdata) + int(self.storage_offset()) * self.itemsize
 
 
 @lru_cache(maxsize=64)

@@ -16,12 +16,13 @@ from colossus.data_parallel.options.exact_options import HierarchicalOptions
 from colossus.layers.router import SUMS
 from colossus.planner.bucket_traffic import BucketTraffic, Gradient, buckets_of, flat_sum, tied_sums, two_level_sum
 from colossus.planner.collective import Collective
+from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts, ParameterFacts, ParameterKind
 from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.rank_stages import RankStages
-from colossus.planner.sharded_units import ShardedUnits, rows_per_rank, sharded_units
+from colossus.planner.sharded_units import ShardedUnits, as_stored, rows_per_rank, sharded_units
 from colossus.planner.zero_traffic import Unit, ZeroTraffic, together
-from colossus.schedule.actions import LAST_USE
+from colossus.schedule.actions import INPUT_GRADIENT, LAST_USE
 
 #: of the step's numbers: loss, count, squares of gradients, requests to stop
 _NUMBERS = 4
@@ -97,18 +98,23 @@ def gradient_traffic(
     model: ModelFacts,
     config: Config,
     stages: RankStages,
+    optimizer: OptimizerMemory | None = None,
     *,
     on_cpu: bool = False,
     ranks_per_host: int | None = None,
 ) -> StepTraffic:
     """The collectives of an exact strategy (all_reduce, zero, hierarchical), as they are from the second step on.
 
+    Of a strategy that compresses gradients they are those without compression; of tables with sparse gradients those of
+    dense ones.
+
     Args:
         config: resolved, of a plan whose layout is that of ``model``.
+        optimizer: given, what it exchanges of whole parameters is there, too; see `OptimizerMemory.collectives`.
         on_cpu: whether ranks compute on CPU, where what travels has to fit a slot of shared memory.
         ranks_per_host: data ranks on each host, where ``hierarchical`` is to find them; None: all.
     """
-    return _Composer(model, config, stages, on_cpu, ranks_per_host).traffic()
+    return _Composer(model, config, stages, on_cpu, ranks_per_host).traffic(optimizer)
 
 
 class _Composer:
@@ -124,9 +130,7 @@ class _Composer:
         self._is_zero = bool(config.parallel.zero.stage)
         #: by the id of a kind, and whether its rows are cut: elements, dtype, dtype of the sum, axes
         self._of_kind: dict[tuple[int, bool], tuple[int, str, str, tuple[str, ...]]] = {}
-        self._cut = {one.name for _, unit in self._units.blocks for one in unit} | {
-            one.name for one in self._units.root
-        }
+        self._cut = {one.name for one in self._units.cut}
         strategy = config.parallel.data_strategy
         self._per_host: int | None = None
         if strategy["type"] == "hierarchical":
@@ -135,7 +139,7 @@ class _Composer:
             self._per_host = options.ranks_per_host(data) or ranks_per_host or data
         self._frees = axes.stage == 3 and config.parallel.tensor.weights != "step"
 
-    def traffic(self) -> StepTraffic:
+    def traffic(self, optimizer: OptimizerMemory | None) -> StepTraffic:
         units = self._units
         lasting: list[tuple[int | None, Sequence[ParameterFacts]]] = [(None, units.root)] if units.root else []
         lasting += [] if self._frees else together(units.blocks)
@@ -150,16 +154,23 @@ class _Composer:
             reductions += self._buckets()
         end += self._tied()
         end += self._numbers()
+        if optimizer is not None:
+            end += optimizer.collectives(self._config, self._axes, as_stored(units, self._axes))
         return StepTraffic(tuple(begin), tuple(gathers), self._gathered(), tuple(reductions), tuple(end))
 
     # -- weights ------------------------------------------------------------------------------------------
 
     def _gathers(self, units: Iterable[Unit]) -> list[BlockGather]:
+        of_block: dict[int, list[Collective]] = {}
+        for block, params in units:
+            of_block.setdefault(block, []).extend(self._zero.gathers(params))
         is_again = self._config.parallel.tensor.weights == "matmul"
         return [
-            BlockGather(self._stages.stage_of[block], block, is_again and block >= self._model.first_trained, moved)
-            for block, params in units
-            if (moved := self._zero.gathers(params))
+            BlockGather(
+                self._stages.stage_of[block], block, is_again and block >= self._model.first_trained, tuple(moved)
+            )
+            for block, moved in of_block.items()
+            if moved
         ]
 
     def _gathered(self) -> frozenset[tuple[int, int]]:
@@ -173,7 +184,7 @@ class _Composer:
                 if not (keeps and held[action.stage]):
                     found.append((action.stage, action.microbatch))
                 held[action.stage] += 1
-            elif action.kind in LAST_USE:
+            elif action.kind in INPUT_GRADIENT:
                 held[action.stage] -= 1
         return frozenset(found)
 
@@ -233,12 +244,10 @@ class _Composer:
 
     def _gradient(self, one: ParameterFacts, stage: int) -> Gradient:
         is_cut = self._is_zero and one.name in self._cut
-        found = self._of_kind.get((id(one.kind), is_cut))
-        if found is None:
-            found = self._of_kind[id(one.kind), is_cut] = (
-                self._of_rows(one.kind) if is_cut else self._of_whole(one.kind)
-            )
-        return Gradient(*found, self._completed_in(one, stage))
+        key = id(one.kind), is_cut
+        if key not in self._of_kind:
+            self._of_kind[key] = self._of_rows(one.kind) if is_cut else self._of_whole(one.kind)
+        return Gradient(*self._of_kind[key], self._completed_in(one, stage))
 
     def _of_whole(self, kind: ParameterKind) -> tuple[int, str, str, tuple[str, ...]]:
         return kind.elements, kind.gradient, kind.reduced, self._axes.sums(kind.gradient_axes)

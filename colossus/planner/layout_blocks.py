@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts
@@ -42,6 +43,7 @@ class LayoutProfile:
         facts: of the model's parameters.
         optimizer: what it keeps of them.
         tokens: (or what else the loss counts) of a sample.
+        sample: of the data, a batch of one.
     """
 
     names: Sequence[str]
@@ -49,3 +51,4 @@ class LayoutProfile:
     facts: ModelFacts
     optimizer: OptimizerMemory
     tokens: int
+    sample: Any

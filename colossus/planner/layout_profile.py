@@ -28,7 +28,7 @@ from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import loss_of
 from colossus.engine.parameter_groups import ParameterGroups, make_groups
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layers.pipeline_block import has_hooks, is_chain, pipeline_blocks
+from colossus.layers.pipeline_block import NamedBlock, has_hooks, is_chain, pipeline_blocks
 from colossus.planner.balanced_experts import balanced_experts
 from colossus.planner.block_runs import BlockRun, runs_of
 from colossus.planner.fake_rank import fake_rank, give_sizes
@@ -46,14 +46,14 @@ from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 def profile_layout(
-    config: Config, *, split_backward: bool = False, optimizer: OptimizerMemory | None = None
+    config: Config, *, split_backward: bool = False, other: LayoutProfile | None = None
 ) -> LayoutProfile:
     """Run a microbatch of a config through its model, on fake tensors.
 
     Args:
         config: resolved, with the layout's sizes; one pipeline rank, one microbatch.
         split_backward: whether dgrad and wgrad are told apart.
-        optimizer: of another layout of the same config.
+        other: another layout of the same model and data, of which what does not depend on the layout is taken.
 
     Raises:
         ConfigError: for a config without a model or data, and for what cannot be built or read, or has sizes that
@@ -64,7 +64,7 @@ def profile_layout(
         raise ConfigError(f"{missing}: the config has none, and what a plan costs depends on it", config.source)
     try:
         with fake_rank(config) as context:
-            return _profile(config, context, split_backward, optimizer)
+            return _profile(config, context, split_backward, other)
     except ConfigError:
         raise
     except ValueError as error:
@@ -77,17 +77,22 @@ def profile_layout(
         ) from error
 
 
-def batch_of(config: Config) -> Any:
-    """A batch of a data rank, by one sample: its numbers count for nothing."""
+def sample_of(config: Config) -> Any:
+    """A batch of one sample, whose numbers count for nothing."""
     train = config.train.model_copy(update={"global_batch_size": 1, "batch_ramp": None})
     one = config.model_copy(update={"train": train})
     batch = next(iter(loaders_of(one, config.data, data_rank=0, data_size=1, device="cpu").train))
-    read, size = batch_size_of(batch), config.train.global_batch_size // (config.parallel.data or 1)
-    return map_batch(lambda x: x[:1].expand(size, *x.shape[1:]) if x.dim() and len(x) == read else x, batch)
+    read = batch_size_of(batch)
+    return map_batch(lambda x: x[:1] if x.dim() and len(x) == read else x, batch)
+
+
+def repeated(sample: Any, size: int) -> Any:
+    """A batch of so many equal samples."""
+    return map_batch(lambda x: x.expand(size, *x.shape[1:]) if x.dim() and len(x) == 1 else x, sample)
 
 
 def _profile(
-    config: Config, context: ParallelContext, split_backward: bool, optimizer: OptimizerMemory | None
+    config: Config, context: ParallelContext, split_backward: bool, other: LayoutProfile | None
 ) -> LayoutProfile:
     spec = config.model.spec()  # type: ignore[union-attr]
     factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
@@ -98,28 +103,39 @@ def _profile(
         groups.append(make_groups(config.optimizer, whole))  # freezes parameters
 
     model = build(factory, context, materialize=False, prepare=prepare)
-    batch = batch_of(config)
+    sample = sample_of(config) if other is None else other.sample
+    batch = repeated(sample, config.train.global_batch_size // (config.parallel.data or 1))
+    chained = is_chain(model) and not has_hooks(model)
+    blocks = pipeline_blocks(model) if chained else []
+    runs = runs_of(model, blocks) if chained else [BlockRun(None, [model], ())]
+    unused = _unused(runs, blocks)
     with counted_fake_tensors() as fake, balanced_experts():
-        give_sizes(model, context.precision)
-        for param in model.parameters():
-            if param.requires_grad:
+        give_sizes(model, context.precision, lambda name: name not in unused)
+        for name, param in model.named_parameters():
+            if param.requires_grad and name not in unused:
                 param.grad = torch.empty(param.shape, dtype=gradient_dtype(param))
-        chained = is_chain(model) and not has_hooks(model)
-        blocks = pipeline_blocks(model) if chained else []
-        runs = runs_of(model, blocks) if chained else [BlockRun(None, [model], 0)]
         run = _MicrobatchRun(model, batch, config, context, fake, split_backward)
         profiles = run.of(runs)
         facts = facts_of(model, context, blocks if chained else None, groups[0])
     each: list[BlockProfile] = []
     for of_run, these in zip(runs, profiles, strict=True):
-        each += [*these, *[these[-1]] * of_run.left_out]
+        each += [*these, *[these[-1]] * len(of_run.left_out)]
     return LayoutProfile(
         [block.name for block in blocks] or ["model"],
         each,
         facts,
-        optimizer or OptimizerMemory(config, groups[0]),
-        counted_of(batch),
+        OptimizerMemory(config, groups[0]) if other is None else other.optimizer,
+        counted_of(sample),
+        sample,
     )
+
+
+def _unused(runs: Sequence[BlockRun], blocks: Sequence[NamedBlock]) -> set[str]:
+    """The parameters and buffers of blocks that are not run."""
+    left_out = [block for run in runs for block in run.left_out]
+    shown = [block for block in blocks if not any(block is other for other in left_out)]
+    unused, used = ({name for each in of for name in (*each.parameters, *each.buffers)} for of in (left_out, shown))
+    return unused - used
 
 
 def counted_of(batch: Any) -> int:

@@ -19,7 +19,7 @@ from colossus.comm.accounting import COLLECTIVES
 from colossus.config import Config, model_options
 from colossus.context.grid import build_grid
 from colossus.hardware.hardware import Hardware
-from colossus.hardware.placement import Placement
+from colossus.hardware.host_placement import Placement
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.models.options import DecoderOptions, TransformerOptions, shardings_of
@@ -131,7 +131,11 @@ class LowerBounds:
 
     def memory(self, config: Config) -> float:
         """Bytes of the fullest rank of a resolved config; never more than the estimate says."""
-        return 0.0 if self.sizes is None else _stored(self.sizes, config) + _activations(self.sizes, config)
+        if self.sizes is None:
+            return 0.0
+        stored, gradients = _stored(self.sizes, config)
+        activations = _activations(self.sizes, config)
+        return stored + (max(activations, gradients) if config.schedule.microbatches == 1 else activations + gradients)
 
     # -- seconds --------------------------------------------------------------------------------------------
 
@@ -231,8 +235,8 @@ def _collectives(
 # -- memory ---------------------------------------------------------------------------------------------------
 
 
-def _stored(sizes: Sizes, config: Config) -> float:
-    """Weights, gradients and the state of the optimizer, of a mean rank of the pipeline."""
+def _stored(sizes: Sizes, config: Config) -> tuple[float, float]:
+    """Weights and the state of the optimizer, and gradients, of a mean rank of the pipeline."""
     parallel, precision, zero = config.parallel, config.train.precision, config.parallel.zero
     dense, experts = sizes.stored
     elements: float = dense + experts / parallel.expert.size
@@ -246,19 +250,21 @@ def _stored(sizes: Sizes, config: Config) -> float:
     if config.optimizer.groups:  # some parameters may be frozen
         gradients, states = 0, 0
     if not zero.stage:
-        return elements * (params + gradients + states)
-    on_device = (0 if zero.offload else states) + gradients
+        return elements * (params + states), elements * gradients
     whole = min(params, compute) if zero.stage < 3 else min(params, compute) / ranks * (not zero.offload)
-    return elements * (whole + on_device / ranks)
+    return elements * (whole + (0 if zero.offload else states / ranks)), elements * gradients / ranks
 
 
 def _activations(sizes: Sizes, config: Config) -> float:
-    """What blocks keep of one microbatch, on a mean rank of the pipeline: of several microbatches; those of one may
-    go as gradients come."""
-    parallel, count, again = config.parallel, config.schedule.microbatches, config.train.activation_checkpoint
-    if count == 1 or again.modules is not None or sizes.options.activation_checkpoint != "none":
+    """What blocks keep of one microbatch, on a mean rank of the pipeline; those of the only microbatch go as gradients
+    come."""
+    parallel, again = config.parallel, config.train.activation_checkpoint
+    if again.modules is not None or sizes.options.activation_checkpoint != "none":
         return 0.0
-    samples = config.train.global_batch_size / (parallel.data or 1) / count
+    o = sizes.options
+    samples = config.train.global_batch_size / (parallel.data or 1) / config.schedule.microbatches
     tokens = samples * sizes.tokens / (parallel.sequence.size * parallel.tensor.size * parallel.pipeline.size)
-    kept = {"full": 1}.get(again.type, 2)  # the input of a block, those of its two halves
-    return kept * tokens * sizes.options.hidden_size * WIDTHS[config.train.precision.compute] * sizes.options.num_layers
+    kept = o.num_layers * o.hidden_size  # the inputs of blocks
+    if again.type != "full":  # of its products: the inputs, or by selective checkpointing the outputs
+        kept += o.num_layers * o.num_heads * o.head_dim + sizes.dense * o.ffn_hidden_size
+    return kept * tokens * WIDTHS[config.train.precision.compute]

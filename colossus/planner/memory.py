@@ -20,7 +20,7 @@ from colossus.planner.stored import stored_bytes
 from colossus.schedule.actions import in_flight
 
 #: strategies that keep nothing of a model's size but buckets
-_COUNTED_STRATEGIES = ("all_reduce", "zero", "hierarchical")
+COUNTED_STRATEGIES = ("all_reduce", "zero", "hierarchical")
 
 
 def predict_memory(config: Config) -> PlanMemory:
@@ -34,21 +34,26 @@ def predict_memory(config: Config) -> PlanMemory:
     return memory_of(config, profile, stages_of(config, profile))
 
 
-def memory_of(config: Config, profile: LayoutProfile, ranks: Sequence[RankStages]) -> PlanMemory:
+def memory_of(
+    config: Config, profile: LayoutProfile, ranks: Sequence[RankStages], *, times: float = 1.0, exact: bool = True
+) -> PlanMemory:
     """The memory of a plan whose layout has this profile.
 
     Args:
+        times: how many times the samples of the profile a microbatch has; activations are taken to be as many times as
+            large.
         ranks: of the pipeline, all or some.
+        exact: see `colossus.planner.optimizer_memory.OptimizerMemory.bytes`.
     """
     accumulates = config.schedule.microbatches > 1
     found: list[RankMemory] = []
     for rank in ranks:
-        stored = stored_bytes(profile.facts, config, rank, profile.optimizer, accumulates=accumulates)
+        stored = stored_bytes(profile.facts, config, rank, profile.optimizer, accumulates=accumulates, exact=exact)
         grown = 0 if accumulates else stored.gradients
         stages = _stages(profile, rank, 0 if config.parallel.zero.stage == 3 else grown)
-        activations = max(0, peak_of_step(rank.actions, stages) - grown)
+        activations = max(0, round(times * peak_of_step(rank.actions, stages)) - grown)
         if config.parallel.pipeline.size > 1:
-            activations += 2 * max(stages[stage].passed for stage in rank.stages)
+            activations += 2 * round(times * max(stages[stage].passed for stage in rank.stages))
         found.append(RankMemory(rank.rank, rank.stages, max(in_flight(rank.actions)), stored, activations))
     return PlanMemory(tuple(found), tuple(_notes(config)))
 
@@ -82,6 +87,6 @@ def _stages(profile: LayoutProfile, rank: RankStages, grown: int) -> dict[int, S
 
 def _notes(config: Config) -> list[str]:
     kind = config.parallel.data_strategy["type"]
-    if kind in _COUNTED_STRATEGIES:
+    if kind in COUNTED_STRATEGIES:
         return []
     return [f"what the strategy {name_of(kind)} keeps itself (copies of parameters, messages) is not counted"]

@@ -100,9 +100,10 @@ class ModelFacts:
     Attributes:
         parameters: in the order of the model.
         blocks: names of those of the chain; one of a model that is no chain.
-        units: of each block of the chain, the number of the module that is gathered as one with it under ZeRO; None
-            where the block is no single module. Of a model that is no chain, of its one block: see ``num_units``.
-        num_units: how many such modules there are.
+        units: of each block of the chain the number of the module that it is, whose parameters ZeRO gathers together;
+            None where a block is no single module, and of a model that is no chain.
+        num_units: how many such modules there are, also in a model that is no chain.
+        is_chain: whether the model is a chain of blocks.
         buffers: bytes of each buffer, and the blocks that own it; no blocks: all ranks have it.
         routers: number of experts of each.
         precision: of the run.
@@ -149,7 +150,7 @@ class ModelFacts:
 
     def reduced(self, gradient: str) -> str:
         """In which gradients of a dtype are summed over ranks."""
-        return _name(self.precision.reduce_dtype(getattr(torch, gradient)))
+        return dtype_name(self.precision.reduce_dtype(getattr(torch, gradient)))
 
 
 def facts_of(
@@ -182,10 +183,15 @@ def facts_of(
         made = ParameterKind(
             tuple(param.shape),
             tuple(stop - start for start, stop in (shard.rows for shard in spec.shards)),
-            _name(param.dtype),
-            _name(gradient),
-            (_name(dtypes.computed), _name(dtypes.gradient), _name(dtypes.reduced), _name(dtypes.stored)),
-            _name(context.precision.reduce_dtype(gradient)),
+            dtype_name(param.dtype),
+            dtype_name(gradient),
+            (
+                dtype_name(dtypes.computed),
+                dtype_name(dtypes.gradient),
+                dtype_name(dtypes.reduced),
+                dtype_name(dtypes.stored),
+            ),
+            dtype_name(context.precision.reduce_dtype(gradient)),
             _gradient_axes(spec, context),
             frozenset(axis for axis in spec.layout.shard_axes if context.grid.sizes[axis] > 1),
             param.requires_grad,
@@ -250,7 +256,8 @@ def _buffers(model: nn.Module, chain: Sequence[NamedBlock] | None) -> tuple[tupl
     return tuple((buffer.nbytes, users.get(name, ())) for name, buffer in model.named_buffers())
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """By what facts know a dtype: float32."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from colossus.config import Config
 from colossus.hardware.hardware import Hardware
-from colossus.planner.gradient_traffic import gradient_traffic
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.memory import memory_of
 from colossus.planner.rank_memory import PlanMemory
@@ -38,24 +37,22 @@ class Score:
     memory: PlanMemory
 
 
-def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, most: float) -> Score:
-    """Of a resolved config whose layout has this profile.
+def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times: float, most: float) -> Score:
+    """Of a resolved config whose layout has this profile, but for the samples of a microbatch.
 
     Args:
+        player: for so many times the samples of the profile.
+        times: as above.
         most: bytes of a device. Of a plan that needs more only memory is known, its seconds are infinite.
 
     Raises:
         ValueError: for a schedule or a split that does not fit the model.
     """
     ranks = _some_ranks(config, profile)
-    memory = memory_of(config, profile, ranks)
+    memory = memory_of(config, profile, ranks, times=times, exact=False)
     if memory.fullest.total > most:
         return Score(float("inf"), memory)
-    on_cpu = not player.hardware.overlaps
-    lines = [
-        RankTimeline(profile, rank, gradient_traffic(profile.facts, config, rank, on_cpu=on_cpu), player)
-        for rank in ranks
-    ]
+    lines = [RankTimeline.of(config, profile, rank, player) for rank in ranks]
     return Score(_seconds(config, lines, player.hardware), memory)
 
 

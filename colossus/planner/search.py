@@ -27,8 +27,11 @@ from colossus.planner.score import Score, score
 from colossus.planner.search_result import SearchResult
 from colossus.progress import progress
 
-#: layouts whose plans are scored at most, and plans of each
-_MOST_LAYOUTS, _MOST_PLANS = 32, 24
+#: layouts whose plans are scored at most
+_MOST_LAYOUTS = 16
+#: of a layout, products of replicas, stages and microbatches that are scored, the least bounds first; and of these the
+#: best, with all schedules
+_MOST_SIZES, _BEST_SIZES = 12, 3
 #: a layout's neighbours are looked at where its best plan is at most so much slower than the best of all
 _NEAR = 1.25
 _CHECKPOINTS = ("none", "selective", "full")
@@ -71,8 +74,7 @@ class _Node:
     layout: ModelLayout
     candidates: list[tuple[float, int, Candidate]]
     seconds: float = float("inf")
-    missing: float = float("inf")
-    scores: list[tuple[float, Candidate, Score]] = field(default_factory=list)
+    scores: list[tuple[float, Candidate]] = field(default_factory=list)
 
     @property
     def bound(self) -> float:
@@ -99,6 +101,8 @@ class _Search:
         self._seen: set[ModelLayout] = set()
         self._refusals: list[ConfigError] = []
         self._nodes: list[_Node] = []
+        #: plans that do not fit by their lower bound
+        self._too_large: list[tuple[float, int, ModelLayout, Candidate]] = []
         #: of the plans that do not fit, the one that misses least
         self._nearest: tuple[float, Candidate] | None = None
 
@@ -110,6 +114,8 @@ class _Search:
             stopped = True
         found = self._estimates()
         nearest = None
+        if not found and not stopped:
+            self._look_at_the_smallest()
         if not found and self._nearest is not None and not stopped:
             nearest = self._estimator.estimate(self._nearest[1].config, self._nearest[1].overrides)
         progress("")
@@ -149,7 +155,7 @@ class _Search:
             needed = self._bounds.memory(candidate.config)
             if needed > self._memory:
                 self._tried += 1
-                self._misses(needed, candidate)
+                self._too_large.append((needed, len(self._too_large), layout, candidate))
                 continue
             found.append((self._bounds.seconds(candidate.config), number, candidate))
         if not found:
@@ -163,41 +169,64 @@ class _Search:
         if self._nearest is None or needed < self._nearest[0]:
             self._nearest = needed, candidate
 
+    def _look_at_the_smallest(self) -> None:
+        """Of those that their lower bounds rule out, how much the smallest need."""
+        for _, _, layout, candidate in heapq.nsmallest(_MOST_SIZES, self._too_large):
+            self._first_that_fit(_Node(layout, [(0.0, 0, candidate)]), [candidate])
+
     # -- plans ----------------------------------------------------------------------------------------------
 
     def _score(self, node: _Node) -> None:
-        """Score the plans of a layout, the promising first: of plans that differ in ZeRO, the first two that fit."""
-        fitting: dict[Any, int] = {}
-        scored = 0
+        """Score plans of a layout: by numbers of replicas, stages and microbatches with the plainest schedule, then, of
+        the best of these numbers, with all schedules."""
+        groups: dict[Any, dict[Any, list[Candidate]]] = {}
         for bound, _, candidate in node.candidates:
             self._tried += 1
-            key = _but_zero(candidate.config)
-            if scored >= _MOST_PLANS or bound >= self._best or fitting.get(key, 0) >= 2:
-                continue
-            scored += 1
+            if bound < self._best:
+                kinds = groups.setdefault(_sizes(candidate.config), {})
+                kinds.setdefault(_schedule(candidate.config), []).append(candidate)
+        best: list[tuple[float, int, dict[Any, list[Candidate]]]] = []
+        for number, kinds in enumerate([*groups.values()][:_MOST_SIZES]):
+            plainest = min(kinds, key=_plainness)
+            best.append((self._first_that_fit(node, kinds.pop(plainest)), number, kinds))
+        for _, _, kinds in sorted(best, key=lambda each: each[:2])[:_BEST_SIZES]:
+            for candidates in kinds.values():
+                self._first_that_fit(node, candidates)
+        self._nodes.append(node)
+
+    def _first_that_fit(self, node: _Node, candidates: Sequence[Candidate]) -> float:
+        """Score plans that differ in ZeRO, until two fit; the seconds of the faster, infinite where none does."""
+        fastest, fitting = float("inf"), 0
+        for candidate in candidates:
             try:
-                profile = self._estimator.profile(candidate.config, split_backward=False)
-                found = score(candidate.config, profile, self._estimator.player(candidate.config), most=self._memory)
-            except ConfigError as error:
-                self._refusals.append(error)
-                continue
+                config, overrides = self._estimator.with_stated_split(candidate.config, candidate.overrides)
+                candidate = Candidate(config, tuple(overrides))
+                found = self._scored(candidate, node)
             except ValueError as error:
-                self._refusals.append(ConfigError(str(error)))
-                continue
+                self._refusals.append(error if isinstance(error, ConfigError) else ConfigError(str(error)))
+                break
             if found.seconds == float("inf"):
                 self._misses(found.memory.fullest.total, candidate)
                 continue
-            fitting[key] = fitting.get(key, 0) + 1
-            node.scores.append((found.seconds, candidate, found))
-            node.seconds = min(node.seconds, found.seconds)
-            self._best = min(self._best, found.seconds)
-        self._nodes.append(node)
+            node.scores.append((found.seconds, candidate))
+            fastest, fitting = min(fastest, found.seconds), fitting + 1
+            if fitting == 2:
+                break
+        node.seconds, self._best = min(node.seconds, fastest), min(self._best, fastest)
+        return fastest
+
+    def _scored(self, candidate: Candidate, node: _Node) -> Score:
+        """By the profile of the layout's first plan."""
+        first, config = node.candidates[0][2], candidate.config
+        profile = self._estimator.profile(first.config, split_backward=False)
+        times = candidate.samples / first.samples
+        return score(config, profile, self._estimator.player(config, times), times=times, most=self._memory)
 
     def _estimates(self) -> list[PlanEstimate]:
         """Of the plans with the best scores, those that fit, best first."""
         scored = sorted((each for node in self._nodes for each in node.scores), key=lambda each: each[0])
         found: list[PlanEstimate] = []
-        for seconds, candidate, _ in scored:
+        for seconds, candidate in scored:
             if len(found) >= self._top and seconds > 1.05 * sorted(each.seconds for each in found)[self._top - 1]:
                 break
             if len(found) >= 2 * self._top:
@@ -256,6 +285,13 @@ def _is_near(one: ModelLayout, other: ModelLayout) -> bool:
     return all(a <= 2 * b and b <= 2 * a for a, b in pairs)
 
 
-def _but_zero(config: Config) -> Any:
-    parallel, schedule = config.parallel, config.schedule
-    return parallel.data, parallel.pipeline.size, schedule.type, tuple(schedule.options.items()), schedule.microbatches
+def _sizes(config: Config) -> Any:
+    return config.parallel.data, config.parallel.pipeline.size, config.schedule.microbatches
+
+
+def _schedule(config: Config) -> tuple[Any, ...]:
+    return config.schedule.type, tuple(sorted(config.schedule.options.items())), config.parallel.pipeline.split
+
+
+def _plainness(schedule: tuple[Any, ...]) -> tuple[bool, str]:
+    return schedule[0] != "1f1b", repr(schedule)

@@ -32,6 +32,21 @@ class ShardedUnits:
         return [one for _, of_block in self.blocks for one in of_block] + [*self.root]
 
 
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter that a rank trains, as the rank stores it.
+
+    Attributes:
+        rows: the axes over which its rows are cut.
+    """
+
+    facts: ParameterFacts
+    shape: tuple[int, ...]
+    elements: int
+    dtype: str
+    rows: tuple[str, ...]
+
+
 def sharded_units(model: ModelFacts, axes: PlanAxes, stages: RankStages) -> ShardedUnits:
     """As `colossus.data_parallel.zero.blocks.by_block` finds them on the rank."""
     own = [block for stage in stages.stages for block in stages.blocks_of(stage)]
@@ -67,3 +82,21 @@ def parameters_on(model: ModelFacts, stages: RankStages) -> list[ParameterFacts]
 def rows_per_rank(kind: ParameterKind, ranks: int) -> int:
     """Rows that each of so many ranks stores, padding included."""
     return sum(-(-rows // ranks) for rows in kind.rows)
+
+
+def as_stored(units: ShardedUnits, axes: PlanAxes) -> list[StoredParameter]:
+    """What the optimizer of a rank has, in the order of the model."""
+    cut = {one.name for one in units.cut}
+    found = []
+    for one in units.every:
+        kind = one.kind
+        if not kind.is_trainable:
+            continue
+        if one.name not in cut:
+            found.append(StoredParameter(one, kind.shape, kind.elements, kind.dtype, ()))
+            continue
+        rows = axes.rows_of(kind.cut_axes)
+        number = rows_per_rank(kind, axes.size(rows))
+        shape = (number, *kind.shape[1:])
+        found.append(StoredParameter(one, shape, number * kind.row, kind.sharded[3], rows))
+    return found

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from colossus.config import Config
 from colossus.planner.beside import BlockRun, run_beside
 from colossus.planner.collective import Collective
-from colossus.planner.gradient_traffic import StepTraffic
+from colossus.planner.gradient_traffic import StepTraffic, gradient_traffic
 from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
 from colossus.planner.plan_estimate import AxisCost
 from colossus.planner.rank_stages import RankStages
@@ -53,6 +54,16 @@ class RankTimeline:
         self._costs: dict[tuple[str, int, bool, bool], ActionCost] = {}
         self._arriving = {(one.stage, one.block): one for one in traffic.gathers}
         self._last = {action.stage: action for action in stages.actions if action.kind in LAST_USE}
+
+    @classmethod
+    def of(cls, config: Config, profile: LayoutProfile, stages: RankStages, player: TracePlayer) -> RankTimeline:
+        """Of a plan whose layout has this profile."""
+        placement = player.placement
+        traffic = gradient_traffic(
+            profile.facts, config, stages, profile.optimizer, on_cpu=not player.hardware.overlaps,
+            ranks_per_host=placement.of("data").on_a_host,
+        )  # fmt: skip
+        return cls(profile, stages, traffic, player)
 
     def seconds(self, action: Action) -> float:
         """In which an action holds its rank."""
@@ -100,10 +111,10 @@ class RankTimeline:
     def _all(self, collectives: Sequence[Collective]) -> AxisCost:
         out = AxisCost()
         for one in collectives:
-            out += self.of(one)
+            out += self.collective(one)
         return out
 
-    def of(self, one: Collective) -> AxisCost:
+    def collective(self, one: Collective) -> AxisCost:
         """What one collective costs."""
         spread = self.player.placement.of(one.mesh_axes)
         operation = one.operation.partition(" ")[0]
@@ -142,10 +153,10 @@ class RankTimeline:
         late = Counter((*self.traffic.begin, *self.traffic.end))
         every = self.traffic.counts(self.stages)
         waited = sum(self._beside(span.action) for span in spans if span.action.kind in COMPUTE)
-        travelling = sum(self.of(one).seconds * (times - late[one]) for one, times in every.items())
+        travelling = sum(self.collective(one).seconds * (times - late[one]) for one, times in every.items())
         share = min(1.0, waited / travelling) if travelling else 0.0
         for one, times in every.items():
-            cost = self.of(one)
+            cost = self.collective(one)
             exposed = cost.seconds * (late[one] + share * (times - late[one]))
             found = AxisCost(cost.bytes * times, cost.seconds * times, exposed)
             out[one.axes] = out.get(one.axes, AxisCost()) + found

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from colossus.config import Config
 from colossus.data_parallel.zero.zero_memory import ParameterSize, zero_memory
-from colossus.planner.optimizer_memory import OptimizerMemory, StoredParameter
+from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import ModelFacts, ParameterFacts, ParameterKind, itemsize
 from colossus.planner.plan_axes import PlanAxes
 from colossus.planner.rank_memory import StoredBytes
 from colossus.planner.rank_stages import RankStages
-from colossus.planner.sharded_units import rows_per_rank, sharded_units
+from colossus.planner.sharded_units import as_stored, sharded_units
 
 
 def stored_bytes(
-    model: ModelFacts, config: Config, stages: RankStages, optimizer: OptimizerMemory, *, accumulates: bool
+    model: ModelFacts,
+    config: Config,
+    stages: RankStages,
+    optimizer: OptimizerMemory,
+    *,
+    accumulates: bool,
+    exact: bool = True,
 ) -> StoredBytes:
     """The bytes of one pipeline rank, as its data-parallel strategy stores them.
 
     Args:
         config: resolved, of a plan whose layout is that of ``model``.
         accumulates: whether there are several microbatches, over which gradients are summed.
+        exact: see `OptimizerMemory.bytes`.
     """
-    return _RankStorage(model, config, stages).count(optimizer, accumulates)
+    return _RankStorage(model, config, stages).count(optimizer, accumulates, exact)
 
 
 class _RankStorage:
@@ -31,18 +38,18 @@ class _RankStorage:
 
     def __init__(self, model: ModelFacts, config: Config, stages: RankStages) -> None:
         self._config, self._axes, self._model, self._stages = config, PlanAxes(config), model, stages
-        units = sharded_units(model, self._axes, stages)
-        self._blocks, self._root = [params for _, params in units.blocks], units.root
-        self._whole, self._every = units.whole, units.every
+        self._units = units = sharded_units(model, self._axes, stages)
+        self._blocks, self._root, self._whole = [params for _, params in units.blocks], units.root, units.whole
         self._sizes: dict[ParameterKind, ParameterSize] = {}
         self._is_zero = bool(config.parallel.zero.stage)
 
-    def count(self, optimizer: OptimizerMemory, accumulates: bool) -> StoredBytes:
+    def count(self, optimizer: OptimizerMemory, accumulates: bool, exact: bool) -> StoredBytes:
         zero, scope, stage = self._config.parallel.zero, self._config.parallel.tensor.weights, self._axes.stage
-        cut = [one for block in (*self._blocks, self._root) for one in block]
         weights = sum(one.kind.elements * itemsize(one.kind.dtype) for one in self._whole) + self._buffers()
         #: whose gradients are not those of rows
-        trained = [one for one in (self._whole if self._is_zero else (*self._whole, *cut)) if one.kind.is_trainable]
+        trained = [
+            one for one in (self._whole if self._is_zero else (*self._whole, *self._units.cut)) if one.kind.is_trainable
+        ]
         gradients = between = sum(_gradient_bytes(one) for one in trained)
         gathered = buffers = on_host = reduced = 0
         if stage:
@@ -63,7 +70,7 @@ class _RankStorage:
             if not accumulates:  # a gradient is in its bucket as soon as it is made
                 gradients -= sum(_gradient_bytes(one) for one in bucketed)
         buffers += _in_buckets(one for one in trained if len(self._stages.ranks_with(one.blocks)) > 1)
-        kept, update = optimizer.bytes(self._config, self._axes, self._as_stored(cut))
+        kept, update = optimizer.bytes(self._config, self._axes, as_stored(self._units, self._axes), exact=exact)
         on_host += kept if zero.offload and stage else 0
         return StoredBytes(weights, gathered, gradients, buffers, kept, max(update, reduced), between, on_host)
 
@@ -79,23 +86,6 @@ class _RankStorage:
             ranks = self._axes.size(self._axes.rows_of(kind.cut_axes))
             widths = itemsize(computed), itemsize(stored), itemsize(gradient)
             found = self._sizes[kind] = ParameterSize(kind.shape, kind.rows, ranks, *widths, kind.is_trainable)
-        return found
-
-    def _as_stored(self, cut: Sequence[ParameterFacts]) -> list[StoredParameter]:
-        """What the optimizer has, in the order of the model."""
-        names = {one.name for one in cut}
-        found = []
-        for one in self._every:
-            kind = one.kind
-            if not kind.is_trainable:
-                continue
-            if one.name not in names:
-                found.append(StoredParameter(one, kind.shape, kind.elements, kind.dtype, ()))
-                continue
-            rows = self._axes.rows_of(kind.cut_axes)
-            number = rows_per_rank(kind, self._axes.size(rows))
-            shape = (number, *kind.shape[1:])
-            found.append(StoredParameter(one, shape, number * kind.row, kind.sharded[3], rows))
         return found
 
 

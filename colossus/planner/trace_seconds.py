@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from colossus.comm.accounting import sent
 from colossus.hardware.hardware import Hardware
-from colossus.hardware.placement import Placement
+from colossus.hardware.host_placement import Placement
 from colossus.planner.plan_estimate import AxisCost
 from colossus.planner.trace import AttentionCall, Awaited, Event, Operator, Product, Started, Trace
 
@@ -35,10 +35,14 @@ class Played:
 
 
 class TracePlayer:
-    """Plays traces on devices of one kind that are placed on hosts."""
+    """Plays traces on devices of one kind that are placed on hosts.
 
-    def __init__(self, hardware: Hardware, placement: Placement) -> None:
-        self.hardware, self.placement = hardware, placement
+    Args:
+        times: what is played is of a microbatch of so many times the samples: all its work and bytes are.
+    """
+
+    def __init__(self, hardware: Hardware, placement: Placement, times: float = 1.0) -> None:
+        self.hardware, self.placement, self._times = hardware, placement, times
         self._known: dict[int, tuple[Trace, Played]] = {}
         self._seconds: dict[Event, float] = {}
 
@@ -70,13 +74,13 @@ class TracePlayer:
         ends: dict[int, tuple[float, str]] = {}
         for event in events:
             if not isinstance(event, Started | Awaited):
-                work += self._work(event)
+                work += self._times * self._work(event)
                 operators += 1
                 continue
             now += hardware.eager_seconds(work, operators)
             work, operators = 0.0, 0
             if isinstance(event, Started):
-                cost = self.collective(event.operation, event.axes, event.held)
+                cost = self.collective(event.operation, event.axes, self._times * event.held)
                 if not hardware.overlaps:
                     now += cost.seconds
                     played.add(event.axes, cost)

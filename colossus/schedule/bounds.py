@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 #: "parameters", or the number of blocks of each stage
 Split = str | Sequence[int]
@@ -18,16 +19,28 @@ def stage_bounds(split: Split, names: Sequence[str], elements: Sequence[int], nu
         elements: number of elements of the parameters of each block.
 
     Raises:
-        ValueError: for a split that fits neither the model nor the number of stages.
+        ValueError: for more stages than blocks, and a split that fits neither the model nor the number of stages.
     """
+    if num_stages > len(names):
+        raise ValueError(
+            f"{num_stages} stages for {len(names)} blocks ({name_ranges(names)}): every stage needs a block; use at "
+            f"most {len(names)} stages (fewer ranks in parallel.pipeline.size, or fewer chunks of the schedule), or "
+            f"cut the model into more blocks"
+        )
     if not isinstance(split, str):
         return _stated_bounds(split, names, num_stages)
+    if split == "time":
+        raise ValueError(
+            "split = 'time': `colossus launch` predicts how long blocks take and gives the number of blocks of each "
+            "stage; where it does not, give them, as `colossus launch --dry-run` prints them"
+        )
     if split != "parameters":
         raise ValueError(f"split = {split!r}: use 'parameters', or the number of blocks of each stage")
-    return split_chain(elements, num_stages)
+    return split_chain(tuple(elements), num_stages)
 
 
-def split_chain(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def split_chain(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
     """Bounds of stages of contiguous blocks whose costs are as equal as they can be, with at least one block each.
 
     Of all splits the one whose largest stage cost is smallest; among those, the one with the smallest sum of squared

@@ -88,12 +88,6 @@ def make_partition(model: nn.Module, rank_of: Mapping[int, int], split: Split = 
         )
     num_stages = len(rank_of)
     assert sorted(rank_of) == list(range(num_stages))
-    if num_stages > len(blocks):
-        raise ValueError(
-            f"{num_stages} stages for {len(blocks)} blocks ({name_ranges([block.name for block in blocks])}): every "
-            f"stage needs a block; use at most {len(blocks)} stages (fewer ranks in parallel.pipeline.size, or fewer "
-            f"chunks of the schedule), or cut the model into more blocks"
-        )
     sizes = {name: spec_of(parameter).num_elements for name, parameter in model.named_parameters()}
     elements = [sum(sizes[name] for name in block.parameters) for block in blocks]
     bounds = stage_bounds(split, [block.name for block in blocks], elements, num_stages)

@@ -18,14 +18,15 @@ import torch
 from colossus.arithmetic import parse_bytes
 from colossus.cli import plan as command
 from colossus.cli.main import main
-from colossus.cli.plan_hardware import default_hosts, network_argument
+from colossus.cli.plan_hardware import network_argument
 from colossus.cli.plan_json import as_json
-from colossus.cli.plan_table import Question
+from colossus.cli.plan_table import Question, plan_words
 from colossus.config import load_config
 from colossus.context.local_ranks import RanksFailed
 from colossus.doctor import measure
 from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import Link
+from colossus.hardware.named_hardware import default_hosts
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate
 from colossus.planner.rank_memory import PlanMemory, RankMemory, StoredBytes
 from colossus.planner.search_result import SearchResult
@@ -103,7 +104,11 @@ def searched(config: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         result: SearchResult = asked["result"]
         return result
 
-    fake = SimpleNamespace(import_module=lambda name: SimpleNamespace(search=search))
+    def check(config: Any, estimate: PlanEstimate) -> Any:
+        asked["checked"] = estimate.overrides
+        return SimpleNamespace(render=lambda: "all of it", as_json=lambda: {"ranks": 3}, is_equal=asked["is_equal"])
+
+    fake = SimpleNamespace(import_module=lambda name: SimpleNamespace(search=search, check=check))
     monkeypatch.setattr(command, "importlib", fake)
     monkeypatch.setenv("COLUMNS", "100")
     return asked
@@ -126,7 +131,7 @@ def test_the_table(config: str, searched: dict[str, Any], capsys: pytest.Capture
         "model       GPT, fp32",
         "batch       64 sequences, 2,048 tokens a step",
         "devices     16 on 2 hosts, 80.0 GB each",
-        "hardware    H100 (data sheet); between hosts 0.014 ms and 40 GB/s of a device",
+        "hardware    H100 (data sheet); between hosts 14 us and 40 GB/s of a device",
         "tried       1,234 plans in 2.5 s",
     ]
     assert plans.splitlines() == [
@@ -199,11 +204,11 @@ def test_pictures(config: str, searched: dict[str, Any], tmp_path: Path) -> None
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
     assert main(line(config, "--plot", str(tmp_path / "all.svg"))) == 0
     text = (tmp_path / "all.svg").read_text()
-    for label in ("over tensor", "bubble", "activations", "limit 80 GB"):
+    for label in ("over tensor", "bubble", "activations", "limit 80.0 GB"):
         assert f"<!-- {label} -->" in text, label
     assert main(line(config, "--explain", "--plot", str(tmp_path / "one.svg"))) == 0
     text = (tmp_path / "one.svg").read_text()
-    for label in ("rank 3", "milliseconds", "recomputation", "weights", "limit 80 GB"):
+    for label in ("rank 3", "milliseconds", "recomputation", "weights", "limit 80.0 GB"):
         assert f"<!-- {label} -->" in text, label
 
 
@@ -219,6 +224,20 @@ def test_ctrl_c_prints_what_was_found(
     assert capsys.readouterr().err == "colossus: stopped by Ctrl-C\n"
 
 
+@pytest.mark.parametrize(("is_equal", "code"), [(True, 0), (False, 3)])
+def test_a_plan_is_checked(
+    config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str], is_equal: bool, code: int
+) -> None:
+    searched["is_equal"] = is_equal
+    assert main(line(config, "--check", "2")) == code
+    assert capsys.readouterr().out.endswith("plan 2\nall of it\n")
+    assert searched["checked"] == tuple(PLANS[1][0])
+    assert main(line(config, "--check", "--json", "-")) == code
+    assert json.loads(capsys.readouterr().out)["plans"][0]["check"] == {"ranks": 3}
+    assert main(line(config, "--check", "3")) == 2
+    assert capsys.readouterr().err == "colossus: --check 3: the list has 2 plans\n"
+
+
 def test_where_nothing_fits_the_nearest_is_told(
     config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,9 +249,6 @@ def test_where_nothing_fits_the_nearest_is_told(
     )
     assert "data 2 x tensor 8 (1d)" in err
     assert ["activations", "25.0", "GB"] in [row.split()[:3] for row in err.splitlines()]
-    searched["result"] = SearchResult([], 0, None, 0.1)
-    assert main(line(config)) == 2
-    assert "no plan of 16 devices of 80.0 GB fits this model and this batch" in capsys.readouterr().err
 
 
 #: words of a command line, and what of its error is told
@@ -240,7 +256,7 @@ REFUSED = [
     (["--devices", "0"], "--devices: must be a whole number of at least 1"),
     (["--devices", "6", "--hosts", "4"], "--hosts 4: 6 devices cannot be spread evenly over 4 hosts"),
     (["--explain", "12"], "--explain 12: the list has 10 plans"),
-    (["--hardware", "h1000"], "--hardware h1000: nothing is known of memory and links of 'h1000'; known: B200, H100"),
+    (["--hardware", "h1000"], "--hardware: nothing is known of memory and links of 'h1000'; known: B200, H100"),
     (["--hardware", "none.json"], "none.json: cannot be read as a file of measured times"),
     (["--hardware", "cpu", "--devices", "64"], "64 ranks at once are not measured on this machine's CPU (8 at most)"),
     (["--memory", "8x"], "--memory: '8x' is no size of memory; write 80GB"),
@@ -249,6 +265,7 @@ REFUSED = [
     (["--json", "nowhere/plan.json"], "--json nowhere/plan.json: there is no folder nowhere"),
     (["data=None"], "data: the config has none"),
     (["model=None"], "model: the config has none"),
+    (["--hardware", "h100", "--keep", "tensr=2"], "parallel.tensr: no such key; did you mean parallel.tensor?"),
     (["train.global_batch=3"], "train.global_batch: no such key"),
 ]
 
@@ -276,7 +293,7 @@ def test_a_file_that_is_none_of_measured_times(config: str, tmp_path: Path, caps
     path = tmp_path / "old.json"
     path.write_text('{"version": 0}')
     assert main(["plan", config, "--hardware", str(path)]) == 2
-    assert f"{path} is of version 0, this colossus reads 1" in capsys.readouterr().err
+    assert f"{path} is of version 0, this colossus reads" in capsys.readouterr().err
 
 
 def test_this_machine_is_its_gpu_by_the_data_sheet_or_else_its_cpu_measured(
@@ -316,3 +333,23 @@ def test_sizes_and_links() -> None:
 def test_hosts_that_nobody_names() -> None:
     sheet = FromDataSheet("h100")
     assert [default_hosts(sheet, devices) for devices in (1, 8, 12, 20, 22, 4096)] == [1, 1, 2, 4, 11, 512]
+
+
+# with the search itself
+
+KEPT = ["--keep", "tensor=1", "schedule=dict(type='1f1b', microbatches=4)", "train.activation_checkpoint=none"]
+
+
+def test_what_is_found_can_be_launched(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", config, "--devices", "4", "--hardware", "h100", "train.global_batch_size=32", *KEPT]
+    assert main([*words, "--top", "3", "--json", "-"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert len(plans) == 3
+    assert [plan["step_seconds"] for plan in plans] == sorted(plan["step_seconds"] for plan in plans)
+    for plan in plans:
+        found = load_config(config, ["train.global_batch_size=32", *plan["overrides"]], nproc=4)
+        assert plan_words(found) == plan["plan"]
+        assert plan["tokens_per_step"] == 32 * 32
+        assert sum(plan["parts"].values()) == pytest.approx(plan["step_seconds"])
+    assert main([*words, "--memory", "20KB"]) == 2
+    assert "no plan of 4 devices of 20.0 KB fits" in capsys.readouterr().err

@@ -128,7 +128,7 @@ def test_components_objects_and_callables() -> None:
         ),
         (
             dict(parallel=dict(pipeline=dict(size=2, split=[0, 3]))),
-            "parallel.pipeline.split: must be 'parameters' or the number of blocks of each stage",
+            "parallel.pipeline.split: must be 'parameters', 'time' or the number of blocks of each stage",
         ),
         (dict(model=dict(type=3)), "model.type: must be a registered name or a callable, got 3"),
         (dict(data=dict(path=3)), 'data: needs a type: dict(type="...", **options), or an object'),

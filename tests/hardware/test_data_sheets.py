@@ -75,7 +75,7 @@ def test_more_never_takes_less(device: str, operation: str, ranks: int, held: fl
 
 
 def test_devices_and_dtypes_that_are_not_known() -> None:
-    known = "known: B200, H100, H200, A100, V100 SXM2, MI300X"
+    known = "known: B200, H100, H800, H200, A100, V100 SXM2, MI300X"
     with pytest.raises(ValueError, match=f"nothing is known of memory and links of 'H10'; {known}; did you mean H100"):
         FromDataSheet("H10")
     with pytest.raises(ValueError, match=f"of 'RTX 4090'; {known}"):

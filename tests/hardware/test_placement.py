@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from colossus.context.grid import RankGrid
 from colossus.hardware.data_sheets import FromDataSheet
 from colossus.hardware.hardware import OPERATIONS
-from colossus.hardware.placement import GroupSpread, Placement
+from colossus.hardware.host_placement import GroupSpread, Placement
 
 AXES = ("pipeline", "data", "row", "col")
 sizes = st.lists(st.integers(1, 4), min_size=4, max_size=4)

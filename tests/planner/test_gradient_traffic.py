@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from helpers.layouts import resolved_with_layout
 from helpers.ranks import run_ranks
 from helpers.training import SIZES, batch_of, config_of
 from torch import Tensor
 
 import colossus
 from colossus.comm import accounting, collectives
-from colossus.config import load_config
 from colossus.context.groups import AxisGroup
-from colossus.planner.fake_rank import fake_rank
 from colossus.planner.gradient_traffic import gradient_traffic
-from colossus.planner.memory import layout_facts, stages_of
-from colossus.planner.parameter_facts import ModelFacts
+from colossus.planner.plan_stages import stages_of
 
-#: whose collectives are composed; layers, and optimizers of whole parameters, have others
-OWN = ("data_parallel/", "gradients/", "engine/optimizer_step.py", "engine/routers.py")
+#: whose collectives are composed; layers have others
+OWN = ("data_parallel/", "gradients/", "engine/optimizer_step.py", "engine/routers.py", "optim/")
 ROOT = str(Path(colossus.__file__).parent)
 
 Counts = dict[tuple[str, str, str], tuple[int, float]]
@@ -42,7 +42,7 @@ class OwnCollectives:
             files.append(frame.f_code.co_filename)
             frame = frame.f_back  # type: ignore[assignment]
         inside = [file.removeprefix(f"{ROOT}/") for file in files if file.startswith(ROOT)]
-        if any(file.startswith(OWN) for file in inside) and not any(file.startswith("optim/") for file in inside):
+        if any(file.startswith(OWN) for file in inside):
             key = f"{operation} {what}" if what else operation, str(group), str(x.dtype).removeprefix("torch.")
             self.counts[key] += 1
             self.bytes[key] += accounting.sent(operation, group.size, x.nbytes) if sent is None else sent
@@ -69,32 +69,12 @@ def _counted(rank: int, config: dict[str, Any]) -> Counts:
     return own.found
 
 
-def _facts(config: dict[str, Any], layout: dict[str, Any], data: int) -> ModelFacts:
-    """Of a layout, in a world without other data ranks than experts need, and without pipeline or ZeRO."""
-    train = {**config["train"], "global_batch_size": config["train"]["global_batch_size"] // data}
-    train["global_batch_size"] *= layout.get("data", 1)
-    schedule = {"microbatches": config.get("schedule", {}).get("microbatches", 1)}
-    made = {**config, "parallel": layout, "train": train, "schedule": schedule}
-    resolved = load_config(made, nproc=_world(layout))
-    batch = batch_of(0, config["model"], config["train"]["global_batch_size"] // data)
-    with fake_rank(resolved) as context:
-        return layout_facts(resolved, context, batch).model
-
-
-def _world(plan: dict[str, Any]) -> int:
-    def size(key: str) -> int:
-        section = plan.get(key, 1)
-        return int(section.get("size", 1) if isinstance(section, dict) else section)
-
-    return size("data") * size("pipeline") * size("tensor") * size("sequence")
-
-
-def _composed(config: dict[str, Any], model: ModelFacts, world: int) -> list[Counts]:
+def _composed(config: dict[str, Any], world: int) -> list[Counts]:
     """Of each pipeline rank."""
-    resolved = load_config(config, nproc=world)
+    resolved, profile = resolved_with_layout(config, world)
     found = []
-    for stages in stages_of(resolved, model):
-        traffic = gradient_traffic(model, resolved, stages, on_cpu=True)
+    for stages in stages_of(resolved, profile):
+        traffic = gradient_traffic(profile.facts, resolved, stages, profile.optimizer, on_cpu=True)
         counts: dict[tuple[str, str, str], tuple[int, float]] = {}
         for collective, times in traffic.counts(stages).items():
             key = collective.operation, collective.axes, collective.dtype
@@ -145,6 +125,10 @@ MORE_FOUR: dict[str, Case] = {
         dict(model=dict(num_layers=4), schedule=dict(type="interleaved", microbatches=4, chunks=2)),
     ),
     "zb_h1_zero_3": (dict(data=2, pipeline=2, zero=3), dict(schedule=dict(type="zb-h1", microbatches=4))),
+    "zb_h1_zero_3_microbatch": (
+        dict(data=2, pipeline=2, zero=3, tensor=dict(weights="microbatch")),
+        dict(schedule=dict(type="zb-h1", microbatches=4)),
+    ),
     "1f1b_zero_3_microbatch": (dict(data=2, pipeline=2, zero=3, tensor=dict(weights="microbatch")), MB4),
     "sequence_data_zero_1": (dict(data=2, sequence=2, zero=1), MB2),
     "expert_zero_1": (dict(data=4, expert=2, zero=1), MOE),
@@ -154,19 +138,24 @@ MORE_FOUR: dict[str, Case] = {
 }
 
 
-def _compare(world: int, cases: dict[str, Case]) -> None:
+#: of whole parameters
+OPTIMIZERS: dict[str, Case] = {
+    "muon": (dict(data=2, zero=1), dict(optimizer=dict(type="Muon", lr=1e-3, weight_decay=0.0))),
+    "lamb": (dict(data=2, zero=3), dict(optimizer=dict(type="LAMB", lr=1e-3, weight_decay=0.0))),
+    "adafactor": (dict(tensor=2), dict(optimizer=dict(type="Adafactor", lr=1e-3, weight_decay=0.0))),
+    "whole": (dict(data=2, zero=1), dict(optimizer=dict(type="Adam", whole=True, weight_decay=0.0))),
+    "muon_pipeline": (dict(pipeline=2), dict(optimizer=dict(type="Muon", lr=1e-3, weight_decay=0.0), **MB2)),
+}
+
+
+def _compare(world: int, cases: dict[str, Case], *, ranks: int | None = None) -> None:
+    """On all ranks, or the first ``ranks``."""
     configs = {name: config_of(plan, 4, **{"precision": "fp32", **_rest(more)}) for name, (plan, more) in cases.items()}
-    composed = {}
-    for name, (plan, _) in cases.items():
-        layout = {key: value for key, value in plan.items() if key in ("tensor", "sequence", "expert")}
-        if "expert" in plan:
-            layout["data"] = plan["expert"]
-        model = _facts(configs[name], layout, plan.get("data", 1))
-        composed[name] = _composed(configs[name], model, world)
+    composed = {name: _composed(config, world) for name, config in configs.items()}
     counted = run_ranks(world, lambda rank: [_counted(rank, config) for config in configs.values()], with_context=False)
     problems = []
     for number, (name, of_ranks) in enumerate(composed.items()):
-        for rank, of_rank in enumerate(counted):
+        for rank, of_rank in enumerate(counted[:ranks]):
             ours, real = of_ranks[rank * len(of_ranks) // world], of_rank[number]
             problems += [
                 f"{name} rank {rank} {key}: {ours.get(key)} composed, {real.get(key)} counted"
@@ -174,6 +163,31 @@ def _compare(world: int, cases: dict[str, Case]) -> None:
                 if ours.get(key) != pytest.approx(real.get(key))
             ]
     assert not problems, "\n".join(problems)
+
+
+def _backward_of(config: dict[str, Any]) -> list[str]:
+    """What happens in the second step: "block 3" where the backward of that block is over, and what is started."""
+    engine = colossus.initialize(config)
+    happened: list[str] = []
+    modules, chain = dict(engine.model.named_modules()), engine.pipeline.chain(engine.model)
+    assert chain is not None
+    for number, block in enumerate(chain):
+        if block.name.startswith("blocks."):
+            hook = partial(lambda number, *_: happened.append(f"block {number}"), number)
+            modules[block.name].register_full_backward_hook(hook)
+
+    def record(operation: str, x: Tensor, group: AxisGroup, **_: Any) -> None:
+        if x.dtype != torch.float64:
+            happened.append(f"{operation} of {x.nbytes}")
+
+    part = config["train"]["global_batch_size"] // engine.context.size("data")
+    for step in range(2):
+        batch = {key: x[:part] for key, x in batch_of(step, config["model"]).items()}
+        with patch.object(collectives, "record", record if step else collectives.record):
+            happened.clear()
+            engine.train_step(batch)
+    engine.close()
+    return happened
 
 
 def _rest(more: dict[str, Any]) -> dict[str, Any]:
@@ -188,6 +202,29 @@ def test_traffic_is_what_ranks_count() -> None:
 
 def test_traffic_on_four_ranks() -> None:
     _compare(4, FOUR)
+
+
+def test_reductions_start_with_their_blocks() -> None:
+    plans: list[dict[str, Any]] = [dict(data=2), dict(data=2, zero=1), dict(data=2, zero=3)]
+    configs = [config_of(plan, 4, "fp32", model=dict(num_layers=3), **SMALL) for plan in plans]
+    happened, _ = run_ranks(2, lambda rank: [_backward_of(config) for config in configs], with_context=False)
+    for config, of_plan in zip(configs, happened, strict=True):
+        resolved, profile = resolved_with_layout(config, 2)
+        (stages,) = stages_of(resolved, profile)
+        reductions = gradient_traffic(profile.facts, resolved, stages, on_cpu=True).reductions
+        composed = []
+        for block in (*reversed(range(len(profile.names))), None):
+            for when in ("last", "each"):
+                started = [one.collectives for one in reductions if (one.block, one.when) == (block, when)]
+                composed += [f"{each.operation} of {each.held}" for several in started for each in several]
+                if when == "last" and block is not None and profile.names[block].startswith("blocks."):
+                    composed.append(f"block {block}")
+        assert composed == [what for what in of_plan if not what.startswith("all_gather")]
+
+
+def test_traffic_of_optimizers() -> None:
+    """The first rank's: what ranks own differs."""
+    _compare(2, OPTIMIZERS, ranks=1)
 
 
 @pytest.mark.long

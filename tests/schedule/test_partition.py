@@ -192,7 +192,7 @@ def _rank(bounds: Sequence[int], costs: Sequence[int]) -> tuple[int, int, int]:
 def test_split_chain_is_the_best_of_all_cuts(costs: list[int], data: st.DataObject) -> None:
     blocks = len(costs)
     stages = data.draw(st.integers(1, blocks))
-    bounds = split_chain(costs, stages)
+    bounds = split_chain(tuple(costs), stages)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, blocks, stages + 1)
     assert all(a < b for a, b in itertools.pairwise(bounds))
     every = [(0, *inner, blocks) for inner in itertools.combinations(range(1, blocks), stages - 1)]

@@ -99,8 +99,16 @@ class RowGradients:
         if all(self._present):
             self._is_used = [True] * len(self.params)
         else:
-            flags = torch.stack([addend[size:] for addend in addends]).sum(0).tolist()
+            flags = self.used_by_ranks([addend[size:] for addend in addends])
             self._is_used = [used or flag != 0 for used, flag in zip(self._is_used, flags, strict=True)]
+
+    def used_by_ranks(self, flags: list[Tensor]) -> list[float]:
+        """Of each parameter, how many ranks used it: read of the flags, whose sum that is."""
+        return torch.stack(flags).sum(0).tolist()
+
+    def used_here(self, flags: list[Tensor]) -> list[float]:
+        """Of each parameter, 1 where this rank used it, else 0."""
+        return [float(is_present) for is_present in self._present]
 
     def wait(self) -> None:
         """Wait for the sums that `start` has started, if any."""

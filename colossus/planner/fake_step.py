@@ -1,0 +1,190 @@
+"""Steps of chosen ranks of a plan by the real engine, in this process, on tensors without values: what they send is
+counted, and what they hold."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+import colossus
+from colossus.comm.accounting import Counter, Tally, count
+from colossus.config import Config, ConfigError
+from colossus.config.plans import name_of
+from colossus.context.grid import RankGrid, build_grid
+from colossus.data.batch import batch_size_of, map_batch, slice_batch
+from colossus.engine.engine import Engine
+from colossus.planner.engine_bytes import EngineBytes
+from colossus.planner.fake_engine import fake_engines
+from colossus.planner.fake_rank import fake_world
+from colossus.planner.layout_profile import repeated, sample_of
+from colossus.planner.memory import COUNTED_STRATEGIES
+from colossus.planner.stage_values import stage_values
+from colossus.random import GLOBAL_RNG
+from colossus.schedule.transport import ValueSpec, batch_signature
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank does in a step, and holds.
+
+    Attributes:
+        rank: of the world.
+        pipeline_rank: its index along the pipeline.
+        moved: (operation, axes) -> calls and bytes sent, as `colossus.comm.accounting` counts them.
+        stored: after the step.
+        peak: bytes that are alive at most in it, with what is stored and the batch.
+        seconds: that the engine, and its steps, took here.
+    """
+
+    rank: int
+    pipeline_rank: int
+    moved: Mapping[tuple[str, str], Tally]
+    stored: EngineBytes
+    peak: int
+    seconds: float
+
+
+def ranks_of_pipeline(config: Config, pipeline_ranks: Sequence[int] | None = None) -> list[int]:
+    """The first rank of the world at each of these places along the pipeline (None: at all)."""
+    grid = build_grid(config.parallel)
+    size = grid.size("pipeline")
+    ranks = _first_ranks(grid)
+    return [ranks[at] for at in (range(size) if pipeline_ranks is None else pipeline_ranks)]
+
+
+def _first_ranks(grid: RankGrid) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for rank in range(grid.world_size):
+        found.setdefault(grid.index(rank, "pipeline"), rank)
+    return found
+
+
+def fake_steps(config: Config, ranks: Sequence[int] | None = None) -> list[RankStep]:
+    """The second step of some ranks of a plan, one rank after the other.
+
+    Args:
+        config: resolved, of a world of any size.
+        ranks: of the world; by default one of each pipeline rank: the others do the same.
+
+    Raises:
+        ConfigError: for a config without a model or data, for strategies whose replicas do not wait for each other, and
+            for what cannot be built or read, or has sizes that depend on a batch's values.
+    """
+    if config.model is None or config.data is None:
+        missing = "model" if config.model is None else "data"
+        raise ConfigError(f"{missing}: the config has none, and a step needs one", config.source)
+    kind = config.parallel.data_strategy["type"]
+    if kind not in COUNTED_STRATEGIES:
+        raise ConfigError(
+            f"parallel.strategy = {name_of(kind)!r}: steps without other ranks are of {', '.join(COUNTED_STRATEGIES)}",
+            config.source,
+        )
+    with _in_words(config):
+        batch = repeated(sample_of(config), config.train.global_batch_size // (config.parallel.data or 1))
+        return [_step_of(config, rank, batch) for rank in ranks or ranks_of_pipeline(config)]
+
+
+def _step_of(config: Config, rank: int, batch: Any) -> RankStep:
+    began = time.perf_counter()
+    grid = build_grid(config.parallel)
+    values = stage_values(config, rank, batch) if grid.size("pipeline") > 1 else {}
+    as_launched = dict(RANK=str(rank), WORLD_SIZE=str(grid.world_size), LOCAL_RANK="0")
+    with (
+        GLOBAL_RNG.preserved(),
+        patch.dict(os.environ, as_launched),
+        fake_world(grid.world_size, rank),
+        fake_engines() as fake,
+    ):
+        engine = colossus.initialize(_without_files(config))
+        try:
+            given = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
+            _expect(engine, values, given)
+            _first_step(engine, given)
+            gc.collect()
+            fake.mark()
+            with count() as counter:
+                engine.train_step(given)
+            peak = fake.peak
+            stored = EngineBytes.of(engine)
+        finally:
+            engine.close()
+            _drop_hooks(engine)
+        del engine
+        gc.collect()
+    seconds = time.perf_counter() - began
+    return RankStep(rank, grid.index(rank, "pipeline"), by_operation(counter), stored, peak, seconds)
+
+
+def _first_step(engine: Engine, batch: Any) -> None:
+    """Makes buckets, and what the optimizer keeps: by one microbatch, where stages then end in the same order."""
+    pipeline = engine.pipeline
+    number, ends = pipeline.num_microbatches, [action.stage for action in pipeline.actions if action.kind == "reduce"]
+    pipeline.set_microbatches(1)
+    if [action.stage for action in pipeline.actions if action.kind == "reduce"] == ends:
+        batch = slice_batch(batch, 0, batch_size_of(batch) // number)
+    else:
+        pipeline.set_microbatches(number)
+    engine.train_step(batch)
+    pipeline.set_microbatches(number)
+
+
+def _drop_hooks(engine: Engine) -> None:
+    """A hook and its parameter hold each other, which Python's garbage collector does not see."""
+    whole = [param for block in engine.store.blocks for param in block.params]
+    for param in (*engine.model.parameters(), *whole):
+        hooks: Any = param._post_accumulate_grad_hooks
+        if hooks:
+            hooks.clear()
+
+
+def by_operation(counter: Counter) -> dict[tuple[str, str], Tally]:
+    """(operation, axes) -> calls and bytes, of all dtypes."""
+    found: dict[tuple[str, str], Tally] = {}
+    for (operation, axes, _), tally in sorted(counter.entries.items(), key=str):
+        total = found.setdefault((operation, axes), Tally())
+        total.calls += tally.calls
+        total.bytes += tally.bytes
+    return found
+
+
+def _without_files(config: Config) -> Config:
+    """The config of an engine that is given its batches, has the CPU, and begins anew, with whole batches."""
+    train = config.train.model_copy(update={"batch_ramp": None})
+    checkpoint = config.checkpoint.model_copy(update={"resume": None, "weights": None})
+    comm = config.comm.model_copy(update={"backend": "auto"})
+    changed = {"data": None, "device": "cpu", "train": train, "checkpoint": checkpoint, "comm": comm}
+    return config.model_copy(update=changed)
+
+
+def _expect(engine: Engine, values: Mapping[int, ValueSpec], batch: Any) -> None:
+    transport = engine.executor.transport
+    if transport is not None:
+        transport.links.takes_early = False  # as with NCCL, and between processes of one host
+        first = engine.inputs.split(batch, engine.pipeline.num_microbatches).microbatches[0]
+        transport.expect(values, batch_signature(first))
+
+
+@contextmanager
+def _in_words(config: Config) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error), config.source) from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        assert config.model is not None
+        raise ConfigError(
+            f"a step of {name_of(config.model.type)} cannot be run without values: sizes of its tensors depend on the "
+            f"values of a batch ({error})",
+            config.source,
+        ) from error

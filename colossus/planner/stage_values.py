@@ -1,0 +1,65 @@
+"""What goes from stage to stage of a pipeline, found on any one of its ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from colossus.config import Config
+from colossus.construct.build_model import build
+from colossus.context.parallel_context import ParallelContext
+from colossus.data.batch import map_batch
+from colossus.engine.checkpointed_modules import with_activation_checkpoint
+from colossus.engine.inputs import Inputs, model_input
+from colossus.engine.parameter_groups import make_groups
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.planner.balanced_experts import balanced_experts
+from colossus.planner.block_runs import runs_of
+from colossus.planner.fake_rank import fake_rank, give_sizes
+from colossus.planner.fake_tensors import counted_fake_tensors
+from colossus.registry import MODELS
+from colossus.schedule.partition import make_partition
+from colossus.schedule.pipeline import PipelineRuntime
+from colossus.schedule.transport import ValueSpec, flatten_value, unflatten_value
+
+
+def stage_values(config: Config, rank: int, batch: Any) -> dict[int, ValueSpec]:
+    """Stage -> what it gives to the next, for a microbatch of this batch, on the pipeline that a rank belongs to.
+
+    All stages run forward on this rank, a few of equal blocks that follow each other in the place of all.
+
+    Raises:
+        ValueError: see `make_partition`.
+    """
+    with fake_rank(config, rank) as context:
+        return _values(config, context, batch)
+
+
+def _values(config: Config, context: ParallelContext, batch: Any) -> dict[int, ValueSpec]:
+    spec = config.model.spec()  # type: ignore[union-attr]
+    factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
+    model = build(factory, context, materialize=False, prepare=lambda whole: _freeze(config, whole))
+    pipeline, parallel = PipelineRuntime(config, context), model_parallel_of(context)
+    partition = make_partition(model, pipeline.rank_of, config.parallel.pipeline.split)
+    found: dict[int, ValueSpec] = {}
+    with counted_fake_tensors(), balanced_experts():
+        give_sizes(model, context.precision)
+        model.train()
+        context.rng.move_to(0, 0)
+        inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
+        step = inputs.split(map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch), pipeline.num_microbatches)
+        with parallel.batch(step.info), context.precision.autocast(context.device):
+            value = inputs.mark_tokens(model_input(inputs.local(step.microbatches[0])), step.microbatches[0])
+            for stage in range(pipeline.last_stage):
+                for run in runs_of(model, partition.blocks_of(stage)):
+                    for call in run.shown:
+                        value = call(value)
+                given, tensors = flatten_value(value, parallel, f"stage {stage}")
+                found[stage] = given
+                value, _ = unflatten_value(given, tensors, parallel)
+    return found
+
+
+def _freeze(config: Config, whole: torch.nn.Module) -> None:
+    make_groups(config.optimizer, whole)

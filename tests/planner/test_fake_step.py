@@ -1,0 +1,142 @@
+"""Steps of the real engine on tensors without values beside the same steps of real ranks: bytes and calls by operation
+and axes, bytes stored, and the peak that the allocator of a real rank has seen."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from helpers.measured_ranks import measured_ranks
+from helpers.plan_cases import CASES, FOUR, MB2, MB4, MORE_CASES, Case, Spare, config_of_case
+from torch import distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from colossus.config import ConfigError, load_config
+from colossus.planner.fake_step import RankStep, fake_steps, ranks_of_pipeline
+
+TWO = {
+    **CASES,
+    **MORE_CASES,
+    "unused": (dict(data=2), dict(model=dict(type=Spare), **MB2)),
+    "unused_zero": (dict(data=2, zero=2), dict(model=dict(type=Spare), **MB2)),
+}
+DEFAULT = ("zero_3", "pipeline", "expert")
+EIGHT: dict[str, Case] = {
+    "2.5d": (dict(tensor=dict(mode="2.5d", size=8, depth=2)), MB2),
+    "3d": (dict(tensor=dict(mode="3d", size=8)), MB2),
+    "zb_2d": (
+        dict(pipeline=2, tensor=dict(mode="2d", size=4)),
+        dict(model=dict(num_layers=4), schedule=dict(type="zb-h1", microbatches=4)),
+    ),
+}
+#: rows of ZeRO-3 that come through c10d arrive in memory of their own, those in shared memory where they are wanted
+PEAKS = {"1d_zero_3": 1.06, "zb_2d": 1.06}
+
+
+def _compare(world: int, cases: dict[str, Case]) -> None:
+    configs = [config_of_case(case) for case in cases.values()]
+    counted = [fake_steps(load_config(config, nproc=world)) for config in configs]
+    measured = measured_ranks(world, configs)
+    problems = []
+    for number, (name, steps) in enumerate(zip(cases, counted, strict=True)):
+        for step in steps:
+            real, where = measured[step.rank][number], f"{name}, rank {step.rank}"
+            if step.moved != real.moved:
+                problems.append(f"{where}: {step.moved} counted without values, {real.moved} on real ranks")
+            if step.stored != real.stored:
+                problems.append(f"{where}: {step.stored} without values, {real.stored} on real ranks")
+            ratio = step.peak / real.peak
+            if not 0.95 <= ratio <= PEAKS.get(name, 1.05):
+                problems.append(f"{where}: peak {step.peak} without values, {real.peak} allocated, {ratio:.3f}")
+    assert not problems, "\n".join(problems)
+
+
+def test_a_step_without_values_is_that_of_real_ranks() -> None:
+    _compare(2, {name: TWO[name] for name in DEFAULT})
+
+
+def test_a_step_of_2d_without_values() -> None:
+    _compare(4, {"2d": FOUR["2d"]})
+
+
+@pytest.mark.long
+def test_more_steps_without_values() -> None:
+    _compare(2, {name: case for name, case in TWO.items() if name not in DEFAULT})
+
+
+@pytest.mark.long
+def test_steps_of_four_ranks_without_values() -> None:
+    _compare(4, {name: case for name, case in FOUR.items() if name != "2d"})
+
+
+@pytest.mark.long
+def test_steps_of_eight_ranks_without_values() -> None:
+    _compare(8, EIGHT)
+
+
+class Tokens(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        ids = torch.zeros(8192, dtype=torch.int64)
+        return {"inputs": ids, "labels": ids}
+
+
+def llama_70b(layers: int, **plan: Any) -> dict[str, Any]:
+    """Of Llama 3's widths, under a plan of 4,096 ranks."""
+    sizes = dict(hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_hidden_size=28672, vocab_size=128256, seq_len=8192)
+    return dict(
+        parallel=dict(data=64, pipeline=8, tensor=dict(size=8, sequence_sharded=True), **plan),
+        model=dict(type="Llama", num_layers=layers, tie_embeddings=False, **sizes),
+        optimizer=dict(type="AdamW", lr=1e-4),
+        schedule=dict(type="1f1b", microbatches=2),
+        train=dict(global_batch_size=128, precision="bf16", steps=4),
+        data=Tokens(),
+    )
+
+
+def _of_thousands(layers: int, place: int, **plan: Any) -> RankStep:
+    config = load_config(llama_70b(layers, **plan))
+    (step,) = fake_steps(config, ranks_of_pipeline(config, [place]))
+    assert step.rank == place * 512
+    sent, tokens = step.moved["send", "pipeline"], 8192 // 8
+    assert (sent.calls, sent.bytes) == (4, 4 * tokens * 8192 * 2)  # activations and gradients of two microbatches
+    return step
+
+
+def test_a_rank_of_thousands() -> None:
+    """Of 70B widths, in a world of 4,096 ranks: no tensor has memory."""
+    step = _of_thousands(8, 3)
+    trained = step.stored.gradients // 4
+    assert step.stored.weights == 4 * trained > 4e8
+    assert 8 * trained < step.stored.optimizer < 8 * trained + 1000
+    assert step.peak > step.stored.weights + step.stored.optimizer
+
+
+@pytest.mark.long
+def test_a_rank_of_thousands_in_full() -> None:
+    step = _of_thousands(80, 3, zero=1)
+    assert step.stored.weights > 2e9
+    assert step.stored.gradients == pytest.approx(step.stored.weights / 64, rel=0.05)
+
+
+def test_nothing_is_left_behind() -> None:
+    gather = dist.all_gather_object
+    fake_steps(load_config(config_of_case(CASES["zero_2_masters"]), nproc=2))
+    gc.collect()
+    assert not dist.is_initialized()
+    assert dist.all_gather_object is gather
+    assert not [each for each in gc.get_objects() if issubclass(type(each), FakeTensor)]
+    assert not isinstance(torch.ones(2), FakeTensor)
+
+
+def test_what_has_no_step_is_named() -> None:
+    gossip = load_config(config_of_case((dict(data=2, strategy=dict(type="sgp")), MB4)), nproc=2)
+    with pytest.raises(ConfigError, match=r"'sgp'.*all_reduce, zero, hierarchical"):
+        fake_steps(gossip)
+    without = {key: value for key, value in config_of_case((dict(data=2), MB4)).items() if key != "data"}
+    with pytest.raises(ConfigError, match="data: the config has none"):
+        fake_steps(load_config(without, nproc=2))
