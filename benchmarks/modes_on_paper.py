@@ -157,20 +157,21 @@ def memory(study: Study, batches: Sequence[int]) -> None:
     """How large a batch fits, and how fast that is."""
     rows: list[list[object]] = []
     links, of_1d = CLAIMS[0].links, 0.0
-    for mode, shape in SQUARES.items():
+    for name, (mode, flags, _) in WAYS.items():
         fitting: dict[int, PlanEstimate] = {}
         for batch in batches:
-            found = study.step(links, mode, shape, batch=batch, recompute="full")
+            given = {**flags, **AGAIN} if mode != "1d" else flags
+            found = study.step(links, mode, SQUARES[mode], batch=batch, recompute="full", **given)
             if found.memory.fullest.total > SMALL:
                 break
             fitting[batch] = found
         if not fitting:
-            rows.append([mode, "none", "-", "-", "-"])
+            rows.append([name, "none", "-", "-", "-"])
             continue
         batch, found = fitting.popitem()
         of_1d = of_1d or batch / found.seconds
         total, speed = byte_count(found.memory.fullest.total), batch / found.seconds
-        rows.append([mode, batch, total, f"{speed:.1f}", f"{speed / of_1d:.2f}"])
+        rows.append([name, batch, total, f"{speed:.1f}", f"{speed / of_1d:.2f}"])
     header = ("mode", "largest batch", "memory", "sequences/s", "times 1D's")
     common.print_table(f"the largest batch that fits {byte_count(SMALL)} on 64 devices ({links})", header, rows)
 
