@@ -9,18 +9,20 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
-from colossus.arithmetic import counted
+from colossus.arithmetic import counted, parse_bytes
 from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, positive_integer, size_argument
 from colossus.cli.plan_explain import in_milliseconds, render_plan, timeline_title
 from colossus.cli.plan_hardware import MOST_MEASURED, choose_hardware, network_argument
 from colossus.cli.plan_json import as_json
 from colossus.cli.plan_picture import save_plan, save_plans
 from colossus.cli.plan_table import Question, nothing_fits, render_table
-from colossus.config import ConfigError, load_config
+from colossus.config import Config, ConfigError, load_config
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import world_size
 from colossus.hardware.named_hardware import default_hosts
+from colossus.launch.auto_plan import left_open
 from colossus.launch.checks import check_given
 from colossus.picture import FORMATS, check_picture
 from colossus.planner.kept import SECTIONS, Kept
@@ -155,10 +157,22 @@ def _asked(arguments: argparse.Namespace) -> Question:
             check_picture(Path(arguments.plot))
         except ValueError as error:
             raise ConfigError(f"--plot: {error}") from None
-    config = load_config(arguments.file, arguments.overrides)
+    kept: dict[str, Any] = {}
+
+    def leave_open(config: Config) -> Config:
+        """Of a file with parallel.auto, what that says counts where the command line says nothing."""
+        auto, (opened, given) = config.parallel.auto, left_open(config)
+        kept.update(given)
+        if auto is not None:
+            arguments.hardware = arguments.hardware or auto.hardware
+            arguments.memory = arguments.memory or (auto.memory and parse_bytes(auto.memory))
+        return opened
+
+    config = load_config(arguments.file, arguments.overrides, choose=leave_open)
     check_given(config)
     sections = {word: word.partition("=")[0].partition(".")[0] for word in arguments.keep}
-    keep = apply_overrides({}, [word if name in SECTIONS else f"parallel.{word}" for word, name in sections.items()])
+    words = [word if name in SECTIONS else f"parallel.{word}" for word, name in sections.items()]
+    keep = kept | apply_overrides({}, words)
     Kept.of(config, keep)  # refuses what is wrong before anything is measured
     devices = arguments.devices or world_size(config.parallel)
     if arguments.hosts and devices % arguments.hosts:

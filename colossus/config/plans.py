@@ -120,8 +120,8 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     """
     if config.parallel.auto is not None:
         raise ConfigError(
-            "parallel.auto: `colossus launch` and `colossus show` choose a plan, nothing else does; give one "
-            "(parallel.auto=None parallel.data=.. ..), of those that `colossus plan` prints, say"
+            "parallel.auto: `colossus launch` and `colossus show` choose a plan, nothing else does; give one of those "
+            "that `colossus plan` prints (parallel.auto=None parallel.data=.. ..)"
         )
     if nproc is not None and nproc < 1:
         raise ConfigError(f"nproc = {nproc}: the number of processes must be at least 1")
@@ -295,15 +295,10 @@ def nearest_plans(config: Config, options: Any, nproc: int, most: int = 4) -> li
         if len(found) == most:
             break
         data, pipeline, sequence, tensor = sizes
-        candidate = parallel.model_copy(
-            update={
-                "data": data,
-                "pipeline": parallel.pipeline.model_copy(update={"size": pipeline}),
-                "sequence": parallel.sequence.model_copy(update={"size": sequence}),
-                "tensor": parallel.tensor.model_copy(update={"size": tensor}),
-            }
-        )
-        if plan_problems(config, candidate, options):
+        of_axes = {"pipeline": pipeline, "sequence": sequence, "tensor": tensor}
+        sections = {axis: getattr(parallel, axis).model_copy(update={"size": size}) for axis, size in of_axes.items()}
+        candidate, problems = _with_sequence_mode(parallel.model_copy(update={"data": data, **sections}), options)
+        if problems or plan_problems(config, candidate, options):
             continue
         changed = [f"{key}={new}" for key, new, old in zip(keys, sizes, now, strict=True) if old and new != old]
         if changed:

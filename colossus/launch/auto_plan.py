@@ -68,13 +68,12 @@ def _choose(config: Config, nproc: int | None, hosts: int | None) -> tuple[PlanE
     assert auto is not None
     if nproc is None:
         raise ConfigError("parallel.auto: for how many processes is the plan? give --nproc")
-    keep = {**_given(config.parallel), **auto.keep}
-    open_config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"auto": None})})
+    opened, keep = left_open(config)
     try:
         hardware, hosts = _hardware_of(config, nproc, hosts)
         memory = hardware.memory_bytes if auto.memory is None else parse_bytes(auto.memory)
         search = importlib.import_module("colossus.planner.search").search  # torch takes its time
-        found: SearchResult = search(open_config, hardware, devices=nproc, hosts=hosts, memory=memory, top=1, keep=keep)
+        found: SearchResult = search(opened, hardware, devices=nproc, hosts=hosts, memory=memory, top=1, keep=keep)
     except ConfigError:
         raise
     except ValueError as error:
@@ -90,6 +89,14 @@ def _choose(config: Config, nproc: int | None, hosts: int | None) -> tuple[PlanE
         f"{hardware.name}",
     ]
     return best, told
+
+
+def left_open(config: Config) -> tuple[Config, dict[str, Any]]:
+    """A config whose plan is to be chosen as one with any plan, and what of that is to stay."""
+    parallel = config.parallel
+    more = {} if parallel.auto is None else parallel.auto.keep
+    opened = config.model_copy(update={"parallel": parallel.model_copy(update={"auto": None})})
+    return opened, {**_given(parallel), **more}
 
 
 def _given(section: BaseModel) -> dict[str, Any]:

@@ -438,8 +438,9 @@ sizes = st.integers(1, 6)
 @st.composite
 def plans(draw: st.DrawFn) -> dict[str, Any]:
     mode = draw(st.sampled_from(["1d", "2d", "2.5d", "3d"]))
+    sequence = draw(st.sampled_from([1, 2, dict(size=4, mode="hybrid", ulysses=2)]))
     parallel: dict[str, Any] = dict(
-        pipeline=draw(st.integers(1, 3)), sequence=draw(st.integers(1, 2)), tensor=dict(mode=mode, size=draw(sizes))
+        pipeline=draw(st.integers(1, 3)), sequence=sequence, tensor=dict(mode=mode, size=draw(sizes))
     )
     if draw(st.booleans()):
         parallel["data"] = draw(sizes)

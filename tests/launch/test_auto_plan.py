@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.launching import environment, finish, launch, rows_of, start_slurm_tasks
+from helpers.launching import LAUNCH, environment, finish, launch, rows_of, start, start_slurm_tasks
 
 from colossus.cli.main import main
 from colossus.config import Config, ConfigError, load_config
@@ -105,6 +105,14 @@ def test_dry_run_and_show_tell_the_plan(search: FakeSearch, tmp_path: Path, caps
     assert "predicted   0.5 s a step" in shown.err
 
 
+def test_colossus_plan_asks_the_same(search: FakeSearch, tmp_path: Path) -> None:
+    auto = dict(keep=dict(pipeline=2), hardware="a100", memory="1000 B")
+    path = config_file(tmp_path, dict(auto=auto, tensor=dict(mode="1d")))
+    assert main(["plan", path, "--devices", "4", "--keep", "zero=1"]) == 2  # which needs more than 1000 B
+    assert search.asked["keep"] == {"tensor": {"mode": "1d"}, "pipeline": 2, "parallel": {"zero": 1}}
+    assert (search.asked["hardware"], search.asked["memory"]) == ("A100 (data sheet)", 1000)
+
+
 @pytest.mark.parametrize(
     ("parallel", "arguments", "message"),
     [
@@ -169,3 +177,14 @@ def test_under_slurm_every_rank_finds_the_same_plan(search: FakeSearch, tmp_path
     assert ended[1][1] == ""
     saved = json.loads((tmp_path / "run" / "config.json").read_text())["parallel"]
     assert (saved["data"], saved["zero"]["stage"]) == (2, 3)
+
+
+@pytest.mark.long
+def test_under_torchrun_ranks_search_for_themselves(tmp_path: Path) -> None:
+    """With the search as it is, in Pythons of their own."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, out, err = finish(start([*torchrun, *LAUNCH[1:], "parallel=auto", "--run-dir", "run"], tmp_path))
+    assert code == 0, err
+    assert out.count("predicted   ") == 1
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["parallel"]["data"] == 2
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
