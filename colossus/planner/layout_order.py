@@ -9,19 +9,24 @@ from colossus.config import Config
 from colossus.planner.model_layouts import ModelLayout
 from colossus.registry import TENSOR_MODES
 
+#: ranks that share a sequence, to begin with: rings are profiled in as many steps
+_FEW = 4
+
 
 def is_plain(layout: ModelLayout) -> bool:
     """Whether it is one of those that a search begins with.
 
     Of 1D tensor parallelism the layouts whose activations are split by tokens, which send as much and keep less; of
-    other modes those that gather weights once in a step; no hybrids of ring and Ulysses; no or full checkpointing.
+    other modes those that gather weights once in a step; sequences over few ranks, by ring or Ulysses; no or full
+    checkpointing.
     """
     tensor, sequence = layout.tensor, layout.sequence
     if tensor.mode == "1d":
         is_plain_tensor = tensor.size == 1 or tensor.sequence_sharded
     else:
         is_plain_tensor = tensor.weights == "step"
-    return is_plain_tensor and sequence.mode != "hybrid" and layout.activation_checkpoint.type != "selective"
+    is_plain_sequence = sequence.mode != "hybrid" and sequence.size <= _FEW
+    return is_plain_tensor and is_plain_sequence and layout.activation_checkpoint.type != "selective"
 
 
 def neighbours(layout: ModelLayout, every: Sequence[ModelLayout]) -> Iterator[ModelLayout]:

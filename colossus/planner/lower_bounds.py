@@ -137,7 +137,21 @@ class LowerBounds:
         if self.sizes is None:
             return 0.0
         layers = self.sizes.options.num_layers / config.parallel.pipeline.size
-        return self._computing(config) + self._moving(config) * layers
+        return self._computing(config) + (self._moving(config) + self._passing(config)) * layers
+
+    def _passing(self, config: Config) -> float:
+        """What sequence parallelism moves for the attention of a layer in a step, in forward and backward."""
+        assert self.sizes is not None
+        parallel, count = config.parallel, config.schedule.microbatches
+        ranks, options, ulysses = parallel.sequence.size, self.sizes.options, parallel.sequence.mode == "ulysses"
+        if ranks == 1:
+            return 0.0
+        samples = config.train.global_batch_size / (parallel.data or 1)
+        heads = options.num_kv_heads + (options.num_heads if ulysses else 0)
+        held = samples / count * self.sizes.tokens / ranks * 2 * heads * options.head_dim / parallel.tensor.size
+        operation, times = ("all_to_all", 2) if ulysses else ("all_gather", 3)  # round a ring: backward passes twice
+        width, placement = WIDTHS[config.train.precision.compute], Placement(build_grid(parallel), self._hosts)
+        return times * count * placement.seconds(self._hardware, operation, "sequence", held * width)
 
     def memory(self, config: Config) -> float:
         """Bytes of the fullest rank of a resolved config; never more than the estimate says."""
