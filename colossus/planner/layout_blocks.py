@@ -39,14 +39,12 @@ class LayoutProfile:
     """All blocks of a model in order; of a model that is no chain, itself.
 
     Attributes:
-        names: of the blocks.
         facts: of the model's parameters.
         optimizer: what it keeps of them.
         tokens: (or what else the loss counts) of a sample.
         sample: of the data, a batch of one.
     """
 
-    names: Sequence[str]
     blocks: Sequence[BlockProfile]
     facts: ModelFacts
     optimizer: OptimizerMemory

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from colossus.arithmetic import divisors
 from colossus.config import Config
@@ -27,6 +28,18 @@ def is_plain(layout: ModelLayout) -> bool:
         is_plain_tensor = tensor.weights == "step"
     is_plain_sequence = sequence.mode != "hybrid" and sequence.size <= _FEW
     return is_plain_tensor and is_plain_sequence and layout.activation_checkpoint.type != "selective"
+
+
+def first_of_each_kind(every: Sequence[ModelLayout], likely: Callable[[ModelLayout], float]) -> list[ModelLayout]:
+    """Of each mode and size of tensor parallelism, and number of ranks that share experts, the likeliest plain layout:
+    with nothing computed again, if any plan of it may fit. Of a model that has none of these, the first layouts."""
+    found: dict[Any, tuple[tuple[bool, float], ModelLayout]] = {}
+    for layout in filter(is_plain, every):
+        kind = layout.tensor.mode, layout.tensor.size, layout.expert
+        rank = layout.activation_checkpoint.type != "none", likely(layout)
+        if rank[1] < float("inf") and (kind not in found or rank < found[kind][0]):
+            found[kind] = rank, layout
+    return [layout for _, layout in found.values()] or [*every[:_FEW]]
 
 
 def neighbours(layout: ModelLayout, every: Sequence[ModelLayout]) -> Iterator[ModelLayout]:

@@ -37,6 +37,7 @@ from colossus.planner.fake_tensors import CountedFakeTensors, counted_fake_tenso
 from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
 from colossus.planner.optimizer_memory import OptimizerMemory
 from colossus.planner.parameter_facts import facts_of
+from colossus.planner.shallow import shallow, with_more_layers
 from colossus.planner.trace import Trace
 from colossus.planner.trace_recorder import TraceRecorder
 from colossus.registry import MODELS
@@ -95,6 +96,7 @@ def repeated(sample: Any, size: int) -> Any:
 def _profile(
     config: Config, context: ParallelContext, split_backward: bool, other: LayoutProfile | None
 ) -> LayoutProfile:
+    config, more = shallow(config)
     spec = config.model.spec()  # type: ignore[union-attr]
     factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
 
@@ -122,14 +124,11 @@ def _profile(
     each: list[BlockProfile] = []
     for of_run, these in zip(runs, profiles, strict=True):
         each += [*these, *[these[-1]] * len(of_run.left_out)]
-    return LayoutProfile(
-        [block.name for block in blocks] or ["model"],
-        each,
-        facts,
-        OptimizerMemory(config, groups[0]) if other is None else other.optimizer,
-        counted_of(sample),
-        sample,
-    )
+    if more:
+        facts = with_more_layers(facts, more)
+        each[-1:-1] = [each[-2]] * more
+    optimizer = OptimizerMemory(config, groups[0]) if other is None else other.optimizer
+    return LayoutProfile(each, facts, optimizer, counted_of(sample), sample)
 
 
 def _unused(runs: Sequence[BlockRun], blocks: Sequence[NamedBlock]) -> set[str]:

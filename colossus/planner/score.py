@@ -1,6 +1,6 @@
 """A plan's step and memory without playing its schedule: which of many plans are worth an estimate.
 
-Three ranks of the pipeline are looked at: the first, one in the middle, the last. A step is m microbatches of the
+Three ranks of the pipeline are looked at: the first, the last, and the one whose blocks take longest. A step is m microbatches of the
 slowest of them, and what the schedule leaves of the wait at the ends of a pipeline, the seconds of a microbatch on all
 other ranks: all of it under 1F1B, 1/v with v chunks (2104.04473), about a third and a sixth of zero-bubble schedules,
 whose gradients of weights fill it (2401.10241).
@@ -8,6 +8,7 @@ whose gradients of weights fill it (2401.10241).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,6 +20,7 @@ from colossus.planner.memory import memory_of
 from colossus.planner.rank_memory import PlanMemory
 from colossus.planner.rank_stages import RankStages
 from colossus.planner.step_timeline import RankTimeline
+from colossus.planner.time_split import block_seconds
 from colossus.planner.trace_seconds import TracePlayer
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import LAST_USE, Action, Actions, placement
@@ -48,7 +50,7 @@ def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times:
     Raises:
         ValueError: for a schedule or a split that does not fit the model.
     """
-    ranks = _some_ranks(config, profile)
+    ranks = _some_ranks(config, profile, block_seconds(profile, player))
     memory = memory_of(config, profile, ranks, times=times, exact=False)
     if memory.fullest.total > most:
         return Score(float("inf"), memory)
@@ -57,7 +59,6 @@ def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times:
 
 
 def _seconds(config: Config, lines: list[RankTimeline], hardware: Hardware) -> float:
-    stages, count = config.parallel.pipeline.size, config.schedule.microbatches
     slowest, behind = 0.0, 0.0
     for line in lines:
         each = last = 0.0
@@ -67,7 +68,22 @@ def _seconds(config: Config, lines: list[RankTimeline], hardware: Hardware) -> f
             last = max(last, cost.until_sent - cost.until_done)
         slowest, behind = max(slowest, each), max(behind, last)
     begin, end = max(line.begin for line in lines), max(line.end for line in lines)
-    return begin + slowest * (count + (stages - 1) * _share_of_wait(config)) + behind + end
+    return begin + slowest * _microbatches(config) + behind + end
+
+
+def seconds_of_microbatch(profile: LayoutProfile, player: TracePlayer) -> float:
+    """Forward and backward of all blocks."""
+    return sum(block_seconds(profile, player))
+
+
+def seconds_by_count(config: Config, microbatch: float) -> float:
+    """Of a step of so many seconds a microbatch, in stages of equal time, without what is sent of gradients."""
+    return microbatch / config.parallel.pipeline.size * _microbatches(config)
+
+
+def _microbatches(config: Config) -> float:
+    """How many a rank could do in a step without its waits."""
+    return config.schedule.microbatches + (config.parallel.pipeline.size - 1) * _share_of_wait(config)
 
 
 def _share_of_wait(config: Config) -> float:
@@ -84,12 +100,16 @@ def _of_one_microbatch(stages: RankStages) -> list[Action]:
     return [action for action in stages.actions if action.kind in kinds and action.microbatch == last]
 
 
-def _some_ranks(config: Config, profile: LayoutProfile) -> list[RankStages]:
+def _some_ranks(config: Config, profile: LayoutProfile, of_blocks: Sequence[float]) -> list[RankStages]:
     schedule, size = config.schedule, config.parallel.pipeline.size
     few = min(schedule.microbatches, 2 * size)
     actions, rank_of = _compute_actions(schedule.type, size, few, tuple(sorted(schedule.options.items())))
     bounds = profile.facts.bounds(config.parallel.pipeline.split, len(rank_of))
-    return [RankStages(rank, bounds, rank_of, actions[rank]) for rank in sorted({0, size // 2, size - 1})]
+    seconds = [0.0] * size
+    for stage, rank in rank_of.items():
+        seconds[rank] += sum(of_blocks[bounds[stage] : bounds[stage + 1]])
+    slowest = max(range(size), key=seconds.__getitem__)
+    return [RankStages(rank, bounds, rank_of, actions[rank]) for rank in sorted({0, slowest, size - 1})]
 
 
 @lru_cache(maxsize=1024)

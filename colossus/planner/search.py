@@ -1,9 +1,9 @@
 """The search of the best plans: layouts best first, of each the plans that a lower bound leaves; those with the best
 scores are estimated in full.
 
-A profile takes a fraction of a second, and there are hundreds of layouts. They are put in order by formula, the plain
-ones first; a layout whose plans were good brings in its neighbours, which differ in one thing. The search looks at the
-same plans on every machine.
+A profile takes a fraction of a second, and there are hundreds of layouts. They are put in order by formula: first one
+of each kind and size of tensor parallelism, then the neighbours of the best, which differ in one thing. The search looks
+at the same plans on every machine.
 """
 
 from __future__ import annotations
@@ -19,25 +19,23 @@ from colossus.config.plans import describe_plan
 from colossus.hardware.hardware import Hardware
 from colossus.planner.candidates import Candidate, plans
 from colossus.planner.estimate import Estimator
-from colossus.planner.layout_order import is_plain, neighbours, representatives
+from colossus.planner.layout_order import first_of_each_kind, neighbours, representatives
 from colossus.planner.lower_bounds import LowerBounds
 from colossus.planner.model_layouts import ModelLayout, layouts
 from colossus.planner.plan_estimate import PlanEstimate
-from colossus.planner.score import Score, score
+from colossus.planner.score import Score, score, seconds_by_count, seconds_of_microbatch
 from colossus.planner.search_result import SearchResult
 from colossus.progress import progress
 
-#: layouts whose plans are scored at most
-_MOST_LAYOUTS = 12
+#: layouts whose plans are scored at most: of different kinds to begin with, then in each round next to the best
+_FIRST, _ROUNDS, _BEST_LAYOUTS, _MORE = 10, 2, 3, 4
 #: how much slower than the best plan a layout may be thought to be, that its plans are scored
 _FAR = 2.0
+#: of a layout, products of replicas, stages, microbatches and schedules that are scored, and how much slower than its
+#: best plan they may be thought to be
+_MOST_SIZES, _NEAR = 10, 1.25
 #: layouts and plans whose memory is looked at where none fits
 _SMALLEST = 4
-#: of a layout, products of replicas, stages and microbatches that are scored, the least bounds first; and of these the
-#: best, with all schedules
-_MOST_SIZES, _BEST_SIZES = 12, 3
-#: a layout's neighbours are looked at where its best plan is at most so much slower than the best of all
-_NEAR = 1.25
 
 
 def search(
@@ -104,8 +102,8 @@ class _Search:
         self._seen: set[ModelLayout] = set()
         self._refusals: list[ConfigError] = []
         self._nodes: list[_Node] = []
-        #: layouts with how long they may take, and with the least memory that they may need
-        self._waiting: list[tuple[float, int, ModelLayout]] = []
+        self._likely_of: dict[ModelLayout, float] = {}
+        #: layouts with the least memory that they may need
         self._too_large: list[tuple[float, int, ModelLayout]] = []
         #: of the plans that do not fit, the one that misses least
         self._nearest: tuple[float, Candidate] | None = None
@@ -131,37 +129,42 @@ class _Search:
 
     def _look(self) -> None:
         every = layouts(self._config, self._devices, hosts=self._hosts, keep=self._keep)
-        for layout in filter(is_plain, every):
-            self._push(layout)
-        if not self._waiting:
-            for layout in every:
-                self._push(layout)
-        looked = 0
-        while self._waiting and looked < _MOST_LAYOUTS:
-            likely, _, layout = heapq.heappop(self._waiting)
-            if likely > _FAR * self._best:
+        self._visit(first_of_each_kind(every, self._likely), _FIRST)
+        for _ in range(_ROUNDS):
+            best = sorted(self._nodes, key=lambda node: node.seconds)[:_BEST_LAYOUTS]
+            near = [other for node in best for other in neighbours(node.layout, every)]
+            self._visit(near, _MORE)
+
+    def _visit(self, some: Sequence[ModelLayout], most: int) -> None:
+        """Score the plans of so many layouts that have not been, the likely ones first."""
+        waiting = []
+        for number, layout in enumerate(some):
+            if layout not in self._seen:
+                likely = self._likely(layout)
+                if likely < float("inf"):
+                    waiting.append((likely, number, layout))
+        visited = 0
+        for likely, _, layout in sorted(waiting, key=lambda each: each[:2]):
+            if visited == most or likely > _FAR * self._best:
                 break
+            self._seen.add(layout)
             node = self._node(layout)
             if node is None or node.bound >= self._best:
                 continue
-            looked += 1
-            progress(f"layout {looked}: {describe_plan(node.candidates[0][2].config)}")
+            visited += 1
+            progress(f"layout {len(self._nodes) + 1}: {describe_plan(node.candidates[0][2].config)}")
             self._score(node)
-            if node.seconds <= _NEAR * self._best:
-                for other in neighbours(layout, every):
-                    self._push(other)
 
-    def _push(self, layout: ModelLayout) -> None:
-        """With how long its best plan may take."""
-        if layout in self._seen:
-            return
-        self._seen.add(layout)
-        rough = representatives(self._config, self._devices, layout)
-        fitting = [config for config in rough if self._bounds.memory(config) <= self._memory]
-        if not rough or fitting:
-            likely = min(map(self._bounds.likely, fitting), default=0.0)
-            heapq.heappush(self._waiting, (likely, len(self._seen), layout))
-        self._too_large += [(self._bounds.memory(config), len(self._seen), layout) for config in rough[-1:]]
+    def _likely(self, layout: ModelLayout) -> float:
+        """Seconds of the best plan of a layout, by formula; infinite where none fits."""
+        known = self._likely_of.get(layout)
+        if known is None:
+            rough = representatives(self._config, self._devices, layout)
+            fitting = [config for config in rough if self._bounds.memory(config) <= self._memory]
+            known = min(map(self._bounds.likely, fitting), default=0.0 if not rough else float("inf"))
+            self._likely_of[layout] = known
+            self._too_large += [(self._bounds.memory(config), len(self._likely_of), layout) for config in rough[-1:]]
+        return known
 
     def _node(self, layout: ModelLayout) -> _Node | None:
         """The plans of a layout; None where it has none that fit."""
@@ -190,22 +193,29 @@ class _Search:
     # -- plans ----------------------------------------------------------------------------------------------
 
     def _score(self, node: _Node) -> None:
-        """Score plans of a layout: by numbers of replicas, stages and microbatches with the plainest schedule, then, of
-        the best of these numbers, with all schedules."""
-        groups: dict[Any, dict[Any, list[Candidate]]] = {}
-        for bound, _, candidate in node.candidates:
-            self._tried += 1
-            if bound < self._best:
-                kinds = groups.setdefault(_sizes(candidate.config), {})
-                kinds.setdefault(_schedule(candidate.config), []).append(candidate)
-        best: list[tuple[float, int, dict[Any, list[Candidate]]]] = []
-        for number, kinds in enumerate([*groups.values()][:_MOST_SIZES]):
-            plainest = min(kinds, key=_plainness)
-            best.append((self._first_that_fit(node, kinds.pop(plainest)), number, kinds))
-        for _, _, kinds in sorted(best, key=lambda each: each[:2])[:_BEST_SIZES]:
-            for candidates in kinds.values():
-                self._first_that_fit(node, candidates)
+        """Score the plans of a layout that its profile makes likely: of those that differ in ZeRO only, the first two
+        that fit."""
         self._nodes.append(node)
+        self._tried += len(node.candidates)
+        groups: dict[Any, list[Candidate]] = {}
+        for _, _, candidate in node.candidates:
+            groups.setdefault(_but_zero(candidate.config), []).append(candidate)
+        first = node.candidates[0][2]
+        try:
+            profile = self._estimator.profile(first.config, split_backward=False)
+        except ConfigError as error:
+            self._refusals.append(error)
+            return
+        each = seconds_of_microbatch(profile, self._estimator.player(first.config)) / first.samples
+
+        def likely(of: Sequence[Candidate]) -> float:
+            return seconds_by_count(of[0].config, each * of[0].samples)
+
+        scored = 0
+        for group in sorted(groups.values(), key=likely):
+            if scored == _MOST_SIZES or likely(group) > min(_NEAR * node.seconds, self._best * _FAR):
+                break
+            scored += self._first_that_fit(node, group) < float("inf")
 
     def _first_that_fit(self, node: _Node, candidates: Sequence[Candidate]) -> float:
         """Score plans that differ in ZeRO, until two fit; the seconds of the faster, infinite where none does.
@@ -271,13 +281,7 @@ class _Search:
         )
 
 
-def _sizes(config: Config) -> Any:
-    return config.parallel.data, config.parallel.pipeline.size, config.schedule.microbatches
-
-
-def _schedule(config: Config) -> tuple[Any, ...]:
-    return config.schedule.type, tuple(sorted(config.schedule.options.items())), config.parallel.pipeline.split
-
-
-def _plainness(schedule: tuple[Any, ...]) -> tuple[bool, str]:
-    return schedule[0] != "1f1b", repr(schedule)
+def _but_zero(config: Config) -> Any:
+    parallel, schedule = config.parallel, config.schedule
+    of_schedule = schedule.type, tuple(sorted(schedule.options.items())), schedule.microbatches
+    return parallel.data, parallel.pipeline.size, parallel.pipeline.split, *of_schedule
