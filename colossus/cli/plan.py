@@ -41,8 +41,8 @@ pipeline, tensor, sequence and expert sizes, their modes, schedules, ZeRO and ac
 model, batch and memory is compared.
 
 --hardware h100, h200, h800, b200, a100, v100 and mi300x are data sheets with round efficiencies: good to compare
-plans, not to promise times. A file that `colossus doctor --measure OUT.json` has written on such a device is better. cpu measures
-this machine with as many ranks at once, {MOST_MEASURED} at most, in half a minute or less.
+plans, not to promise times. A file that `colossus doctor --measure OUT.json` has written on such a device is better.
+cpu measures this machine with as many ranks at once, {MOST_MEASURED} at most, in half a minute or less.
 
 {OVERRIDES}
 {EXIT_CODES}"""
