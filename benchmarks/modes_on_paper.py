@@ -194,7 +194,7 @@ def over_ranks(study: Study, title: str, links: Links) -> Panel:
         lines.append(Line(name, [x for x, _ in points], [y for _, y in points]))
     rows = [[ranks, *(_three(table[ranks].get(name)) for name in WAYS)] for ranks in sorted(table)]
     common.print_table(f"{title}: seconds of a step ({links})", ("ranks", *WAYS), rows)
-    return Panel(f"{title}\n{links}", lines, "ranks (power of two)", "seconds of a step", log_y=True)
+    return Panel(f"{title}\n{links}", lines, "log2 of ranks", "seconds of a step", log_y=True)
 
 
 def over_links(study: Study, title: str, device: str, on_a_host: int) -> Panel:
@@ -213,7 +213,7 @@ def over_links(study: Study, title: str, device: str, on_a_host: int) -> Panel:
     common.print_table(f"{title}, {where}: times faster than 1D", ("GB/s", *WAYS), rows)
     x = [math.log2(each) for each in gigabytes]
     lines = [Line(name, x, values) for name, values in ratios.items()]
-    return Panel(f"{title}\n{where}", lines, "GB/s of a device to other hosts (power of two)", "times faster than 1D")
+    return Panel(f"{title}\n{where}", lines, "log2 of GB/s of a device to other hosts", "times faster than 1D")
 
 
 def _three(seconds: float | None) -> str:

@@ -61,7 +61,7 @@ class Case:
 
 
 def _full(*others: str) -> tuple[str, ...]:
-    return ("train.activation_checkpoint=full", *others)
+    return (*others, "train.activation_checkpoint=full")
 
 
 _GPT_1024 = _full(
@@ -121,8 +121,19 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
+    """What is predicted for a case.
+
+    Attributes:
+        published: of the published plan.
+        recomputed: of that plan with full activation checkpointing, where it does not fit as it is.
+        best: that the search has found.
+        nearest: where it has found none that fits.
+        seconds: that all this took.
+    """
+
     case: Case
     published: PlanEstimate | None
+    recomputed: PlanEstimate | None
     best: PlanEstimate | None
     nearest: PlanEstimate | None
     seconds: float
@@ -130,13 +141,11 @@ class Row:
     def lines(self) -> list[list[str]]:
         case = self.case
         out = [[case.name, "published", _number(case.speed), _percent(case.mfu), "", case.source]]
-        if self.published is not None:
-            out.append(["", "that plan here", *_cells(self.published, self.case.devices)])
-        found = self.best or self.nearest
-        if found is not None:
-            what = "best here" if self.best else "nearest here"
-            out.append(["", what, *_cells(found, self.case.devices)])
-        return out
+        found = {
+            "that plan here": self.published, "that plan, recomputed": self.recomputed,
+            "best here": self.best, "nearest here": self.nearest,
+        }  # fmt: skip
+        return out + [["", what, *_cells(plan, case.devices)] for what, plan in found.items() if plan is not None]
 
 
 def _number(value: float | None) -> str:
@@ -164,17 +173,20 @@ def run(case: Case, *, searches: bool) -> Row:
     began = time.perf_counter()
     hardware = FromDataSheet(case.device, network=case.network)
     hosts = max(1, case.devices // 8)
-    published = None
+    published = recomputed = None
     if case.overrides is not None:
-        config = case.config(*case.overrides)
+        estimator, config = Estimator(hardware, hosts=hosts), case.config(*case.overrides)
         assert world_size(config.parallel) == case.devices, case.name
-        published = Estimator(hardware, hosts=hosts).estimate(config, case.overrides)
+        published = estimator.estimate(config, case.overrides)
+        if published.memory.fullest.total > hardware.memory_bytes:
+            overrides = _full(*case.overrides)
+            recomputed = estimator.estimate(case.config(*overrides), overrides)
     best = nearest = None
     if searches:
         config = case.config(*(case.overrides or ()))
         result = search(config, hardware, devices=case.devices, hosts=hosts, top=1)
         best, nearest = next(iter(result.plans), None), result.nearest
-    return Row(case, published, best, nearest, time.perf_counter() - began)
+    return Row(case, published, recomputed, best, nearest, time.perf_counter() - began)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

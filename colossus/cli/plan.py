@@ -42,9 +42,9 @@ The plan of the file counts for nothing but for what --keep names; all else of t
 pipeline, tensor, sequence and expert sizes, their modes, schedules, ZeRO and activation checkpointing that fits
 model, batch and memory is compared.
 
---hardware h100, h200, b200, a100, v100 and mi300x are data sheets with round efficiencies: good to compare plans, not
-to promise times. A file that `colossus doctor --measure OUT.json` has written on such a device is better. cpu measures
-this machine with as many ranks at once, {MOST_MEASURED} at most, in half a minute or less.
+--hardware h100, h200, h800, b200, a100, v100 and mi300x are data sheets with round efficiencies: good to compare
+plans, not to promise times. A file that `colossus doctor --measure OUT.json` has written on such a device is better.
+cpu measures this machine with as many ranks at once, {MOST_MEASURED} at most, in half a minute or less.
 
 {OVERRIDES}
 {EXIT_CODES}"""
