@@ -42,6 +42,16 @@ def first_of_each_kind(every: Sequence[ModelLayout], likely: Callable[[ModelLayo
     return [layout for _, layout in found.values()] or [*every[:_FEW]]
 
 
+def recomputed(layout: ModelLayout, every: Sequence[ModelLayout]) -> list[ModelLayout]:
+    """The same layout with full checkpointing."""
+    return [
+        other
+        for other in every
+        if (other.tensor, other.sequence, other.expert) == (layout.tensor, layout.sequence, layout.expert)
+        and other.activation_checkpoint.type == "full"
+    ]
+
+
 def neighbours(layout: ModelLayout, every: Sequence[ModelLayout]) -> Iterator[ModelLayout]:
     """The layouts that differ in one thing: twice or half the ranks that share a sequence or experts, another mode or
     size of tensor parallelism, what is computed again."""

@@ -142,11 +142,16 @@ class ModelFacts:
             return (0, len(self.blocks))
         if not self.is_chain:
             raise ValueError(f"a model that is no chain of blocks cannot be cut into {num_stages} stages")
+        return stage_bounds(split, self.blocks, self._elements, num_stages)
+
+    @cached_property
+    def _elements(self) -> list[int]:
+        """Of each block, of whole parameters."""
         elements = [0] * len(self.blocks)
         for one in self.parameters:
             for block in one.blocks:
                 elements[block] += one.spec.num_elements
-        return stage_bounds(split, self.blocks, elements, num_stages)
+        return elements
 
     def reduced(self, gradient: str) -> str:
         """In which gradients of a dtype are summed over ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 
 
@@ -53,7 +53,7 @@ class RankMemory:
     @property
     def kinds(self) -> dict[str, int]:
         """By kind, while the rank is fullest: with activations, or, where that is more, with the update."""
-        sizes = asdict(self.stored)
+        sizes = dict(vars(self.stored))
         update, on_host = sizes.pop("update"), sizes.pop("on_host")
         del sizes["gradients_between"]
         fullest = {"activations": self.activations} if self.activations >= update else {"update": update}

@@ -2,8 +2,8 @@
 scores are estimated in full.
 
 A profile takes a fraction of a second, and there are hundreds of layouts. They are put in order by formula: first one
-of each kind and size of tensor parallelism, then the neighbours of the best, which differ in one thing. The search looks
-at the same plans on every machine.
+of each kind and size of tensor parallelism, then the neighbours of the best, which differ in one thing. The same plans
+are looked at on every machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from colossus.config.plans import describe_plan
 from colossus.hardware.hardware import Hardware
 from colossus.planner.candidates import Candidate, plans
 from colossus.planner.estimate import Estimator
-from colossus.planner.layout_order import first_of_each_kind, neighbours, representatives
+from colossus.planner.layout_order import first_of_each_kind, neighbours, recomputed, representatives
 from colossus.planner.lower_bounds import LowerBounds
 from colossus.planner.model_layouts import ModelLayout, layouts
 from colossus.planner.plan_estimate import PlanEstimate
@@ -28,12 +28,14 @@ from colossus.planner.search_result import SearchResult
 from colossus.progress import progress
 
 #: layouts whose plans are scored at most: of different kinds to begin with, then in each round next to the best
-_FIRST, _ROUNDS, _BEST_LAYOUTS, _MORE = 10, 2, 3, 4
+_FIRST, _ROUNDS, _BEST_LAYOUTS, _MORE = 10, 2, 3, 3
 #: how much slower than the best plan a layout may be thought to be, that its plans are scored
 _FAR = 2.0
 #: of a layout, products of replicas, stages, microbatches and schedules that are scored, and how much slower than its
 #: best plan they may be thought to be
 _MOST_SIZES, _NEAR = 10, 1.25
+#: plans that are estimated beyond those of the result
+_SPARE = 4
 #: layouts and plans whose memory is looked at where none fits
 _SMALLEST = 4
 
@@ -102,6 +104,7 @@ class _Search:
         self._seen: set[ModelLayout] = set()
         self._refusals: list[ConfigError] = []
         self._nodes: list[_Node] = []
+        self._every: Sequence[ModelLayout] = ()
         self._likely_of: dict[ModelLayout, float] = {}
         #: layouts with the least memory that they may need
         self._too_large: list[tuple[float, int, ModelLayout]] = []
@@ -128,7 +131,7 @@ class _Search:
     # -- layouts --------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        every = layouts(self._config, self._devices, hosts=self._hosts, keep=self._keep)
+        self._every = every = layouts(self._config, self._devices, hosts=self._hosts, keep=self._keep)
         self._visit(first_of_each_kind(every, self._likely), _FIRST)
         for _ in range(_ROUNDS):
             best = sorted(self._nodes, key=lambda node: node.seconds)[:_BEST_LAYOUTS]
@@ -152,8 +155,9 @@ class _Search:
             if node is None or node.bound >= self._best:
                 continue
             visited += 1
-            progress(f"layout {len(self._nodes) + 1}: {describe_plan(node.candidates[0][2].config)}")
             self._score(node)
+            if node.seconds == float("inf") and layout.activation_checkpoint.type == "none":
+                self._visit(recomputed(layout, self._every), 1)
 
     def _likely(self, layout: ModelLayout) -> float:
         """Seconds of the best plan of a layout, by formula; infinite where none fits."""
@@ -195,6 +199,7 @@ class _Search:
     def _score(self, node: _Node) -> None:
         """Score the plans of a layout that its profile makes likely: of those that differ in ZeRO only, the first two
         that fit."""
+        progress(f"layout {len(self._nodes) + 1}: {describe_plan(node.candidates[0][2].config)}")
         self._nodes.append(node)
         self._tried += len(node.candidates)
         groups: dict[Any, list[Candidate]] = {}
@@ -206,10 +211,14 @@ class _Search:
         except ConfigError as error:
             self._refusals.append(error)
             return
-        each = seconds_of_microbatch(profile, self._estimator.player(first.config)) / first.samples
+        by_samples: dict[int, float] = {}
 
         def likely(of: Sequence[Candidate]) -> float:
-            return seconds_by_count(of[0].config, each * of[0].samples)
+            samples = of[0].samples
+            if samples not in by_samples:
+                player = self._estimator.player(first.config, samples / first.samples)
+                by_samples[samples] = seconds_of_microbatch(profile, player)
+            return seconds_by_count(of[0].config, by_samples[samples])
 
         scored = 0
         for group in sorted(groups.values(), key=likely):
@@ -218,32 +227,35 @@ class _Search:
             scored += self._first_that_fit(node, group) < float("inf")
 
     def _first_that_fit(self, node: _Node, candidates: Sequence[Candidate]) -> float:
-        """Score plans that differ in ZeRO, until two fit; the seconds of the faster, infinite where none does.
+        """Score plans that differ in ZeRO: of those that fit the two that need most, which send least. Gives the
+        seconds of the faster, infinite where none fits."""
+        by_memory = sorted(candidates, key=lambda each: -self._bounds.memory(each.config))
+        low, high = 0, len(by_memory) - 1  # the first that fits is looked for as in a sorted list
+        fastest = self._score_one(node, by_memory[high])
+        if fastest == float("inf"):
+            return fastest
+        while low < high:
+            middle = (low + high) // 2
+            seconds = self._score_one(node, by_memory[middle])
+            fastest = min(fastest, seconds)
+            low, high = (low, middle) if seconds < float("inf") else (middle + 1, high)
+        return min(fastest, *(self._score_one(node, other) for other in by_memory[low + 1 : low + 2]), fastest)
 
-        The one that needs least is the first: where it does not fit, no other does.
-        """
-        fastest, fitting = float("inf"), 0
-        if len(candidates) > 1:
-            least = min(candidates, key=lambda each: self._bounds.memory(each.config))
-            if self._first_that_fit(node, [least]) == fastest:
-                return fastest
-        for candidate in candidates:
-            try:
-                config, overrides = self._estimator.with_stated_split(candidate.config, candidate.overrides)
-                candidate = Candidate(config, tuple(overrides))
-                found = self._scored(candidate, node)
-            except ValueError as error:
-                self._refusals.append(error if isinstance(error, ConfigError) else ConfigError(str(error)))
-                break
-            if found.seconds == float("inf"):
-                self._misses(found.memory.fullest.total, candidate)
-                continue
+    def _score_one(self, node: _Node, candidate: Candidate) -> float:
+        """The seconds of a plan, infinite where it does not fit."""
+        try:
+            config, overrides = self._estimator.with_stated_split(candidate.config, candidate.overrides)
+            candidate = Candidate(config, tuple(overrides))
+            found = self._scored(candidate, node)
+        except ValueError as error:
+            self._refusals.append(error if isinstance(error, ConfigError) else ConfigError(str(error)))
+            return float("inf")
+        if found.seconds == float("inf"):
+            self._misses(found.memory.fullest.total, candidate)
+        elif all(candidate != other for _, other in node.scores):
             node.scores.append((found.seconds, candidate))
-            fastest, fitting = min(fastest, found.seconds), fitting + 1
-            if fitting == 2:
-                break
-        node.seconds, self._best = min(node.seconds, fastest), min(self._best, fastest)
-        return fastest
+            node.seconds, self._best = min(node.seconds, found.seconds), min(self._best, found.seconds)
+        return found.seconds
 
     def _scored(self, candidate: Candidate, node: _Node) -> Score:
         """By the profile of the layout's first plan."""
@@ -259,7 +271,7 @@ class _Search:
         for seconds, candidate in scored:
             if len(found) >= self._top and seconds > 1.05 * sorted(each.seconds for each in found)[self._top - 1]:
                 break
-            if len(found) >= 2 * self._top:
+            if len(found) >= self._top + _SPARE:
                 break
             try:
                 estimate = self._estimator.estimate(candidate.config, candidate.overrides)
@@ -267,7 +279,8 @@ class _Search:
                 self._refusals.append(error)
                 continue
             if estimate.memory.fullest.total <= self._memory:
-                found.append(estimate)
+                if all(not _are_alike(estimate, other) for other in found):
+                    found.append(estimate)
             else:
                 self._misses(estimate.memory.fullest.total, candidate)
         return sorted(found, key=lambda each: each.seconds)
@@ -279,6 +292,11 @@ class _Search:
         return ConfigError(
             f"no plan of {self._devices} devices fits this model and its batch of {batch} samples", self._config.source
         )
+
+
+def _are_alike(one: PlanEstimate, other: PlanEstimate) -> bool:
+    """Whether two plans are one for a user, as ZeRO 1 and 2 are where all gradients are reduced at once."""
+    return one.seconds == other.seconds and one.memory.fullest.total == other.memory.fullest.total
 
 
 def _but_zero(config: Config) -> Any:

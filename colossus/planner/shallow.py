@@ -49,10 +49,7 @@ def with_more_layers(facts: ModelFacts, more: int) -> ModelFacts:
         return ParameterFacts(name, one.kind, (at + times,), units, one.spec)
 
     parameters: list[ParameterFacts] = []
-    layer: list[ParameterFacts] = []
-    for one in facts.parameters:
-        if one.blocks == (at,):
-            layer.append(one)
+    layer = [one for one in facts.parameters if one.blocks == (at,)]
     for one in facts.parameters:
         blocks, units = tuple(map(place, one.blocks)), tuple(map(unit_place, one.units))
         parameters.append(replace(one, blocks=blocks, units=units))
