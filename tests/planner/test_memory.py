@@ -8,11 +8,10 @@ import pytest
 from helpers.measured_ranks import measured_ranks
 from helpers.plan_cases import CASES, FOUR, MB4, MORE_CASES, Case, config_of_case
 
-from colossus.config import Config, load_config
+from colossus.config import load_config
 from colossus.planner import block_runs
 from colossus.planner.memory import predict_memory
 from colossus.planner.rank_memory import PlanMemory
-from colossus.planner.remedies import remedies
 
 
 def _compare(world: int, cases: dict[str, Case]) -> None:
@@ -74,11 +73,3 @@ def test_a_plan_of_thousands_of_ranks() -> None:
     plan = predict_memory(load_config({**config_of_case(({}, {})), **config}))
     assert [rank.in_flight for rank in plan.ranks] == [8, 7, 6, 5, 4, 3, 2, 1]
     assert plan.fullest.rank == 1  # the first has the embedding alone
-
-
-def test_remedies_keep_the_model() -> None:
-    config: Config = load_config(config_of_case((dict(data=2), {})))
-    assert list(remedies(config))[:3] == [(f"parallel.zero.stage={stage}",) for stage in (1, 2, 3)]
-    assert list(remedies(config))[-1] == (
-        "parallel.zero.stage=3", "schedule.microbatches=4", "train.activation_checkpoint=full"
-    )  # fmt: skip
