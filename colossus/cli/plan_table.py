@@ -86,7 +86,7 @@ def head(question: Question, result: SearchResult) -> str:
 def plan_words(config: Config) -> str:
     """A plan as `describe_plan` has it, with what else of it is chosen."""
     tensor, kind = config.parallel.tensor, config.train.activation_checkpoint
-    words = [describe_plan(config)]
+    words = [describe_plan(config), *(f"{name} {value}" for name, value in config.schedule.options.items())]
     if tensor.shape is not None:
         words.append(f"tensor shape {'x'.join(map(str, tensor.shape))}")
     if tensor.weights != "matmul":
