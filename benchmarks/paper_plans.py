@@ -11,15 +11,15 @@ The sources stand beside the cases, and what of a plan is ours in `docs/planner.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import common
 from colossus.arithmetic import byte_count
+from colossus.cli.plan_table import plan_words
 from colossus.config import Config, load_config
-from colossus.config.plans import describe_plan, world_size
+from colossus.config.plans import world_size
 from colossus.hardware.data_sheets import LINK_EFFICIENCY, NETWORK, NETWORK_STEP, FromDataSheet
 from colossus.hardware.hardware import Link
 from colossus.planner.estimate import Estimator
@@ -119,35 +119,6 @@ CASES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Row:
-    """What is predicted for a case.
-
-    Attributes:
-        published: of the published plan.
-        recomputed: of that plan with full activation checkpointing, where it does not fit as it is.
-        best: that the search has found.
-        nearest: where it has found none that fits.
-        seconds: that all this took.
-    """
-
-    case: Case
-    published: PlanEstimate | None
-    recomputed: PlanEstimate | None
-    best: PlanEstimate | None
-    nearest: PlanEstimate | None
-    seconds: float
-
-    def lines(self) -> list[list[str]]:
-        case = self.case
-        out = [[case.name, "published", _number(case.speed), _percent(case.mfu), "", case.source]]
-        found = {
-            "that plan here": self.published, "that plan, recomputed": self.recomputed,
-            "best here": self.best, "nearest here": self.nearest,
-        }  # fmt: skip
-        return out + [["", what, *_cells(plan, case.devices)] for what, plan in found.items() if plan is not None]
-
-
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
@@ -158,35 +129,32 @@ def _percent(value: float | None) -> str:
 
 def _cells(found: PlanEstimate, devices: int) -> list[str]:
     speed = found.tokens_per_second / devices
-    return [_number(speed), _percent(found.mfu), byte_count(found.memory.fullest.total), describe(found.config)]
+    return [_number(speed), _percent(found.mfu), byte_count(found.memory.fullest.total), plan_words(found.config)]
 
 
-def describe(config: Config) -> str:
-    """A plan in a line."""
-    chunks = "".join(f", {name} {value}" for name, value in config.schedule.options.items())
-    again = config.train.activation_checkpoint
-    recomputed = f", {again.type} recomputation" if again.type != "none" else ""
-    return f"{describe_plan(config)}{chunks}{recomputed}"
+def run(case: Case, *, searches: bool) -> list[list[str]]:
+    """Rows of what was published, what is predicted for the published plan, also with full activation checkpointing
+    where it does not fit as it is, and the best plan that is found, or where none fits the nearest."""
+    hardware, hosts = FromDataSheet(case.device, network=case.network), max(1, case.devices // 8)
+    rows = [[case.name, "published", _number(case.speed), _percent(case.mfu), "", case.source]]
 
+    def add(what: str, plan: PlanEstimate | None) -> None:
+        if plan is not None:
+            rows.append(["", what, *_cells(plan, case.devices)])
 
-def run(case: Case, *, searches: bool) -> Row:
-    began = time.perf_counter()
-    hardware = FromDataSheet(case.device, network=case.network)
-    hosts = max(1, case.devices // 8)
-    published = recomputed = None
     if case.overrides is not None:
         estimator, config = Estimator(hardware, hosts=hosts), case.config(*case.overrides)
         assert world_size(config.parallel) == case.devices, case.name
-        published = estimator.estimate(config, case.overrides)
+        published = estimator.estimate(config)
+        add("that plan here", published)
         if published.memory.fullest.total > hardware.memory_bytes:
-            overrides = _full(*case.overrides)
-            recomputed = estimator.estimate(case.config(*overrides), overrides)
-    best = nearest = None
+            add("that plan, recomputed", estimator.estimate(case.config(*_full(*case.overrides))))
     if searches:
         config = case.config(*(case.overrides or ()))
         result = search(config, hardware, devices=case.devices, hosts=hosts, top=1)
-        best, nearest = next(iter(result.plans), None), result.nearest
-    return Row(case, published, recomputed, best, nearest, time.perf_counter() - began)
+        add("best here", next(iter(result.plans), None))
+        add("nearest here", result.nearest)
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -197,9 +165,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for case in CASES:
         if args.only.lower() not in f"{case.file} {case.name}".lower():
             continue
-        row = run(case, searches=not args.no_search)
-        header = ("case", "", "tokens/s/device", "MFU", "memory", f"plan, or source ({row.seconds:.0f} s)")
-        common.print_table("", header, row.lines())
+        header = ("case", "", "tokens/s/device", "MFU", "memory", "plan, or source")
+        common.print_table("", header, run(case, searches=not args.no_search))
 
 
 if __name__ == "__main__":

@@ -21,11 +21,6 @@ MEANINGS = {
 }
 
 
-def fullest_rank(plan: PlanMemory) -> str:
-    """``pipeline rank 0 of 4``, or ``each rank``."""
-    return f"pipeline rank {plan.fullest.rank} of {len(plan.ranks)}" if len(plan.ranks) > 1 else "each rank"
-
-
 def kind_table(rank: RankMemory) -> str:
     """One line for each kind that a rank holds, and the total."""
     rows = [(kind, byte_count(abs(size)), MEANINGS[kind]) for kind, size in rank.kinds.items() if size]

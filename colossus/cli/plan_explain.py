@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from colossus.arithmetic import aligned, byte_count, counted
 from colossus.chart import in_encoding, text_chart
-from colossus.cli.memory_table import fullest_rank, stage_table
+from colossus.cli.memory_table import stage_table
 from colossus.cli.plan_picture import memory_bars
 from colossus.cli.plan_table import Question, axis_rows, launch_lines, part_rows, plan_words
 from colossus.compare.printed_rows import seconds_text
@@ -27,7 +27,7 @@ def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, widt
     plan = plans[at]
     words = f"plan {at + 1} of {len(plans)}, {seconds_text(plan.seconds)} a step: "
     title = textwrap.fill(words + plan_words(plan.config), width, subsequent_indent="  ")
-    bars = in_encoding(text_chart(memory_bars(question, [plan], [fullest_rank(plan.memory)]), width), encoding)
+    bars = in_encoding(text_chart(memory_bars(question, [plan], [plan.memory.fullest_rank]), width), encoding)
     sections = [
         title,
         f"timeline    {timeline_title(plan)}\n{draw(in_milliseconds(plan), width)}",

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from colossus.arithmetic import counted, parse_bytes
 from colossus.config import ConfigError
-from colossus.hardware.data_sheets import NETWORK, SHEETS, FromDataSheet
+from colossus.hardware.data_sheets import WITH_LINKS
 from colossus.hardware.hardware import Hardware, Link
 from colossus.hardware.measured import Measured
 from colossus.hardware.named_hardware import named_hardware
@@ -47,29 +47,20 @@ def choose_hardware(given: str | None, network: Link | None, devices: int, dtype
     """
     try:
         if given is None:
-            return _of_this_machine(network, devices, dtype)
-        if given == "cpu":
-            return _measured_now(network, devices, dtype)
-        return named_hardware(given, network)
+            import torch
+
+            given = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+        return _measured_now(network, devices, dtype) if given == "cpu" else named_hardware(given, network)
     except ValueError as error:
         raise ConfigError(f"--hardware: {error}") from None
 
 
-def _of_this_machine(network: Link | None, devices: int, dtype: str) -> Hardware:
-    import torch
-
-    if torch.cuda.is_available():
-        return FromDataSheet(torch.cuda.get_device_name(0), network or NETWORK)
-    return _measured_now(network, devices, dtype)
-
-
 def _measured_now(network: Link | None, devices: int, dtype: str) -> Hardware:
     if devices > MOST_MEASURED:
-        sheets = ", ".join(key for key, sheet in SHEETS.items() if sheet.link is not None)
         raise ValueError(
             f"{counted(devices, 'rank')} at once are not measured on this machine's CPU ({MOST_MEASURED} at most); "
-            f"name a data sheet, --hardware h100 say (known: {sheets}), or a file of measured times that "
-            f"`colossus doctor --measure OUT.json` writes"
+            f"name a data sheet, --hardware h100 say (known: {', '.join(WITH_LINKS)}), or a file of measured times "
+            f"that `colossus doctor --measure OUT.json` writes"
         )
     from colossus.context.local_ranks import RanksFailed
     from colossus.doctor.measure import ON_CPU, measure_ranks

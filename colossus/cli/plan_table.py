@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colossus.arithmetic import aligned, byte_count, counted
-from colossus.cli.memory_table import fullest_rank, kind_table
+from colossus.cli.memory_table import kind_table
 from colossus.compare.printed_rows import seconds_text
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import describe_plan, name_of
@@ -54,7 +54,7 @@ def render_table(question: Question, result: SearchResult, width: int) -> str:
         head(question, result),
         plan_rows(question, result.plans, width),
         f"the best    {byte_count(best.memory.fullest.total)} of {byte_count(question.memory)} on "
-        f"{fullest_rank(best.memory)}\n{textwrap.indent(kind_table(best.memory.fullest), '  ')}",
+        f"{best.memory.fullest_rank}\n{textwrap.indent(kind_table(best.memory.fullest), '  ')}",
         part_rows(best),
     ]
     if best.axes:
@@ -86,7 +86,7 @@ def head(question: Question, result: SearchResult) -> str:
 def plan_words(config: Config) -> str:
     """A plan as `describe_plan` has it, with what else of it is chosen."""
     tensor, kind = config.parallel.tensor, config.train.activation_checkpoint
-    words = [describe_plan(config)]
+    words = [describe_plan(config), *(f"{name} {value}" for name, value in config.schedule.options.items())]
     if tensor.shape is not None:
         words.append(f"tensor shape {'x'.join(map(str, tensor.shape))}")
     if tensor.weights != "matmul":
@@ -156,14 +156,11 @@ def launch_lines(question: Question, plan: PlanEstimate, width: int) -> str:
 
 def nothing_fits(question: Question, result: SearchResult, width: int) -> ConfigError:
     """Says what is missing, by kind, of the plan that misses least."""
-    devices = f"{counted(question.devices, 'device')} of {byte_count(question.memory)}"
     nearest = result.nearest
     assert nearest is not None
-    missing = byte_count(nearest.memory.fullest.total - question.memory)
     words = textwrap.fill(plan_words(nearest.config), width, initial_indent="    ", subsequent_indent="    ")
     return ConfigError(
-        f"no plan of {devices} fits ({result.tried:,} tried). The nearest needs "
-        f"{byte_count(nearest.memory.fullest.total)} on {fullest_rank(nearest.memory)}, {missing} more than there is:\n"
+        f"{result.nothing_fits(question.devices, question.memory)}:\n"
         f"{words}\n{textwrap.indent(kind_table(nearest.memory.fullest), '    ')}\n"
         f"  take more --devices, more --memory, a smaller batch or a smaller model",
         question.config.source,

@@ -6,8 +6,6 @@ import argparse
 import importlib
 import itertools
 import shutil
-from collections.abc import Sequence
-from functools import partial
 
 from colossus.arithmetic import aligned, counted
 from colossus.cli.parser import OVERRIDES, Parser, load, size_argument
@@ -35,7 +33,7 @@ def make_parser() -> Parser:
         "how fast that brings replicas together. With --strategy, what is sent for each table (sparse=True) and for\n"
         "the other parameters. With --layers, which modules of the model are split how, and what that saves.\n"
         "With --lr, the learning rate of each step, and the batch where it grows. With --memory, how much memory each\n"
-        "pipeline rank needs, by kind, and with --limit what makes a plan fit that does not.",
+        "pipeline rank needs, by kind, and with --limit whether that fits a device.",
         OVERRIDES + "\nexamples:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
         "parallel.tensor.depth=2 --nproc 4096\n"
         "  colossus show config.py --timeline parallel.pipeline=4 schedule.type=zb-h1 schedule.microbatches=8\n"
@@ -67,7 +65,7 @@ def make_parser() -> Parser:
         "--limit",
         type=size_argument,
         metavar="SIZE",
-        help="with --memory: that of a device, 80GB say; what makes it fit",
+        help="with --memory: that of a device, 80GB say; does the plan fit?",
     )
     parser.add_argument("--json", action="store_true", help="with --memory: print it as JSON, in bytes")
     return parser
@@ -92,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(layers.render_layers(config))
     elif arguments.memory:
         memory = importlib.import_module("colossus.cli.show_memory")
-        print(memory.render_memory(config, partial(_with, arguments), arguments.limit, as_json=arguments.json))
+        print(memory.render_memory(config, arguments.limit, as_json=arguments.json))
     elif arguments.lr is not None:
         rates = importlib.import_module("colossus.cli.show_lr")
         print(rates.render_learning_rates(config, shutil.get_terminal_size((100, 24)).columns, arguments.lr))
@@ -101,11 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(render_timeline(config, shutil.get_terminal_size((100, 24)).columns, arguments.timeline))
     return 0
-
-
-def _with(arguments: argparse.Namespace, overrides: Sequence[str]) -> Config:
-    """The config of the command line with more overrides."""
-    return load(argparse.Namespace(**{**vars(arguments), "overrides": [*arguments.overrides, *overrides]}))
 
 
 def render(config: Config, every_rank: bool = False) -> str:

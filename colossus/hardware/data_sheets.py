@@ -69,6 +69,8 @@ SHEETS: dict[str, DataSheet] = {
     "MI300X": DataSheet(1307.4, 1307.4, None, 163.4, 163.4, 192e9, 5.3e12, 448e9),
     "MI325X": DataSheet(1307.4, 1307.4, None, 163.4, 163.4),
 }
+#: those that plans can be made for
+WITH_LINKS = [name for name, sheet in SHEETS.items() if sheet.link is not None]
 _NO_NAME = re.compile(r"NVIDIA|TESLA|GEFORCE|AMD|INSTINCT|HBM3|SXM[456]|OAM|AC|\d+GB")
 
 
@@ -128,11 +130,11 @@ class FromDataSheet(Hardware):
     def __init__(self, device: str, network: Link = NETWORK) -> None:
         name = {"V100": "V100 SXM2"}.get(short_name(device), short_name(device))
         sheet = SHEETS.get(name)
-        known = [key for key, item in SHEETS.items() if item.link is not None]
-        if sheet is None or name not in known:
-            close = nearest(name, known)
+        if sheet is None or name not in WITH_LINKS:
+            close = nearest(name, WITH_LINKS)
             hint = f"; did you mean {close}?" if close else ""
-            raise ValueError(f"nothing is known of memory and links of {device!r}; known: {', '.join(known)}{hint}")
+            known = ", ".join(WITH_LINKS)
+            raise ValueError(f"nothing is known of memory and links of {device!r}; known: {known}{hint}")
         assert sheet.memory is not None
         assert sheet.memory_bandwidth is not None
         assert sheet.link is not None

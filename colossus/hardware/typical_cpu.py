@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colossus.hardware.hardware import Hardware, Link, bytes_sent, steps
+from colossus.hardware.hardware import Hardware, Link, bytes_sent, ranks_at_once, steps
 
 #: FLOP/s of large products and of attention on one core, in fp32
 PRODUCTS, ATTENTION = 50e9, 25e9
@@ -29,7 +29,7 @@ class TypicalCPU(Hardware):
     name, operator_seconds, network = "a typical CPU (round numbers)", OPERATOR, NETWORK
 
     def __init__(self, cores: int, threads: int, memory: float) -> None:
-        self.at_once, self.memory_bytes, self._threads = max(1, cores // threads), memory, threads
+        self.at_once, self.memory_bytes, self._threads = ranks_at_once(cores, threads), memory, threads
 
     def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
         return PRODUCT + 2.0 * m * n * k * _slower(dtype) / (PRODUCTS * self._threads)

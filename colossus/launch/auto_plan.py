@@ -81,7 +81,12 @@ def _choose(config: Config, nproc: int | None, hosts: int | None) -> tuple[PlanE
     if found.stopped:
         raise KeyboardInterrupt
     if not found.plans:
-        raise _nothing_fits(found, nproc, memory)
+        least, lacking = found.nearest, found.nothing_fits(nproc, memory)
+        assert least is not None
+        raise ConfigError(
+            f"parallel.auto: {lacking}:\n  {' '.join(least.overrides)}\n"
+            f"  more processes, a smaller batch or a smaller model need less on each"
+        )
     best = found.plans[0]
     told = [
         f"plan        {describe_plan(best.config)}: the best of {found.tried:,} for {counted(nproc, 'process', 'es')}",
@@ -134,17 +139,3 @@ def _with_stated_split(config: Config, hosts: int | None) -> tuple[Config, Seque
     except ValueError as error:
         raise ConfigError(f"parallel.pipeline.split = 'time': {error}", config.source) from error
     return stated
-
-
-def _nothing_fits(found: SearchResult, nproc: int, memory: float) -> ConfigError:
-    devices, nearest = f"{counted(nproc, 'device')} of {byte_count(memory)}", found.nearest
-    if nearest is None:
-        return ConfigError(f"parallel.auto: no plan of {devices} fits this model, this batch and what is kept")
-    fullest = nearest.memory.fullest
-    most = max(fullest.kinds, key=lambda kind: fullest.kinds[kind])
-    return ConfigError(
-        f"parallel.auto: no plan of {devices} fits ({found.tried:,} tried). The nearest needs "
-        f"{byte_count(fullest.total)} on its fullest rank, {byte_count(fullest.kinds[most])} of it {most}; "
-        f"{byte_count(fullest.total - memory)} are missing:\n  {' '.join(nearest.overrides)}\n"
-        f"  more processes, a smaller batch or a smaller model need less on each"
-    )

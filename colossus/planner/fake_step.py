@@ -19,7 +19,7 @@ import colossus
 from colossus.comm.accounting import Counter, Tally, count
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of
-from colossus.context.grid import RankGrid, build_grid
+from colossus.context.grid import build_grid
 from colossus.data.batch import batch_size_of, map_batch, slice_batch
 from colossus.engine.engine import Engine
 from colossus.planner.engine_bytes import EngineBytes
@@ -56,16 +56,8 @@ class RankStep:
 def ranks_of_pipeline(config: Config, pipeline_ranks: Sequence[int] | None = None) -> list[int]:
     """The first rank of the world at each of these places along the pipeline (None: at all)."""
     grid = build_grid(config.parallel)
-    size = grid.size("pipeline")
-    ranks = _first_ranks(grid)
-    return [ranks[at] for at in (range(size) if pipeline_ranks is None else pipeline_ranks)]
-
-
-def _first_ranks(grid: RankGrid) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for rank in range(grid.world_size):
-        found.setdefault(grid.index(rank, "pipeline"), rank)
-    return found
+    first = {grid.index(rank, "pipeline"): rank for rank in reversed(range(grid.world_size))}
+    return [first[at] for at in (range(len(first)) if pipeline_ranks is None else pipeline_ranks)]
 
 
 def fake_steps(config: Config, ranks: Sequence[int] | None = None) -> list[RankStep]:

@@ -80,3 +80,8 @@ class PlanMemory:
     @cached_property
     def fullest(self) -> RankMemory:
         return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def fullest_rank(self) -> str:
+        """``pipeline rank 0 of 4``, or ``each rank``."""
+        return f"pipeline rank {self.fullest.rank} of {len(self.ranks)}" if len(self.ranks) > 1 else "each rank"

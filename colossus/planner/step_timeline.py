@@ -178,21 +178,18 @@ def _trace(block: BlockProfile, kind: str) -> Trace:
     return block.backward
 
 
-def play_step(
-    ranks: Sequence[RankTimeline], transfer: float, *, blocking: bool = False
-) -> tuple[list[list[Span]], list[float]]:
+def play_step(ranks: Sequence[RankTimeline], transfer: float) -> tuple[list[list[Span]], list[float]]:
     """The spans of all ranks, and when each has all its gradients.
 
     Args:
         transfer: seconds of a message from stage to stage.
-        blocking: see `colossus.schedule.simulate.play`.
     """
     rank_of = ranks[0].stages.rank_of
 
     def duration(action: Action) -> float:
         return ranks[rank_of[action.stage]].seconds(action) if action.kind in COMPUTE else 0.0
 
-    spans = play([list(rank.stages.actions) for rank in ranks], duration, transfer=transfer, blocking=blocking)
+    spans = play([list(rank.stages.actions) for rank in ranks], duration, transfer=transfer)
     ends = []
     for rank, own in zip(ranks, spans, strict=True):
         behind = [

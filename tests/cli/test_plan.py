@@ -289,13 +289,6 @@ for words in {[words for words, _ in REFUSED]!r}:
         assert told in err
 
 
-def test_a_file_that_is_none_of_measured_times(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "old.json"
-    path.write_text('{"version": 0}')
-    assert main(["plan", config, "--hardware", str(path)]) == 2
-    assert f"{path} is of version 0, this colossus reads" in capsys.readouterr().err
-
-
 def test_this_machine_is_its_gpu_by_the_data_sheet_or_else_its_cpu_measured(
     config: str, searched: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

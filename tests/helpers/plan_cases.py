@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from helpers.training import SIZES, batch_of, config_of
+from helpers.layouts import Samples
+from helpers.training import SIZES, config_of
 from torch import Tensor, nn
 
 #: so large that buffers of a few hundred bytes do not count
@@ -94,18 +95,10 @@ FOUR: dict[str, Case] = {
 }
 
 
-class Samples(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Any:
-        return {key: value[0] for key, value in batch_of(index, MODEL, 1).items()}
-
-
 def config_of_case(case: Case) -> dict[str, Any]:
     plan, more = case
     model, train = more.get("model", {}), dict(more.get("train", {}))
     rest = {key: value for key, value in more.items() if key not in ("model", "train")}
     precision = train.pop("precision", "fp32")
     made = config_of(plan, 4, precision, model={"type": "GPT", **MODEL, **model}, train=train, **rest)
-    return {**made, "data": Samples()}
+    return {**made, "data": Samples(MODEL)}

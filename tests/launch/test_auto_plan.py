@@ -117,7 +117,11 @@ def test_colossus_plan_asks_the_same(search: FakeSearch, tmp_path: Path) -> None
     ("parallel", "arguments", "message"),
     [
         ("auto", [], "for how many processes is the plan? give --nproc"),
-        (dict(auto=dict(memory="1000 B")), ["--nproc", "2"], "24 B are missing:\n  parallel.data=2"),
+        (
+            dict(auto=dict(memory="1000 B")),
+            ["--nproc", "2"],
+            "24 B more than there is; 1.00 KB of it are activations:\n  parallel.data=2",
+        ),
         (dict(auto=dict(memory="much")), ["--nproc", "2"], "parallel.auto.memory: 'much' is no size of memory"),
         (dict(auto=dict(hardware="h10")), ["--nproc", "2"], "did you mean H100?"),
         (dict(auto=dict(hardware="none.json")), ["--nproc", "2"], "cannot be read as a file of measured times"),

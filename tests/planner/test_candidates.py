@@ -169,23 +169,14 @@ def test_what_is_kept_stays() -> None:
     keep = dict(
         pipeline=2, tensor=dict(mode="2d"), schedule=dict(type="zb-h1"), train=dict(activation_checkpoint="full")
     )
-    found = every(config, 8, keep=keep)
-    every_key = {key_of(plan.config) for plan in every(config, 8)}
-    assert found
-    for plan in found:
-        parallel = plan.config.parallel
-        assert (parallel.pipeline.size, parallel.tensor.mode, plan.config.schedule.type) == (2, "2d", "zb-h1")
-        assert plan.config.train.activation_checkpoint.type == "full"
-    expected = {
-        key
-        for plan in every(config, 8)
-        if (key := key_of(plan.config))
-        and plan.config.parallel.pipeline.size == 2
-        and plan.config.parallel.tensor.mode == "2d"
-        and plan.config.schedule.type == "zb-h1"
-        and plan.config.train.activation_checkpoint.type == "full"
-    }
-    assert {key_of(plan.config) for plan in found} == expected <= every_key
+
+    def is_kept(plan: Config) -> bool:
+        parallel, again = plan.parallel, plan.train.activation_checkpoint.type
+        return (parallel.pipeline.size, parallel.tensor.mode, plan.schedule.type, again) == (2, "2d", "zb-h1", "full")
+
+    expected = {key_of(plan.config) for plan in every(config, 8) if is_kept(plan.config)}
+    assert expected
+    assert {key_of(plan.config) for plan in every(config, 8, keep=keep)} == expected
 
 
 def test_a_wrong_keep_is_told_in_words() -> None:
