@@ -162,7 +162,7 @@ def nothing_fits(question: Question, result: SearchResult, width: int) -> Config
     missing = byte_count(nearest.memory.fullest.total - question.memory)
     words = textwrap.fill(plan_words(nearest.config), width, initial_indent="    ", subsequent_indent="    ")
     return ConfigError(
-        f"no plan of {devices} fits ({result.tried:,} tried). The nearest needs "
+        f"no plan of {devices} fits. The nearest needs "
         f"{byte_count(nearest.memory.fullest.total)} on {fullest_rank(nearest.memory)}, {missing} more than there is:\n"
         f"{words}\n{textwrap.indent(kind_table(nearest.memory.fullest), '    ')}\n"
         f"  take more --devices, more --memory, a smaller batch or a smaller model",

@@ -145,7 +145,7 @@ def _nothing_fits(found: SearchResult, nproc: int, memory: float) -> ConfigError
     fullest = nearest.memory.fullest
     most = max(fullest.kinds, key=lambda kind: fullest.kinds[kind])
     return ConfigError(
-        f"parallel.auto: no plan of {devices} fits ({found.tried:,} tried). The nearest needs "
+        f"parallel.auto: no plan of {devices} fits. The nearest needs "
         f"{byte_count(fullest.total)} on its fullest rank, {byte_count(fullest.kinds[most])} of it {most}; "
         f"{byte_count(fullest.total - memory)} are missing:\n  {' '.join(nearest.overrides)}\n"
         f"  more processes, a smaller batch or a smaller model need less on each"
