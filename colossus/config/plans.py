@@ -120,8 +120,8 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     """
     if config.parallel.auto is not None:
         raise ConfigError(
-            "parallel.auto: no plan is chosen here, as `colossus launch` and `colossus show` do; give one of those that "
-            "`colossus plan` prints (parallel.auto=None parallel.data=.. ..)"
+            "parallel.auto: no plan is chosen here, as `colossus launch` and `colossus show` do; give one of those "
+            "that `colossus plan` prints (parallel.auto=None parallel.data=.. ..)"
         )
     if nproc is not None and nproc < 1:
         raise ConfigError(f"nproc = {nproc}: the number of processes must be at least 1")
