@@ -8,6 +8,7 @@ import json
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from colossus.cli.plan_picture import save_plan, save_plans
 from colossus.cli.plan_table import Question, nothing_fits, render_table
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.overrides import apply_overrides
-from colossus.config.plans import world_size
+from colossus.config.plans import resolve_sizes, world_size
 from colossus.hardware.named_hardware import default_hosts
 from colossus.launch.auto_plan import left_open
 from colossus.launch.checks import check_given
@@ -123,10 +124,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json == "-":
         print(json.dumps(found, indent=1))
     elif arguments.json:
-        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+        _write("json", lambda: Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n"))
     if arguments.plot:
-        _save(question, result, explained, Path(arguments.plot))
+        _write("plot", lambda: _save(question, result, explained, Path(arguments.plot)))
     return code
+
+
+def _write(option: str, write: Callable[[], object]) -> None:
+    """Write the file that an option names."""
+    try:
+        write()
+    except OSError as error:
+        raise ConfigError(f"--{option}: {error}") from error
 
 
 def _save(question: Question, result: SearchResult, explained: int | None, path: Path) -> None:
@@ -162,10 +171,11 @@ def _asked(arguments: argparse.Namespace) -> Question:
     def leave_open(config: Config) -> Config:
         """Of a file with parallel.auto, what that says counts where the command line says nothing."""
         auto, (opened, given) = config.parallel.auto, left_open(config)
+        if auto is None:
+            return opened if arguments.devices is None else _fitting(opened)
         kept.update(given)
-        if auto is not None:
-            arguments.hardware = arguments.hardware or auto.hardware
-            arguments.memory = arguments.memory or (auto.memory and parse_bytes(auto.memory))
+        arguments.hardware = arguments.hardware or auto.hardware
+        arguments.memory = arguments.memory or (auto.memory and parse_bytes(auto.memory))
         return opened
 
     config = load_config(arguments.file, arguments.overrides, choose=leave_open)
@@ -183,6 +193,16 @@ def _asked(arguments: argparse.Namespace) -> Question:
     hardware = choose_hardware(arguments.hardware, arguments.network, devices, config.train.precision.compute)
     hosts, memory = arguments.hosts or default_hosts(hardware, devices), arguments.memory or hardware.memory_bytes
     return Question(arguments.file, tuple(arguments.overrides), config, hardware, devices, hosts, memory, keep)
+
+
+def _fitting(config: Config) -> Config:
+    """A config whose own plan, which counts for nothing, fits neither the model nor the batch, without that plan."""
+    try:
+        return resolve_sizes(config)
+    except ConfigError:
+        own = config.parallel
+        parallel = type(own)(strategy=own.strategy, rank_order=own.rank_order)
+        return config.model_copy(update={"parallel": parallel, "schedule": type(config.schedule)()})
 
 
 def _searched(question: Question, arguments: argparse.Namespace) -> tuple[SearchResult, int]:

@@ -20,6 +20,8 @@ from colossus.schedule.simulate import Simulation, Span
 
 #: hosts of the table, and parts in which two plans differ, that are printed
 _MOST_HOSTS, _MOST_PARTS = 16, 4
+#: share of a step from which a difference is told
+_LEAST = 1e-4
 
 
 def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, width: int, encoding: str) -> str:
@@ -104,8 +106,12 @@ def _beats(question: Question, plan: PlanEstimate, following: PlanEstimate, plac
     parts = dict.fromkeys([*plan.parts, *following.parts])
     changes = {part: plan.parts.get(part, 0.0) - following.parts.get(part, 0.0) for part in parts}
     largest = sorted(parts, key=lambda part: -abs(changes[part]))[:_MOST_PARTS]
-    told = [f"{part} {'-' if changes[part] < 0 else '+'}{seconds_text(abs(changes[part]))}" for part in largest]
+    told = [
+        f"{part} {'-' if changes[part] < 0 else '+'}{seconds_text(abs(changes[part]))}"
+        for part in largest
+        if abs(changes[part]) > _LEAST * plan.seconds
+    ]
     return (
         f"{seconds_text(saved)} ({100 * saved / following.seconds:.1f} %) less a step than plan {place}, "
-        f"{plan_words(following.config)}: {', '.join(told)}"
+        f"{plan_words(following.config)}{': ' * bool(told)}{', '.join(told)}"
     )

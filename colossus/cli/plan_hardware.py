@@ -68,7 +68,7 @@ def _measured_now(network: Link | None, devices: int, dtype: str) -> Hardware:
     print(f"measuring {counted(devices, 'rank')} of this machine's CPU for some seconds ..", file=sys.stderr)
     sizes = replace(
         ON_CPU,
-        dtypes=tuple(sorted({"fp32", dtype} & {"fp32", "bf16"})),
+        dtypes=tuple(sorted({"fp32", dtype})),
         matmul=(32, 128, 512),
         lengths=(128, 512),
         messages=ON_CPU.messages[1:-1:2],

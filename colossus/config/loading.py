@@ -36,7 +36,8 @@ def load_config(
         config: path of a Python file whose top-level names are the sections, or a mapping of sections.
         overrides: ``section.key=value`` strings; they win over the file.
         nproc: number of processes of the whole run; None takes the product of the sizes.
-        choose: gives a plan to a config that leaves it open (``parallel.auto``); None refuses that.
+        choose: gives a plan to a config, that of ``parallel.auto`` say, before its sizes are checked; None refuses a
+            plan that is left open.
 
     Returns:
         The config, with ``parallel.data`` a number and ``name`` set.
@@ -52,7 +53,7 @@ def load_config(
             loaded = loaded.model_copy(update={"name": Path(source).stem if source else "run"})
         loaded = resolve_model(loaded)
         check_names(loaded)
-        if loaded.parallel.auto is not None and choose is not None:
+        if choose is not None:
             loaded = choose(loaded)
         loaded = resolve_sizes(loaded, nproc)
     except ConfigError as error:

@@ -120,7 +120,7 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     """
     if config.parallel.auto is not None:
         raise ConfigError(
-            "parallel.auto: `colossus launch` and `colossus show` choose a plan, nothing else does; give one of those "
+            "parallel.auto: no plan is chosen here, as `colossus launch` and `colossus show` do; give one of those "
             "that `colossus plan` prints (parallel.auto=None parallel.data=.. ..)"
         )
     if nproc is not None and nproc < 1:

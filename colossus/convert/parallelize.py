@@ -74,6 +74,8 @@ def parallelize(
         model = factory()
         return _converted(model, rules or {}, example, blocks) if isinstance(model, nn.Module) else model
 
+    name = getattr(factory, "__name__", type(factory).__name__)
+    make.__name__ = make.__qualname__ = name  # as which a config's model is shown
     return make
 
 

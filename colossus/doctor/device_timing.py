@@ -20,7 +20,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.doctor.timing_sizes import Case, Sizes
 from colossus.layers.block import TransformerBlock
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 #: a case's calls run this long, unless one call takes longer
 CASE_SECONDS = 0.02
 #: of the operands of one case: so many products of small matrices do fit into a cache, as a small model does

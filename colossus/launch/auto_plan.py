@@ -49,6 +49,8 @@ def load_planned(path: str, overrides: Sequence[str], nproc: int | None = None, 
     words, told = list(overrides), list[str]()
 
     def choose(config: Config) -> Config:
+        if config.parallel.auto is None:
+            return config
         best, lines = _choose(config, nproc, hosts)
         words.extend(["parallel.auto=None", *best.overrides])
         told.extend(lines)

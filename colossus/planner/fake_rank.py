@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,12 +25,15 @@ from colossus.tensor_parallel.dtypes import set_gradient_dtype
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
     """Inside, this process is one rank of a world whose groups are torch's fake ones.
 
+    Each group that torch initializes prints the rank before every line of a traceback, until the process ends; what is
+    raised behind this has no rank.
+
     Raises:
         ValueError: in a process that has joined others.
     """
     if dist.is_initialized():
         raise ValueError("torch.distributed is initialized here: predict what a plan costs in a process of its own")
-    shared = shared_memory.enable(False)
+    shared, excepthook = shared_memory.enable(False), sys.excepthook
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -37,6 +41,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        sys.excepthook = excepthook
         shared_memory.enable(shared)
 
 

@@ -244,11 +244,28 @@ def test_where_nothing_fits_the_nearest_is_told(
     searched["result"] = SearchResult([], 99, estimates(config)[1], 0.1)
     assert main(line(config, "--memory", "60GB")) == 2
     err = capsys.readouterr().err
-    assert (
-        "no plan of 16 devices of 60.0 GB fits (99 tried). The nearest needs 67.0 GB on each rank, 7.00 GB more" in err
-    )
+    assert "no plan of 16 devices of 60.0 GB fits. The nearest needs 67.0 GB on each rank, 7.00 GB more" in err
     assert "data 2 x tensor 8 (1d)" in err
     assert ["activations", "25.0", "GB"] in [row.split()[:3] for row in err.splitlines()]
+
+
+def test_files_that_cannot_be_written(
+    config: str, searched: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.png").mkdir()
+    for option in ("--json", "--plot"):
+        assert main(line(config, option, str(tmp_path / "a.png"))) == 2
+        assert f"colossus: {option}: [Errno 21] Is a directory" in capsys.readouterr().err
+
+
+def test_the_plan_of_the_file_counts_for_nothing(
+    config: str, searched: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["parallel.data=2", "schedule.microbatches=2", "train.global_batch_size=7"]
+    assert main(line(config, *own)) == 0
+    assert "batch       7 sequences" in capsys.readouterr().out
+    assert main(["plan", config, "--hardware", "h100", *own]) == 2
+    assert "train.global_batch_size = 7 is not a multiple of data 2 x microbatches 2" in capsys.readouterr().err
 
 
 #: words of a command line, and what of its error is told

@@ -128,6 +128,10 @@ def test_outside_of_a_build() -> None:
         colossus.parallelize(Words)()
 
 
+def test_a_config_shows_the_name_of_what_is_parallelized() -> None:
+    assert colossus.parallelize(Words).__qualname__ == "Words"
+
+
 class Normed(nn.Module):
     """A linear whose weight is computed, before one that could be the row of its pair."""
 

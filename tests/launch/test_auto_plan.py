@@ -143,7 +143,7 @@ def test_errors_come_before_a_process_is_started(
 
 
 def test_other_uses_of_a_config_want_a_plan() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.auto: `colossus launch` and `colossus show` choose a plan"):
+    with pytest.raises(ConfigError, match=r"parallel\.auto: no plan is chosen here"):
         load_config(dict(parallel="auto"))
 
 
