@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from helpers.faults import leftovers, nothing_runs_on
-from helpers.launching import LAUNCH, children, finish, has_rows, rows_of, start, wait_for
+from helpers.launching import LAUNCH, children, finish, has_rows, is_running, rows_of, start, wait_for
 
 from colossus.config import load_config
-from colossus.launch import command, failures, restarts, run_folder
+from colossus.launch import agent, command, failures, restarts, run_folder
 from colossus.launch.failures import FailureRecord
 from colossus.launch.outcome import Outcome, RankExit
 from colossus.launch.restarts import Restarts
@@ -131,16 +131,40 @@ def test_a_stop_is_no_failure(tmp_path: Path, target: str, signum: int) -> None:
     assert not (tmp_path / "run" / restarts.ROWS).exists()
 
 
-def test_a_stop_between_two_attempts_ends_the_run(tmp_path: Path) -> None:
-    """It is sent as soon as the launcher says that it will start the ranks again."""
-    process = start([*COMMAND, "launch.restarts=3"], tmp_path, TROUBLE="kill", AT="6")
-    wait_for(lambda: process.poll() is not None or (tmp_path / "met-0").exists(), process.pid)
-    first = set(children(process.pid))
-    wait_for(lambda: process.poll() is not None or bool(set(children(process.pid)) - first), process.pid)
+def test_a_stop_after_a_restart_is_one_too(tmp_path: Path) -> None:
+    keys = ["launch.restarts=3", "train.steps=100000"]
+    process = start([*COMMAND, *keys], tmp_path, TROUBLE="kill", AT="6", STEP_SECONDS="0.02")
+    wait_for(lambda: has_rows(process, tmp_path / "run", 8), process.pid)
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
-    assert (code, "restart 1 of 3" in err) == (130, True), out + err
-    assert "stopped by SIGINT after step" in out
+    assert (code, err.count("run failed"), "restart 1 of 3" in err) == (130, 1, True), out + err
+    last = rows_of(tmp_path / "run")[-1]["step"]
+    assert f"stopped by SIGINT after step {last}; " in out
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last:08d}").is_dir()
+
+
+def test_servers_are_started_again_with_their_workers(tmp_path: Path) -> None:
+    words = ["launch.restarts=1", "checkpoint.every=2", "train.steps=100000", "train.eval_every=0"]
+    command_line = [*LAUNCH[:-1], str(CONFIG.with_name("served.py")), "--run-dir", "run", *words]
+    process = start(command_line, tmp_path, STEP_SECONDS="0.01")
+    wait_for(lambda: has_rows(process, tmp_path / "run", 3), process.pid)
+    first = servers_of(process.pid)
+    os.kill(first[0], signal.SIGKILL)
+    wait_for(lambda: process.poll() is not None or (tmp_path / "run" / restarts.ROWS).exists(), process.pid)
+    second = servers_of(process.pid)
+    assert (len(first), len(second), set(first) & set(second)) == (2, 2, set())
+    (row,) = restarts_of(tmp_path)
+    wait_for(lambda: has_rows(process, tmp_path / "run", row["from_step"] + 2), process.pid)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert (code, err.count("run failed: server ")) == (143, 1), out + err
+    assert f"process {first[0]}) was killed by SIGKILL" in row["cause"]
+    wait_for(lambda: not any(map(is_running, [*first, *second])), *second)
+
+
+def servers_of(launcher: int) -> list[int]:
+    """By the files that they print to."""
+    return [pid for pid in children(launcher) if os.readlink(f"/proc/{pid}/fd/1").endswith(".log")]
 
 
 # -- the decision ---------------------------------------------------------------------------------------------
@@ -163,7 +187,7 @@ def follows(decider: Restarts, folder: Path, failure: FailureRecord | None, code
     failures.clear(folder)
     if failure is not None:
         failures.write(folder, failure)
-    outcome = Outcome({0: RankExit(code), 1: RankExit(0)}, **{"folder": folder, **more})
+    outcome = Outcome({0: RankExit(code), 1: RankExit(0)}, folder=folder, **more)
     return decider.follow(outcome, 1)
 
 
@@ -178,7 +202,6 @@ def follows(decider: Restarts, folder: Path, failure: FailureRecord | None, code
         (record(), {"late_signum": signal.SIGINT}, False),
         (record(), {"signum": signal.SIGTERM}, False),
         (None, {"code": 143}, False),  # a stop of a rank, whose save may have failed
-        (record(), {"folder": None}, False),
     ],
 )
 def test_after_which_failures_ranks_are_started_again(
@@ -228,14 +251,15 @@ def test_torchrun_has_restarts_of_its_own(capsys: pytest.CaptureFixture[str], mo
     assert "launch.restarts does nothing under torchrun and srun" in capsys.readouterr().err
 
 
-def test_stop_signals_do_afterwards_what_they_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from colossus.launch import agent
-
+def test_a_stop_while_an_attempt_is_ended_is_not_forgotten() -> None:
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     outcome = Outcome()
     with agent.kept_signals():
         agent._note_stop_signals(outcome)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert outcome.late_signum == signal.SIGINT
+        assert outcome.late_signum == signal.SIGINT
+        make = partial(pytest.fail, "the next attempt began")
+        stopped = agent.run_workers([], load_config(CONFIG), make, local_ranks=2, before=outcome)
+    assert (stopped.signum, stopped.exits) == (signal.SIGINT, {})
     assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} == before
