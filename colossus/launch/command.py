@@ -69,7 +69,7 @@ def run(
         total = nproc * nnodes if nproc is not None else None
         config, overrides, told = load_planned(config_path, overrides, total, hosts=nnodes)
         check_given(config)
-        if nnodes > 1 and config.launch.restarts is not None and config.launch.restarts.max:
+        if nnodes > 1 and _restarts(config):
             raise ConfigError(
                 f"launch.restarts: with --nnodes {nnodes} ranks are not started again; leave it out, and give the "
                 "command once more with --resume after a failure"
@@ -153,12 +153,16 @@ def _join(
         return USAGE
     if told and joined["RANK"] == "0":
         print("\n".join(told), flush=True)
-    if config.launch.restarts is not None and joined["RANK"] == "0":
+    if _restarts(config) and joined["RANK"] == "0":
         said = "launch.restarts does nothing under torchrun and srun, which have restarts of their own"
         print(f"colossus: {said} (with checkpoint.resume=auto they go on)", file=sys.stderr)
     os.environ.update(joined)
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
     return run_worker(config_path, overrides, run_dir=run_dir, resume=resume)
+
+
+def _restarts(config: Config) -> bool:
+    return config.launch.restarts is not None and config.launch.restarts.max > 0
 
 
 def _prepare_environment(local_ranks: int, nnodes: int) -> None:

@@ -75,7 +75,7 @@ CAUSES = {
 def test_a_run_whose_rank_fails_ends_as_one_that_was_never_disturbed(
     tmp_path: Path, undisturbed: Path, trouble: str
 ) -> None:
-    folder, limit = tmp_path / "here", "2.0" if trouble == "hang" else "20.0"
+    folder, limit = tmp_path / "here", "4.0" if trouble == "hang" else "20.0"
     keys = [f"comm.timeout_seconds={limit}", "launch.restarts=3", "checkpoint.grace_seconds=1.5"]
     code, out, err = run(folder, *keys, TROUBLE=trouble, AT="6")
     assert code == 0, out + err
@@ -150,7 +150,8 @@ def test_servers_are_started_again_with_their_workers(tmp_path: Path) -> None:
     wait_for(lambda: has_rows(process, tmp_path / "run", 3), process.pid)
     first = servers_of(process.pid)
     os.kill(first[0], signal.SIGKILL)
-    wait_for(lambda: process.poll() is not None or (tmp_path / "run" / restarts.ROWS).exists(), process.pid)
+    rows = tmp_path / "run" / restarts.ROWS
+    wait_for(lambda: process.poll() is not None or (rows.exists() and rows.stat().st_size > 0), process.pid)
     second = servers_of(process.pid)
     assert (len(first), len(second), set(first) & set(second)) == (2, 2, set())
     (row,) = restarts_of(tmp_path)

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ def _meet_trouble() -> None:
 
 
 class _Trouble(Hook):
-    def on_step_start(self, engine: object) -> None:
+    def on_step_start(self, engine: Any) -> None:
         if os.environ.get("AT") == str(engine.completed_steps + 1):
             _meet_trouble()
 
