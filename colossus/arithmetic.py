@@ -81,6 +81,18 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * unit)
 
 
+def parse_seconds(value: str | float) -> float:
+    """Seconds, as a number, or as text with a unit: ``90s``, ``30m``, ``1h``, ``2d``.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", str(value))
+    if found is None or isinstance(value, bool) or not float(found[1]):
+        raise ValueError(f"{value!r} is no time; write 90s, 30m, 1h, 2d or a number of seconds")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+
+
 def clock(seconds: float) -> str:
     """``1:15`` of 75 seconds, ``1:02:05`` of more than an hour."""
     minutes, seconds = divmod(round(seconds), 60)

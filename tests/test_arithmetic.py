@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossus.arithmetic import either, nearest_multiples, nearest_powers, not_a_multiple, round_up
+from colossus.arithmetic import either, nearest_multiples, nearest_powers, not_a_multiple, parse_seconds, round_up
 
 
 @given(st.integers(0, 10_000), st.integers(1, 300))
@@ -32,3 +32,14 @@ def test_wording(value: int, near: str) -> None:
     assert either(nearest_multiples(value, 4)) == near
     words = not_a_multiple("seq_len", value, "size = 4", 4)
     assert words == f"seq_len = {value} is not a multiple of size = 4; nearest: {near}"
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("1.5h", 5400), ("30 m", 1800), ("2d", 172_800), (40, 40)])
+def test_times(text: str | float, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "0", "-1s", "1y", "nan", True])
+def test_what_is_no_time(text: str | float) -> None:
+    with pytest.raises(ValueError, match="is no time; write 90s, 30m, 1h"):
+        parse_seconds(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, positive_integer
+from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, number_argument, positive_integer
 
 
 def make_parser() -> Parser:
@@ -30,6 +30,12 @@ def make_parser() -> Parser:
         action="store_true",
         help="go on with the latest checkpoint of --run-dir, of checkpoint.dir, or of the newest run of this name "
         "(the config's, or the file's; whatever else is in the config), in its run folder; the plan may be another",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=number_argument("a whole number", lambda value: value >= 0, int),
+        metavar="N",
+        help="start the ranks again after a failure, from the newest checkpoint, at most N times (launch.restarts.max)",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
     return parser

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from colossus.arithmetic import parse_bytes
+from colossus.arithmetic import parse_bytes, parse_seconds
 from colossus.config.optimizer_section import Optimizer
 from colossus.config.section import (
     FROM_LIST,
@@ -246,6 +246,25 @@ class Comm(Section):
     bucket_mb: Positive = 25.0
 
 
+class RestartsSection(ShortSection):
+    """A bare number is ``max``."""
+
+    #: restarts after which the next failure ends the run; 0: the first does
+    max: CountOrZero
+    #: the time in which these may be, "1h" or "30m", say; None: the whole run
+    within: Annotated[Positive, BeforeValidator(parse_seconds)] | None = None
+
+    @classmethod
+    def keys_of(cls, bare: Any) -> dict[str, Any] | None:
+        return {"max": bare} if is_number(bare) else None
+
+
+class Launch(Section):
+    #: how often `colossus launch` starts the ranks again after one has failed, from the newest checkpoint: a number, or
+    #: dict(max=3, within="1h"); None: a failure ends the run
+    restarts: RestartsSection | None = None
+
+
 def _component(value: Any) -> Any:
     """What is named becomes a `Named`; an object or a callable stays what it is."""
     if isinstance(value, ModuleType | int | float):
@@ -285,6 +304,8 @@ class Config(Section):
     comm: Comm = Comm()
     #: when checkpoints are saved, which stay, where a run goes on
     checkpoint: Checkpoint = Checkpoint()
+    #: what the launcher does when a rank fails
+    launch: Launch = Launch()
     #: called around steps, evaluations and checkpoints: dict(type=, **options), names or callables
     hooks: Annotated[tuple[Annotated[Any, AfterValidator(_component)], ...], FROM_LIST] = ()
     #: "auto" is cuda where there is one

@@ -50,8 +50,10 @@ def run_workers(
     local_ranks: int,
     nodes: int = 1,
     endpoint: str | None = None,
+    restarts: int = 0,
+    before: Outcome | None = None,
 ) -> Outcome:
-    """Start this node's workers and wait until all have ended.
+    """Start this node's workers and wait until all have ended. Inside of `kept_signals`.
 
     Args:
         words: of the command: the config file and overrides.
@@ -59,15 +61,20 @@ def run_workers(
         begin: makes the run folder, and says from which checkpoint the run goes on. Called on the first node.
         local_ranks: of each node.
         endpoint: ``host:port`` where the nodes meet; needed when there are several.
+        restarts: of the ranks of this run so far.
+        before: how the attempt before has ended.
 
     Raises:
         RuntimeError: when the nodes do not meet (elastic's RendezvousError).
         ConfigError: on all nodes, when the run folder cannot be used.
     """
     outcome = Outcome()
-    with _signals_raise(), made_rank_files() as files:
+    with made_rank_files() as files:
         try:
-            agent = _Agent(begin, outcome, files)
+            _let_signals_raise()
+            if before is not None and before.late_signum is not None:
+                raise _Stopped(before.late_signum)
+            agent = _Agent(begin, outcome, files, restarts)
             try:
                 agent.run(words, config, local_ranks, nodes, endpoint)
             finally:
@@ -86,16 +93,9 @@ class _Stopped(Exception):
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """A stop signal raises `_Stopped`; afterwards all is as before."""
-
-    def stop(signum: int, frame: object) -> None:
-        raise _Stopped(signum)
-
+def kept_signals() -> Iterator[None]:
+    """Whatever stop signals do inside, afterwards they do what they did."""
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    for signum, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(signum, stop)
     try:
         yield
     finally:
@@ -103,10 +103,28 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _ignore_stop_signals() -> None:
-    """What is left to be done takes no time."""
+def _let_signals_raise() -> None:
+    """A stop signal raises `_Stopped`; one that is ignored (under nohup, say) stays so."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise _Stopped(signum)
+
+    _on_stop_signals(stop)
+
+
+def _note_stop_signals(outcome: Outcome) -> None:
+    """What is left to be done takes no time: a stop signal is only noted."""
+
+    def note(signum: int, frame: object) -> None:
+        outcome.late_signum = outcome.late_signum or signum
+
+    _on_stop_signals(note)
+
+
+def _on_stop_signals(call: Callable[[int, Any], None]) -> None:
     for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, call)
 
 
 def start_process(words: Sequence[str], variables: Mapping[str, str]) -> Any:
@@ -115,12 +133,11 @@ def start_process(words: Sequence[str], variables: Mapping[str, str]) -> Any:
 
 
 class _Agent:
-    def __init__(self, begin: Callable[[], RunStart], outcome: Outcome, files: RankFiles) -> None:
-        self._begin, self._outcome = begin, outcome
+    def __init__(self, begin: Callable[[], RunStart], outcome: Outcome, files: RankFiles, restarts: int) -> None:
+        self._begin, self._outcome, self._restarts = begin, outcome, restarts
         self._processes = RankProcesses(outcome, files)
         self._nodes: Nodes | None = None
         self._servers = Servers()
-        self._started: RunStart | None = None
 
     def run(self, words: Sequence[str], config: Config, local_ranks: int, nodes: int, endpoint: str | None) -> None:
         """Start the ranks, and wait until all have ended."""
@@ -134,7 +151,7 @@ class _Agent:
                 self._processes.note_exits()
                 time.sleep(0.02)
         except _Stopped as stop:
-            _ignore_stop_signals()
+            _note_stop_signals(outcome)
             outcome.signum = stop.signum
         signum = outcome.signum or signal.SIGTERM
         self._processes.end_all(signum, lambda: not self._others_have_failed(but_stops=True))
@@ -157,7 +174,7 @@ class _Agent:
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "colossus",
-            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
             "TORCHELASTIC_USE_AGENT_STORE": str(is_shared),
         }
         for local in range(local_ranks):
@@ -170,15 +187,15 @@ class _Agent:
     def _agree_on_folder(self) -> tuple[Path, str | None]:
         """The run folder, and what the ranks resume from; the first node makes the folder."""
         if self._nodes is None:
-            self._started = self._begin()
-            return self._started.folder, self._started.resume
+            started = self._begin()
+            return started.folder, started.resume
 
         def begin() -> tuple[str, str | None, Sequence[str]]:
             try:
-                self._started = self._begin()
+                started = self._begin()
             except ConfigError as error:
                 return "", None, error.problems
-            return str(self._started.folder.resolve()), self._started.resume, []
+            return str(started.folder.resolve()), started.resume, []
 
         folder, resume, problems = self._nodes.from_first("begin", begin)
         if problems:
@@ -209,14 +226,12 @@ class _Agent:
                 nodes.conclude(outcome)
             except _Stopped as stop:
                 outcome.signum = stop.signum
-                _ignore_stop_signals()
+                _note_stop_signals(outcome)
                 nodes.conclude(outcome)
             outcome.gone, outcome.others = nodes.gone(), list(nodes.ends.values())
             nodes.close()
-        _ignore_stop_signals()
+        _note_stop_signals(outcome)
         self._servers.close()
-        for lock in self._started.locks if self._started is not None else ():
-            lock.close()
 
 
 class RankProcesses:
@@ -256,11 +271,12 @@ class RankProcesses:
         exits, files, began = self._outcome.exits, self._files, time.monotonic()
 
         def again(signum: int, frame: object) -> None:
+            self._outcome.late_signum = self._outcome.late_signum or signum
             if time.monotonic() - began > AGAIN_SECONDS:
                 files.hurry()
                 self._outcome.is_hurried = True
 
-        _ignore_stop_signals()  # but for a second Ctrl-C, after which nothing is saved
+        _note_stop_signals(self._outcome)  # but for a second Ctrl-C, after which nothing is saved
         signal.signal(signal.SIGINT, again)
         for process in left.values():
             process.send_signal(signum)
@@ -291,4 +307,4 @@ class RankProcesses:
                 said = "waiting for the running step to end and its checkpoint to be saved (Ctrl-C again: do not wait)"
                 print(f"colossus: {said}", file=sys.stderr, flush=True)
             time.sleep(0.02)
-        _ignore_stop_signals()
+        _note_stop_signals(self._outcome)

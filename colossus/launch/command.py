@@ -22,7 +22,7 @@ from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder, slurm
 from colossus.launch.auto_plan import load_planned
 from colossus.launch.checks import ModelInfo, check_data, check_devices, check_given, check_model, describe_device
-from colossus.launch.report import DONE, FAILED, USAGE, report
+from colossus.launch.report import DONE, FAILED, USAGE
 from colossus.launch.resume import Origin, choose
 from colossus.launch.servers import describe_servers, num_servers
 from colossus.launch.stop import LAUNCHER_PID
@@ -39,6 +39,7 @@ def run(
     rdzv_endpoint: str | None = None,
     resume: bool = False,
     dry_run: bool = False,
+    max_restarts: int | None = None,
 ) -> int:
     """Run a config file's training.
 
@@ -49,11 +50,14 @@ def run(
         rdzv_endpoint: ``host:port`` of one of the nodes, where they meet.
         resume: go on with the latest checkpoint, in its run folder (`resume.choose`).
         dry_run: print what would be started and start nothing.
+        max_restarts: for ``launch.restarts.max``.
 
     Returns:
         0 done, 1 failed at run time, 2 config or usage; 130 after SIGINT, 129 after SIGHUP, 143 after SIGTERM, SIGUSR1
         and SIGUSR2.
     """
+    if max_restarts is not None:
+        overrides = [*overrides, f"launch.restarts.max={max_restarts}"]
     try:
         joined = worker_variables(os.environ)
         if joined is not None:
@@ -65,6 +69,11 @@ def run(
         total = nproc * nnodes if nproc is not None else None
         config, overrides, told = load_planned(config_path, overrides, total, hosts=nnodes)
         check_given(config)
+        if nnodes > 1 and _restarts(config):
+            raise ConfigError(
+                f"launch.restarts: with --nnodes {nnodes} ranks are not started again; leave it out, and give the "
+                "command once more with --resume after a failure"
+            )
         grid = build_grid(config.parallel)
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
 
@@ -86,12 +95,11 @@ def run(
     _prepare_environment(local_ranks, nnodes)
     try:
         # torch's elastic is imported here: everything above answers without it
-        from colossus.launch.agent import run_workers
+        from colossus.launch.attempts import run_attempts
 
         begin = origin.take if origin is not None else lambda: where().take()
-        outcome = run_workers(
-            [config_path, *overrides], config, begin, local_ranks=local_ranks, nodes=nnodes, endpoint=rdzv_endpoint
-        )
+        words = [config_path, *overrides]
+        return run_attempts(words, config, begin, local_ranks=local_ranks, nodes=nnodes, endpoint=rdzv_endpoint)
     except ConfigError as error:  # the run folder, of the first node
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
@@ -99,7 +107,6 @@ def run(
         at = f" at {rdzv_endpoint}" if rdzv_endpoint else ""
         print(f"colossus: the processes could not be started{at}: {error}", file=sys.stderr)
         return FAILED
-    return report(outcome, config, grid)
 
 
 def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
@@ -146,9 +153,16 @@ def _join(
         return USAGE
     if told and joined["RANK"] == "0":
         print("\n".join(told), flush=True)
+    if _restarts(config) and joined["RANK"] == "0":
+        said = "launch.restarts does nothing under torchrun and srun, which have restarts of their own"
+        print(f"colossus: {said} (with checkpoint.resume=auto they go on)", file=sys.stderr)
     os.environ.update(joined)
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
     return run_worker(config_path, overrides, run_dir=run_dir, resume=resume)
+
+
+def _restarts(config: Config) -> bool:
+    return config.launch.restarts is not None and config.launch.restarts.max > 0
 
 
 def _prepare_environment(local_ranks: int, nnodes: int) -> None:

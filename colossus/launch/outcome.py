@@ -72,6 +72,7 @@ class Outcome(NodeEnd):
     Attributes:
         folder: the run folder all nodes agreed on, None before they have.
         is_hurried: a second Ctrl-C has asked to end without a checkpoint.
+        late_signum: a stop signal that came when the ranks were being ended already.
         others: how the ranks of other nodes ended, as far as they have said.
         gone: the nodes that give no sign of life any more, in words.
         started: when this launcher did, in seconds since the epoch.
@@ -79,6 +80,7 @@ class Outcome(NodeEnd):
 
     folder: Path | None = None
     is_hurried: bool = False
+    late_signum: int | None = None
     others: Sequence[NodeEnd] = ()
     gone: Sequence[str] = ()
     started: float = field(default_factory=time.time)

@@ -156,6 +156,13 @@ def _framed(what: str, lines: Sequence[str], folder: Path | None) -> str:
     return "\n".join(["", f" run failed: {what} ".center(_WIDTH, "="), *lines, *where, "=" * _WIDTH])
 
 
+def summary(causes: Sequence[Cause]) -> str:
+    """One line on the first of the causes: ``rank 1 at step 7 raised ValueError: no such file``."""
+    first = causes[0]
+    message = f": {_shorten(first.record.message)}" if first.kind == "error" and first.record is not None else ""
+    return f"rank {first.rank}{_at_step(causes)} {_describe_failure(first)}{message}"
+
+
 def _at_step(causes: Sequence[Cause]) -> str:
     """Of the culprit; near that of another where it has left no record: replicas need not be in the same step."""
     own = causes[0].record

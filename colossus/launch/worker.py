@@ -22,6 +22,7 @@ from colossus.launch import failures, run_folder
 from colossus.launch.checks import is_on_cuda, ranks_may_share
 from colossus.launch.rank_failure import RankRun, fail, flush, watch_nccl, write_hard_end
 from colossus.launch.report import stopped_line
+from colossus.launch.restarts import note_restart
 from colossus.launch.resume import Origin, choose
 from colossus.launch.stop import LAUNCHER_PID, RankFiles, StopSignals, exit_code
 from colossus.registry import HOOKS
@@ -152,6 +153,8 @@ def _beginning(run: RankRun, config: Config) -> Any:
             run.stop.ready(engine.request_stop, section.grace_seconds if section.every else None)
             if engine.context.is_logging_rank:
                 data = engine.loaders.description if engine.loaders is not None else None
+                is_resumed = engine.checkpoints.resumed_from is not None
+                note_restart(run.folder, engine.completed_steps, is_resumed=is_resumed)
                 run_folder.write_start(run.folder, config, data, engine.completed_steps)
 
         def on_step_start(self, engine: Any) -> None:

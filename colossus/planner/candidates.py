@@ -82,7 +82,7 @@ def plans(
             continue
         counts = _microbatches(kept, parallel, options)
         schedules = _schedules(kept, parallel.pipeline, blocks)
-        if not counts or not schedules or not _experts_fit(parallel):
+        if not counts or not schedules or not experts_fit(parallel):
             continue
         for plan in _with_zero(kept, parallel, of_strategy, devices // hosts):
             of_parallel = _parallel_changes(config.parallel, plan)
@@ -111,7 +111,8 @@ def _with_pipelines(kept: Kept, devices: int, layout: ModelLayout) -> Iterator[P
             yield parallel
 
 
-def _experts_fit(parallel: Parallel) -> bool:
+def experts_fit(parallel: Parallel) -> bool:
+    """Whether the ranks that share experts are a part of data and sequence."""
     try:
         return expert_factor(parallel.data or 1, parallel.sequence.size, parallel.expert.size) > 0
     except ValueError:

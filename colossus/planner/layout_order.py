@@ -7,6 +7,7 @@ from typing import Any
 
 from colossus.arithmetic import divisors
 from colossus.config import Config
+from colossus.planner.candidates import experts_fit
 from colossus.planner.model_layouts import ModelLayout
 from colossus.registry import TENSOR_MODES
 
@@ -91,5 +92,6 @@ def representatives(config: Config, devices: int, layout: ModelLayout) -> list[C
         update = {"data": data, "pipeline": pipeline, "tensor": tensor, "sequence": layout.sequence, "expert": expert}
         schedule = type(config.schedule)(microbatches=count)
         plan = parallel.model_copy(update={**update, "zero": zero})
-        found.append(config.model_copy(update={"parallel": plan, "schedule": schedule, "train": of_train}))
+        if experts_fit(plan):
+            found.append(config.model_copy(update={"parallel": plan, "schedule": schedule, "train": of_train}))
     return found

@@ -175,6 +175,8 @@ class _Begun:
     backward_peak: int = 0
     #: of the deferred weight gradients, the number that there are at the end of its backward
     tasks: int = 0
+    #: bytes that these hold
+    deferred: int = 0
 
 
 class _MicrobatchRun:
@@ -215,7 +217,7 @@ class _MicrobatchRun:
             self._ended(0, tasks)
             wgrads = self._wgrads(tasks)
         profiles = iter([
-            BlockProfile(b.forward, b.backward, wgrad, b.kept, b.forward_peak, b.backward_peak, b.passed, b.passed_back)
+            BlockProfile(b.forward, b.backward, wgrad, b.deferred if self._split else None, b.kept, b.forward_peak, b.backward_peak, b.passed, b.passed_back)
             for b, wgrad in zip(self._begun, wgrads, strict=True)
         ])  # fmt: skip
         return [[next(profiles) for _ in run.shown] for run in runs]
@@ -276,6 +278,8 @@ class _MicrobatchRun:
         block = self._begun[number]
         block.backward, block.tasks = self._recorder.take(), len(tasks)
         block.backward_peak = max(0, self._fake.peak - block.live)
+        held = self._fake.live - (block.live - block.kept)
+        block.deferred = max(0, held - sum(behind.deferred for behind in self._begun[number + 1 :]))
         self._fake.mark()
 
     def _wgrads(self, tasks: Sequence[Any]) -> list[Trace | None]:

@@ -1,8 +1,8 @@
 """A plan's step and memory without playing its schedule: which of many plans are worth an estimate.
 
-Three ranks of the pipeline are looked at: the first, the last, and the one whose blocks take longest. A step is m microbatches of the
-slowest of them, and what the schedule leaves of the wait at the ends of a pipeline, the seconds of a microbatch on all
-other ranks: all of it under 1F1B, 1/v with v chunks (2104.04473), about a third and a sixth of zero-bubble schedules,
+Three ranks of the pipeline are looked at: the first, the last, and the one whose blocks take longest. A step is m
+microbatches of the slowest of them, and what the schedule leaves of the wait at the ends of a pipeline, the seconds of a
+microbatch on all other ranks: all of it under 1F1B, 1/v with v chunks (2104.04473), about a third and a sixth of zero-bubble schedules,
 whose gradients of weights fill it (2401.10241).
 """
 

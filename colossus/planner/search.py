@@ -12,13 +12,16 @@ import heapq
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from colossus.arithmetic import counted
 from colossus.config import Config, ConfigError
 from colossus.config.plans import describe_plan
 from colossus.hardware.hardware import Hardware
 from colossus.planner.candidates import Candidate, plans
 from colossus.planner.estimate import Estimator
+from colossus.planner.kept import Kept
 from colossus.planner.layout_order import first_of_each_kind, neighbours, recomputed, representatives
 from colossus.planner.lower_bounds import LowerBounds
 from colossus.planner.model_layouts import ModelLayout, layouts
@@ -34,8 +37,8 @@ _FAR = 2.0
 #: of a layout, products of replicas, stages, microbatches and schedules that are scored, and how much slower than its
 #: best plan they may be thought to be
 _MOST_SIZES, _NEAR = 10, 1.25
-#: plans that are estimated beyond those of the result
-_SPARE = 4
+#: plans that are estimated at least, and beyond those of the result
+_FEWEST, _SPARE = 10, 4
 #: layouts and plans whose memory is looked at where none fits
 _SMALLEST = 4
 
@@ -83,6 +86,11 @@ class _Node:
     def bound(self) -> float:
         return self.candidates[0][0]
 
+    @cached_property
+    def profiled(self) -> Candidate:
+        """The plan of whose layout a profile is taken: with the smallest microbatch."""
+        return min((candidate for _, _, candidate in self.candidates), key=lambda each: each.samples)
+
 
 class _Search:
     def __init__(
@@ -97,6 +105,7 @@ class _Search:
     ) -> None:
         self._config, self._devices, self._hosts = config, devices, hosts
         self._memory, self._top, self._keep = memory, top, keep
+        self._kept = Kept.of(config, keep)
         self._estimator = Estimator(hardware, hosts=hosts)
         self._bounds = LowerBounds(config, hardware, hosts=hosts)
         self._best = float("inf")
@@ -205,7 +214,7 @@ class _Search:
         groups: dict[Any, list[Candidate]] = {}
         for _, _, candidate in node.candidates:
             groups.setdefault(_but_zero(candidate.config), []).append(candidate)
-        first = node.candidates[0][2]
+        first = node.profiled
         try:
             profile = self._estimator.profile(first.config, split_backward=False)
         except ConfigError as error:
@@ -258,8 +267,8 @@ class _Search:
         return found.seconds
 
     def _scored(self, candidate: Candidate, node: _Node) -> Score:
-        """By the profile of the layout's first plan."""
-        first, config = node.candidates[0][2], candidate.config
+        """By the profile of the layout with the smallest microbatch."""
+        first, config = node.profiled, candidate.config
         profile = self._estimator.profile(first.config, split_backward=False)
         times = candidate.samples / first.samples
         return score(config, profile, self._estimator.player(config, times), times=times, most=self._memory)
@@ -268,10 +277,11 @@ class _Search:
         """Of the plans with the best scores, those that fit, best first."""
         scored = sorted((each for node in self._nodes for each in node.scores), key=lambda each: each[0])
         found: list[PlanEstimate] = []
+        most = max(self._top, _FEWEST)  # of few plans the best may be another than the best of many
         for seconds, candidate in scored:
-            if len(found) >= self._top and seconds > 1.05 * sorted(each.seconds for each in found)[self._top - 1]:
+            if len(found) >= most and seconds > 1.05 * sorted(each.seconds for each in found)[most - 1]:
                 break
-            if len(found) >= self._top + _SPARE:
+            if len(found) >= most + _SPARE:
                 break
             try:
                 estimate = self._estimator.estimate(candidate.config, candidate.overrides)
@@ -289,8 +299,11 @@ class _Search:
         if self._refusals:
             return self._refusals[0]
         batch = self._config.train.global_batch_size
+        kept = f", and what is kept ({'; '.join(sorted(self._kept.keys))})" if self._kept.keys else ""
         return ConfigError(
-            f"no plan of {self._devices} devices fits this model and its batch of {batch} samples", self._config.source
+            f"no plan of {counted(self._devices, 'device')} fits this model, its batch of {batch} samples{kept}: their "
+            f"sizes do not divide",
+            self._config.source,
         )
 
 

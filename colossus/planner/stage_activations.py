@@ -18,12 +18,14 @@ class StageActivations:
         kept: from the end of its forward to its backward.
         forward: at most during its forward.
         backward: at most during its backward, with what was kept.
+        deferred: from the end of its backward of inputs to that of weights.
         passed: of what it is given and what it gives, the larger.
     """
 
     kept: int
     forward: int
     backward: int
+    deferred: int
     passed: int
 
     @classmethod
@@ -40,7 +42,9 @@ class StageActivations:
             forward = max(forward, held + block.forward_peak)
             held += block.kept
             backward = max(backward, held + behind + block.backward_peak)
-        return cls(held - passed, forward, backward, max(given, passed))
+        kept = held - passed
+        deferred = sum(block.kept if block.deferred is None else block.deferred for block in blocks)
+        return cls(kept, forward, backward, deferred, max(given, passed))
 
 
 def peak_of_step(actions: Sequence[Action], stages: Mapping[int, StageActivations]) -> int:
@@ -52,6 +56,7 @@ def peak_of_step(actions: Sequence[Action], stages: Mapping[int, StageActivation
             held += stages[action.stage].kept
         elif action.kind in INPUT_GRADIENT:
             peak = max(peak, held - stages[action.stage].kept + stages[action.stage].backward)
+            held += stages[action.stage].deferred - stages[action.stage].kept
         if action.kind in LAST_USE:
-            held -= stages[action.stage].kept
+            held -= stages[action.stage].deferred
     return peak

@@ -1,0 +1,266 @@
+"""Ranks that are started again after a failure: they go on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.faults import leftovers, nothing_runs_on
+from helpers.launching import LAUNCH, children, finish, has_rows, is_running, rows_of, start, wait_for
+
+from colossus.config import load_config
+from colossus.launch import agent, command, failures, restarts, run_folder
+from colossus.launch.failures import FailureRecord
+from colossus.launch.outcome import Outcome, RankExit
+from colossus.launch.restarts import Restarts
+from colossus.launch.resume import RunStart
+from colossus.launch.stop import STOP_SIGNALS
+
+CONFIG = Path(__file__).parents[1] / "helpers" / "launched" / "restarted.py"
+COMMAND = [*LAUNCH[:-1], str(CONFIG), "--run-dir", "run"]
+#: of a row, what depends on the run and not on the machine
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens")
+LAST = "run/checkpoints/step-00000008"
+
+
+def run(folder: Path, *arguments: str, **more: str) -> tuple[int, str, str]:
+    """Launch in a new folder; nothing of it may stay."""
+    (folder / "tmp").mkdir(parents=True)
+    with nothing_runs_on(folder):
+        ended = finish(start([*COMMAND, *arguments], folder, TMPDIR=str(folder / "tmp"), **more))
+        assert leftovers(folder) == []
+    run_folder.take(folder / "run", None).close()
+    run_folder.hold(folder / "run").close()
+    return ended
+
+
+def numbers(folder: Path) -> list[list[Any]]:
+    return [[row[key] for key in NUMBERS] for row in rows_of(folder / "run")]
+
+
+def saved(folder: Path) -> list[bytes]:
+    """Parameters and the optimizer's state after the last step."""
+    return [path.read_bytes() for path in sorted((folder / LAST).glob("rank-*.safetensors"))]
+
+
+def restarts_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / restarts.ROWS).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "here"
+    assert run(folder)[0] == 0
+    return folder
+
+
+CAUSES = {
+    "kill": "rank 1 near step 6 was killed by SIGKILL",
+    "raise": "rank 1 at step 6 raised ValueError: one step too many",
+    "exit": "rank 1 near step 6 ended with exit code 3",
+    "hang": "rank 1 at step 6 did not reach the end of its step",
+}
+
+
+@pytest.mark.usefixtures("short_grace")
+@pytest.mark.parametrize("trouble", CAUSES)
+@pytest.mark.rest("raise", "exit")
+def test_a_run_whose_rank_fails_ends_as_one_that_was_never_disturbed(
+    tmp_path: Path, undisturbed: Path, trouble: str
+) -> None:
+    folder, limit = tmp_path / "here", "4.0" if trouble == "hang" else "20.0"
+    keys = [f"comm.timeout_seconds={limit}", "launch.restarts=3", "checkpoint.grace_seconds=1.5"]
+    code, out, err = run(folder, *keys, TROUBLE=trouble, AT="6")
+    assert code == 0, out + err
+    assert err.count("run failed: rank 1") == 1
+    assert "restart 1 of 3: the ranks start again, from run/checkpoints/step-00000003\n" in err
+    assert "restarted behind step 3: 2 step(s) come again, " in err
+    assert "done: 8 steps (5 of them since it was resumed)" in out
+    assert numbers(folder) == numbers(undisturbed)
+    assert saved(folder) == saved(undisturbed)
+    assert len(saved(folder)) == 2
+    (row,) = restarts_of(folder)
+    assert row["cause"].startswith(CAUSES[trouble])
+    assert (row["restart"], row["from_step"], row["steps_redone"]) == (1, 3, 2)
+    assert not (folder / "run" / "failures").exists()
+
+
+def test_the_same_error_at_the_same_step_is_not_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    code, out, err = run(folder, "--max-restarts", "5", TROUBLE="raise", AT="6", TIMES="9")
+    assert code == 1, out
+    assert err.count("run failed: rank 1 at step 6") == 2
+    assert err.count("restart 1 of 5: ") == 1
+    assert err.rstrip().endswith("no restart: rank 1 has raised the same error in step 6 before")
+    assert [row["step"] for row in rows_of(folder / "run")] == [1, 2, 3, 4, 5]
+    assert len(restarts_of(folder)) == 1
+    assert [record.rank for record in failures.read_all(folder / "run")] == [0, 1]
+
+
+def test_a_run_without_saves_begins_anew_as_often_as_it_may(tmp_path: Path, undisturbed: Path) -> None:
+    keys = ["checkpoint.every=0", "launch.restarts=dict(max=2, within='1h')"]
+    code, _, err = run(tmp_path / "twice", *keys, TROUBLE="kill", AT="6", TIMES="2")
+    assert code == 0, err
+    assert "restart 2 of 2: the ranks start again, from the beginning of this run: it saves no checkpoints" in err
+    assert numbers(tmp_path / "twice") == numbers(undisturbed)
+    assert [(row["restart"], row["steps_redone"]) for row in restarts_of(tmp_path / "twice")] == [(1, 5), (2, 5)]
+
+    code, _, err = run(tmp_path / "early", *keys, "launch.restarts.max=1", TROUBLE="kill", AT="0", TIMES="9")
+    assert code == 1, err
+    assert err.count("run failed: rank 1") == 2
+    assert err.rstrip().endswith("no restart: 1 of launch.restarts.max = 1 are used")
+    (row,) = restarts_of(tmp_path / "early")
+    assert (row["restart"], "from_step" in row) == (1, False)
+
+
+@pytest.mark.parametrize(("target", "signum"), [("launcher", signal.SIGINT), ("rank", signal.SIGTERM)])
+def test_a_stop_is_no_failure(tmp_path: Path, target: str, signum: int) -> None:
+    process = start([*COMMAND, "launch.restarts=3", "train.steps=100000"], tmp_path, STEP_SECONDS="0.02")
+    wait_for(lambda: has_rows(process, tmp_path / "run", 2), process.pid)
+    os.kill(process.pid if target == "launcher" else children(process.pid)[0], signum)
+    code, out, err = finish(process)
+    assert (code, err) == (128 + signum, "")
+    assert f"stopped by {signal.Signals(signum).name} after step" in out
+    assert not (tmp_path / "run" / restarts.ROWS).exists()
+
+
+def test_a_stop_after_a_restart_is_one_too(tmp_path: Path) -> None:
+    keys = ["launch.restarts=3", "train.steps=100000"]
+    process = start([*COMMAND, *keys], tmp_path, TROUBLE="kill", AT="6", STEP_SECONDS="0.02")
+    wait_for(lambda: has_rows(process, tmp_path / "run", 8), process.pid)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert (code, err.count("run failed"), "restart 1 of 3" in err) == (130, 1, True), out + err
+    last = rows_of(tmp_path / "run")[-1]["step"]
+    assert f"stopped by SIGINT after step {last}; " in out
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last:08d}").is_dir()
+
+
+def test_servers_are_started_again_with_their_workers(tmp_path: Path) -> None:
+    words = ["launch.restarts=1", "checkpoint.every=2", "train.steps=100000", "train.eval_every=0"]
+    command_line = [*LAUNCH[:-1], str(CONFIG.with_name("served.py")), "--run-dir", "run", *words]
+    process = start(command_line, tmp_path, STEP_SECONDS="0.01")
+    wait_for(lambda: has_rows(process, tmp_path / "run", 3), process.pid)
+    first = servers_of(process.pid)
+    os.kill(first[0], signal.SIGKILL)
+    rows = tmp_path / "run" / restarts.ROWS
+    wait_for(lambda: process.poll() is not None or (rows.exists() and rows.stat().st_size > 0), process.pid)
+    second = servers_of(process.pid)
+    assert (len(first), len(second), set(first) & set(second)) == (2, 2, set())
+    (row,) = restarts_of(tmp_path)
+    wait_for(lambda: has_rows(process, tmp_path / "run", row["from_step"] + 2), process.pid)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert (code, err.count("run failed: server ")) == (143, 1), out + err
+    assert f"process {first[0]}) was killed by SIGKILL" in row["cause"]
+    wait_for(lambda: not any(map(is_running, [*first, *second])), *second)
+
+
+def servers_of(launcher: int) -> list[int]:
+    """By the files that they print to."""
+    return [pid for pid in children(launcher) if os.readlink(f"/proc/{pid}/fd/1").endswith(".log")]
+
+
+# -- the decision ---------------------------------------------------------------------------------------------
+
+
+def record(
+    kind: Any = "error", type_: str = "ValueError", message: str = "boom", step: int | None = 4
+) -> FailureRecord:
+    return FailureRecord(0, kind, type_, message, "", step=step)
+
+
+def make_restarts(folder: Path, **section: Any) -> Restarts:
+    config = load_config(CONFIG, [f"launch.restarts={section!r}"])
+    found = Restarts(config, lambda: RunStart(folder, None, ()))
+    found.begin()
+    return found
+
+
+def follows(decider: Restarts, folder: Path, failure: FailureRecord | None, code: int = 1, **more: Any) -> bool:
+    failures.clear(folder)
+    if failure is not None:
+        failures.write(folder, failure)
+    outcome = Outcome({0: RankExit(code), 1: RankExit(0)}, folder=folder, **more)
+    return decider.follow(outcome, 1)
+
+
+@pytest.mark.parametrize(
+    ("failure", "more", "does"),
+    [
+        (record(), {}, True),
+        (None, {}, True),  # a death
+        (record("communication", "RuntimeError", "Connection closed by peer"), {}, True),
+        (record(type_="NonFiniteGradients"), {}, False),
+        (None, {"server": "server 1 (host a) was killed"}, True),
+        (record(), {"late_signum": signal.SIGINT}, False),
+        (record(), {"signum": signal.SIGTERM}, False),
+        (None, {"code": 143}, False),  # a stop of a rank, whose save may have failed
+    ],
+)
+def test_after_which_failures_ranks_are_started_again(
+    tmp_path: Path, failure: FailureRecord | None, more: dict[str, Any], does: bool
+) -> None:
+    decider = make_restarts(tmp_path, max=3)
+    assert follows(decider, tmp_path, failure, **more) is does
+    decider.close()
+
+
+def test_errors_are_the_same_by_words_and_step(tmp_path: Path) -> None:
+    decider = make_restarts(tmp_path, max=9)
+    for failure in (record(), record(step=5), record(message="bang"), record("stuck"), record("stuck")):
+        assert follows(decider, tmp_path, failure)
+    assert not follows(decider, tmp_path, record())
+    decider.close()
+
+
+def test_restarts_are_counted_within_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decider, seen = make_restarts(tmp_path, max=2, within="1h"), []
+    for now in (0.0, 1000.0, 3599.0, 3601.0, 4000.0, 8000.0):
+        clock = SimpleNamespace(monotonic=partial(float, now), time=time.time)
+        monkeypatch.setattr(restarts, "time", clock)
+        seen.append(follows(decider, tmp_path, None))
+    assert seen == [True, True, False, True, False, True]
+    decider.close()
+
+
+# -- where there are none -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_several_nodes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    options: Any = {"nnodes": 2, "rdzv_endpoint": "localhost:1234"}
+    assert command.run(str(CONFIG), [], max_restarts=1, **options) == 2
+    assert "launch.restarts: with --nnodes 2 ranks are not started again" in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="would have been started"):
+        command.run(str(CONFIG), [], max_restarts=0, **options)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_torchrun_has_restarts_of_its_own(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "run_worker", lambda *arguments, **options: 0)
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert command.run(str(CONFIG), ["launch.restarts=3"]) == 0
+    assert "launch.restarts does nothing under torchrun and srun" in capsys.readouterr().err
+
+
+def test_a_stop_while_an_attempt_is_ended_is_not_forgotten() -> None:
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    outcome = Outcome()
+    with agent.kept_signals():
+        agent._note_stop_signals(outcome)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert outcome.late_signum == signal.SIGINT
+        make = partial(pytest.fail, "the next attempt began")
+        stopped = agent.run_workers([], load_config(CONFIG), make, local_ranks=2, before=outcome)
+    assert (stopped.signum, stopped.exits) == (signal.SIGINT, {})
+    assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} == before
