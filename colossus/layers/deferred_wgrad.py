@@ -16,6 +16,9 @@ from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_pr
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.matmul import bias_gradient, product, wgrad_product
 
+#: types of input that have no way of their own with functions of torch
+PLAIN: tuple[type, ...] = (Tensor,)
+
 
 class DeferredWgrad(TorchFunctionMode):
     """Inside, the weight gradient (wgrad) of ``F.linear`` is deferred where a `WgradDeferral` is active.
@@ -48,7 +51,7 @@ def _can_defer(x: Any, weight: Any) -> bool:
         place = x.placement.place("sequence")
         if not x.placement.is_whole or place is None or place.dim == plain(x).dim() - 1:
             return False
-    elif type(x) is not Tensor:
+    elif type(x) not in PLAIN:
         return False
     if not isinstance(weight, nn.Parameter) or not weight.requires_grad or weight.dim() != 2:
         return False

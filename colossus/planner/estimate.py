@@ -21,14 +21,12 @@ from colossus.planner.rank_memory import PlanMemory
 from colossus.planner.step_timeline import RankTimeline, play_step
 from colossus.planner.time_split import split_by_time
 from colossus.planner.trace import AttentionCall, Product, Trace
-from colossus.planner.trace_seconds import TracePlayer
+from colossus.planner.trace_seconds import TracePlayer, update_seconds
 from colossus.registry import STRATEGIES
 from colossus.schedule.simulate import Simulation, Span
 
 #: a pipeline is in its steady state after so many microbatches for each rank: more of them take as long, each
 _FEW = 2
-#: passes over the numbers that an update reads and writes: parameters, gradients (also for their norm), states
-_UPDATE_PASSES = 2.0
 
 
 class Estimator:
@@ -197,7 +195,7 @@ class _Composed:
         spans, sent = play_step(self.ranks, self.transfer)
         begins = max(rank.begin for rank in self.ranks)
         ends = [max(own[-1].end if own else 0.0, each) for own, each in zip(spans, sent, strict=True)]
-        updates = [self._update_seconds(number) for number in range(len(self.ranks))]
+        updates = [update_seconds(self.hardware, rank.stored, self._parameters) for rank in self.memory.ranks]
         alone = begins + max(ends) + max(
             rank.end + update for rank, update in zip(self.ranks, updates, strict=True)
         )  # fmt: skip
@@ -254,12 +252,10 @@ class _Composed:
             found.append(cost)
         return found
 
-    def _update_seconds(self, number: int) -> float:
-        """Of the norm of the gradients and the optimizer: their bytes, through memory."""
-        stored, facts = self.memory.ranks[number].stored, self.profile.facts
-        moved = _UPDATE_PASSES * (stored.optimizer + 2.0 * stored.gradients_between)
-        operators = 4 * len(facts.parameters) // len(self.ranks)
-        return self.hardware.memory_seconds(moved) + self.hardware.eager_seconds(0.0, operators)
+    @property
+    def _parameters(self) -> float:
+        """Of a rank, in the mean."""
+        return len(self.profile.facts.parameters) / len(self.ranks)
 
     def _busy(self, number: int, spans: Sequence[Span]) -> float:
         rank = self.ranks[number]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from colossus.layers import deferred_wgrad
 from colossus.sequence_parallel import ring_attention
 
 aten = torch.ops.aten
@@ -122,6 +123,7 @@ def counted_fake_tensors() -> Iterator[CountedFakeTensors]:
         patch.object(FakeTensor, "__setattr__", set_attribute, create=True),
         patch.object(FakeTensor, "data_ptr", _identity, create=True),
         patch.object(torch.UntypedStorage, "resize_", resize_and_note),
+        patch.object(deferred_wgrad, "PLAIN", (Tensor, FakeTensor)),
         mode,
     ):
         yield mode

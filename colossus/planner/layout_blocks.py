@@ -19,6 +19,7 @@ class BlockProfile:
         forward, backward: what they do; a backward includes its recomputation.
         wgrad: what of backward a schedule may do later; None where it was not asked for.
         deferred: bytes that wait for ``wgrad`` when backward has gone; None as there.
+        wgrad_peak: bytes at most while ``wgrad`` runs, beyond what waits for it.
         kept: bytes from its forward to its backward, its output among them.
         forward_peak, backward_peak: bytes at most while it runs, beyond what the blocks before it (and, in backward,
             itself) keep.
@@ -29,6 +30,7 @@ class BlockProfile:
     backward: Trace
     wgrad: Trace | None
     deferred: int | None
+    wgrad_peak: int
     kept: int
     forward_peak: int
     backward_peak: int

@@ -7,7 +7,7 @@ decide. How many replicas and pipeline stages there are changes nothing of it: p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.config import Config, ConfigError
@@ -27,6 +28,8 @@ from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import loss_of
 from colossus.engine.parameter_groups import ParameterGroups, make_groups
+from colossus.error_place import add_place
+from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, is_chain, pipeline_blocks
 from colossus.layout.parameter import spec_of
@@ -77,6 +80,10 @@ def profile_layout(
             f"of a batch ({error})",
             config.source,
         ) from error
+    except Exception as error:  # of a model's own code
+        add_place(error)
+        words = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        raise ConfigError(f"{name_of(config.model.type)} raises {words}", config.source) from error
 
 
 def sample_of(config: Config) -> Any:
@@ -175,8 +182,9 @@ class _Begun:
     backward_peak: int = 0
     #: of the deferred weight gradients, the number that there are at the end of its backward
     tasks: int = 0
-    #: bytes that these hold
+    #: bytes that these hold, and that they need on top at most
     deferred: int = 0
+    wgrad_peak: int = 0
 
 
 class _MicrobatchRun:
@@ -204,20 +212,22 @@ class _MicrobatchRun:
         """The profiles of the blocks of each run that are shown."""
         fake = self._fake
         self._begun: list[_Begun] = []
-        tasks: list[Any] = []
-        with self._recorder.recording(fake), self._parallel.batch(self._batch.info), self._in_a_step():
+        deferral = self._parallel.weights.deferral
+        mode: AbstractContextManager[Any] = DeferredWgrad(self._parallel.weights) if self._split else nullcontext()
+        with self._recorder.recording(fake), self._parallel.batch(self._batch.info), self._in_a_step(), mode:
             loss = self._forward(runs)
             fake.mark()
-            if self._split:
-                with self._parallel.weights.deferral.deferred() as tasks:
-                    self._tasks = tasks
-                    loss.backward()
-            else:
-                loss.backward()
-            self._ended(0, tasks)
-            wgrads = self._wgrads(tasks)
+            tasks: AbstractContextManager[list[Any]] = deferral.deferred() if self._split else nullcontext([])
+            with tasks as self._tasks:
+                torch.autograd.backward([get_gradient_edge(loss)])  # given a tensor it would turn off the mode
+            self._ended(0)
+            wgrads = self._wgrads()
+            self._tasks = []  # which hold the graph whose hooks hold this object
         profiles = iter([
-            BlockProfile(b.forward, b.backward, wgrad, b.deferred if self._split else None, b.kept, b.forward_peak, b.backward_peak, b.passed, b.passed_back)
+            BlockProfile(
+                b.forward, b.backward, wgrad, b.deferred if self._split else None, b.wgrad_peak, b.kept, b.forward_peak,
+                b.backward_peak, b.passed, b.passed_back,
+            )
             for b, wgrad in zip(self._begun, wgrads, strict=True)
         ])  # fmt: skip
         return [[next(profiles) for _ in run.shown] for run in runs]
@@ -269,26 +279,29 @@ class _MicrobatchRun:
         leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in leaves[:1]:
-                leaf.register_hook(lambda gradient: self._ended(number + 1, getattr(self, "_tasks", [])))
+                leaf.register_hook(lambda gradient: self._ended(number + 1))
         back = sum(x.shape.numel() * x.dtype.itemsize for x in spec.differentiable)
         return sum(tensor.nbytes for tensor in tensors), back
 
-    def _ended(self, number: int, tasks: Sequence[Any]) -> None:
+    def _ended(self, number: int) -> None:
         """The backward of a block, and of those behind it that have not been seen to end, is over."""
         block = self._begun[number]
-        block.backward, block.tasks = self._recorder.take(), len(tasks)
-        block.backward_peak = max(0, self._fake.peak - block.live)
-        held = self._fake.live - (block.live - block.kept)
-        block.deferred = max(0, held - sum(behind.deferred for behind in self._begun[number + 1 :]))
+        block.backward, block.tasks = self._recorder.take(), len(self._tasks)
+        deferred = sum(behind.deferred for behind in self._begun[number + 1 :])
+        block.backward_peak = max(0, self._fake.peak - block.live - deferred)
+        if self._split:
+            block.deferred = max(0, self._fake.live - (block.live - block.kept) - deferred)
         self._fake.mark()
 
-    def _wgrads(self, tasks: Sequence[Any]) -> list[Trace | None]:
+    def _wgrads(self) -> list[Trace | None]:
         if not self._split:
             return [None] * len(self._begun)
         found: list[Trace | None] = []
         self._recorder.take()
         with torch.no_grad():
             for block, behind in zip(self._begun, [*self._begun[1:], None], strict=True):
-                self._parallel.weights.deferral.run(list(tasks[behind.tasks if behind else 0 : block.tasks]))
+                before = self._fake.mark()
+                self._parallel.weights.deferral.run(list(self._tasks[behind.tasks if behind else 0 : block.tasks]))
+                block.wgrad_peak = self._fake.peak - before
                 found.append(self._recorder.take())
         return found

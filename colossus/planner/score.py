@@ -1,9 +1,9 @@
 """A plan's step and memory without playing its schedule: which of many plans are worth an estimate.
 
 Three ranks of the pipeline are looked at: the first, the last, and the one whose blocks take longest. A step is m
-microbatches of the slowest of them, and what the schedule leaves of the wait at the ends of a pipeline, the seconds of a
-microbatch on all other ranks: all of it under 1F1B, 1/v with v chunks (2104.04473), about a third and a sixth of zero-bubble schedules,
-whose gradients of weights fill it (2401.10241).
+microbatches of the slowest of them, and what the schedule leaves of the wait at the ends of a pipeline, the seconds of
+a microbatch on all other ranks: all of it under 1F1B, 1/v with v chunks (2104.04473), about a third and a sixth of
+zero-bubble schedules, whose gradients of weights fill it (2401.10241).
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from functools import lru_cache
 from typing import Any
 
 from colossus.config import Config
-from colossus.hardware.hardware import Hardware
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.memory import memory_of
 from colossus.planner.rank_memory import PlanMemory
 from colossus.planner.rank_stages import RankStages
 from colossus.planner.step_timeline import RankTimeline
 from colossus.planner.time_split import block_seconds
-from colossus.planner.trace_seconds import TracePlayer
+from colossus.planner.trace_seconds import TracePlayer, update_seconds
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import LAST_USE, Action, Actions, placement
 
@@ -55,10 +54,12 @@ def score(config: Config, profile: LayoutProfile, player: TracePlayer, *, times:
     if memory.fullest.total > most:
         return Score(float("inf"), memory)
     lines = [RankTimeline.of(config, profile, rank, player) for rank in ranks]
-    return Score(_seconds(config, lines, player.hardware), memory)
+    parameters = len(profile.facts.parameters) / config.parallel.pipeline.size
+    update = max(update_seconds(player.hardware, rank.stored, parameters) for rank in memory.ranks)
+    return Score(_seconds(config, lines) + update, memory)
 
 
-def _seconds(config: Config, lines: list[RankTimeline], hardware: Hardware) -> float:
+def _seconds(config: Config, lines: list[RankTimeline]) -> float:
     slowest, behind = 0.0, 0.0
     for line in lines:
         each = last = 0.0

@@ -19,6 +19,7 @@ class StageActivations:
         forward: at most during its forward.
         backward: at most during its backward, with what was kept.
         deferred: from the end of its backward of inputs to that of weights.
+        weights: at most during that of weights, with what was deferred.
         passed: of what it is given and what it gives, the larger.
     """
 
@@ -26,6 +27,7 @@ class StageActivations:
     forward: int
     backward: int
     deferred: int
+    weights: int
     passed: int
 
     @classmethod
@@ -44,7 +46,8 @@ class StageActivations:
             backward = max(backward, held + behind + block.backward_peak)
         kept = held - passed
         deferred = sum(block.kept if block.deferred is None else block.deferred for block in blocks)
-        return cls(kept, forward, backward, deferred, max(given, passed))
+        weights = deferred + max(block.wgrad_peak for block in blocks)
+        return cls(kept, forward, backward, deferred, weights, max(given, passed))
 
 
 def peak_of_step(actions: Sequence[Action], stages: Mapping[int, StageActivations]) -> int:
@@ -57,6 +60,8 @@ def peak_of_step(actions: Sequence[Action], stages: Mapping[int, StageActivation
         elif action.kind in INPUT_GRADIENT:
             peak = max(peak, held - stages[action.stage].kept + stages[action.stage].backward)
             held += stages[action.stage].deferred - stages[action.stage].kept
+        if action.kind == "backward_weight":
+            peak = max(peak, held - stages[action.stage].deferred + stages[action.stage].weights)
         if action.kind in LAST_USE:
             held -= stages[action.stage].deferred
     return peak

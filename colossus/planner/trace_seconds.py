@@ -9,7 +9,11 @@ from colossus.comm.accounting import sent
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
 from colossus.planner.plan_estimate import AxisCost
+from colossus.planner.rank_memory import StoredBytes
 from colossus.planner.trace import AttentionCall, Awaited, Event, Operator, Product, Started, Trace
+
+#: of an update, for each parameter
+_UPDATE_OPERATORS = 4
 
 
 @dataclass
@@ -113,6 +117,13 @@ class TracePlayer:
             max(1, round(event.heads)), round(length), round(event.head_dim), event.dtype, backward=event.backward
         )
         return seconds if event.causal else 2.0 * seconds
+
+
+def update_seconds(hardware: Hardware, stored: StoredBytes, parameters: float) -> float:
+    """Of the norm of the gradients and the optimizer: their bytes, read and written through memory, and so many
+    operators for each of the rank's parameters."""
+    moved = 2.0 * (stored.optimizer + 2.0 * stored.gradients_between)
+    return hardware.memory_seconds(moved) + hardware.eager_seconds(0.0, round(_UPDATE_OPERATORS * parameters))
 
 
 def axes_of(name: str) -> tuple[str, ...]:

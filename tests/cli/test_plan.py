@@ -244,7 +244,9 @@ def test_where_nothing_fits_the_nearest_is_told(
     searched["result"] = SearchResult([], 99, estimates(config)[1], 0.1)
     assert main(line(config, "--memory", "60GB")) == 2
     err = capsys.readouterr().err
-    assert "no plan of 16 devices of 60.0 GB fits. The nearest needs 67.0 GB on each rank, 7.00 GB more" in err
+    assert (
+        "no plan of 16 devices of 60.0 GB fits (99 tried). The nearest needs 67.0 GB on each rank, 7.00 GB more" in err
+    )
     assert "data 2 x tensor 8 (1d)" in err
     assert ["activations", "25.0", "GB"] in [row.split()[:3] for row in err.splitlines()]
 

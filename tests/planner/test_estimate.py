@@ -1,0 +1,97 @@
+"""Estimates: FLOPs as they are counted, parts that add up, many microbatches, scores beside them, the search."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from colossus.config import Config, load_config
+from colossus.hardware.data_sheets import FromDataSheet
+from colossus.hardware.hardware import Hardware
+from colossus.hardware.typical_cpu import TypicalCPU
+from colossus.monitor.mfu import flops_per_token
+from colossus.planner import estimate as estimates
+from colossus.planner.candidates import plans
+from colossus.planner.estimate import Estimator
+from colossus.planner.model_layouts import layouts
+from colossus.planner.plan_estimate import PlanEstimate
+from colossus.planner.score import score
+from colossus.planner.search import search
+
+MODEL = dict(type="GPT", num_layers=4, hidden_size=64, num_heads=4, vocab_size=256, seq_len=64)
+CPU = TypicalCPU(cores=2, threads=1, memory=4e9)
+H100 = FromDataSheet("h100")
+
+
+def _config(model: dict[str, Any] = MODEL, **sections: Any) -> Config:
+    train = {"global_batch_size": 16, **sections.pop("train", {})}
+    return load_config(dict(model=model, data=dict(type="PythonStdlib"), train=train, **sections))
+
+
+@pytest.mark.parametrize(
+    "model", [MODEL, dict(type="Llama", num_layers=2, hidden_size=64, num_heads=4, vocab_size=320, seq_len=32)]
+)
+def test_flops_are_those_that_utilisation_counts(model: dict[str, Any]) -> None:
+    config = _config(model)
+    found = Estimator(H100).estimate(config)
+    expected = flops_per_token(config.model.spec())  # type: ignore[union-attr]
+    assert expected is not None
+    assert found.flops == pytest.approx(expected * found.tokens)
+    assert found.tokens == 16 * model["seq_len"]
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "data": dict(parallel=dict(data=4)),
+    "zero_3": dict(parallel=dict(data=4, zero=3), schedule=dict(microbatches=2)),
+    "1f1b": dict(parallel=dict(pipeline=2, tensor=2), schedule=dict(microbatches=4)),
+    "zb-h1": dict(parallel=dict(pipeline=2), schedule=dict(type="zb-h1", microbatches=4)),
+    "2d_step": dict(parallel=dict(tensor=dict(size=4, mode="2d", weights="step")), schedule=dict(microbatches=2)),
+}
+
+
+@pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "h100"])
+@pytest.mark.parametrize("name", PLANS)
+def test_parts_add_up(name: str, hardware: Hardware) -> None:
+    found = Estimator(hardware).estimate(_config(**PLANS[name]))
+    assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=1e-6)
+    assert all(seconds > 0 for seconds in found.parts.values())
+    assert all(cost.exposed <= cost.seconds * (1 + 1e-9) for cost in found.axes.values())
+
+
+@pytest.mark.parametrize(
+    "schedule", [dict(type="1f1b"), dict(type="interleaved", chunks=2), dict(type="zb-h1")], ids=lambda one: one["type"]
+)
+def test_many_microbatches_go_on_as_few_do(schedule: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config(parallel=dict(pipeline=2), schedule={**schedule, "microbatches": 16})
+    estimator = Estimator(H100)
+    extended = estimator.estimate(config)
+    monkeypatch.setattr(estimates, "_FEW", 100)
+    played: PlanEstimate = estimator.estimate(config)
+    assert extended.seconds == pytest.approx(played.seconds, rel=0.01)
+    assert extended.memory == played.memory
+    assert {axes: cost.bytes for axes, cost in extended.axes.items()} == pytest.approx(
+        {axes: cost.bytes for axes, cost in played.axes.items()}
+    )
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_score_is_near_the_estimate(name: str) -> None:
+    config, estimator = _config(**PLANS[name]), Estimator(H100)
+    profile = estimator.profile(config, split_backward=False)
+    rough = score(config, profile, estimator.player(config), times=1.0, most=80e9)
+    assert rough.seconds == pytest.approx(estimator.estimate(config).seconds, rel=0.3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "h100"])
+def test_the_search_finds_what_trying_all_finds(hardware: Hardware) -> None:
+    config = _config(train=dict(global_batch_size=8))
+    found = search(config, hardware, devices=4)
+    estimator, best = Estimator(hardware), float("inf")
+    for layout in layouts(config, 4):
+        for candidate in plans(config, 4, layout):
+            best = min(best, estimator.estimate(candidate.config).seconds)
+    assert found.plans[0].seconds <= 1.02 * best
+    again = search(config, hardware, devices=4, top=1)
+    assert again.plans[0].overrides == found.plans[0].overrides
