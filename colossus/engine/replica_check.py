@@ -163,7 +163,7 @@ def checksum(x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=4)
 def _weights(device: torch.device) -> Tensor:
     """[elements of a piece] odd, the same on all ranks."""
-    return (torch.randint(2**62, (_PIECE,), generator=torch.Generator().manual_seed(0)) | 1).to(device)
+    return send_to(device, torch.randint(2**62, (_PIECE,), generator=torch.Generator().manual_seed(0)) | 1)
 
 
 def _mixed(numbers: Tensor) -> Tensor:
