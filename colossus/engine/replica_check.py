@@ -140,8 +140,8 @@ class ReplicaCheck:
         raise ReplicasDiffer(
             f"after step {pending.step} copies of parameters differ between ranks that must hold the same "
             f"(train.check_replicas_every): {'; '.join(told)}{more}. A device or its memory may be faulty, or code of "
-            f"yours changes parameters on some ranks only. It began after step {max(pending.step - self._every, 0)}: go "
-            f"on from a checkpoint that is not newer, without the host that differs",
+            f"yours changes parameters on some ranks only. It began after step {max(pending.step - self._every, 0)}: "
+            f"go on from a checkpoint that is not newer, without the host that differs",
             names,
         )
 
