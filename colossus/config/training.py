@@ -176,6 +176,8 @@ class Train(Section):
     on_nonfinite: Literal["raise", "skip"] = "raise"
     #: steps in a row that may be skipped so; overflows of fp16 do not count
     max_skips: Count = 10
+    #: steps between comparisons of the parameters of ranks that must hold the same; 0 compares never
+    check_replicas_every: CountOrZero = 0
     #: of initial values, the order of samples, dropout, and whatever else is drawn
     seed: CountOrZero = 0
     #: steps between lines of the plain display

@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from colossus.engine.engine import Engine
     from colossus.engine.fit import FitSummary, Hook
     from colossus.engine.nonfinite import NonFiniteGradients
+    from colossus.engine.replica_check import ReplicasDiffer
     from colossus.engine.results import EvalResult, StepResult
 
-__all__ = ["Engine", "EvalResult", "FitSummary", "Hook", "NonFiniteGradients", "StepResult"]
+__all__ = ["Engine", "EvalResult", "FitSummary", "Hook", "NonFiniteGradients", "ReplicasDiffer", "StepResult"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -20,6 +21,7 @@ __getattr__, __dir__ = lazy_names(
         "FitSummary": "fit",
         "Hook": "fit",
         "NonFiniteGradients": "nonfinite",
+        "ReplicasDiffer": "replica_check",
         "StepResult": "results",
     },
 )

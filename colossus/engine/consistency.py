@@ -31,7 +31,8 @@ from colossus.random import hash_key
 _MOST = 8
 #: values of each tensor that a fingerprint looks at
 _SAMPLES = 256
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: of each size of an element, what has its bits
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def require_same_settings(config: Config, group: AxisGroup) -> None:
@@ -171,7 +172,7 @@ def _samples(batch: Any) -> Iterator[Tensor]:
         x = x.detach()
         if x.is_complex():
             x = torch.view_as_real(x.resolve_conj())
-        values = x.resolve_neg().view(_INTEGERS[x.element_size()])
+        values = x.resolve_neg().view(INTEGERS[x.element_size()])
         # scattered, so that they are not all first tokens or corners of images
         large = x.numel() > _SAMPLES
         yield torch.take(values, _random_integers(x.numel(), _SAMPLES, x.device)) if large else values.flatten()

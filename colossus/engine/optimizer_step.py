@@ -14,6 +14,7 @@ from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.consistency import BatchCheck
 from colossus.engine.lr_schedules import LearningRate
 from colossus.engine.nonfinite import GradientWatch, LossScaler
+from colossus.engine.replica_check import ReplicaCheck
 from colossus.engine.results import Routing, StepResult
 from colossus.engine.routers import Routers
 from colossus.gradients.gradient_norm import GradientNorm
@@ -33,6 +34,7 @@ class OptimizerStep:
         loss_scaler: of fp16, else None.
         learning_rate: of each step.
         routers: of mixtures of experts.
+        replica_check: that copies of parameters stay the same; None where they are not compared.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class OptimizerStep:
         order, axes = full_model_order(model), strategy.summed_axes
         self.watch = GradientWatch(train, context, axes, self._norm, order, self.loss_scaler)
         self.batch_check, self.routers = BatchCheck(context), routers
+        every = train.check_replicas_every
+        self.replica_check = ReplicaCheck(every, train.steps, strategy) if every else None
         self.learning_rate, self._late_stops = LearningRate(config, optimizer), LateValue()
         # where several ranks have the same loss, or the same squares, one of them counts it
         at, summed_axes = context.coordinates, set(strategy.summed_axes)

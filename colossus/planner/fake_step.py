@@ -150,7 +150,7 @@ def by_operation(counter: Counter) -> dict[tuple[str, str], Tally]:
 
 def _without_files(config: Config) -> Config:
     """The config of an engine that is given its batches, has the CPU, and begins anew, with whole batches."""
-    train = config.train.model_copy(update={"batch_ramp": None})
+    train = config.train.model_copy(update={"batch_ramp": None, "check_replicas_every": 0})
     checkpoint = config.checkpoint.model_copy(update={"resume": None, "weights": None})
     comm = config.comm.model_copy(update={"backend": "auto"})
     changed = {"data": None, "device": "cpu", "train": train, "checkpoint": checkpoint, "comm": comm}

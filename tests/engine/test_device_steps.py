@@ -45,6 +45,7 @@ SEVERAL: dict[str, Case] = {
     "hierarchical": (dict(data=4, strategy=dict(type="hierarchical", per_host=2)), "fp32", {}),
     "compressed": (dict(data=4, strategy=dict(type="all_reduce", compress="bf16")), "fp32", {}),
     "powersgd": (dict(data=4, strategy=dict(type="all_reduce", compress="powersgd", start_step=1)), "fp32", {}),
+    "copies compared": (dict(data=2, tensor=2), "fp32", dict(train=dict(check_replicas_every=2))),
     "copies of heads": (dict(tensor=4), "bf16", dict(model=FEW_KV_HEADS)),
 }
 #: with ``-m long`` only

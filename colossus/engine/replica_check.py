@@ -1,0 +1,203 @@
+"""Copies of parameters that must be the same on several ranks, compared while a run goes on.
+
+A device that computes wrong, or memory that loses a bit, raises nothing: from then on ranks train different models.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from colossus.arithmetic import named_ranks
+from colossus.comm import collectives
+from colossus.comm.objects import all_gather_object
+from colossus.data_parallel.strategy import Strategy
+from colossus.engine.consistency import INTEGERS
+from colossus.gradients.host_transfer import HostRead, send_to
+from colossus.layout.parameter import logical_name, rows_of, spec_of
+from colossus.layout.split_parameter import as_shards
+from colossus.random import hash_key
+
+#: what must be the same: a logical parameter, and which shard of it
+Copy = tuple[str, tuple[int, ...]]
+#: parameters that a message lists
+_MOST = 4
+#: elements that are added up at once
+_PIECE = 1 << 20
+#: odd, so that products modulo 2^64 lose nothing
+_FACTORS = (0x2545F4914F6CDD1D, 0x1B873593CC9E2D51)
+
+
+class ReplicasDiffer(RuntimeError):
+    """Ranks hold different values of what must be the same. Raised on all ranks that exchange gradients, with the same
+    words.
+
+    Attributes:
+        parameters: full logical names of what differs.
+    """
+
+    def __init__(self, message: str, parameters: list[str]) -> None:
+        super().__init__(message)
+        self.parameters = parameters
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """One check, whose total is on its way to the host."""
+
+    step: int
+    checksums: Tensor
+    total: HostRead
+
+
+class ReplicaCheck:
+    """Compares the parameters of ranks that hold the same shard, every so many steps, by one number for all of them.
+
+    A parameter has copies along the axes that do not shard it, neither for compute nor for storage, and on the pipeline
+    ranks that share a tied one. With h its checksum and n ranks with a copy, the first of them adds (n - 1) h and the
+    others -h, all modulo 2^64, so that the total over the ranks is 0 when they agree. Where it is not, the checksums
+    themselves are exchanged. Rows that ZeRO stores once have no copy; under an inexact strategy replicas are not
+    compared with each other, but the ranks inside of one are.
+
+    On an accelerator nothing waits for the total: it is looked at after the next step, after the last step at once.
+
+    Args:
+        every: steps between checks.
+        steps: of the run.
+
+    Raises:
+        ValueError: where no parameter of the model has a copy on another rank.
+    """
+
+    def __init__(self, every: int, steps: int, strategy: Strategy) -> None:
+        context, store = strategy.parts.context, strategy.store
+        sizes, at = context.grid.sizes, context.coordinates
+        self._every, self._steps, self._device = every, steps, context.device
+        self._group, self._params = context.group(strategy.summed_axes), store.parameters()
+        self._copies: list[Copy] = []
+        factors: list[int] = []
+        tied = {id(store.stored(param)): ranks for param, ranks in strategy.parts.tied}
+        for param in self._params:
+            spec = spec_of(param)
+            cut = tuple(at[axis] for axis in spec.layout.shard_axes)
+            axes = [axis for axis in self._group.axes if axis != "pipeline" and axis not in spec.layout.shard_axes]
+            stages = tied.get(id(param), (at["pipeline"],))
+            num_copies = len(stages) * math.prod(sizes[axis] for axis in axes)
+            is_first = at["pipeline"] == stages[0] and not any(at[axis] for axis in axes)
+            for shard in spec.shards:
+                copy = logical_name(spec.name, shard.name), cut
+                self._copies.append(copy)
+                factors.append((num_copies - 1 if is_first else -1 if num_copies > 1 else 0) * hash_key(*copy))
+        if sizes["pipeline"] == 1 and self._group.size > 1 and not any(factors):
+            raise ValueError(
+                f"train.check_replicas_every = {every}, but under this plan no parameter has a copy on another rank: "
+                f"ZeRO stores each row once, and an inexact strategy has parameters per replica. Leave it out, or give "
+                f"ZeRO a replicate axis"
+            )
+        self._factors = torch.tensor([_signed(factor) for factor in factors], dtype=torch.int64, device=self._device)
+        self._pending: _Comparison | None = None
+
+    def after_step(self, step: int) -> None:
+        """After the update of step ``step`` (from 1). Collective every so many steps.
+
+        Raises:
+            ReplicasDiffer: on all ranks.
+        """
+        self._look()
+        if step % self._every == 0 and self._group.size > 1:
+            with torch.no_grad(), as_shards():
+                checksums = _mixed(torch.stack([*map(self._to_device, self._checksums())]))
+            total = collectives.all_reduce((checksums * self._factors).sum(), self._group, owned=True).wait()
+            self._pending = _Comparison(step, checksums, HostRead(total))
+            if self._device.type == "cpu" or step == self._steps:
+                self._look()
+
+    def _checksums(self) -> list[Tensor]:
+        """Of each logical shard, an int64 scalar where it is stored."""
+        found = []
+        for param in self._params:
+            rows = rows_of(param)
+            shards = [param] if len(rows) == 1 else [param[start:stop] for start, stop in rows]
+            found += [checksum(shard) for shard in shards]
+        return found or [torch.zeros((), dtype=torch.int64)]
+
+    def _to_device(self, number: Tensor) -> Tensor:
+        return number if number.device == self._device else send_to(self._device, number)
+
+    def _look(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None or int(pending.total.wait()) == 0:
+            return
+        found = _differing(all_gather_object(_by_copy(self._copies, pending.checksums), self._group), self._group.ranks)
+        names = list(dict.fromkeys(name for name, _ in found))
+        told = [f"{name}: {_described(values)}" for (name, _), values in [*found.items()][:_MOST]]
+        more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
+        raise ReplicasDiffer(
+            f"after step {pending.step} copies of parameters differ between ranks that must hold the same "
+            f"(train.check_replicas_every): {'; '.join(told)}{more}. A device or its memory may be faulty, or code of "
+            f"yours changes parameters on some ranks only. It began after step {max(pending.step - self._every, 0)}: "
+            f"go on from a checkpoint that is not newer, without the host that differs",
+            names,
+        )
+
+
+def checksum(x: Tensor) -> Tensor:
+    """A number of all bits of a tensor and their places, int64 scalar on its device.
+
+    It is the sum of the elements' bits times odd random numbers, modulo 2^64. One bit that flips always changes it.
+    """
+    x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+    bits = x.contiguous().view(INTEGERS[x.element_size()]).flatten()
+    weights = _weights(x.device)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for piece in bits.split(_PIECE):
+        total = total * _signed(_FACTORS[0]) + (piece.to(torch.int64) * weights[: len(piece)]).sum()
+    return total
+
+
+@functools.lru_cache(maxsize=4)
+def _weights(device: torch.device) -> Tensor:
+    """[elements of a piece] odd, the same on all ranks."""
+    return send_to(device, torch.randint(2**62, (_PIECE,), generator=torch.Generator().manual_seed(0)) | 1)
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Other numbers, one for each: so that errors of several parameters or ranks do not cancel in a sum."""
+    numbers = numbers * _signed(_FACTORS[0])
+    return (numbers ^ ((numbers >> 32) & 0xFFFFFFFF)) * _signed(_FACTORS[1])
+
+
+def _signed(number: int) -> int:
+    """Modulo 2^64, as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _by_copy(copies: list[Copy], checksums: Tensor) -> dict[Copy, int]:
+    return dict(zip(copies, checksums.tolist(), strict=False))
+
+
+def _differing(of_ranks: list[dict[Copy, int]], ranks: Sequence[int]) -> dict[Copy, dict[int, list[int]]]:
+    """Of each copy that differs: checksum -> the ranks that have it, the most ranks first."""
+    found: dict[Copy, dict[int, list[int]]] = {}
+    for rank, checksums in zip(ranks, of_ranks, strict=True):
+        for copy, number in checksums.items():
+            found.setdefault(copy, {}).setdefault(number, []).append(rank)
+    return {
+        copy: dict(sorted(values.items(), key=lambda each: -len(each[1])))
+        for copy, values in found.items()
+        if len(values) > 1
+    }
+
+
+def _described(values: dict[int, list[int]]) -> str:
+    """``rank 3 (checksum 0f..) against ranks 0, 1, 2 (checksum 3a..)``: the fewer first."""
+    most, *others = [(named_ranks(ranks), f"checksum {number % 2**64:016x}") for number, ranks in values.items()]
+    fewer = "; ".join(f"{ranks} ({number})" for ranks, number in others)
+    counts = [len(ranks) for ranks in values.values()]
+    unknown = ", which of them is wrong cannot be told" if counts[0] == counts[1] else ""
+    return f"{fewer} against {most[0]} ({most[1]}){unknown}"
