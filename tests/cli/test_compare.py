@@ -290,7 +290,7 @@ def test_the_table_is_printed_whole(file: str, tmp_path: Path) -> None:
     head, baseline, fast, failed, told = [" ".join(line.split()) for line in lines[:5]]
     assert head == "loss validation loss after 4 s tokens/s step sent/step waited/step distance"
     assert baseline == "all_reduce 3.0250 2.5000 +0.0 % - 2,000 x1.00 200 ms 3.50 KB - -"
-    assert fast == "sgp 3.1250 2.6250 +5.0 % 3.1250 4,000 x2.00 100 ms 2.00 KB 0.5 ms 0.025"
+    assert fast == "sgp 3.1250 2.6250 +5.0 % 3.1250 4,000 x2.00 100 ms 2.00 KB 500 us 0.025"
     assert (failed, told) == ("sgp overlap=2", "sgp overlap=2: failed: no disk")
     assert any("the mean of the last 20th of 40 steps" in line for line in lines)
 

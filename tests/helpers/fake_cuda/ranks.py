@@ -94,7 +94,7 @@ def run_fake_ranks(world: int, body: Callable[..., Any], *args: Any, ranks: Sequ
             _travel_by_store(store)
             parallel_context.init_device_mesh = _real_mesh  # type: ignore[attr-defined]
             allocate.trace_constructor = _real_trace
-            deferred_wgrad.Tensor = FakeTensor  # type: ignore[misc, assignment]  # plain is what is of no type of ours
+            deferred_wgrad.PLAIN = (FakeTensor,)  # plain is what is of no type of ours
             with WatchedFakeTensors(Path(folder) / f"in backward of rank {rank}"):
                 return body(rank, *args)
 
