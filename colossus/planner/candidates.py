@@ -54,6 +54,18 @@ class Candidate:
             self.config.train.global_batch_size // (self.config.parallel.data or 1) // self.config.schedule.microbatches
         )
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Stages, and samples of a microbatch."""
+        return self.config.parallel.pipeline.size, self.samples
+
+    @property
+    def all_but_zero(self) -> tuple[Any, ...]:
+        """What is the same for plans of a layout that differ in ZeRO only."""
+        parallel, schedule = self.config.parallel, self.config.schedule
+        of_schedule = schedule.type, tuple(sorted(schedule.options.items())), schedule.microbatches
+        return parallel.data, parallel.pipeline.size, parallel.pipeline.split, *of_schedule
+
 
 def plans(
     config: Config,

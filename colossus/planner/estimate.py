@@ -219,7 +219,7 @@ class _Composed:
             peak_flops=self._peak(),
             memory=self.memory,
             axes=_fullest(costs),
-            parts=self._parts(fullest, spans[fullest], costs[fullest], updates[fullest], seconds),
+            parts=self._parts(fullest, spans[fullest], costs[fullest], updates[fullest], alone, seconds),
             bubble=simulation.bubble if len(self.ranks) > 1 else 0.0,
             spans=spans,
         )
@@ -275,7 +275,13 @@ class _Composed:
         return None if peak is None else peak * world_size(self.config.parallel)
 
     def _parts(
-        self, number: int, spans: Sequence[Span], costs: dict[str, AxisCost], update: float, seconds: float
+        self,
+        number: int,
+        spans: Sequence[Span],
+        costs: dict[str, AxisCost],
+        update: float,
+        alone: float,
+        seconds: float,
     ) -> dict[str, float]:
         """Of one rank, which add up to ``seconds``."""
         rank = self.ranks[number]
@@ -292,8 +298,8 @@ class _Composed:
             if of_axes.exposed:
                 parts[f"over {axes}"] = of_axes.exposed
         parts["optimizer"] = update
-        rest = seconds - sum(parts.values())
-        parts["bubble" if len(self.ranks) > 1 else "other"] = max(0.0, rest)
+        parts["waiting for cores"] = seconds - alone
+        parts["bubble"] = max(0.0, alone - sum(parts.values()) + parts["waiting for cores"])
         return {name: value for name, value in parts.items() if value}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from colossus.arithmetic import divisors
-from colossus.config import Config
+from colossus.config import Config, model_options
 from colossus.planner.candidates import experts_fit
 from colossus.planner.model_layouts import ModelLayout
 from colossus.registry import TENSOR_MODES
@@ -81,7 +81,10 @@ def representatives(config: Config, devices: int, layout: ModelLayout) -> list[C
         ways = mode.batch_ways(mode.axis_sizes(tensor.size, tensor.depth, tensor.shape))
     of_train = train.model_copy(update={"activation_checkpoint": layout.activation_checkpoint})
     found = []
+    most = getattr(model_options(config), "num_blocks", devices)
     for stages in divisors(devices // layout.ranks):
+        if stages > most:
+            break
         data = devices // layout.ranks // stages
         count, rest = divmod(train.global_batch_size, data * ways)
         if rest or not count:

@@ -46,7 +46,8 @@ class PlanEstimate:
         memory: of the fullest rank of each pipeline rank.
         axes: name of an axis group as it is counted ("data", "tensor", "rowxcol", "pipeline", ..) -> what it costs.
         parts: seconds of a step of the pipeline rank that is busy longest, by part: "forward", "backward",
-            "recomputation", "over <axes>" (exposed), "bubble", "optimizer"; they add up to ``seconds``.
+            "recomputation", "over <axes>" (exposed), "optimizer", "bubble" (also of ranks that wait for the slowest of
+            them), "waiting for cores" (of a host that has fewer than ranks); they add up to ``seconds``.
         bubble: mean over pipeline ranks of the share of a step in which a rank has nothing to do for its schedule.
         spans: of each pipeline rank, its actions with start and end in seconds.
     """

@@ -213,7 +213,7 @@ class _Search:
         self._tried += len(node.candidates)
         groups: dict[Any, list[Candidate]] = {}
         for _, _, candidate in node.candidates:
-            groups.setdefault(_but_zero(candidate.config), []).append(candidate)
+            groups.setdefault(candidate.all_but_zero, []).append(candidate)
         first = node.profiled
         try:
             profile = self._estimator.profile(first.config, split_backward=False)
@@ -229,11 +229,19 @@ class _Search:
                 by_samples[samples] = seconds_of_microbatch(profile, player)
             return seconds_by_count(of[0].config, by_samples[samples])
 
+        plain = [group for group in groups.values() if group[0].config.schedule.type == "1f1b"]
+        too_large = {group[0].size for group in plain if self._score_one(node, self._least(group)) == float("inf")}
         scored = 0
         for group in sorted(groups.values(), key=likely):
+            if group[0].size in too_large:  # other schedules keep as much, or more
+                continue
             if scored == _MOST_SIZES or likely(group) > min(_NEAR * node.seconds, self._best * _FAR):
                 break
             scored += self._first_that_fit(node, group) < float("inf")
+
+    def _least(self, candidates: Sequence[Candidate]) -> Candidate:
+        """Of plans that differ in ZeRO, the one that needs least."""
+        return min(candidates, key=lambda each: self._bounds.memory(each.config))
 
     def _first_that_fit(self, node: _Node, candidates: Sequence[Candidate]) -> float:
         """Score plans that differ in ZeRO: of those that fit the two that need most, which send least. Gives the
@@ -310,9 +318,3 @@ class _Search:
 def _are_alike(one: PlanEstimate, other: PlanEstimate) -> bool:
     """Whether two plans are one for a user, as ZeRO 1 and 2 are where all gradients are reduced at once."""
     return one.seconds == other.seconds and one.memory.fullest.total == other.memory.fullest.total
-
-
-def _but_zero(config: Config) -> Any:
-    parallel, schedule = config.parallel, config.schedule
-    of_schedule = schedule.type, tuple(sorted(schedule.options.items())), schedule.microbatches
-    return parallel.data, parallel.pipeline.size, parallel.pipeline.split, *of_schedule
