@@ -157,6 +157,7 @@ def test_a_config_with_a_plan_needs_no_torch(tmp_path: Path) -> None:
 # -- runs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_trains_and_goes_on_with_another_number_of_processes(search: FakeSearch, tmp_path: Path) -> None:
     steps = ["parallel=auto", "checkpoint.every=1", "train.eval_every=0"]
     code, out, err = launch(tmp_path, *steps, "--nproc", "2", "train.steps=2", "train.schedule_steps=4")
