@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class BlockRun:
+class BlockSeconds:
     """Seconds of a block in one forward or backward.
 
     Attributes:
@@ -21,7 +21,7 @@ class BlockRun:
     leaving: float = 0.0
 
 
-def run_beside(blocks: Sequence[BlockRun], *, overlaps: bool) -> tuple[float, float]:
+def run_beside(blocks: Sequence[BlockSeconds], *, overlaps: bool) -> tuple[float, float]:
     """Seconds until the last block has ended, and until all has been sent.
 
     What travels does so one after the other, in the order in which it is started.

@@ -25,7 +25,7 @@ from colossus.config.plans import plan_problems, strategy_options
 from colossus.config.schema import Parallel, PipelineSection, Schedule
 from colossus.config.training import ActivationCheckpoint
 from colossus.planner.kept import Kept
-from colossus.planner.model_layouts import SCOPES, ModelLayout
+from colossus.planner.model_layouts import SCOPES, ModelLayout, experts_fit
 from colossus.registry import TENSOR_MODES
 
 #: of a microbatch on a rank: products do not get faster with more
@@ -33,6 +33,11 @@ MOST_TOKENS = 16_384
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 #: of a sample of a model that does not say
 _TOKENS = 256
+
+
+def samples_of(config: Config) -> int:
+    """Of a microbatch of a data rank."""
+    return config.train.global_batch_size // (config.parallel.data or 1) // config.schedule.microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +55,7 @@ class Candidate:
     @property
     def samples(self) -> int:
         """Of a microbatch of a data rank."""
-        return (
-            self.config.train.global_batch_size // (self.config.parallel.data or 1) // self.config.schedule.microbatches
-        )
+        return samples_of(self.config)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -94,7 +97,7 @@ def plans(
             continue
         counts = _microbatches(kept, parallel, options)
         schedules = _schedules(kept, parallel.pipeline, blocks)
-        if not counts or not schedules or not experts_fit(parallel):
+        if not counts or not schedules or not experts_fit(parallel.data or 1, parallel.sequence.size, layout.expert):
             continue
         for plan in _with_zero(kept, parallel, of_strategy, devices // hosts):
             of_parallel = _parallel_changes(config.parallel, plan)
@@ -121,14 +124,6 @@ def _with_pipelines(kept: Kept, devices: int, layout: ModelLayout) -> Iterator[P
         parallel = own.model_copy(update={"data": ranks // size, "pipeline": pipeline, **sections})
         if kept.allows("parallel", parallel) and kept.allows("parallel.pipeline", pipeline):
             yield parallel
-
-
-def experts_fit(parallel: Parallel) -> bool:
-    """Whether the ranks that share experts are a part of data and sequence."""
-    try:
-        return expert_factor(parallel.data or 1, parallel.sequence.size, parallel.expert.size) > 0
-    except ValueError:
-        return False
 
 
 def _schedules(kept: Kept, pipeline: PipelineSection, blocks: int | None) -> list[Schedule]:

@@ -12,11 +12,12 @@ from colossus.config.plans import world_size
 from colossus.context.grid import build_grid
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.host_placement import Placement
+from colossus.planner.candidates import samples_of
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.layout_profile import profile_layout
 from colossus.planner.memory import memory_of
 from colossus.planner.plan_estimate import AxisCost, PlanEstimate, extended
-from colossus.planner.plan_stages import layout_config, layout_key, samples_of, splits_backward, stages_of
+from colossus.planner.plan_stages import layout_config, layout_key, splits_backward, stages_of
 from colossus.planner.rank_memory import PlanMemory
 from colossus.planner.step_timeline import RankTimeline, play_step
 from colossus.planner.time_split import split_by_time
@@ -235,7 +236,7 @@ class _Composed:
 
     def _messages(self, spans: Sequence[Sequence[Span]]) -> list[AxisCost]:
         """What each rank sends to others of its pipeline; what of it is waited for is in the bubble."""
-        rank_of, bounds = self.ranks[0].stages.rank_of, self.ranks[0].stages.bounds
+        bounds = self.ranks[0].stages.bounds
         found = []
         for own in spans:
             cost = AxisCost()
@@ -247,7 +248,6 @@ class _Composed:
                     size = self.profile.blocks[bounds[action.stage] - 1].passed_back
                 else:
                     continue
-                assert rank_of[action.stage] != rank_of[action.peer or 0] or len(self.ranks) == 1
                 cost += AxisCost(float(size), self.transfer)
             found.append(cost)
         return found

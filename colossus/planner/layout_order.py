@@ -7,8 +7,7 @@ from typing import Any
 
 from colossus.arithmetic import divisors
 from colossus.config import Config, model_options
-from colossus.planner.candidates import experts_fit
-from colossus.planner.model_layouts import ModelLayout
+from colossus.planner.model_layouts import ModelLayout, experts_fit
 from colossus.registry import TENSOR_MODES
 
 #: ranks that share a sequence, to begin with: rings are profiled in as many steps
@@ -95,6 +94,6 @@ def representatives(config: Config, devices: int, layout: ModelLayout) -> list[C
         update = {"data": data, "pipeline": pipeline, "tensor": tensor, "sequence": layout.sequence, "expert": expert}
         schedule = type(config.schedule)(microbatches=count)
         plan = parallel.model_copy(update={**update, "zero": zero})
-        if experts_fit(plan):
+        if experts_fit(data, layout.sequence.size, layout.expert):
             found.append(config.model_copy(update={"parallel": plan, "schedule": schedule, "train": of_train}))
     return found

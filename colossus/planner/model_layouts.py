@@ -98,10 +98,11 @@ def _experts(kept: Kept, options: Any, devices: int, tensor: TensorSection, sequ
         sizes = [own]
     else:
         sizes = divisors(own if options is None else 1 if experts is None else experts.num)
-    return [size for size in sizes if _divides(devices // tensor.size // sequence.size, sequence.size, size)]
+    return [size for size in sizes if experts_fit(devices // tensor.size // sequence.size, sequence.size, size)]
 
 
-def _divides(data: int, sequence: int, expert: int) -> bool:
+def experts_fit(data: int, sequence: int, expert: int) -> bool:
+    """Whether so many ranks that share experts are a part of those of data and sequence."""
     try:
         return expert_factor(data, sequence, expert) > 0
     except ValueError:

@@ -101,3 +101,8 @@ def extended(few: PlanEstimate, more: PlanEstimate, times: float) -> PlanEstimat
         parts=parts,
         bubble=at(few.bubble * few.seconds, more.bubble * more.seconds) / seconds,
     )
+
+
+def are_alike(one: PlanEstimate, other: PlanEstimate) -> bool:
+    """Whether two plans are one for a user, as ZeRO 1 and 2 are where all gradients are reduced at once."""
+    return one.seconds == other.seconds and one.memory.fullest.total == other.memory.fullest.total

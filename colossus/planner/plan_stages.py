@@ -8,17 +8,13 @@ from typing import Any
 from colossus.arithmetic import expert_factor
 from colossus.config import Config, ConfigError
 from colossus.config.schema import StrategySection
+from colossus.planner.candidates import samples_of
 from colossus.planner.layout_blocks import LayoutProfile
 from colossus.planner.rank_stages import RankStages
 from colossus.schedule.actions import Actions, placement
 from colossus.schedule.build import make_schedule
 
 # -- layouts --------------------------------------------------------------------------------------------------
-
-
-def samples_of(config: Config) -> int:
-    """Of a microbatch of a data rank."""
-    return config.train.global_batch_size // (config.parallel.data or 1) // config.schedule.microbatches
 
 
 def layout_key(config: Config) -> tuple[Any, ...]:

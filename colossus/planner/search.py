@@ -25,7 +25,7 @@ from colossus.planner.kept import Kept
 from colossus.planner.layout_order import first_of_each_kind, neighbours, recomputed, representatives
 from colossus.planner.lower_bounds import LowerBounds
 from colossus.planner.model_layouts import ModelLayout, layouts
-from colossus.planner.plan_estimate import PlanEstimate
+from colossus.planner.plan_estimate import PlanEstimate, are_alike
 from colossus.planner.score import Score, score, seconds_by_count, seconds_of_microbatch
 from colossus.planner.search_result import SearchResult
 from colossus.progress import progress
@@ -75,12 +75,15 @@ class _Node:
     Attributes:
         candidates: with their lower bounds, the least first.
         seconds: of the best of them, or infinite.
+        scores: of those that fit.
+        known: by overrides the seconds of all that were scored, infinite of those that do not fit.
     """
 
     layout: ModelLayout
     candidates: list[tuple[float, int, Candidate]]
     seconds: float = float("inf")
     scores: list[tuple[float, Candidate]] = field(default_factory=list)
+    known: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     @property
     def bound(self) -> float:
@@ -214,6 +217,8 @@ class _Search:
         groups: dict[Any, list[Candidate]] = {}
         for _, _, candidate in node.candidates:
             groups.setdefault(candidate.all_but_zero, []).append(candidate)
+        for group in groups.values():
+            group.sort(key=lambda each: -self._bounds.memory(each.config))
         first = node.profiled
         try:
             profile = self._estimator.profile(first.config, split_backward=False)
@@ -230,7 +235,7 @@ class _Search:
             return seconds_by_count(of[0].config, by_samples[samples])
 
         plain = [group for group in groups.values() if group[0].config.schedule.type == "1f1b"]
-        too_large = {group[0].size for group in plain if self._score_one(node, self._least(group)) == float("inf")}
+        too_large = {group[0].size for group in plain if self._score_one(node, group[-1]) == float("inf")}
         scored = 0
         for group in sorted(groups.values(), key=likely):
             if group[0].size in too_large:  # other schedules keep as much, or more
@@ -239,27 +244,27 @@ class _Search:
                 break
             scored += self._first_that_fit(node, group) < float("inf")
 
-    def _least(self, candidates: Sequence[Candidate]) -> Candidate:
-        """Of plans that differ in ZeRO, the one that needs least."""
-        return min(candidates, key=lambda each: self._bounds.memory(each.config))
-
     def _first_that_fit(self, node: _Node, candidates: Sequence[Candidate]) -> float:
-        """Score plans that differ in ZeRO: of those that fit the two that need most, which send least. Gives the
-        seconds of the faster, infinite where none fits."""
-        by_memory = sorted(candidates, key=lambda each: -self._bounds.memory(each.config))
-        low, high = 0, len(by_memory) - 1  # the first that fits is looked for as in a sorted list
-        fastest = self._score_one(node, by_memory[high])
-        if fastest == float("inf"):
-            return fastest
-        while low < high:
+        """Score plans that differ in ZeRO, those that need most first: of those that fit two, which send least. Gives
+        the seconds of the faster, infinite where none fits."""
+        low, high = 0, len(candidates) - 1  # the first that fits is looked for as in a sorted list
+        tried = [self._score_one(node, candidates[high])]
+        while low < high and tried[0] < float("inf"):
             middle = (low + high) // 2
-            seconds = self._score_one(node, by_memory[middle])
-            fastest = min(fastest, seconds)
-            low, high = (low, middle) if seconds < float("inf") else (middle + 1, high)
-        return min(fastest, *(self._score_one(node, other) for other in by_memory[low + 1 : low + 2]), fastest)
+            tried.append(self._score_one(node, candidates[middle]))
+            low, high = (low, middle) if tried[-1] < float("inf") else (middle + 1, high)
+        if tried[0] < float("inf"):
+            tried += [self._score_one(node, other) for other in candidates[low + 1 : low + 2]]
+        return min(tried)
 
     def _score_one(self, node: _Node, candidate: Candidate) -> float:
         """The seconds of a plan, infinite where it does not fit."""
+        known = node.known.get(candidate.overrides)
+        if known is None:
+            known = node.known[candidate.overrides] = self._score_first(node, candidate)
+        return known
+
+    def _score_first(self, node: _Node, candidate: Candidate) -> float:
         try:
             config, overrides = self._estimator.with_stated_split(candidate.config, candidate.overrides)
             candidate = Candidate(config, tuple(overrides))
@@ -269,7 +274,7 @@ class _Search:
             return float("inf")
         if found.seconds == float("inf"):
             self._misses(found.memory.fullest.total, candidate)
-        elif all(candidate != other for _, other in node.scores):
+        else:
             node.scores.append((found.seconds, candidate))
             node.seconds, self._best = min(node.seconds, found.seconds), min(self._best, found.seconds)
         return found.seconds
@@ -297,7 +302,7 @@ class _Search:
                 self._refusals.append(error)
                 continue
             if estimate.memory.fullest.total <= self._memory:
-                if all(not _are_alike(estimate, other) for other in found):
+                if all(not are_alike(estimate, other) for other in found):
                     found.append(estimate)
             else:
                 self._misses(estimate.memory.fullest.total, candidate)
@@ -313,8 +318,3 @@ class _Search:
             f"sizes do not divide",
             self._config.source,
         )
-
-
-def _are_alike(one: PlanEstimate, other: PlanEstimate) -> bool:
-    """Whether two plans are one for a user, as ZeRO 1 and 2 are where all gradients are reduced at once."""
-    return one.seconds == other.seconds and one.memory.fullest.total == other.memory.fullest.total

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from colossus.config import Config
-from colossus.planner.beside import BlockRun, run_beside
+from colossus.planner.beside import BlockSeconds, run_beside
 from colossus.planner.collective import Collective
 from colossus.planner.gradient_traffic import StepTraffic, gradient_traffic
 from colossus.planner.layout_blocks import BlockProfile, LayoutProfile
@@ -68,15 +68,14 @@ class RankTimeline:
     def seconds(self, action: Action) -> float:
         """In which an action holds its rank."""
         cost = self.cost(action)
-        return cost.until_done if self.leaves(action) == "last" else cost.until_sent
+        return cost.until_done if self.is_last(action) else cost.until_sent
 
-    def leaves(self, action: Action) -> str:
-        """``last`` of a backward whose gradients may go on travelling behind it."""
-        return "last" if self._last.get(action.stage) == action else "each"
+    def is_last(self, action: Action) -> bool:
+        """Of a backward: whether it is its stage's last, whose gradients may go on travelling behind it."""
+        return self._last.get(action.stage) == action
 
     def cost(self, action: Action) -> ActionCost:
-        is_last, is_freed = self._last.get(action.stage) == action, self._is_freed(action)
-        key = action.kind, action.stage, is_last, is_freed
+        key = action.kind, action.stage, self.is_last(action), self._is_freed(action)
         if key not in self._costs:
             self._costs[key] = self._cost(*key)
         return self._costs[key]
@@ -101,7 +100,7 @@ class RankTimeline:
         for number, each in zip(numbers, played, strict=True):
             gather = self._arriving.get((stage, number)) if is_freed and kind != "backward_weight" else None
             arriving = 0.0 if gather is None else self._all(gather.collectives).seconds
-            runs.append(BlockRun(each.seconds, arriving, leaving.get(number, 0.0)))
+            runs.append(BlockSeconds(each.seconds, arriving, leaving.get(number, 0.0)))
         done, sent = run_beside(runs, overlaps=self.player.hardware.overlaps)
         computing = sum(run.computing for run in runs)
         return ActionCost(
@@ -195,7 +194,7 @@ def play_step(ranks: Sequence[RankTimeline], transfer: float) -> tuple[list[list
         behind = [
             span.start + rank.cost(span.action).until_sent
             for span in own
-            if span.action.kind in LAST_USE and rank.leaves(span.action) == "last"
+            if span.action.kind in LAST_USE and rank.is_last(span.action)
         ]
         ends.append(max(behind, default=0.0))
     return spans, ends

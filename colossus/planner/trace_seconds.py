@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from colossus.comm.accounting import sent
-from colossus.hardware.hardware import Hardware
+from colossus.hardware.hardware import Hardware, bytes_sent
 from colossus.hardware.host_placement import Placement
 from colossus.planner.plan_estimate import AxisCost
 from colossus.planner.rank_memory import StoredBytes
@@ -64,11 +63,7 @@ class TracePlayer:
         """Of one collective, all of it exposed."""
         names = axes_of(axes)
         seconds = self.placement.seconds(self.hardware, operation, names, held)
-        return AxisCost(self.bytes_of(operation, axes, held), seconds, seconds)
-
-    def bytes_of(self, operation: str, axes: str, held: float) -> float:
-        ranks = self.placement.of(axes_of(axes)).ranks
-        return held if operation == "send" else sent(operation, ranks, held)
+        return AxisCost(bytes_sent(operation, self.placement.of(names).ranks, held), seconds, seconds)
 
     def _run(self, events: Sequence[Event], played: Played) -> float:
         """The seconds of events; what their collectives cost is added to ``played``."""

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossus.planner.beside import BlockRun, run_beside
+from colossus.planner.beside import BlockSeconds, run_beside
 
 seconds = st.floats(0, 10)
-runs = st.lists(st.builds(BlockRun, seconds, seconds, seconds), min_size=1, max_size=6)
+runs = st.lists(st.builds(BlockSeconds, seconds, seconds, seconds), min_size=1, max_size=6)
 
 
 @given(runs)
-def test_it_is_never_faster_than_what_runs_or_travels(blocks: list[BlockRun]) -> None:
+def test_it_is_never_faster_than_what_runs_or_travels(blocks: list[BlockSeconds]) -> None:
     done, sent = run_beside(blocks, overlaps=True)
     computing = sum(block.computing for block in blocks)
     travelling = sum(block.arriving + block.leaving for block in blocks)
@@ -25,10 +25,10 @@ def test_it_is_never_faster_than_what_runs_or_travels(blocks: list[BlockRun]) ->
 
 
 def test_the_next_arrives_while_a_block_runs() -> None:
-    blocks = [BlockRun(3.0, 1.0), BlockRun(3.0, 2.0), BlockRun(1.0, 5.0)]
+    blocks = [BlockSeconds(3.0, 1.0), BlockSeconds(3.0, 2.0), BlockSeconds(1.0, 5.0)]
     assert run_beside(blocks, overlaps=True) == (10.0, 10.0)  # 1, then 3, then 5 instead of 3, then 1
 
 
 def test_what_leaves_goes_on_behind_the_last() -> None:
-    blocks = [BlockRun(2.0, leaving=1.0), BlockRun(2.0, leaving=4.0)]
+    blocks = [BlockSeconds(2.0, leaving=1.0), BlockSeconds(2.0, leaving=4.0)]
     assert run_beside(blocks, overlaps=True) == (4.0, 8.0)
