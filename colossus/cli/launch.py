@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, number_argument, positive_integer
+from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, number_argument
 
 
 def make_parser() -> Parser:
@@ -16,6 +16,7 @@ def make_parser() -> Parser:
         "  colossus launch config.py checkpoint.every=500      # saves, also when it is stopped\n"
         "  colossus launch config.py --resume                  # goes on where it was saved\n"
         "  colossus launch config.py --nnodes 2 --nproc 8 --rdzv-endpoint node0:29500   # on both nodes\n"
+        "  colossus launch config.py --nnodes 2:4 --rdzv-endpoint node0:29500 --max-restarts 9   # goes on with 2\n"
         "  torchrun --nproc-per-node 4 -m colossus launch config.py\n\n"
         "on GPUs each process of a node has a device of its own: that of its number among those that\n"
         "CUDA_VISIBLE_DEVICES shows. comm.backend=gloo lets processes share devices, slowly.\n\n" + EXIT_CODES,
@@ -23,7 +24,14 @@ def make_parser() -> Parser:
     parser.add_file()
     parser.add_nproc("processes on each node (default: the product of the sizes over the nodes)")
     parser.add_argument("--run-dir", metavar="DIR", help="folder of metrics and config (default: runs/<name>-<time>)")
-    parser.add_argument("--nnodes", type=positive_integer, default=1, metavar="M", help="number of nodes (default: 1)")
+    parser.add_argument(
+        "--nnodes",
+        type=_node_range,
+        default=(1, 1),
+        metavar="M or MIN:MAX",
+        help="number of nodes (default: 1); of a range the run goes on with as many as there are, by launch.restarts: "
+        "with fewer when one has gone (fewer data replicas, the same global batch), with more when it is back",
+    )
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet; needed with --nnodes")
     parser.add_argument(
         "--resume",
@@ -39,6 +47,14 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
     return parser
+
+
+def _node_range(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    numbers = [int(part) if part.isdecimal() else 0 for part in (least, most or least)]
+    if not 1 <= numbers[0] <= numbers[1]:
+        raise argparse.ArgumentTypeError(f"must be a number of nodes, or the fewest and the most: 2:4, got {text!r}")
+    return numbers[0], numbers[1]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,15 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore
 
-from colossus.config import Config, ConfigError
+from colossus.config import ConfigError
 from colossus.launch import failures
+from colossus.launch.auto_plan import Planned
 from colossus.launch.nodes import Nodes
 from colossus.launch.outcome import Outcome, RankExit
-from colossus.launch.resume import RunStart
+from colossus.launch.rendezvous import Rendezvous
+from colossus.launch.restarts import Restarts
 from colossus.launch.servers import Servers, num_servers
 from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS, RankFiles, made_rank_files
 
@@ -40,28 +42,29 @@ AGAIN_SECONDS = 1.0
 """After which another Ctrl-C is not the same one any more, which a terminal sends to all processes."""
 
 _LOOK_SECONDS = 0.1
+#: between two looks whether nodes have come
+_NEWCOMERS_SECONDS = 1.0
 
 
-def run_workers(
-    words: Sequence[str],
-    config: Config,
-    begin: Callable[[], RunStart],
-    *,
-    local_ranks: int,
-    nodes: int = 1,
-    endpoint: str | None = None,
-    restarts: int = 0,
-    before: Outcome | None = None,
-) -> Outcome:
+class Job(NamedTuple):
+    """What is the same on this node in all attempts of a run.
+
+    Attributes:
+        plan: of so many nodes that are there: a plan, and how many of them it needs.
+        rendezvous: where the nodes meet, None where there is one.
+    """
+
+    plan: Callable[[int], tuple[Planned, int]]
+    config_path: str
+    local_ranks: int
+    rendezvous: Rendezvous | None = None
+
+
+def run_workers(job: Job, restarts: Restarts, before: Outcome | None = None) -> Outcome:
     """Start this node's workers and wait until all have ended. Inside of `kept_signals`.
 
     Args:
-        words: of the command: the config file and overrides.
-        config: the same, resolved.
-        begin: makes the run folder, and says from which checkpoint the run goes on. Called on the first node.
-        local_ranks: of each node.
-        endpoint: ``host:port`` where the nodes meet; needed when there are several.
-        restarts: of the ranks of this run so far.
+        restarts: where the attempt begins, and its number.
         before: how the attempt before has ended.
 
     Raises:
@@ -74,9 +77,9 @@ def run_workers(
             _let_signals_raise()
             if before is not None and before.late_signum is not None:
                 raise _Stopped(before.late_signum)
-            agent = _Agent(begin, outcome, files, restarts)
+            agent = _Agent(job, restarts, outcome, files)
             try:
-                agent.run(words, config, local_ranks, nodes, endpoint)
+                agent.run(before.node if before is not None else None)
             finally:
                 agent.conclude()
         except _Stopped as stop:
@@ -133,17 +136,22 @@ def start_process(words: Sequence[str], variables: Mapping[str, str]) -> Any:
 
 
 class _Agent:
-    def __init__(self, begin: Callable[[], RunStart], outcome: Outcome, files: RankFiles, restarts: int) -> None:
-        self._begin, self._outcome, self._restarts = begin, outcome, restarts
+    def __init__(self, job: Job, restarts: Restarts, outcome: Outcome, files: RankFiles) -> None:
+        self._job, self._restarts, self._outcome = job, restarts, outcome
         self._processes = RankProcesses(outcome, files)
         self._nodes: Nodes | None = None
         self._servers = Servers()
+        self._looked = time.monotonic()
 
-    def run(self, words: Sequence[str], config: Config, local_ranks: int, nodes: int, endpoint: str | None) -> None:
-        """Start the ranks, and wait until all have ended."""
+    def run(self, before: int | None) -> None:
+        """Start the ranks, and wait until all have ended.
+
+        Args:
+            before: number of this node in the attempt before.
+        """
         outcome = self._outcome
         try:
-            self._start(words, config, local_ranks, nodes, endpoint)
+            self._start(before)
             while not self._is_over():
                 time.sleep(_LOOK_SECONDS)
             deadline = time.monotonic() + RECORD_SECONDS
@@ -156,58 +164,75 @@ class _Agent:
         signum = outcome.signum or signal.SIGTERM
         self._processes.end_all(signum, lambda: not self._others_have_failed(but_stops=True))
 
-    def _start(self, words: Sequence[str], config: Config, local_ranks: int, nodes: int, endpoint: str | None) -> None:
-        if nodes > 1:
-            met = self._nodes = Nodes(endpoint or "", nodes, local_ranks)
-            node, (address, port), is_shared = met.node, met.store_address, met.has_shared_store
-        else:  # the kernel picks a free port
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            node, address, port, is_shared = 0, "127.0.0.1", self._store.port, True
-        folder, resume = self._agree_on_folder()
-        self._outcome.folder = folder
-        if number := num_servers(config, nodes):
+    def _start(self, before: int | None) -> None:
+        job, outcome = self._job, self._outcome
+        if job.rendezvous is not None:
+            self._nodes = Nodes(job.rendezvous, before)
+            outcome.node = self._nodes.node
+        (config, overrides, told), num_nodes = job.plan(self._nodes.num_present if self._nodes is not None else 1)
+        ranks = range(job.local_ranks) if self._nodes is None else self._nodes.share(num_nodes, job.local_ranks)
+        outcome.config, outcome.is_spare = config, not ranks
+        folder, resume, address, port = self._agree()
+        outcome.folder = folder
+        if told and outcome.node in (None, 0):
+            print("\n".join(told), flush=True)
+        if number := num_servers(config, num_nodes):
             self._servers.start(number, folder, config.comm.timeout_seconds, self._nodes)
-        command = ("-m", "colossus.launch.worker", str(folder), resume or "", *words)
+        command = ("-m", "colossus.launch.worker", str(folder), resume or "", job.config_path, *overrides)
         variables = {  # as torchrun sets them
-            "WORLD_SIZE": str(nodes * local_ranks),
-            "LOCAL_WORLD_SIZE": str(local_ranks),
+            "WORLD_SIZE": str(num_nodes * job.local_ranks),
+            "LOCAL_WORLD_SIZE": str(job.local_ranks),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "colossus",
-            "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
-            "TORCHELASTIC_USE_AGENT_STORE": str(is_shared),
+            "TORCHELASTIC_RESTART_COUNT": str(self._restarts.number),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        for local in range(local_ranks):
-            rank = node * local_ranks + local
+        for local, rank in enumerate(ranks):
             of_rank = {**variables, "RANK": str(rank), "LOCAL_RANK": str(local)}
             self._processes.all[rank] = start_process(command, of_rank)
         if self._nodes is not None:
             self._nodes.watch()
 
-    def _agree_on_folder(self) -> tuple[Path, str | None]:
-        """The run folder, and what the ranks resume from; the first node makes the folder."""
-        if self._nodes is None:
-            started = self._begin()
-            return started.folder, started.resume
+    def _agree(self) -> tuple[Path, str | None, str, int]:
+        """The run folder, what the ranks resume from, host and port of their store; the first node makes all that."""
 
-        def begin() -> tuple[str, str | None, Sequence[str]]:
+        def begin() -> Any:
+            host = self._nodes.address if self._nodes is not None else "127.0.0.1"
+            # the kernel picks a free port
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             try:
-                started = self._begin()
+                started = self._restarts.begin()
             except ConfigError as error:
-                return "", None, error.problems
-            return str(started.folder.resolve()), started.resume, []
+                return "", None, [host, self._store.port], None, error.problems
+            folder = str(started.folder if self._nodes is None else started.folder.resolve())
+            return folder, started.resume, [host, self._store.port], self._restarts.tell(), []
 
-        folder, resume, problems = self._nodes.from_first("begin", begin)
+        made = begin() if self._nodes is None else self._nodes.from_first("begin", begin)
+        folder, resume, (address, port), known, problems = made
         if problems:
             raise ConfigError(problems)
-        return Path(folder), resume
+        self._restarts.hear(Path(folder), known)
+        return Path(folder), resume, address, port
 
     def _is_over(self) -> bool:
         """Whether all ranks here have ended, or those that run are to be ended."""
         self._processes.note_exits()
-        if self._others_have_failed():  # asked first: it is why ranks have ended
+        if self._others_have_failed() or self._newcomers_wait():  # asked first: it is why ranks have ended
             return True
+        if self._nodes is not None and self._outcome.is_spare:
+            return self._nodes.has_ended
         return not self._processes.running() or not all(ended.is_good for ended in self._outcome.exits.values())
+
+    def _newcomers_wait(self) -> bool:
+        """Whether the ranks of all nodes are to be stopped, since nodes have come. The first node looks."""
+        nodes, now = self._nodes, time.monotonic()
+        if nodes is None or nodes.node != 0 or now - self._looked < _NEWCOMERS_SECONDS:
+            return False
+        self._looked = now
+        if newcomers := nodes.num_newcomers():
+            self._outcome.regroups = self._job.plan(nodes.num_present + newcomers)[1] > nodes.num_nodes
+        return self._outcome.regroups
 
     def _others_have_failed(self, *, but_stops: bool = False) -> bool:
         """Whether a server of this node has ended before its time, or another node is in trouble."""

@@ -1,31 +1,24 @@
-"""A run as attempts one after the other: the first, and those that ``launch.restarts`` allows after a failure."""
+"""A run as attempts one after the other: the first, and those that follow a failure, or nodes that have come."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from colossus.config import Config
 from colossus.context.grid import build_grid
-from colossus.launch.agent import kept_signals, run_workers
+from colossus.launch.agent import Job, kept_signals, run_workers
 from colossus.launch.outcome import Outcome
 from colossus.launch.report import report
 from colossus.launch.restarts import Restarts
 from colossus.launch.resume import RunStart
 
 
-def run_attempts(
-    words: Sequence[str],
-    config: Config,
-    begin: Callable[[], RunStart],
-    *,
-    local_ranks: int,
-    nodes: int,
-    endpoint: str | None,
-) -> int:
+def run_attempts(job: Job, config: Config, begin: Callable[[], RunStart]) -> int:
     """Run this node's workers until they are through, or have failed for the last time; print how each attempt ended.
 
     Args:
-        words, begin, local_ranks, nodes, endpoint: as of `run_workers`.
+        config: resolved, for as many nodes as there may be.
+        begin: makes and locks the run folder, and says from which checkpoint the run goes on. Called on the first node.
 
     Returns:
         The exit code of the last attempt.
@@ -33,25 +26,21 @@ def run_attempts(
     Raises:
         RuntimeError, ConfigError: as `run_workers`.
     """
-    grid = build_grid(config.parallel)
     restarts = Restarts(config, begin)
     before: Outcome | None = None
     with kept_signals():
         try:
             while True:
-                outcome = run_workers(
-                    words,
-                    config,
-                    restarts.begin,
-                    local_ranks=local_ranks,
-                    nodes=nodes,
-                    endpoint=endpoint,
-                    restarts=restarts.number,
-                    before=before,
-                )
-                code = report(outcome, config, grid)
-                if not restarts.follow(outcome, code):
-                    return code
+                outcome = run_workers(job, restarts, before)
+                if outcome.is_regrouped:
+                    restarts.regroup(outcome)
+                else:
+                    plan = outcome.config or config
+                    code = report(outcome, plan, build_grid(plan.parallel))
+                    if not restarts.follow(outcome, code):
+                        return code
                 before = outcome
         finally:
+            if job.rendezvous is not None:
+                job.rendezvous.close()
             restarts.close()

@@ -22,6 +22,7 @@ from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder, slurm
 from colossus.launch.auto_plan import load_planned
 from colossus.launch.checks import ModelInfo, check_data, check_devices, check_given, check_model, describe_device
+from colossus.launch.node_plans import NodePlans, NodeRange
 from colossus.launch.report import DONE, FAILED, USAGE
 from colossus.launch.resume import Origin, choose
 from colossus.launch.servers import describe_servers, num_servers
@@ -35,7 +36,7 @@ def run(
     *,
     nproc: int | None = None,
     run_dir: str | None = None,
-    nnodes: int = 1,
+    nnodes: tuple[int, int] = (1, 1),
     rdzv_endpoint: str | None = None,
     resume: bool = False,
     dry_run: bool = False,
@@ -46,7 +47,7 @@ def run(
     Args:
         nproc: processes on each node; by default the product of the plan's sizes, shared out over the nodes.
         run_dir: the run folder, by default ``runs/<name>-<time>``.
-        nnodes: nodes, on each of which this command is given.
+        nnodes: fewest and most nodes, on each of which this command is given.
         rdzv_endpoint: ``host:port`` of one of the nodes, where they meet.
         resume: go on with the latest checkpoint, in its run folder (`resume.choose`).
         dry_run: print what would be started and start nothing.
@@ -64,42 +65,36 @@ def run(
             if dry_run:
                 raise ConfigError("--dry-run starts nothing: give it without torchrun or srun")
             return _join(config_path, overrides, joined, nproc, run_dir, resume)
-        if nnodes < 1:
-            raise ConfigError(f"--nnodes {nnodes}: there is at least one node")
-        total = nproc * nnodes if nproc is not None else None
-        config, overrides, told = load_planned(config_path, overrides, total, hosts=nnodes)
-        check_given(config)
-        if nnodes > 1 and _restarts(config):
-            raise ConfigError(
-                f"launch.restarts: with --nnodes {nnodes} ranks are not started again; leave it out, and give the "
-                "command once more with --resume after a failure"
-            )
-        grid = build_grid(config.parallel)
-        local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
-
+        nodes = NodeRange(*nnodes)
+        planner = NodePlans(config_path, overrides, nproc, nodes, rdzv_endpoint)
+        (config, overrides, told), local_ranks = planner.of_most, planner.local_ranks
         where = partial(choose, config, run_dir=run_dir, resume=resume)
-        origin = where() if nnodes == 1 or dry_run else None  # else the first node looks, whichever that will be
+        origin = where() if nodes.most == 1 or dry_run else None  # else the first node looks, whichever that will be
         if origin is not None:
             origin.check()
-        check_devices(config, local_ranks, nnodes)
+        check_devices(config, local_ranks, nodes.most)
         model = check_model(config)
         check_data(config)
         if dry_run:
-            print("\n".join([describe(config, model, origin, local_ranks, nnodes), *told[1:]]))
+            print("\n".join([describe(config, model, origin, local_ranks, nodes.most), *told[1:]]))
             return DONE
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
     if told:
         print("\n".join(told), flush=True)
-    _prepare_environment(local_ranks, nnodes)
+    _prepare_environment(local_ranks, nodes.most)
     try:
         # torch's elastic is imported here: everything above answers without it
+        from colossus.launch.agent import Job
         from colossus.launch.attempts import run_attempts
+        from colossus.launch.rendezvous import Rendezvous
 
         begin = origin.take if origin is not None else lambda: where().take()
-        words = [config_path, *overrides]
-        return run_attempts(words, config, begin, local_ranks=local_ranks, nodes=nnodes, endpoint=rdzv_endpoint)
+        rendezvous = None
+        if nodes.most > 1:
+            rendezvous = Rendezvous(rdzv_endpoint or "", nodes, config.launch.rejoin_seconds)
+        return run_attempts(Job(planner.plan, config_path, local_ranks, rendezvous), config, begin)
     except ConfigError as error:  # the run folder, of the first node
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
@@ -119,19 +114,6 @@ def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
     if all(name in environ for name in needed):
         return {name: environ[name] for name in (*needed, "LOCAL_WORLD_SIZE") if name in environ}
     return slurm.torch_variables(environ) if slurm.is_task(environ) else None
-
-
-def _local_ranks(world_size: int, nnodes: int, endpoint: str | None) -> int:
-    if nnodes > 1 and not endpoint:
-        raise ConfigError(f"--nnodes {nnodes} needs --rdzv-endpoint host:port: one of the nodes, and a free port there")
-    host, _, port = (endpoint or "").rpartition(":")
-    if nnodes > 1 and not (host and port.isdecimal() and 0 < int(port) < 65536):
-        raise ConfigError(f"--rdzv-endpoint {endpoint}: must be host:port, with a port between 1 and 65535")
-    if world_size % nnodes:
-        raise ConfigError(f"--nnodes {nnodes}: {world_size} processes cannot be shared equally among the nodes")
-    if world_size // nnodes > 4096:  # no machine has cores for more
-        raise ConfigError(f"{world_size // nnodes} processes on one node are more than 4096: choose a smaller plan")
-    return world_size // nnodes
 
 
 def _join(

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,15 +17,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from colossus import machine
+from colossus.arithmetic import named_ranks
 from colossus.launch.outcome import NodeEnd
+from colossus.launch.rendezvous import Rendezvous
 from colossus.launch.stop import GRACE_SECONDS
-
-MEET_SECONDS = 15.0
-"""How long the others may take to come before the user hears that they are waited for."""
 
 BEAT_SECONDS = 0.5
 """Between two signs of life, and between two looks at those of the others."""
@@ -49,59 +44,67 @@ _END = TypeAdapter(NodeEnd)
 
 
 class Nodes:
-    """All nodes of a run, which have met when this is made; from `watch` on a thread looks after the others.
+    """All nodes of one attempt, which have met when this is made; from `watch` on a thread looks after the others.
+
+    Nodes that were there in the attempt before come first, in their order: so the first knows what was, and ranks stay
+    on their hosts. Those beyond the ones that the plan needs have no ranks (`share`), and wait.
 
     Args:
-        endpoint: where they meet. The first that can listen there holds the store through which they speak.
-        local_ranks: of each.
+        rendezvous: where they meet.
+        before: number of this node in the attempt before, None of one that comes now.
 
     Attributes:
         node: number of this one.
+        num_nodes: that have ranks.
         ends: of the other nodes that have told theirs, by number.
         address: at which the others reach this one.
-        store_address: host and port, for the ranks.
 
     Raises:
         RuntimeError: when they do not meet (elastic's RendezvousError).
     """
 
-    def __init__(self, endpoint: str, num_nodes: int, local_ranks: int) -> None:
-        said = f"colossus: waiting at {endpoint} until all {num_nodes} nodes are there"
-        timer = threading.Timer(MEET_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
-        timer.daemon = True
-        timer.start()
-        try:
-            self._rendezvous, self._holds_store = _make_rendezvous(endpoint, num_nodes)
-            try:
-                info: Any = self._rendezvous.next_rendezvous()
-            except BaseException:
-                self._rendezvous.shutdown()
-                raise
-        finally:
-            timer.cancel()
-        self._store, self.node, self.num_nodes = info.store, info.rank, num_nodes
-        self.store_address = info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port
-        self.has_shared_store = self._rendezvous.use_agent_store
+    def __init__(self, rendezvous: Rendezvous, before: int | None = None) -> None:
+        self._store, self.node, self.num_present = rendezvous.meet()
+        self._rendezvous, self.num_nodes, self._local_ranks = rendezvous, self.num_present, 0
         self.ends: dict[int, NodeEnd] = {}
-        self._others = [other for other in range(num_nodes) if other != self.node]
         self._has_store, self._silence = True, SILENCE_SECONDS
         self._beats: dict[int, bytes] = {}
-        self._heard = dict.fromkeys(self._others, time.monotonic())
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="colossus-nodes", daemon=True)
         # from here this machine reaches the endpoint: the loopback, where the endpoint is here and its name means that
-        guess = machine.address_towards(urlsplit(f"//{endpoint}").hostname or "") or "127.0.0.1"
-        ranks = [self.node * local_ranks + local for local in range(local_ranks)]
-        self._known = self.exchange("node", {"host": socket.gethostname(), "ranks": ranks, "address": guess})
-        self.address = machine.address_among(guess, [each["address"] for each in self._known])
+        endpoint = urlsplit(f"//{rendezvous.endpoint}").hostname or ""
+        guess = machine.address_towards(endpoint) or "127.0.0.1"
+        known = self.exchange("node", {"host": socket.gethostname(), "address": guess, "before": before})
+        order = sorted(range(self.num_present), key=lambda place: _seniority(known[place]["before"], place))
+        self.node, self._hosts = order.index(self.node), [known[place]["host"] for place in order]
+        self._others = [other for other in range(self.num_present) if other != self.node]
+        self._heard = dict.fromkeys(self._others, time.monotonic())
+        self.address = machine.address_among(guess, [each["address"] for each in known])
         # by itself gloo takes the address that the machine's own name has, which others may not be able to reach
         if (interface := machine.interface_of(self.address)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
+    def share(self, num_nodes: int, local_ranks: int) -> range:
+        """The ranks of this node: none where so many nodes are enough without it."""
+        self.num_nodes, self._local_ranks = num_nodes, local_ranks
+        return self._ranks_of(self.node)
+
+    def _ranks_of(self, node: int) -> range:
+        return range(node * self._local_ranks, (node + 1) * self._local_ranks) if node < self.num_nodes else range(0)
+
+    def num_newcomers(self) -> int:
+        """Nodes that wait for the next attempt. For one node to ask."""
+        return self._rendezvous.num_newcomers()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all other nodes that have ranks have said how theirs ended."""
+        return all(other in self.ends for other in self._others if other < self.num_nodes)
+
     def exchange(self, what: str, value: Any) -> list[Any]:
         """The value of each node, by number. All nodes at once."""
         self._store.set(f"colossus/{what}/{self.node}", json.dumps(value))
-        keys = [f"colossus/{what}/{node}" for node in range(self.num_nodes)]
+        keys = [f"colossus/{what}/{node}" for node in range(self.num_present)]
         return [json.loads(text) for text in self._store.multi_get(keys)]
 
     def from_first(self, what: str, make: Callable[[], Any]) -> Any:
@@ -127,12 +130,11 @@ class Nodes:
 
     def gone(self) -> list[str]:
         """The nodes that give no sign of life and have not said how they ended, in words."""
-        silent = [other for other in self._others if self._is_silent(other)]
-        return [
-            f"node {other} (host {known['host']}; rank{'s' * (len(known['ranks']) > 1)} "
-            f"{', '.join(map(str, known['ranks']))})"
-            for other, known in ((other, self._known[other]) for other in silent)
-        ]
+        return [self._describe(other) for other in self._others if self._is_silent(other)]
+
+    def _describe(self, node: int) -> str:
+        ranks = self._ranks_of(node)
+        return f"node {node} (host {self._hosts[node]}; {named_ranks(ranks) if ranks else 'no ranks'})"
 
     def _is_silent(self, other: int) -> bool:
         is_late = time.monotonic() - self._heard[other] > self._silence
@@ -161,7 +163,6 @@ class Nodes:
 
     def close(self) -> None:
         """Say goodbye, and when this process holds the store, wait until all have."""
-        self._rendezvous.shutdown()
         self._closing.set()
         self._thread.join(2 * BEAT_SECONDS)
         if not self._has_store or self._thread.is_alive():
@@ -169,7 +170,7 @@ class Nodes:
         goodbyes, deadline = [f"colossus/goodbye/{other}" for other in self.ends], time.monotonic() + FAREWELL_SECONDS
         with contextlib.suppress(RuntimeError):
             self._store.set(f"colossus/goodbye/{self.node}", "")
-            while self._holds_store and not self._store.check(goodbyes) and time.monotonic() < deadline:
+            while self._rendezvous.holds_store and not self._store.check(goodbyes) and time.monotonic() < deadline:
                 time.sleep(0.02)
 
     def _watch(self) -> None:
@@ -195,29 +196,5 @@ class Nodes:
             self._has_store = False
 
 
-def _make_rendezvous(endpoint: str, nodes: int) -> tuple[RendezvousHandler, bool]:
-    """Elastic's, and whether its store is in this process."""
-    # torch's loggers set their own levels, so only cutting them off above works: `report` prints one block
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-    for is_host in (True, False) if _is_here(endpoint) else (False,):
-        try:
-            parameters = RendezvousParameters("c10d", endpoint, "colossus", nodes, nodes, is_host=is_host)
-            return get_rendezvous_handler(parameters), is_host
-        except RendezvousConnectionError:
-            if not is_host:
-                raise
-    raise AssertionError("a rendezvous is made or it raises")
-
-
-def _is_here(endpoint: str) -> bool:
-    """Whether the endpoint's host is this machine: then one can listen at its address."""
-    try:
-        host = urlsplit(f"//{endpoint}").hostname
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-    except (OSError, ValueError):
-        return False
-    return True
+def _seniority(before: int | None, place: int) -> tuple[bool, int, int]:
+    return before is None, before or 0, place

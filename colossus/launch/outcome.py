@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from colossus.config import Config
+from colossus.launch import failures
 from colossus.launch.failures import FailureRecord
 from colossus.launch.stop import STOP_SIGNALS, exit_code
 
@@ -50,17 +52,23 @@ class NodeEnd:
         signum: the signal its launcher received, None when there was none.
         records: of its ranks that failed.
         server: how the parameter server of it has ended that has ended the run, in words.
+        is_spare: it had no ranks, since the plan needs fewer nodes.
+        regroups: it has stopped the ranks of all nodes because nodes have come that are to take part.
     """
 
     exits: dict[int, RankExit] = field(default_factory=dict)
     signum: int | None = None
     records: Sequence[FailureRecord] = ()
     server: str | None = None
+    is_spare: bool = False
+    regroups: bool = False
 
     @property
     def is_good(self) -> bool:
-        """Whether there were ranks, and all came to the end of their program."""
-        if self.signum is not None or self.server is not None or not self.exits:
+        """Whether there were ranks, or none to be, and all came to the end of their program."""
+        if self.signum is not None or self.server is not None or self.regroups:
+            return False
+        if not self.exits and not self.is_spare:
             return False
         return all(ended.is_good for ended in self.exits.values())
 
@@ -70,7 +78,9 @@ class Outcome(NodeEnd):
     """How a run ended, as the launcher of one node knows it.
 
     Attributes:
+        config: of the attempt, with its plan; None before the nodes have met.
         folder: the run folder all nodes agreed on, None before they have.
+        node: number of this node; None before it has met others.
         is_hurried: a second Ctrl-C has asked to end without a checkpoint.
         late_signum: a stop signal that came when the ranks were being ended already.
         others: how the ranks of other nodes ended, as far as they have said.
@@ -78,12 +88,31 @@ class Outcome(NodeEnd):
         started: when this launcher did, in seconds since the epoch.
     """
 
+    config: Config | None = None
     folder: Path | None = None
+    node: int | None = None
     is_hurried: bool = False
     late_signum: int | None = None
     others: Sequence[NodeEnd] = ()
     gone: Sequence[str] = ()
     started: float = field(default_factory=time.time)
+
+    @property
+    def is_regrouped(self) -> bool:
+        """Whether the ranks were stopped so that other nodes can take part, and nothing else was the matter."""
+        exits, causes = self.of_all_nodes()
+        ends: list[NodeEnd] = [self, *self.others]
+        was_asked = any(end.regroups for end in ends) and not self.gone and self.late_signum is None
+        return was_asked and all(end.signum is None for end in ends) and stop_code(causes, exits) is not None
+
+    def of_all_nodes(self) -> tuple[dict[int, RankExit], list[Cause]]:
+        """How the ranks of all nodes ended, as far as that is known here, and `rank_causes` of it."""
+        records = {record.rank: record for record in failures.read_all(self.folder)} if self.folder is not None else {}
+        exits = dict[int, RankExit]()
+        for end in (*self.others, self):
+            exits |= end.exits
+            records |= {record.rank: record for record in end.records}
+        return exits, rank_causes(records.values(), exits)
 
 
 # -- who failed first -----------------------------------------------------------------------------------------

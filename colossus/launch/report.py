@@ -15,7 +15,7 @@ from colossus.config import Config
 from colossus.context.grid import RankGrid
 from colossus.launch import failures, run_folder
 from colossus.launch.failures import FailureRecord
-from colossus.launch.outcome import Cause, Outcome, rank_causes, stop_code
+from colossus.launch.outcome import Cause, Outcome, stop_code
 from colossus.launch.recordings import ranks_in_words, who_is_missing
 from colossus.launch.stop import exit_code
 
@@ -29,12 +29,8 @@ def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
     Returns:
         The exit code.
     """
-    folder, exits, ends = outcome.folder, dict(outcome.exits), [outcome, *outcome.others]
-    records = {record.rank: record for record in failures.read_all(folder)} if folder is not None else {}
-    for end in outcome.others:
-        exits |= end.exits
-        records |= {record.rank: record for record in end.records}
-    found = rank_causes(records.values(), exits)
+    folder, ends = outcome.folder, [outcome, *outcome.others]
+    exits, found = outcome.of_all_nodes()
     has_culprit = bool(found) and found[0].is_own
     server = next((end.server for end in ends if end.server is not None), None)
     signum = next((end.signum for end in ends if end.signum), None)

@@ -11,14 +11,17 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from pydantic import TypeAdapter
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import find_latest, root_of
 from colossus.config import Config
 from colossus.launch import failures, run_folder
-from colossus.launch.outcome import Cause, Outcome, rank_causes, stop_code
+from colossus.launch.outcome import Cause, Outcome, stop_code
 from colossus.launch.report import FAILED, summary
 from colossus.launch.resume import AUTO, RunStart
 from colossus.launch.run_metrics import RunMetrics
@@ -30,6 +33,29 @@ _RESTART = "COLOSSUS_RESTART"
 """Environment variable with what the launcher knows of a restart, for the ranks that it starts."""
 
 
+@dataclass
+class History:
+    """What is known of the attempts so far. The first node's is that of all: another may come later, or take its place.
+
+    Attributes:
+        number: of restarts so far; of attempts that ended because nodes have come, too.
+        times: of those after a failure, in seconds since the epoch.
+        errors: that ranks have raised: type, message, step.
+        pending: restarts after which no rank has trained yet, and when the attempt before them began.
+        size: of the file of rows when the first of these was noted, in bytes.
+    """
+
+    number: int = 0
+    times: list[float] = field(default_factory=list)
+    errors: list[tuple[str, str, int | None]] = field(default_factory=list)
+    pending: list[dict[str, Any]] = field(default_factory=list)
+    started: float = 0.0
+    size: int = 0
+
+
+_HISTORY = TypeAdapter(History)
+
+
 class Restarts:
     """Of one run, in its launcher.
 
@@ -37,33 +63,49 @@ class Restarts:
         begin: makes and locks the run folder for the first attempt.
 
     Attributes:
-        number: of restarts so far.
+        folder: of the run, None before it is known here.
     """
 
     def __init__(self, config: Config, begin: Callable[[], RunStart]) -> None:
-        self.number = 0
+        self.folder: Path | None = None
         self._config, self._begin = config, begin
-        self._start: RunStart | None = None
         self._resume: str | None = None
-        self._times: list[float] = []
-        self._errors: set[tuple[str, str, int | None]] = set()
-        #: restarts after which no rank has trained yet, and when the attempt before them began
-        self._pending: list[dict[str, Any]] = []
-        self._started, self._size = 0.0, 0
+        self._locks: Sequence[TextIO] = ()
+        self._history = History()
         os.environ.pop(_RESTART, None)  # of a launch around this one
 
+    @property
+    def number(self) -> int:
+        return self._history.number
+
     def begin(self) -> RunStart:
-        """Where the next attempt begins; the folders stay locked between attempts, until `close`."""
-        if self._start is None:
-            self._start = self._begin()
-            return self._start
-        return self._start._replace(resume=self._resume)
+        """Where the next attempt begins, on the first node; the folders stay locked between attempts, until `close`."""
+        if self.folder is None:
+            self.folder, self._resume, self._locks = self._begin()
+        elif not self._locks:  # the node that had it is not the first any more
+            self._locks = (run_folder.take(self.folder, None),)
+        if self.number:
+            failures.clear(self.folder)
+        return RunStart(self.folder, self._resume, tuple(self._locks))
+
+    def tell(self) -> Any:
+        """What another node needs to know, for `hear`."""
+        return _HISTORY.dump_python(self._history, mode="json"), self._resume
+
+    def hear(self, folder: Path, told: Any) -> None:
+        """Take over what the first node knows; the ranks that are started next find it."""
+        self.folder, (history, self._resume) = folder, told
+        self._history = _HISTORY.validate_python(history)
+        if self._history.pending:
+            known = {"restarts": self._history.pending, "started": self._history.started}
+            os.environ[_RESTART] = json.dumps(known)
 
     def close(self) -> None:
         """The run is over."""
-        if self._start is not None and self._pending and self._size == _size_of(self._start.folder / ROWS):
-            _write(self._start.folder, self._pending)
-        for lock in self._start.locks if self._start is not None else ():
+        known = self._history
+        if self._locks and self.folder is not None and known.pending and known.size == _size_of(self.folder / ROWS):
+            _write(self.folder, known.pending)
+        for lock in self._locks:
             lock.close()
         os.environ.pop(_RESTART, None)
 
@@ -73,29 +115,38 @@ class Restarts:
         Args:
             code: the exit code that `report` gave it.
         """
-        section, folder = self._config.launch.restarts, outcome.folder
+        section, folder, known = self._config.launch.restarts, outcome.folder, self._history
         if section is None or not section.max or folder is None or code != FAILED:
             return False
-        causes = rank_causes(failures.read_all(folder), outcome.exits)
-        was_stopped = outcome.server is None and stop_code(causes, outcome.exits) is not None
-        if was_stopped or outcome.signum is not None or outcome.late_signum is not None:
+        exits, causes = outcome.of_all_nodes()
+        ends = [outcome, *outcome.others]
+        server = next((end.server for end in ends if end.server is not None), None)
+        was_stopped = server is None and not outcome.gone and stop_code(causes, exits) is not None
+        if was_stopped or outcome.late_signum is not None or any(end.signum is not None for end in ends):
             return False
-        now = time.monotonic()
-        recent = [moment for moment in self._times if section.within is None or now - moment < section.within]
+        now = time.time()
+        recent = [moment for moment in known.times if section.within is None or now - moment < section.within]
         reason = self._would_come_again(causes)
         if reason is None and len(recent) >= section.max:
             reason = f"{len(recent)} of launch.restarts.max = {section.max} are used"
         if reason is not None:
             _print(f"colossus: no restart: {reason}")
             return False
-        self._times = [*recent, now]
-        self.number += 1
-        cause = (outcome.server or (summary(causes) if causes else "ranks ended early")).splitlines()[0]
-        self._note(folder, cause, outcome.started)
+        known.times = [*recent, now]
+        cause = server or (summary(causes) if causes and (causes[0].is_own or not outcome.gone) else None)
+        if cause is None:
+            cause = f"{outcome.gone[0]} has gone" if outcome.gone else "ranks ended early"
+        self._note(folder, cause.splitlines()[0], outcome.started)
         where = self._choose(folder)
-        failures.clear(folder)
         _print(f"colossus: restart {len(recent) + 1} of {section.max}: the ranks start again, {where}")
         return True
+
+    def regroup(self, outcome: Outcome) -> None:
+        """Another attempt follows one that was stopped because nodes have come; it is no restart that is counted."""
+        assert outcome.folder is not None
+        self._note(outcome.folder, "more nodes are there", outcome.started)
+        self._choose(outcome.folder)
+        _print("colossus: more nodes are there: the ranks were stopped, and start again on all of them")
 
     def _would_come_again(self, causes: Sequence[Cause]) -> str | None:
         """Why another attempt would end as this one, in words; None where that is not known."""
@@ -105,25 +156,23 @@ class Restarts:
         if record.type == "NonFiniteGradients":
             return "the same step would have the same gradients; train.on_nonfinite=skip leaves it out"
         error = (record.type, record.message, record.step)
-        if error in self._errors:
+        if error in self._history.errors:
             when = f"in step {record.step}" if record.step is not None else "before the first step"
             return f"rank {causes[0].rank} has raised the same error {when} before"
-        self._errors.add(error)
+        self._history.errors.append(error)
         return None
 
     def _note(self, folder: Path, cause: str, started: float) -> None:
-        """Tell the ranks of the next attempt what they are to write down."""
-        size = _size_of(folder / ROWS)
-        if not self._pending or size != self._size:  # the ranks have trained, and written it down
-            self._pending, self._started, self._size = [], started, size
-        self._pending.append({"restart": self.number, "cause": cause, "time": time.time()})
-        os.environ[_RESTART] = json.dumps({"restarts": self._pending, "started": self._started})
+        """What the ranks of the next attempt are to write down."""
+        known, size = self._history, _size_of(folder / ROWS)
+        if not known.pending or size != known.size:  # the ranks have trained, and written it down
+            known.pending, known.started, known.size = [], started, size
+        known.number += 1
+        known.pending.append({"restart": known.number, "cause": cause, "time": time.time()})
 
     def _choose(self, folder: Path) -> str:
         """Choose what the next attempt loads; in words."""
-        assert self._start is not None
         section = self._config.checkpoint
-        self._resume = self._start.resume
         if not section.every:
             return "from the beginning of this run: it saves no checkpoints (checkpoint.every)"
         try:

@@ -69,7 +69,8 @@ class Servers:
         self._logs.mkdir(parents=True, exist_ok=True)
         problem = ""
         try:
-            for index in servers_of_nodes(number, num_nodes)[node]:  # from the main thread, which lives as long as they
+            here = servers_of_nodes(number, num_nodes)[node] if node < num_nodes else []
+            for index in here:  # from the main thread, which lives as long as they
                 log = self._log_of(index)
                 self._here[index] = ServerProcess(index, token, host=host, timeout_seconds=timeout_seconds, log=log)
             for server in self._here.values():

@@ -215,5 +215,5 @@ def test_launch_hands_its_arguments_on(config: str, monkeypatch: pytest.MonkeyPa
     words = ["--nproc", "2", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--run-dir", "d", "--resume", "--dry-run"]
     words += ["--max-restarts", "3"]
     assert main(["launch", config, "train.steps=3", *words, "train.seed=1"]) == 1
-    options = dict(nproc=2, run_dir="d", nnodes=2, rdzv_endpoint="h:1", resume=True, dry_run=True, max_restarts=3)
+    options = dict(nproc=2, run_dir="d", nnodes=(2, 2), rdzv_endpoint="h:1", resume=True, dry_run=True, max_restarts=3)
     assert calls == [(config, ["train.steps=3", "train.seed=1"], options)]

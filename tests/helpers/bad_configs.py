@@ -267,6 +267,6 @@ TABLE: dict[str, Bad] = {
     "a file that raises": bad("NameError: name 'nowhere' is not defined", text="data = nowhere"),
     "a file that exits": bad("SystemExit: the file called exit()", text="raise SystemExit(0)"),
     "a file that does not parse": bad("SyntaxError", text="train = dict(steps=3"),
-    "nodes": bad("--nnodes 2 needs --rdzv-endpoint host:port", nnodes=2, overrides="parallel.data=2"),
+    "nodes": bad("--nnodes 2 needs --rdzv-endpoint host:port", nnodes=(2, 2), overrides="parallel.data=2"),
     "run folder": bad("is a file, not a folder", run_dir="ids.bin"),
 }

@@ -59,7 +59,7 @@ def test_what_cuda_visible_devices_does_is_said(value: str | None, found: int, w
         ),
         (1, "0,", ["parallel.data=4"], {"dry_run": True}, "(CUDA_VISIBLE_DEVICES=0, names 2, of which CUDA shows 1: "),
         (
-            *(1, None, ["parallel.data=4"], {"nnodes": 2, "rdzv_endpoint": "host:29400"}),
+            *(1, None, ["parallel.data=4"], {"nnodes": (2, 2), "rdzv_endpoint": "host:29400"}),
             "2 processes on each of 2 machines, but 1 CUDA device here: --nproc 1 is the most, and a plan of as many "
             "processes\n  nearest plans that fit 2 processes:\n    parallel.data=2",
         ),

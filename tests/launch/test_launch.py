@@ -220,14 +220,13 @@ def test_a_culprit_that_is_slower_than_its_victims_is_named(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("overrides", "options", "message"),
     [
-        ([], {"nnodes": 3, "rdzv_endpoint": "a:1"}, "2 processes cannot be shared equally among the nodes"),
-        ([], {"nnodes": 0}, "there is at least one node"),
+        ([], {"nnodes": (3, 3), "rdzv_endpoint": "a:1"}, "2 processes cannot be shared equally among the nodes"),
         ([], {"run_dir": "a" * 300}, "cannot be used: File name too long"),
         (["parallel.data=1000000000", "train.global_batch_size=1000000000"], {}, "on one node are more than 4096"),
         (["model=None"], {}, "model: the config has none: model = dict(type='GPT', ...)"),
         (["data=None"], {}, "data: the config has none: data = dict(type='PythonStdlib')"),
-        ([], {"nnodes": 2, "rdzv_endpoint": "a:b"}, "--rdzv-endpoint a:b: must be host:port"),
-        ([], {"nnodes": 2, "rdzv_endpoint": "a:99999"}, "with a port between 1 and 65535"),
+        ([], {"nnodes": (2, 2), "rdzv_endpoint": "a:b"}, "--rdzv-endpoint a:b: must be host:port"),
+        ([], {"nnodes": (2, 2), "rdzv_endpoint": "a:99999"}, "with a port between 1 and 65535"),
         ([], {"run_dir": "file"}, "is a file, not a folder"),
         ([], {"run_dir": "held"}, "holds the metrics of another run"),
     ],

@@ -1,0 +1,133 @@
+"""Where the launchers of a run meet, before each of its attempts: torch's elastic rendezvous."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from colossus.launch.node_plans import NodeRange
+
+SAY_SECONDS = 15.0
+"""How long the others may take to come before the user hears that they are waited for."""
+
+_MEET_SECONDS, _WAIT_SECONDS = 600, 7 * 24 * 3600
+"""How long a node waits: for the others; where their number is not fixed, for a place in a run that goes on."""
+
+_ALIVE_SECONDS, _MISSED = 2, 5
+"""Between two signs of life in the rendezvous, and how many of them are missed before a node counts as gone."""
+
+#: with it each round tells its own address; a round that is not the first would wait for one that nobody tells
+_NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+class Meeting(NamedTuple):
+    """One round: a store of its own, this node's place in it, and how many nodes there are."""
+
+    store: Any
+    place: int
+    num_nodes: int
+
+
+class Rendezvous:
+    """The meeting place of one launcher. Nothing is connected before the first `meet`.
+
+    Args:
+        endpoint: ``host:port``; the first launcher there that can listen holds the store of the whole run.
+        rejoin_seconds: that a round waits for more nodes than the fewest.
+    """
+
+    def __init__(self, endpoint: str, nodes: NodeRange, rejoin_seconds: float) -> None:
+        self.endpoint, self.nodes = endpoint, nodes
+        self._rejoin_seconds = max(1, round(rejoin_seconds))
+        self._handler: RendezvousHandler | None = None
+        self.holds_store = False
+
+    def meet(self) -> Meeting:
+        """Leave the round before, and wait until the next is complete: until the most nodes are there, or the fewest
+        and nobody else has come for the time given.
+
+        Raises:
+            RuntimeError: when the nodes do not meet, or the run is over (elastic's RendezvousError).
+        """
+        said = f"colossus: waiting at {self.endpoint} until all {self.nodes.most} nodes are there"
+        if self.nodes.least < self.nodes.most:
+            said += f", or for {self._rejoin_seconds} s when {self.nodes.least} are"
+        timer = threading.Timer(SAY_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
+        timer.daemon = True
+        timer.start()
+        before = os.environ.get(_NO_SHARED_STORE)
+        os.environ[_NO_SHARED_STORE] = "1"
+        try:
+            if self._handler is None:
+                self._handler, self.holds_store = self._make()
+            info: Any = self._handler.next_rendezvous()
+        except RendezvousClosedError:
+            raise RuntimeError("the run there is over: one of its nodes has ended it") from None
+        finally:
+            timer.cancel()
+            del os.environ[_NO_SHARED_STORE]
+            if before is not None:
+                os.environ[_NO_SHARED_STORE] = before
+        return Meeting(info.store, info.rank, info.world_size)
+
+    def num_newcomers(self) -> int:
+        """Nodes that have come after this round was complete."""
+        assert self._handler is not None
+        with contextlib.suppress(RuntimeError):
+            return self._handler.num_nodes_waiting()
+        return 0
+
+    def close(self) -> None:
+        """Nobody meets here any more: the run is over for all nodes."""
+        if self._handler is not None:
+            with contextlib.suppress(RuntimeError):
+                self._handler.shutdown()
+
+    def _make(self) -> tuple[RendezvousHandler, bool]:
+        """Elastic's, and whether its store is in this process."""
+        # torch's loggers set their own levels, so only cutting them off above works: `report` prints one block
+        logger = logging.getLogger("torch.distributed.elastic")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+        options: dict[str, Any] = {
+            "join_timeout": _MEET_SECONDS if self.nodes.least == self.nodes.most else _WAIT_SECONDS,
+            "last_call_timeout": self._rejoin_seconds,
+            "keep_alive_interval": _ALIVE_SECONDS,
+            "keep_alive_max_attempt": _MISSED,
+        }
+        for is_host in (True, False) if _is_here(self.endpoint) else (False,):
+            try:
+                parameters = RendezvousParameters(
+                    "c10d", self.endpoint, "colossus", *self.nodes, is_host=is_host, **options
+                )
+                return get_rendezvous_handler(parameters), is_host
+            except RendezvousConnectionError:
+                if not is_host:
+                    raise
+        raise AssertionError("a rendezvous is made or it raises")
+
+
+def _is_here(endpoint: str) -> bool:
+    """Whether the endpoint's host is this machine: then one can listen at its address."""
+    try:
+        host = urlsplit(f"//{endpoint}").hostname
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except (OSError, ValueError):
+        return False
+    return True
