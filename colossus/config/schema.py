@@ -263,6 +263,8 @@ class Launch(Section):
     #: how often `colossus launch` starts the ranks again after one has failed, from the newest checkpoint: a number, or
     #: dict(max=3, within="1h"); None: a failure ends the run
     restarts: RestartsSection | None = None
+    #: the fewest processes with which a run may go on; None: their number is fixed
+    min_processes: Count | None = None
     #: of --nnodes MIN:MAX: how long a run waits for more nodes than the fewest before it goes on without them
     rejoin_seconds: Seconds = 30.0
 

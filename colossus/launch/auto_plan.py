@@ -1,4 +1,5 @@
-"""What of a plan is chosen before the processes of a launch start: ``parallel = "auto"``, and stages of equal time.
+"""What of a plan is chosen before the processes of a launch start: ``parallel = "auto"``, stages of equal time, and the
+plan of a run that goes on with fewer processes.
 
 Whoever needs it searches for it: the launcher of each node, which hands it to its ranks; under torchrun and srun every
 rank. It follows from the config, the devices and the hardware alone, so all find the same plan, and ranks compare
@@ -19,6 +20,7 @@ from colossus.config.plans import describe_plan, world_size
 from colossus.hardware.hardware import Hardware
 from colossus.hardware.named_hardware import default_hosts, named_hardware, typical_cpu
 from colossus.launch.checks import check_given, is_on_cuda
+from colossus.launch.fitted_plan import fit_plan
 
 if TYPE_CHECKING:
     from colossus.planner.plan_estimate import PlanEstimate
@@ -37,7 +39,7 @@ class Planned(NamedTuple):
 
 
 def load_planned(path: str, overrides: Sequence[str], nproc: int | None = None, *, hosts: int | None = None) -> Planned:
-    """`load_config`, and a plan for a config that leaves it open.
+    """`load_config`, and a plan for a config that leaves it open, or whose own is for more processes than there are.
 
     Args:
         nproc: processes of the whole run.
@@ -50,7 +52,10 @@ def load_planned(path: str, overrides: Sequence[str], nproc: int | None = None, 
 
     def choose(config: Config) -> Config:
         if config.parallel.auto is None:
-            return config
+            fitted, changes, lines = (config, [], []) if nproc is None else fit_plan(config, nproc)
+            words.extend(changes)
+            told.extend(lines)
+            return fitted
         best, lines = _choose(config, nproc, hosts)
         words.extend(["parallel.auto=None", *best.overrides])
         told.extend(lines)

@@ -40,14 +40,14 @@ class NodePlans:
         self._path, self._overrides, self._nodes = config_path, overrides, nodes
         self._known: dict[int, Planned | None] = {}
         total = nproc * nodes.most if nproc is not None else None
-        if nodes.least < nodes.most:
-            self._overrides = [*overrides, "launch.min_processes=1"]  # which the nodes say more exactly
         self.of_most = load_planned(config_path, self._overrides, total, hosts=nodes.most)
         config = self.of_most.config
         check_given(config)
         self.local_ranks = _local_ranks(world_size(config.parallel), nodes.most, endpoint)
         if nodes.least < nodes.most:
             _check_range(config, nodes)
+            if config.launch.min_processes is None:
+                self._overrides = [*overrides, f"launch.min_processes={nodes.least * self.local_ranks}"]
             self._known[nodes.most] = self.of_most
             self._load(nodes.least)
 

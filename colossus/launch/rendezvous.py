@@ -54,7 +54,7 @@ class Rendezvous:
         self.endpoint, self.nodes = endpoint, nodes
         self._rejoin_seconds = max(1, round(rejoin_seconds))
         self._handler: RendezvousHandler | None = None
-        self.holds_store = False
+        self.holds_store = self._has_met = False
 
     def meet(self) -> Meeting:
         """Leave the round before, and wait until the next is complete: until the most nodes are there, or the fewest
@@ -77,11 +77,16 @@ class Rendezvous:
             info: Any = self._handler.next_rendezvous()
         except RendezvousClosedError:
             raise RuntimeError("the run there is over: one of its nodes has ended it") from None
+        except RendezvousConnectionError as error:
+            if not self._has_met:
+                raise
+            raise RuntimeError("the launcher that held the meeting place has gone, and with it the run") from error
         finally:
             timer.cancel()
             del os.environ[_NO_SHARED_STORE]
             if before is not None:
                 os.environ[_NO_SHARED_STORE] = before
+        self._has_met = True
         return Meeting(info.store, info.rank, info.world_size)
 
     def num_newcomers(self) -> int:

@@ -1,0 +1,90 @@
+"""A config's plan for fewer processes than it asks for: fewer replicas, the same global batch. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from colossus.arithmetic import counted, divisors, either, nearest_multiples
+from colossus.config import Config, ConfigError
+from colossus.config.plans import describe_plan, describe_sizes, resolve_sizes, world_size
+from colossus.config.schema import Parallel
+
+
+def fit_plan(config: Config, processes: int) -> tuple[Config, list[str], list[str]]:
+    """The config with a plan for so many processes, where ``launch.min_processes`` allows another than its own.
+
+    Tensor, pipeline and sequence stay as they are; data, and what is counted in data ranks (groups of ZeRO, hosts of a
+    strategy), becomes smaller. The global batch stays: there are more microbatches, as near to the size they had as the
+    numbers allow, and not larger.
+
+    Returns:
+        The config, the overrides that make it of the one given, and what to tell.
+
+    Raises:
+        ConfigError: with the arithmetic, when there are fewer processes than allowed, or no such plan fits.
+    """
+    least, parallel = config.launch.min_processes, config.parallel
+    if least is None or parallel.auto is not None:
+        return config, [], []
+    if processes < least:
+        raise ConfigError(f"launch.min_processes = {least}, but there {_are(processes)}")
+    if parallel.data is None or world_size(parallel) <= processes:
+        return config, [], []
+    others = world_size(parallel) // parallel.data
+    if processes % others:
+        unsplit = describe_sizes(parallel.model_copy(update={"data": None}))
+        fits = either(nearest_multiples(processes, others))
+        raise ConfigError(
+            f"parallel: {unsplit} = {others} does not divide {counted(processes, 'process', 'es')}, and only data may "
+            f"become smaller; {fits} would do"
+        )
+    problem = None
+    for changes in _candidates(config, processes // others):
+        try:
+            fitted: Config = _changed(config, changes)
+            resolve_sizes(fitted, processes)
+        except ConfigError as error:
+            problem = problem or error
+            continue
+        told = f"plan        {describe_plan(fitted)}: {processes} of {counted(world_size(parallel), 'process', 'es')}"
+        return fitted, [f"{key}={value}" for key, value in changes.items()], [told]
+    assert problem is not None
+    raise ConfigError([f"with {counted(processes, 'process', 'es')}: {each}" for each in problem.problems])
+
+
+def _candidates(config: Config, data: int) -> Iterator[dict[str, int]]:
+    """What is changed for so many data ranks, the largest microbatches first."""
+    parallel, batch, now = config.parallel, config.train.global_batch_size, config.schedule.microbatches
+    assert parallel.data is not None
+    of_data = {"parallel.data": data} | _groups(parallel, data)
+    least = -(-now * parallel.data // data)
+    numbers = [number for number in divisors(batch // data) if number >= least] if batch % data == 0 else []
+    for number in numbers or [now]:  # where none divides, the words for what does not are those of the plan's check
+        yield of_data | ({"schedule.microbatches": number} if number != now else {})
+
+
+def _groups(parallel: Parallel, data: int) -> dict[str, int]:
+    """Groups of data ranks that are named by their size or number."""
+    assert parallel.data is not None
+    changes = {}
+    if parallel.zero.shard is not None:
+        shard = max(divisor for divisor in divisors(data) if divisor <= parallel.zero.shard)
+        changes["parallel.zero.shard"] = shard
+    hosts: Any = parallel.strategy.options.get("hosts")
+    if isinstance(hosts, int):
+        changes["parallel.strategy.hosts"] = max(1, hosts * data // parallel.data)
+    return changes
+
+
+def _changed(section: Any, changes: Mapping[str, int]) -> Any:
+    """A copy of a section with other values at these keys below it."""
+    update: dict[str, Any] = {}
+    for path, value in changes.items():
+        key, dot, rest = path.partition(".")
+        update[key] = _changed(update.get(key, getattr(section, key)), {rest: value}) if dot else value
+    return section.model_copy(update=update)
+
+
+def _are(processes: int) -> str:
+    return f"{'is' if processes == 1 else 'are'} {counted(processes, 'process', 'es')}"

@@ -1,0 +1,75 @@
+"""The plan of a run that goes on with fewer processes than its config asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from colossus.config import Config, ConfigError, load_config
+from colossus.config.plans import world_size
+from colossus.launch.fitted_plan import fit_plan
+
+
+def config_of(**parallel: Any) -> Config:
+    return load_config(
+        dict(
+            parallel=parallel,
+            model=dict(type="GPT", num_layers=4, hidden_size=16, num_heads=4, vocab_size=32, seq_len=8),
+            schedule=dict(microbatches=2),
+            train=dict(global_batch_size=48),
+            launch=dict(min_processes=2),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes", "changes"),
+    [
+        (dict(data=4), 2, ["parallel.data=2", "schedule.microbatches=4"]),
+        (dict(data=4), 3, ["parallel.data=3", "schedule.microbatches=4"]),  # 16 each, no more than 6 at a time
+        (dict(data=2, tensor=2, pipeline=2), 4, ["parallel.data=1", "schedule.microbatches=4"]),
+        (
+            dict(data=8, zero=dict(stage=2, shard=4)),
+            6,
+            ["parallel.data=6", "parallel.zero.shard=3", "schedule.microbatches=4"],
+        ),
+        (
+            dict(data=8, strategy=dict(type="hierarchical", hosts=4)),
+            6,
+            ["parallel.data=6", "parallel.strategy.hosts=3", "schedule.microbatches=4"],
+        ),
+        (dict(data=4), 4, []),
+        (dict(data=4), 8, []),  # more than the plan has is refused where sizes are compared with processes
+    ],
+)
+def test_data_becomes_smaller_and_the_batch_stays(parallel: dict[str, Any], processes: int, changes: list[str]) -> None:
+    config = config_of(**parallel)
+    fitted, found, told = fit_plan(config, processes)
+    assert found == changes
+    assert bool(told) == bool(changes)
+    if changes:
+        assert world_size(fitted.parallel) == processes
+        assert fitted.train == config.train
+        assert fitted.parallel.tensor == config.parallel.tensor
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes", "message"),
+    [
+        (dict(data=2), 1, "launch.min_processes = 2, but there is 1 process"),
+        (dict(data=2, tensor=4), 6, r"parallel: tensor 4 = 4 does not divide 6 processes, .* 4 or 8 would do"),
+        (dict(data=8), 5, r"with 5 processes: train.global_batch_size = 48 is not a multiple of data 5"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_arithmetic(
+    parallel: dict[str, Any], processes: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit_plan(config_of(**parallel), processes)
+
+
+def test_without_the_key_the_plan_is_the_config_s() -> None:
+    config = config_of(data=4)
+    config = config.model_copy(update={"launch": config.launch.model_copy(update={"min_processes": None})})
+    assert fit_plan(config, 2) == (config, [], [])

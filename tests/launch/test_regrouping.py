@@ -1,0 +1,226 @@
+"""Runs of several nodes that are restarted, go on with fewer nodes, and with more again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.hosts import connect, launch_on, lose_power, needs_hosts, start_on
+from helpers.launching import (
+    LAUNCH,
+    TINY,
+    Process,
+    children,
+    finish,
+    has_rows,
+    launch,
+    rows_of,
+    start,
+    wait_for,
+)
+from helpers.ports import free_port
+
+from benchmarks.hosts import Host, launch_words, make_hosts
+from colossus.config import ConfigError
+from colossus.launch import restarts
+from colossus.launch.node_plans import NodePlans, NodeRange
+from colossus.launch.nodes import _seniority
+from colossus.launch.outcome import NodeEnd, Outcome, RankExit
+
+RESTARTED = TINY.with_name("restarted.py")
+#: of a row, what depends on the run and not on the machine
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens")
+ENDLESS = ("train.steps=100000", "train.eval_every=0", "train.precision=fp64", "checkpoint.every=5")
+RANGE = ("--max-restarts", "3", "launch.rejoin_seconds=1", *ENDLESS)
+
+
+def restarts_of(folder: Path) -> list[dict[str, Any]]:
+    path = folder / restarts.ROWS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def numbers(folder: Path) -> list[list[Any]]:
+    return [[row[key] for key in NUMBERS] for row in rows_of(folder)]
+
+
+def check_against_one_process(folder: Path, tmp_path: Path) -> None:
+    """The rows of a run that has ended somewhere are those of one process that was never disturbed."""
+    rows = rows_of(folder)
+    keys = [f"train.steps={len(rows)}", "parallel.data=1", "train.eval_every=0", "train.precision=fp64"]
+    code, _, err = launch(tmp_path, "--run-dir", "alone", *keys)
+    assert (code, err) == (0, "")
+    alone = rows_of(tmp_path / "alone")
+    assert [row["step"] for row in rows] == [row["step"] for row in alone]
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in rows] == pytest.approx([row[name] for row in alone], rel=1e-10)
+
+
+# -- the same nodes -------------------------------------------------------------------------------------------
+
+
+def test_the_ranks_of_two_nodes_start_again_together(tmp_path: Path) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    words = [*LAUNCH[:-1], str(RESTARTED), "--run-dir", "run", "--max-restarts", "1"]
+    nodes = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint]
+    launchers = [start([*words, *nodes], tmp_path, TROUBLE="kill", AT="6") for _ in range(2)]
+    ended = [finish(launcher) for launcher in launchers]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert sum(err.count("run failed: rank 1 near step 6") for _, _, err in ended) == 1
+    assert all("restart 1 of 1: the ranks start again" in err for _, _, err in ended)
+    (row,) = restarts_of(tmp_path / "run")
+    assert (row["from_step"], row["steps_redone"]) == (3, 2)
+    code, _, _ = finish(start([*words, "--run-dir", "whole"], tmp_path))
+    assert code == 0
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_a_node_that_ends_the_run_ends_it_for_all(tmp_path: Path) -> None:
+    """The same error comes again."""
+    words = [*LAUNCH[:-1], str(RESTARTED), "--run-dir", "run", "--max-restarts", "5"]
+    nodes = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    launchers = [start([*words, *nodes], tmp_path, TROUBLE="raise", AT="6", TIMES="9") for _ in range(2)]
+    ended = [finish(launcher) for launcher in launchers]
+    assert [code for code, _, _ in ended] == [1, 1]
+    for _, _, err in ended:
+        assert err.rstrip().endswith("no restart: rank 1 has raised the same error in step 6 before")
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+# -- fewer and more -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_hosts(started: list[Process]) -> Iterator[list[Host]]:
+    with make_hosts(2) as hosts:
+        try:
+            yield hosts
+        finally:  # a namespace ends when its processes have been waited for
+            for launcher in started:
+                launcher.kill()
+                launcher.communicate()
+
+
+@pytest.fixture
+def started() -> list[Process]:
+    """Launchers that do not outlive the test."""
+    return []
+
+
+@needs_hosts
+@pytest.mark.long
+def test_a_host_that_is_lost_is_done_without_and_taken_back(
+    two_hosts: list[Host], started: list[Process], tmp_path: Path
+) -> None:
+    folder, step = tmp_path / "run", {"STEP_SECONDS": "0.05"}
+    arguments = ("--run-dir", "run", "--nnodes", "1:2", *RANGE)
+    launchers = start_on(two_hosts, tmp_path, *arguments, **step)
+    started += launchers
+    pids = [launcher.pid for launcher in launchers]
+    wait_for(lambda: any(has_rows(launcher, folder, 12) for launcher in launchers), *pids)
+    stays, lost = launchers
+    lose_power(two_hosts[1], lost)
+    wait_for(lambda: len(restarts_of(folder)) == 1 and has_rows(stays, folder, 12), stays.pid)
+    (row,) = restarts_of(folder)
+    connect(two_hosts[1])
+    words = launch_words(two_hosts, [str(TINY), *arguments])
+    back = launch_on(two_hosts[1], words, tmp_path, **step)
+    started.append(back)
+    wait_for(lambda: len(restarts_of(folder)) == 2 or back.poll() is not None, stays.pid, back.pid)
+    again = restarts_of(folder)[1]
+    wait_for(lambda: has_rows(stays, folder, again["from_step"] + 5), stays.pid, back.pid)
+    back.send_signal(signal.SIGINT)
+    ended = [finish(stays), finish(back)]
+    assert [code for code, _, _ in ended] == [130, 130], ended
+    assert row["cause"].startswith("node "), row
+    assert " has gone" in row["cause"]
+    assert (again["cause"], again["steps_redone"]) == ("more nodes are there", 0)
+    check_against_one_process(folder, tmp_path)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.long
+def test_a_node_that_no_plan_needs_waits_until_one_does(tmp_path: Path) -> None:
+    """A batch of 4 does not divide by 3; when one of the three has gone, the spare takes its place."""
+    port = free_port()
+    words = [*LAUNCH, "--run-dir", str(tmp_path / "run"), *RANGE, "parallel.data=4", "--nproc", "1"]
+    words += ["--nnodes", "1:4", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    launchers = [start(words, tmp_path, STEP_SECONDS="0.05")]
+    wait_for(lambda: listens(port), launchers[0].pid)  # it holds the store, and is not the one that goes
+    launchers += [start(words, tmp_path, STEP_SECONDS="0.05") for _ in range(2)]
+    pids, folder = [launcher.pid for launcher in launchers], tmp_path / "run"
+    wait_for(lambda: has_rows(launchers[0], folder, 12), *pids)
+    have_ranks = [launcher for launcher in launchers if children(launcher.pid)]
+    (spare,) = set(launchers) - set(have_ranks)
+    assert len(have_ranks) == 2
+    gone = next(launcher for launcher in have_ranks if launcher is not launchers[0])
+    for pid in (*children(gone.pid), gone.pid):
+        os.kill(pid, signal.SIGKILL)
+    gone.communicate()
+    left = [launcher for launcher in launchers if launcher is not gone]
+    wait_for(lambda: len(restarts_of(folder)) == 1, *(launcher.pid for launcher in left))
+    (row,) = restarts_of(folder)
+    wait_for(lambda: has_rows(left[0], folder, row["from_step"] + 5), *(launcher.pid for launcher in left))
+    assert all(len(children(launcher.pid)) == 1 for launcher in left)
+    spare.send_signal(signal.SIGINT)
+    assert [finish(launcher)[0] for launcher in left] == [130, 130]
+    check_against_one_process(folder, tmp_path)
+
+
+# -- what is decided ------------------------------------------------------------------------------------------
+
+
+def plans(nodes: tuple[int, int], *overrides: str, nproc: int | None = 1) -> NodePlans:
+    keys = ["checkpoint.every=5", "launch.restarts=1", *overrides]
+    return NodePlans(str(TINY), keys, nproc, NodeRange(*nodes), "host:29500")
+
+
+def test_the_most_nodes_for_which_a_plan_fits_are_taken() -> None:
+    found = plans((1, 4), "parallel.data=4")
+    used = {number: found.plan(number) for number in (1, 2, 3, 4)}
+    assert {number: nodes for number, (_, nodes) in used.items()} == {1: 1, 2: 2, 3: 2, 4: 4}
+    assert [planned.config.parallel.data for planned, _ in used.values()] == [1, 2, 2, 4]
+    assert {planned.config.train.global_batch_size for planned, _ in used.values()} == {4}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("launch.restarts=None", "--nnodes 1:2: a run goes on with fewer nodes by a restart: set launch.restarts"),
+        ("checkpoint.every=0", "--nnodes 1:2: a run goes on with more nodes from a checkpoint: set checkpoint.every"),
+        ("parallel.tensor=2 parallel.data=1", "2 processes"),
+    ],
+)
+def test_a_range_that_cannot_be_is_refused(overrides: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plans((1, 2), *overrides.split())
+
+
+def test_those_that_were_there_come_first_in_their_order() -> None:
+    before = [None, 1, None, 0]
+    assert sorted(range(4), key=lambda place: _seniority(before[place], place)) == [3, 1, 0, 2]
+
+
+def stopped(**more: Any) -> Outcome:
+    return Outcome({0: RankExit(143, after_stop=True)}, **more)
+
+
+def test_a_stop_for_newcomers_is_told_from_others() -> None:
+    asked = NodeEnd({1: RankExit(143)}, regroups=True)
+    assert stopped(others=[asked]).is_regrouped
+    assert stopped(regroups=True).is_regrouped
+    assert not stopped().is_regrouped
+    assert not stopped(others=[asked], gone=["node 2"]).is_regrouped
+    assert not stopped(others=[asked], late_signum=signal.SIGINT).is_regrouped
+    assert not stopped(others=[NodeEnd({1: RankExit(-9)}, regroups=True)]).is_regrouped
+    assert not Outcome({0: RankExit(0)}, others=[NodeEnd({1: RankExit(0)}, regroups=True)]).is_regrouped  # through
