@@ -27,6 +27,8 @@ from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 log = logging.getLogger("colossus.checkpoint")
 
 LATEST, BEST = "latest", "best"
+#: environment variable with a folder in the host's memory, where a launch has made one
+MEMORY = "COLOSSUS_MEMORY"
 #: below a run folder, unless the config names another place
 IN_RUN_FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -35,6 +37,11 @@ _LEFT_OVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.*")
 
 def name_of(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def file_of(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 def absolute(path: Path | str) -> Path:
@@ -73,7 +80,9 @@ def checkpoints(root: Path) -> list[Path]:
     return [path for _, _, path in sorted(found)]
 
 
-def find_latest(root: Path, damaged: dict[Path, CheckpointError] | None = None) -> Path | None:
+def find_latest(
+    root: Path, damaged: dict[Path, CheckpointError] | None = None, until: int | None = None
+) -> Path | None:
     """The checkpoint that ``latest`` names, if its files are all there in their sizes; else the newest that is so.
 
     What is passed over is told in a warning. None where the folder holds no checkpoint. When none of them is whole a
@@ -81,9 +90,11 @@ def find_latest(root: Path, damaged: dict[Path, CheckpointError] | None = None) 
 
     Args:
         damaged: those that are known not to be whole; what is found of them is added.
+        until: those of a later step are passed over.
     """
     damaged = {} if damaged is None else damaged
-    wanted = _newest_first(root)
+    steps = named(root)
+    wanted = [path for path in _newest_first(root) if until is None or steps[path] <= until]
     for path in wanted:
         if path in damaged:
             continue
@@ -239,6 +250,13 @@ def prune(root: Path, keep_last: int, keep_every: int) -> None:
         if kept < keep_last:
             kept += is_whole(path)
         elif (path / MANIFEST).exists() and path.name not in best and (not keep_every or steps[path] % keep_every):
+            remove(path)
+
+
+def remove_later(root: Path, step: int) -> None:
+    """Those of a later step: of a branch that a run has left. ``latest`` names none of them any more."""
+    for path, of_path in named(root).items():
+        if of_path > step:
             remove(path)
 
 

@@ -14,7 +14,7 @@ from colossus.checkpoint.durable import problem_of
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.manifest import Chunk, TensorEntry
-from colossus.checkpoint.tensor_file import DTYPES, BoxReader
+from colossus.checkpoint.tensor_file import DTYPES, BoxReader, ReadAt, reading
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 from colossus.layout.layout import Box
@@ -63,7 +63,7 @@ class CheckpointReader:
 
     def _read_chunk(self, key: str, chunk: Chunk, dtype: torch.dtype, box: Box, out: Tensor) -> None:
         try:
-            self._boxes.read(self._open(chunk.file), chunk, dtype, box, out)
+            self._boxes.read(self._file(chunk.file), chunk, dtype, box, out)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(f"{self.folder / chunk.file}: {key} cannot be read: {error}") from error
 
@@ -87,6 +87,9 @@ class CheckpointReader:
             problems = [each for of_rank in all_gather_object(problems, group) for each in of_rank]
         if found := [each for each in problems if each is not None]:
             raise DamagedCheckpoint(f"{self.folder}: {'; '.join(found)}: take another checkpoint")
+
+    def _file(self, name: str) -> ReadAt:
+        return reading(self._open(name))
 
     def _open(self, name: str) -> int:
         if name not in self._descriptors:

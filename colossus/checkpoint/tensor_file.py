@@ -121,13 +121,22 @@ def _memory(tensor: Tensor) -> memoryview:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
+#: fills the beginning of a buffer from this byte of a file on: the number of bytes, 0 at the end of the file
+ReadAt = Callable[[int, memoryview], int]
+
+
+def reading(descriptor: int) -> ReadAt:
+    """Of an open file of this host."""
+    return lambda offset, buffer: os.preadv(descriptor, [buffer[: 1 << 30]], offset)
+
+
 class BoxReader:
     """Reads boxes of chunks; its memory beside the targets is `BLOCK_BYTES`."""
 
     def __init__(self) -> None:
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
-    def read(self, descriptor: int, chunk: Chunk, dtype: torch.dtype, box: Box, out: Tensor) -> None:
+    def read(self, file: ReadAt, chunk: Chunk, dtype: torch.dtype, box: Box, out: Tensor) -> None:
         """Read what a chunk has of a box of its tensor into that place of ``out``, which has the shape of the box."""
         inside: list[tuple[int, int]] = []
         for dim, (start, size, (low, high)) in enumerate(zip(chunk.start, chunk.size, box, strict=True)):
@@ -137,13 +146,13 @@ class BoxReader:
             out = out.narrow(dim, first - low, last - first)
             inside.append((first - start, last - start))
         if not inside:  # a scalar, as one row
-            self._read(descriptor, chunk.offset, (1,), [(0, 1)], dtype, out.view(1))
+            self._read(file, chunk.offset, (1,), [(0, 1)], dtype, out.view(1))
         else:
-            self._read(descriptor, chunk.offset, chunk.size, inside, dtype, out)
+            self._read(file, chunk.offset, chunk.size, inside, dtype, out)
 
     def _read(
         self,
-        descriptor: int,
+        file: ReadAt,
         offset: int,
         size: Sequence[int],
         inside: Sequence[tuple[int, int]],
@@ -157,25 +166,25 @@ class BoxReader:
         is_lazy = target.is_conj() or target.is_neg()  # its memory is not its values
         is_plain = target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype and not is_lazy
         if wanted == row and is_plain:
-            _read_exactly(descriptor, offset + first * row, _memory(target))
+            _read_exactly(file, offset + first * row, _memory(target))
             return
         if row > BLOCK_BYTES or row - wanted >= _LONG_GAP_BYTES:
             for index in range(first, last):
-                self._read(descriptor, offset + index * row, size[1:], inside[1:], dtype, target[index - first])
+                self._read(file, offset + index * row, size[1:], inside[1:], dtype, target[index - first])
             return
         rows_of_block = BLOCK_BYTES // row
         for start in range(first, last, rows_of_block):
             stop = min(start + rows_of_block, last)
             num_bytes = (stop - start) * row
-            _read_exactly(descriptor, offset + start * row, _memory(self._block[:num_bytes]))
+            _read_exactly(file, offset + start * row, _memory(self._block[:num_bytes]))
             rows = self._block[:num_bytes].view(dtype).view(stop - start, *size[1:])
             part = rows[(slice(None), *(slice(*span) for span in inside[1:]))]
             target[start - first : stop - first].copy_(part)
 
 
-def _read_exactly(descriptor: int, offset: int, buffer: memoryview) -> None:
+def _read_exactly(file: ReadAt, offset: int, buffer: memoryview) -> None:
     while buffer:
-        count = os.preadv(descriptor, [buffer[: 1 << 30]], offset)
+        count = file(offset, buffer)
         if not count:
             raise CheckpointError("the file ends early: it was truncated while it was read")
         offset, buffer = offset + count, buffer[count:]

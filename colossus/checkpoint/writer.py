@@ -7,7 +7,6 @@ rank 0 in a gloo group apart from those of training, in which the death of a ran
 from __future__ import annotations
 
 import logging
-import mmap
 import platform
 import shutil
 import threading
@@ -20,13 +19,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.durable import make_folder, write_flushed
 from colossus.checkpoint.errors import CheckpointError, in_words
 from colossus.checkpoint.manifest import MANIFEST, About, merge
+from colossus.checkpoint.staging import Staging
 from colossus.checkpoint.tensor_box import RankState, TensorBox
 from colossus.checkpoint.tensor_file import dtype_name, make_header, write_file
 from colossus.comm.objects import broadcast_object, gather_object
@@ -101,53 +100,6 @@ class Save:
                 self._on_progress()
 
 
-class Staging:
-    """Memory of the host that tensors are copied to, kept from one checkpoint to the next: pinned where they come from
-    an accelerator, so that copies need not wait for each other; else in large pages, which are there at once."""
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.numel() if self._memory is not None else 0
-
-    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous copies on the host, valid until the next call. Waits for devices once."""
-        sizes = [-(-tensor.numel() * tensor.element_size() // 64) * 64 for tensor in tensors]
-        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-        self._reserve(sum(sizes), is_pinned=bool(devices))
-        copies, start = [], 0
-        assert self._memory is not None
-        for tensor, size in zip(tensors, sizes, strict=True):
-            used = tensor.numel() * tensor.element_size()
-            copies.append(self._memory[start : start + used].view(tensor.dtype).view(tensor.shape))
-            start += size
-        by_kind: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
-        for copy, tensor in zip(copies, tensors, strict=True):
-            if tensor.numel():
-                targets, sources = by_kind.setdefault((tensor.dtype, tensor.device), ([], []))
-                targets.append(copy)
-                sources.append(tensor)
-        for (_, device), (targets, sources) in by_kind.items():
-            torch._foreach_copy_(targets, sources, non_blocking=device.type != "cpu")
-        for device in devices:
-            torch.accelerator.synchronize(device)
-        return copies
-
-    def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
-        if self.num_bytes >= num_bytes:
-            return
-        self._memory = None
-        if is_pinned:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-            return
-        memory = mmap.mmap(-1, max(num_bytes, 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
-
-
 class CheckpointWriter:
     """Writes the checkpoints of a run into one folder, in which no other run saves. Collective: every rank makes one.
 
@@ -156,6 +108,7 @@ class CheckpointWriter:
         keep_last, keep_every: see `folder.prune`; 0 and 0 keep all.
         on_block: called, from any thread, whenever something was written, or while others are waited for: the save is
             not stuck.
+        label: of the group in which ranks tell each other how their writing ended.
     """
 
     def __init__(
@@ -166,10 +119,11 @@ class CheckpointWriter:
         keep_last: int = 0,
         keep_every: int = 0,
         on_block: Callable[[], None] = lambda: None,
+        label: str = "checkpoint",
     ) -> None:
         self.root, self._context, self._on_block = folder.absolute(root), context, on_block
         self._keep = keep_last, keep_every
-        self._group = context.background_group("checkpoint", _TIMEOUT)
+        self._group = context.background_group(label, _TIMEOUT)
         #: in the names of what this run has not completed
         self._token = broadcast_object(uuid.uuid4().hex[:8], self._group, 0)
         self._number = 0
@@ -230,16 +184,21 @@ class CheckpointWriter:
         mine = self._outcome(lambda: self._write_part(target, snapshot))
         save._has_written = True
         try:
-            of_ranks = gather_object(mine, self._group)
-            ended = None if of_ranks is None else self._complete(target, about, of_ranks)
-            ended = broadcast_object(ended, self._group, 0)
+            ended = self._end(target, about, mine)
         except RuntimeError as error:  # of the process group
             if self._context.rank == 0:  # who alone knows whether it has its name
                 shutil.rmtree(target, ignore_errors=True)
             raise CheckpointError("a rank has ended, or cannot be reached any more") from error
-        assert ended is not None
         if isinstance(ended, str):
             raise CheckpointError(ended)
+        return ended
+
+    def _end(self, target: Path, about: About, mine: dict[str, Any] | str) -> int | str:
+        """Complete the checkpoint, or remove what there is of it: its bytes, or what went wrong, on all ranks."""
+        of_ranks = gather_object(mine, self._group)
+        ended = None if of_ranks is None else self._complete(target, about, of_ranks)
+        ended = broadcast_object(ended, self._group, 0)
+        assert ended is not None
         return ended
 
     def _outcome(self, work: Callable[[], T]) -> T | str:
@@ -255,21 +214,23 @@ class CheckpointWriter:
             raise snapshot
         state, written, tensors = snapshot
         part: dict[str, Any] = {"values": state.values, "aliases": state.aliases, "file": None, "tensors": []}
+        self._prepare(target)
+        if written:
+            path = target / folder.file_of(self._context.rank)
+            part |= write_boxes(path, written, tensors, self._on_block)
+        return part
+
+    def _prepare(self, target: Path) -> None:
+        """Make the folder to write into."""
         make_folder(self.root)
         target.mkdir(exist_ok=True)
         if self._context.rank == 0:
             folder.remove_left_over(self.root, target)  # its room is needed
-        if written:
-            path = target / f"rank-{self._context.rank:05d}.safetensors"
-            part |= write_boxes(path, written, tensors, self._on_block)
-        return part
 
     def _complete(self, target: Path, about: About, of_ranks: Sequence[dict[str, Any] | str]) -> int | str:
         """On rank 0: the bytes of the checkpoint, or what went wrong; one that is not complete is removed."""
-        problems = [each for each in of_ranks if isinstance(each, str)]
-        if problems:
-            ended: int | str = problems[0] + (f"; and {len(problems) - 1} more ranks failed" if problems[1:] else "")
-        else:
+        ended: int | str | None = problem_among(of_ranks)
+        if ended is None:
             parts = [each for each in of_ranks if not isinstance(each, str)]
             ended = self._outcome(lambda: self._put_in_place(target, about, parts))
         if isinstance(ended, str):
@@ -295,6 +256,14 @@ class CheckpointWriter:
         except (OSError, CheckpointError) as error:  # the new one is complete
             log.warning("%s: old checkpoints cannot be removed: %s", self.root, in_words(error))
         return manifest.num_bytes
+
+
+def problem_among(of_ranks: Sequence[Any]) -> str | None:
+    """What went wrong on the first rank that says so in words, and how many others do; None where none does."""
+    problems = [each for each in of_ranks if isinstance(each, str)]
+    if not problems:
+        return None
+    return problems[0] + (f"; and {len(problems) - 1} more ranks failed" if problems[1:] else "")
 
 
 def write_boxes(

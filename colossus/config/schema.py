@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from colossus.arithmetic import parse_bytes, parse_seconds
+from colossus.arithmetic import parse_bytes
+from colossus.config.launch_section import Launch
 from colossus.config.optimizer_section import Optimizer
 from colossus.config.section import (
     FROM_LIST,
@@ -244,29 +245,6 @@ class Comm(Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     #: size of the buckets in which gradients are reduced
     bucket_mb: Positive = 25.0
-
-
-class RestartsSection(ShortSection):
-    """A bare number is ``max``."""
-
-    #: restarts after which the next failure ends the run; 0: the first does
-    max: CountOrZero
-    #: the time in which these may be, "1h" or "30m", say; None: the whole run
-    within: Annotated[Positive, BeforeValidator(parse_seconds)] | None = None
-
-    @classmethod
-    def keys_of(cls, bare: Any) -> dict[str, Any] | None:
-        return {"max": bare} if is_number(bare) else None
-
-
-class Launch(Section):
-    #: how often `colossus launch` starts the ranks again after one has failed, from the newest checkpoint: a number, or
-    #: dict(max=3, within="1h"); None: a failure ends the run
-    restarts: RestartsSection | None = None
-    #: the fewest processes with which a run may go on; None: their number is fixed
-    min_processes: Count | None = None
-    #: of --nnodes MIN:MAX: how long a run waits for more nodes than the fewest before it goes on without them
-    rejoin_seconds: Seconds = 30.0
 
 
 def _component(value: Any) -> Any:

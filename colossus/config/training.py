@@ -272,5 +272,9 @@ class Checkpoint(Section):
     keep_every: CountOrZero = 0
     #: a step waits for a copy in memory only, which is written while training goes on
     background: bool = True
+    #: steps between checkpoints in the memory of the hosts, which only a restart by the launcher reads; 0 saves none
+    memory_every: CountOrZero = 0
+    #: 2: those of each host's ranks also in the memory of another host, which is fetched while steps run
+    memory_copies: Literal[1, 2] = 1
     #: after a stop signal: for the step to end and a save to begin, then as long as writing never pauses for so long
     grace_seconds: Seconds = 60.0

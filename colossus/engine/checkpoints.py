@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,13 +11,13 @@ import torch
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under_key
+from colossus.checkpoint.manifest import read_manifest
 from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.weight_sources import Assets, find_weights, open_weights
-from colossus.checkpoint.writer import CheckpointWriter, Save, SavedCheckpoint
 from colossus.comm.objects import broadcast_object
-from colossus.state.run_values import SavedHook
+from colossus.engine.saves import Saves
 from colossus.state.state import State
 
 log = logging.getLogger("colossus.engine")
@@ -27,7 +26,7 @@ log = logging.getLogger("colossus.engine")
 Find = Callable[[dict[Path, CheckpointError]], Path | None]
 
 
-class Checkpoints:
+class Checkpoints(Saves):
     """Saves and loads the whole state of a run. What is not told otherwise is collective: every rank calls.
 
     `fit` follows the config's section ``checkpoint``. In a loop of your own call `resume` before it and `after_step` in
@@ -36,6 +35,9 @@ class Checkpoints:
     Attributes:
         hooks: whose state belongs to the run; `fit` sets them. In a loop of your own set them before a load.
         resume_from: what `resume` loads: "auto" (the latest of this run), a folder, None; as the config has it.
+        is_restart: the launcher has started the ranks again: the newest whole save of this very run is looked for
+            first, in the memory of the hosts and on the disk.
+        resume_until: of these, later steps than this one are of a branch that the run leaves, and are removed.
         resumed_from: the checkpoint that was loaded, None where none was.
         resumed_plan: the plan it was saved under, in words.
         goes_on: whether that is a checkpoint of this run: one in its folder of checkpoints.
@@ -46,123 +48,20 @@ class Checkpoints:
     """
 
     def __init__(self, state: State) -> None:
-        self._run, self._state, self._config = state.run, state, state.run.config.checkpoint
-        self._world = self._run.context.group(self._run.context.grid.names)
-        self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
+        super().__init__(state)
         self._has_begun = False
         self.resume_from = self._config.resume
+        self.is_restart = False
+        self.resume_until: int | None = None
         self.resumed_from: Path | None = None
         self.resumed_plan, self.goes_on = "", False
         self.weights_from: Path | None = None
         self.weights_match: WeightMatch | None = None
-        self.on_progress: Callable[[], None] = lambda: None
-        self.stall_seconds = 0.0
-        self._writer: CheckpointWriter | None = None
-        self._save: Save | None = None
-        self._ended: list[SavedCheckpoint] = []
-        #: steps done when the last checkpoint was begun; None where none has the state as it is
-        self._saved_step: int | None = None
 
     @property
     def assets(self) -> Assets:
         """What goes with the weights: a tokenizer, names of classes, ids of special tokens."""
         return self._state.assets
-
-    @property
-    def hooks(self) -> Sequence[SavedHook]:
-        return self._state.hooks
-
-    @hooks.setter
-    def hooks(self, hooks: Sequence[SavedHook]) -> None:
-        self._state.hooks = hooks
-
-    @property
-    def root(self) -> Path:
-        """The folder of this run's checkpoints; a ValueError outside of a launch, where the config does not name it."""
-        if self._dir is None and self._run.folder is None:
-            raise ValueError("checkpoint.dir: name a folder for checkpoints; only `colossus launch` has a run folder")
-        return folder.root_of(self._dir, self._run.folder or Path())
-
-    # -- saves --------------------------------------------------------------------------------------------
-
-    def save(self, *, background: bool | None = None) -> Save:
-        """Start to save the state as it is now, between two steps; waits for the end of the save before.
-
-        In a loop over ``engine.loader`` call it after `train_step`: a batch that was taken and not trained on yet comes
-        again when the run goes on only where the order of the data follows from the step; else a warning says so.
-
-        Args:
-            background: whether the step waits for a copy in memory only; by default as the config has it.
-
-        Returns:
-            What can be waited for; it raises there what went wrong.
-        """
-        self.take_weights()
-        self._require_own_parameters()
-        background = self._config.background if background is None else background
-        self._run.strategy.sync_point()
-        self.finish()
-        began = time.perf_counter()
-        if self._writer is None:
-            config = self._config
-            self._writer = CheckpointWriter(
-                self.root, self._run.context, keep_last=config.keep_last, keep_every=config.keep_every,
-                on_block=lambda: self.on_progress(),
-            )  # fmt: skip
-        with torch.inference_mode(False):  # the memory for copies is kept
-            self._save = self._writer.save(self._state.collect, self._state.about(), background=background)
-        self._saved_step = self._run.completed_steps
-        self.stall_seconds += time.perf_counter() - began
-        return self._save
-
-    def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
-        """Save if ``checkpoint.every`` says so; tell which saves, also of `save`, have ended since the last call.
-
-        A save that fails is an error in the log of rank 0, and the next one is tried.
-
-        Args:
-            is_last: no step follows: save what is not saved yet, and wait until it is.
-
-        Raises:
-            CheckpointError: on all ranks, when the save after the last step failed.
-        """
-        step = self._run.completed_steps
-        is_due = bool(self._config.every) and (is_last or step % self._config.every == 0)
-        if self._save is not None and (is_last or self._save.is_done or (is_due and self._saved_step != step)):
-            self.finish()
-        if is_due:
-            self._run.strategy.sync_point()
-            if self._saved_step != step:
-                save = self.save(background=self._config.background and not is_last)
-                if is_last:
-                    save.wait()
-                if is_last or not self._config.background:
-                    self.finish()
-        ended, self._ended = self._ended, []
-        return ended
-
-    def finish(self) -> None:
-        """Wait for the end of the save under way. If it failed, and nobody was told, rank 0 says so in the log."""
-        if self._save is None:
-            return
-        assert self._writer is not None
-        save, self._save = self._save, None
-        began = time.perf_counter()
-        self._writer.finish()
-        self.stall_seconds += time.perf_counter() - began
-        try:
-            self._ended.append(save.wait())
-        except CheckpointError:
-            self._saved_step = None
-
-    def _require_own_parameters(self) -> None:
-        if self._run.strategy.is_averaged:
-            raise CheckpointError(
-                "no checkpoint can be saved or loaded inside of averaged(), strategy.evaluation() or export(), where "
-                "parameters are an average: leave that block first"
-            )
-
-    # -- loads --------------------------------------------------------------------------------------------
 
     def take_weights(self) -> None:
         """Take the weights that ``checkpoint.weights`` names into a run that begins, once.
@@ -200,8 +99,8 @@ class Checkpoints:
             _ = self.root  # that there is one is found now, and not at the first save
         if self.resumed_from is not None:
             return None
-        found = None
-        if wanted is not None:
+        found = self._take_back() if self.is_restart else None
+        if wanted is not None and found is None:
             find = folder.find_latest if wanted == "auto" else folder.locate
             path = self.root if wanted == "auto" else Path(wanted)
             with under_key(f"checkpoint.resume = {wanted!r}"):
@@ -209,6 +108,43 @@ class Checkpoints:
         if found is None:
             self.take_weights()
         return found
+
+    def _take_back(self) -> Path | None:
+        """Go on with the newest whole save of this run; where there is none it begins anew."""
+        until, is_first = self.resume_until, self._run.context.is_logging_rank
+
+        def look() -> tuple[bool, int]:
+            """Whether there is anything on the disk, and the step of the newest that is whole."""
+            if not self._config.every or not is_first:
+                return False, -1
+            try:
+                found = folder.find_latest(self.root, until=until)
+            except DamagedCheckpoint:  # told, or raised, when that is what is left
+                return True, -1
+            return found is not None, -1 if found is None else read_manifest(found).step
+
+        mine = on_all_ranks(self._world, look, tells_ranks=False)
+        is_on_disk, step = broadcast_object(mine, self._world, 0)
+        found = self._restore_from_memory(step, until)
+        if found is None and is_on_disk:
+            found = self._restore_newest(lambda damaged: folder.find_latest(self.root, damaged, until))
+        if self._memory is not None:
+            self._memory.remove_later(self._run.completed_steps if found is not None else -1)
+        if until is not None and self._config.every and is_first:
+            folder.remove_later(self.root, self._run.completed_steps)
+        return found
+
+    def _restore_from_memory(self, later_than: int, until: int | None) -> Path | None:
+        """What the memory of the hosts has that is newer than the disk."""
+        memory = self._host_memory()
+        reader = memory.newest(later_than, until) if memory is not None else None
+        if reader is None:
+            return None
+        with torch.inference_mode(False), reader:
+            self._state.restore(reader, self.on_progress)
+        self.resumed_plan = str(reader.manifest.plan.get("text", "another plan"))
+        self.resumed_from, self.goes_on, self._has_begun, self._saved_step = reader.folder, True, True, None
+        return reader.folder
 
     def load(self, path: Path | str) -> None:
         """Take the whole state of a checkpoint: the run goes on behind its step, under any plan.

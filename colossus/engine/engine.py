@@ -286,7 +286,7 @@ class Engine:
         """Wait for a save under way, and for replicas of an asynchronous strategy that are not through yet unless
         something has failed; close the links between ranks, and destroy the process groups."""
         self._ended = "this engine is closed; make a new one"
-        self.checkpoints.finish()
+        self.checkpoints.close()
         self.strategy.close()
         self.pipeline.close()
         self._closing.close()

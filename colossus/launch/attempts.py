@@ -7,6 +7,7 @@ from collections.abc import Callable
 from colossus.config import Config
 from colossus.context.grid import build_grid
 from colossus.launch.agent import Job, kept_signals, run_workers
+from colossus.launch.memory_folder import made_memory_folder
 from colossus.launch.outcome import Outcome
 from colossus.launch.report import report
 from colossus.launch.restarts import Restarts
@@ -28,7 +29,7 @@ def run_attempts(job: Job, config: Config, begin: Callable[[], RunStart]) -> int
     """
     restarts = Restarts(config, begin)
     before: Outcome | None = None
-    with kept_signals():
+    with kept_signals(), made_memory_folder(config):
         try:
             while True:
                 outcome = run_workers(job, restarts, before)

@@ -22,6 +22,7 @@ from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder, slurm
 from colossus.launch.auto_plan import load_planned
 from colossus.launch.checks import ModelInfo, check_data, check_devices, check_given, check_model, describe_device
+from colossus.launch.memory_folder import check_memory
 from colossus.launch.node_plans import NodePlans, NodeRange
 from colossus.launch.report import DONE, FAILED, USAGE
 from colossus.launch.resume import Origin, choose
@@ -72,6 +73,7 @@ def run(
         origin = where() if nodes.most == 1 or dry_run else None  # else the first node looks, whichever that will be
         if origin is not None:
             origin.check()
+        check_memory(config)
         check_devices(config, local_ranks, nodes.most)
         model = check_model(config)
         check_data(config)
@@ -135,8 +137,10 @@ def _join(
         return USAGE
     if told and joined["RANK"] == "0":
         print("\n".join(told), flush=True)
-    if _restarts(config) and joined["RANK"] == "0":
-        said = "launch.restarts does nothing under torchrun and srun, which have restarts of their own"
+    does_nothing = {"launch.restarts": _restarts(config), "checkpoint.memory_every": config.checkpoint.memory_every > 0}
+    if any(does_nothing.values()) and joined["RANK"] == "0":
+        keys = " and ".join(key for key, is_given in does_nothing.items() if is_given)
+        said = f"{keys}: without effect under torchrun and srun, which have restarts of their own"
         print(f"colossus: {said} (with checkpoint.resume=auto they go on)", file=sys.stderr)
     os.environ.update(joined)
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))

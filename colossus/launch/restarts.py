@@ -17,13 +17,11 @@ from typing import Any, TextIO
 
 from pydantic import TypeAdapter
 
-from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.folder import find_latest, root_of
 from colossus.config import Config
 from colossus.launch import failures, run_folder
 from colossus.launch.outcome import Cause, Outcome, stop_code
 from colossus.launch.report import FAILED, summary
-from colossus.launch.resume import AUTO, RunStart
+from colossus.launch.resume import RunStart
 from colossus.launch.run_metrics import RunMetrics
 from colossus.monitor.row_file import RowFile
 
@@ -137,15 +135,13 @@ class Restarts:
         if cause is None:
             cause = f"{outcome.gone[0]} has gone" if outcome.gone else "ranks ended early"
         self._note(folder, cause.splitlines()[0], outcome.started)
-        where = self._choose(folder)
-        _print(f"colossus: restart {len(recent) + 1} of {section.max}: the ranks start again, {where}")
+        _print(f"colossus: restart {len(recent) + 1} of {section.max}: the ranks start again")
         return True
 
     def regroup(self, outcome: Outcome) -> None:
         """Another attempt follows one that was stopped because nodes have come; it is no restart that is counted."""
         assert outcome.folder is not None
         self._note(outcome.folder, "more nodes are there", outcome.started)
-        self._choose(outcome.folder)
         _print("colossus: more nodes are there: the ranks were stopped, and start again on all of them")
 
     def _would_come_again(self, causes: Sequence[Cause]) -> str | None:
@@ -170,22 +166,13 @@ class Restarts:
         known.number += 1
         known.pending.append({"restart": known.number, "cause": cause, "time": time.time()})
 
-    def _choose(self, folder: Path) -> str:
-        """Choose what the next attempt loads; in words."""
-        section = self._config.checkpoint
-        if not section.every:
-            return "from the beginning of this run: it saves no checkpoints (checkpoint.every)"
-        try:
-            found = find_latest(root_of(section.dir, folder))
-        except CheckpointError:  # the ranks will say what is wrong
-            found = folder
-        if found is None:
-            return "from the beginning of this run: no checkpoint was saved yet"
-        self._resume = AUTO
-        return f"from {found}"
+
+def is_restart() -> bool:
+    """In a rank: whether the launcher has started it again."""
+    return _RESTART in os.environ
 
 
-def note_restart(folder: Path, completed_steps: int, *, is_resumed: bool) -> None:
+def note_restart(folder: Path, completed_steps: int, resumed_from: Path | None) -> None:
     """In the first rank, before the first step and before rows of metrics are cut: if the launcher has started it again
     after a failure, write down and print what that has cost.
 
@@ -196,12 +183,13 @@ def note_restart(folder: Path, completed_steps: int, *, is_resumed: bool) -> Non
         return
     known, metrics = json.loads(text), folder / run_folder.METRICS
     cost = _cost(RunMetrics(metrics), completed_steps, known["started"])
-    if not is_resumed:
+    if resumed_from is None:
         metrics.unlink(missing_ok=True)
     *failed, last = known["restarts"]
     _write(folder, [*failed, last | cost])
     again = f"{cost['steps_redone']} step(s) come again, {cost['seconds_lost']:.1f} s are lost"
-    _print(f"colossus: restarted behind step {completed_steps}: {again}")
+    where = f"from {resumed_from}" if resumed_from is not None else "with the beginning, since nothing was saved"
+    _print(f"colossus: restarted behind step {completed_steps}, {where}: {again}")
 
 
 def _cost(metrics: RunMetrics, completed_steps: int, started: float) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from colossus.launch.memory_folder import remove_memory
+
 GRACE_SECONDS = 4.0
 """How long a rank may take from a signal to the end of its current step. All ranks are gone within 5 s.
 
@@ -89,6 +91,7 @@ class RankFiles:
 
     def remove(self) -> None:
         """The launcher was killed, and nobody else will."""
+        remove_memory()
         if self.folder.is_dir():
             shutil.rmtree(self.folder, ignore_errors=True)
 

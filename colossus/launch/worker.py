@@ -22,7 +22,7 @@ from colossus.launch import failures, run_folder
 from colossus.launch.checks import is_on_cuda, ranks_may_share
 from colossus.launch.rank_failure import RankRun, fail, flush, watch_nccl, write_hard_end
 from colossus.launch.report import stopped_line
-from colossus.launch.restarts import note_restart
+from colossus.launch.restarts import is_restart, note_restart
 from colossus.launch.resume import Origin, choose
 from colossus.launch.stop import LAUNCHER_PID, RankFiles, StopSignals, exit_code
 from colossus.registry import HOOKS
@@ -94,6 +94,7 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     # torch records by itself when the watchdog of another rank asks for it
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / failures.FOLDER / failures.RECORDING))
     engine.run.folder, engine.checkpoints.resume_from = folder, run.resume
+    engine.checkpoints.is_restart = is_restart()
     metrics, display = Metrics(folder / run_folder.METRICS), Display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
     hooks = [_beginning(run, config), metrics, display, *user_hooks]
@@ -153,8 +154,7 @@ def _beginning(run: RankRun, config: Config) -> Any:
             run.stop.ready(engine.request_stop, section.grace_seconds if section.every else None)
             if engine.context.is_logging_rank:
                 data = engine.loaders.description if engine.loaders is not None else None
-                is_resumed = engine.checkpoints.resumed_from is not None
-                note_restart(run.folder, engine.completed_steps, is_resumed=is_resumed)
+                note_restart(run.folder, engine.completed_steps, engine.checkpoints.resumed_from)
                 run_folder.write_start(run.folder, config, data, engine.completed_steps)
 
         def on_step_start(self, engine: Any) -> None:

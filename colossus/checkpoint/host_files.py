@@ -1,0 +1,144 @@
+"""Files of one host that processes on others read, by ranges: a checkpoint in memory lies where its ranks were."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from colossus.checkpoint.errors import CheckpointError
+from colossus.comm.listener import Address, Listener, dial
+from colossus.comm.net import Stream, WireError
+
+#: what is asked for at a time
+RANGE_BYTES = 1 << 22
+#: of silence, after which the other host is taken for gone
+_SILENCE_SECONDS = 30.0
+
+
+class FileServer:
+    """Answers with ranges of the files below a folder.
+
+    Args:
+        host: address to listen at.
+        key: that those know who may ask.
+    """
+
+    def __init__(self, root: Path, host: str, key: bytes) -> None:
+        self._root, self._streams = root, list[Stream]()
+        self._listener = Listener(host, key, self._let_in, "the checkpoints in this host's memory")
+        self.address: Address = self._listener.address
+
+    def _let_in(self, stream: Stream) -> None:
+        self._streams.append(stream)
+        stream.start(_Requests(self._root, stream))
+
+    def close(self) -> None:
+        self._listener.close()
+        for stream in self._streams:
+            stream.abort()
+
+
+class _Requests:
+    """What one process asks for: JSON of a file's name below the root, an offset, and a number of bytes."""
+
+    def __init__(self, root: Path, stream: Stream) -> None:
+        self._root, self._stream = root, stream
+
+    def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
+        raise WireError("a request has no payload")
+
+    def on_frame(self, head: bytes) -> None:
+        name, offset, size = json.loads(head)
+        path = self._root / name
+        try:
+            if not path.resolve().is_relative_to(self._root.resolve()):
+                raise PermissionError(f"{name} is not below {self._root}")
+            with path.open("rb", buffering=0) as file:
+                data = os.pread(file.fileno(), min(size, RANGE_BYTES), offset)
+        except OSError as error:
+            self._stream.send(f"{path.name}: {error.strerror or error}".encode())
+        else:
+            self._stream.send(b"", [memoryview(data)])
+
+    def on_end(self, reason: str | None) -> None:
+        pass
+
+
+class RemoteFiles:
+    """The files of another host. One thread asks at a time.
+
+    Args:
+        where: the host, for messages.
+
+    Raises:
+        OSError, WireError: when it cannot be reached.
+    """
+
+    def __init__(self, address: Address, key: bytes, where: str) -> None:
+        self._where, self._lock = where, threading.Lock()
+        self._answered = threading.Event()
+        self._problem: str | None = None
+        self._target, self._count = memoryview(b""), 0
+        self._stream = dial(address, key)
+        self._stream.start(self)
+
+    def read(self, name: str, offset: int, target: memoryview) -> int:
+        """Fill the beginning of ``target`` from this offset of a file; the number of bytes, 0 at the end of the file.
+
+        Raises:
+            CheckpointError: when it cannot be read, or the host has gone.
+        """
+        with self._lock:
+            self._answered.clear()
+            self._target, self._count = target[:RANGE_BYTES], 0
+            if self._problem is None:
+                self._stream.send(json.dumps([name, offset, len(self._target)]).encode())
+                if not self._answered.wait(_SILENCE_SECONDS):
+                    self._problem = f"no answer for {_SILENCE_SECONDS:g} s"
+            if self._problem is not None:
+                raise CheckpointError(f"{name} in the memory of {self._where}: {self._problem}")
+            return self._count
+
+    def fetch(self, name: str, path: Path, num_bytes: int) -> None:
+        """Copy a file.
+
+        Raises:
+            CheckpointError, OSError: when it cannot be read or written.
+        """
+        block = memoryview(bytearray(min(RANGE_BYTES, max(num_bytes, 1))))
+        descriptor, offset = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), 0
+        try:
+            while count := self.read(name, offset, block):
+                piece = block[:count]
+                while piece:
+                    piece = piece[os.write(descriptor, piece) :]
+                offset += count
+        finally:
+            os.close(descriptor)
+        if offset != num_bytes:
+            raise CheckpointError(f"{name} in the memory of {self._where}: has {offset} bytes, not {num_bytes}")
+
+    def close(self) -> None:
+        self._stream.close()
+
+    # -- called by the thread that reads
+
+    def allocate(self, head: bytes, size: int) -> Sequence[memoryview]:
+        if size > len(self._target):
+            raise WireError(f"{size} bytes, where {len(self._target)} were asked for")
+        self._count = size
+        return [self._target[:size]]
+
+    def on_frame(self, head: bytes) -> None:
+        if head:
+            self._problem = head.decode(errors="replace")
+        self._answered.set()
+
+    def on_end(self, reason: str | None) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._problem = self._problem or reason or "it has closed the connection"
+        self._answered.set()

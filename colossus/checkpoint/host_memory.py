@@ -1,0 +1,153 @@
+"""Checkpoints in the memory of a run's hosts: each host has a folder with what its own ranks have written, perhaps with
+that of the host before it, and the whole manifest. What a host has not, its ranks read from the host that has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from colossus import machine
+from colossus.checkpoint import folder
+from colossus.checkpoint.durable import problem_of
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.host_files import FileServer, RemoteFiles
+from colossus.checkpoint.manifest import Manifest, read_manifest
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.tensor_file import BoxReader, ReadAt
+from colossus.comm.listener import Address
+from colossus.comm.objects import all_gather_object, broadcast_object
+from colossus.context.groups import AxisGroup
+
+log = logging.getLogger("colossus.checkpoint")
+
+
+class HostMemory:
+    """The folders of all hosts. Collective: every rank makes one.
+
+    Args:
+        root: the folder in the memory of this rank's host.
+        group: of all ranks.
+
+    Attributes:
+        hosts: of each rank the number of its host.
+        is_first: whether this rank is the first of its host.
+    """
+
+    def __init__(self, root: Path, group: AxisGroup) -> None:
+        self.root, self._group = root, group
+        places = all_gather_object(f"{machine.host_id()} {root}", group)
+        numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        self.hosts = tuple(numbers[place] for place in places)
+        self.num_hosts, self.host = len(numbers), self.hosts[group.index]
+        self.is_first = self.hosts.index(self.host) == group.index
+        self._server: FileServer | None = None
+        self._addresses: dict[int, Address] = {}
+        self._remote: dict[int, RemoteFiles] = {}
+        self._key = b""
+        if self.num_hosts > 1:
+            self._key = broadcast_object(secrets.token_bytes(32), group, 0)
+            own = machine.own_address()
+            address = machine.address_among(own, all_gather_object(own, group))
+            if self.is_first:
+                self._server = FileServer(root, address, self._key)
+            of_ranks = all_gather_object(None if self._server is None else self._server.address, group)
+            self._addresses = {self.hosts[rank]: found for rank, found in enumerate(of_ranks) if found is not None}
+
+    def ranks_of(self, host: int) -> list[int]:
+        return [rank for rank, of_rank in enumerate(self.hosts) if of_rank == host]
+
+    def remote(self, host: int) -> RemoteFiles:
+        """The files of another host."""
+        if host not in self._remote:
+            address = self._addresses[host]
+            self._remote[host] = RemoteFiles(address, self._key, f"host {host} ({address[0]})")
+        return self._remote[host]
+
+    def newest(self, later_than: int, until: int | None = None) -> MemoryReader | None:
+        """A reader of the newest checkpoint of which each file is whole on some host. Collective.
+
+        What is passed over is told in a warning, by the first rank. The host of the first rank has to have the
+        manifest; where it does not, the checkpoint is passed over, too.
+
+        Args:
+            later_than, until: only those of a later step than the first, and no later one than the second.
+        """
+        of_ranks = all_gather_object(list(folder.named(self.root).values()), self._group)
+        steps = {step for of_rank in of_ranks for step in of_rank}
+        for step in sorted(steps, reverse=True):
+            is_wanted = step > later_than and (until is None or step <= until)
+            if is_wanted and (found := self._open(step)) is not None:
+                return found
+        return None
+
+    def remove_later(self, step: int) -> None:
+        """Forget those of a later step: of a branch that the run has left, or not whole."""
+        if self.is_first:
+            folder.remove_later(self.root, step)
+
+    def close(self) -> None:
+        for remote in self._remote.values():
+            remote.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _open(self, step: int) -> MemoryReader | None:
+        path = self.root / folder.name_of(step)
+        manifest = broadcast_object(_manifest_of(path) if self._group.index == 0 else "", self._group, 0)
+        if isinstance(manifest, str):
+            self._warn(path, manifest)
+            return None
+        here = self.ranks_of(self.host)
+        mine = sorted(manifest.files)[here.index(self._group.index) :: len(here)]
+        found = {name: problem_of(path / name, manifest.files[name].crc32) for name in mine if (path / name).exists()}
+        places: dict[str, int] = {}
+        problems: list[str] = []
+        for host, of_rank in zip(self.hosts, all_gather_object(found, self._group), strict=True):
+            problems += [f"{problem} (host {host})" for problem in of_rank.values() if problem is not None]
+            whole = {name: host for name, problem in of_rank.items() if problem is None}
+            places |= whole if host == self.host else {name: at for name, at in whole.items() if name not in places}
+        if missing := sorted(set(manifest.files) - set(places)):
+            more = f" and {len(missing) - 1} more files" if missing[1:] else ""
+            problems.append(f"no host has {missing[0]}{more} whole")
+            self._warn(path, "; ".join(problems))
+            return None
+        elsewhere = {
+            name: partial(self.remote(host).read, f"{path.name}/{name}")
+            for name, host in places.items()
+            if host != self.host
+        }
+        return MemoryReader(path, manifest, elsewhere)
+
+    def _warn(self, path: Path, problem: str) -> None:
+        if self._group.index == 0:
+            log.warning("the checkpoint in memory %s is not taken: %s", path.name, problem)
+
+
+def _manifest_of(path: Path) -> Manifest | str:
+    try:
+        return read_manifest(path)
+    except CheckpointError as error:
+        return str(error)
+
+
+class MemoryReader(CheckpointReader):
+    """Reads a checkpoint in memory, whose checksums were compared when it was found.
+
+    Args:
+        elsewhere: how the files are read that other hosts have.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, elsewhere: Mapping[str, ReadAt]) -> None:
+        self.folder, self.manifest, self._elsewhere = folder, manifest, elsewhere
+        self._boxes = BoxReader()
+        self._descriptors: dict[str, int] = {}
+
+    def verify(self, group: AxisGroup | None = None, on_block: Callable[[], None] = lambda: None) -> None:
+        """Nothing: all was compared when the checkpoint was found."""
+
+    def _file(self, name: str) -> ReadAt:
+        return self._elsewhere[name] if name in self._elsewhere else super()._file(name)

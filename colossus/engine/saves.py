@@ -1,0 +1,168 @@
+"""The saves of a run: when one is due, where it goes, how each ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from colossus.checkpoint import folder
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.host_memory import HostMemory
+from colossus.checkpoint.memory_writer import MemoryWriter
+from colossus.checkpoint.writer import CheckpointWriter, Save, SavedCheckpoint
+from colossus.state.run_values import SavedHook
+from colossus.state.state import State
+
+
+class Saves:
+    """The saving half of `colossus.engine.checkpoints.Checkpoints`, which tells what its attributes are."""
+
+    def __init__(self, state: State) -> None:
+        self._run, self._state, self._config = state.run, state, state.run.config.checkpoint
+        self._world = self._run.context.group(self._run.context.grid.names)
+        self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
+        self.on_progress: Callable[[], None] = lambda: None
+        self.stall_seconds = 0.0
+        self._writer: CheckpointWriter | None = None
+        self._save: Save | None = None
+        self._ended: list[SavedCheckpoint] = []
+        #: steps done when the last checkpoint was begun; None where none has the state as it is
+        self._saved_step: int | None = None
+        self._memory: HostMemory | None = None
+        self._memory_writer: MemoryWriter | None = None
+
+    @property
+    def hooks(self) -> Sequence[SavedHook]:
+        return self._state.hooks
+
+    @hooks.setter
+    def hooks(self, hooks: Sequence[SavedHook]) -> None:
+        self._state.hooks = hooks
+
+    @property
+    def root(self) -> Path:
+        """The folder of this run's checkpoints; a ValueError outside of a launch, where the config does not name it."""
+        if self._dir is None and self._run.folder is None:
+            raise ValueError("checkpoint.dir: name a folder for checkpoints; only `colossus launch` has a run folder")
+        return folder.root_of(self._dir, self._run.folder or Path())
+
+    def save(self, *, background: bool | None = None) -> Save:
+        """Start to save the state as it is now, between two steps; waits for the end of the save before.
+
+        In a loop over ``engine.loader`` call it after `train_step`: a batch that was taken and not trained on yet comes
+        again when the run goes on only where the order of the data follows from the step; else a warning says so.
+
+        Args:
+            background: whether the step waits for a copy in memory only; by default as the config has it.
+
+        Returns:
+            What can be waited for; it raises there what went wrong.
+        """
+        self.take_weights()
+        self._require_own_parameters()
+        background = self._config.background if background is None else background
+        self._run.strategy.sync_point()
+        self.finish()
+        began = time.perf_counter()
+        if self._writer is None:
+            config = self._config
+            self._writer = CheckpointWriter(
+                self.root, self._run.context, keep_last=config.keep_last, keep_every=config.keep_every,
+                on_block=lambda: self.on_progress(),
+            )  # fmt: skip
+        with torch.inference_mode(False):  # the memory for copies is kept
+            self._save = self._writer.save(self._state.collect, self._state.about(), background=background)
+        self._saved_step = self._run.completed_steps
+        self.stall_seconds += time.perf_counter() - began
+        return self._save
+
+    def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
+        """Save if ``checkpoint.every`` or ``memory_every`` says so; tell which saves on the disk, also of `save`, have
+        ended since the last call.
+
+        A save that fails is an error in the log of rank 0, and the next one is tried.
+
+        Args:
+            is_last: no step follows: save what is not saved yet, and wait until it is.
+
+        Raises:
+            CheckpointError: on all ranks, when the save after the last step failed.
+        """
+        step = self._run.completed_steps
+        is_due = bool(self._config.every) and (is_last or step % self._config.every == 0)
+        if self._save is not None and (is_last or self._save.is_done or (is_due and self._saved_step != step)):
+            self.finish()
+        every = self._config.memory_every
+        if every and step % every == 0 and not is_last and self._host_memory() is not None:
+            self._save_in_memory()
+        if is_due:
+            self._run.strategy.sync_point()
+            if self._saved_step != step:
+                save = self.save(background=self._config.background and not is_last)
+                if is_last:
+                    save.wait()
+                if is_last or not self._config.background:
+                    self.finish()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _host_memory(self) -> HostMemory | None:
+        """The checkpoints in memory, None where the config wants none, or no launcher has made a folder for them."""
+        root = os.environ.get(folder.MEMORY)
+        if self._memory is None and root is not None and self._config.memory_every:
+            self._memory = HostMemory(Path(root), self._world)
+        return self._memory
+
+    def _save_in_memory(self) -> None:
+        assert self._memory is not None
+        self.take_weights()
+        self._require_own_parameters()
+        self._run.strategy.sync_point()
+        began = time.perf_counter()
+        if self._memory_writer is None:
+            context, copies = self._run.context, self._config.memory_copies
+            self._memory_writer = MemoryWriter(self._memory, context, copies, lambda: self.on_progress())
+        with torch.inference_mode(False):  # the memory for copies is kept
+            self._memory_writer.save(self._state.collect, self._state.about())
+        self.stall_seconds += time.perf_counter() - began
+
+    def finish_all(self) -> None:
+        """`finish`, and wait for the end of the save in memory under way."""
+        self.finish()
+        if self._memory_writer is not None:
+            self._memory_writer.finish()
+
+    def close(self) -> None:
+        """Wait for the saves under way. Nothing is saved in memory any more, nor read there by other hosts."""
+        self.finish_all()
+        if self._memory is not None:
+            self._memory.close()
+
+    def finish(self) -> None:
+        """Wait for the end of the save under way. If it failed, and nobody was told, rank 0 says so in the log."""
+        if self._save is None:
+            return
+        assert self._writer is not None
+        save, self._save = self._save, None
+        began = time.perf_counter()
+        self._writer.finish()
+        self.stall_seconds += time.perf_counter() - began
+        try:
+            self._ended.append(save.wait())
+        except CheckpointError:
+            self._saved_step = None
+
+    def take_weights(self) -> None:
+        """Of the loading half: before a first save the run has its weights."""
+        raise NotImplementedError
+
+    def _require_own_parameters(self) -> None:
+        if self._run.strategy.is_averaged:
+            raise CheckpointError(
+                "no checkpoint can be saved or loaded inside of averaged(), strategy.evaluation() or export(), where "
+                "parameters are an average: leave that block first"
+            )

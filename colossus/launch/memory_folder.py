@@ -1,0 +1,76 @@
+"""A folder in the memory of this host, in which the ranks of a run keep checkpoints for a restart. No torch.
+
+The launcher makes it, locks it, and removes it at its end; its ranks do so where it was killed. What is left by a run
+that was killed as a whole, a host's next launcher of the same user removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from colossus.checkpoint.folder import MEMORY
+from colossus.config import Config, ConfigError
+
+HOST_MEMORY = Path("/dev/shm")
+_LOCK = "launcher.lock"
+
+
+def check_memory(config: Config) -> None:
+    """Refuse ``checkpoint.memory_every`` where nothing would read what it saves, or there is no place for it.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    every, restarts = config.checkpoint.memory_every, config.launch.restarts
+    if not every:
+        return
+    if restarts is None or not restarts.max:
+        raise ConfigError(
+            f"checkpoint.memory_every = {every}: what is saved in memory is for a restart, and goes with the launcher; "
+            f"set launch.restarts, or leave it out"
+        )
+    if not os.access(HOST_MEMORY, os.W_OK):
+        raise ConfigError(f"checkpoint.memory_every = {every}: this host has no {HOST_MEMORY} that can be written to")
+
+
+@contextmanager
+def made_memory_folder(config: Config) -> Iterator[None]:
+    """The folder, for the ranks that are started inside; nothing where the config saves none in memory."""
+    if not config.checkpoint.memory_every:
+        yield
+        return
+    prefix = f"colossus-memory-{os.getuid()}-"
+    _remove_left_over(prefix)
+    made = Path(tempfile.mkdtemp(prefix="colossus-new-", dir=HOST_MEMORY))  # 0700
+    lock = (made / _LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = made.rename(made.with_name(made.name.replace("colossus-new-", prefix)))
+    before = os.environ.get(MEMORY)
+    os.environ[MEMORY] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[MEMORY]
+        if before is not None:
+            os.environ[MEMORY] = before
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+
+def remove_memory() -> None:
+    """In a rank whose launcher was killed: nobody else will."""
+    if folder := os.environ.get(MEMORY):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left_over(prefix: str) -> None:
+    for folder in HOST_MEMORY.glob(f"{prefix}*"):
+        with suppress(OSError), (folder / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
