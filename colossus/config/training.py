@@ -18,6 +18,7 @@ from colossus.config.section import (
     ShortSection,
     is_number,
 )
+from colossus.config.watches import LossSpikes, StragglerSection
 
 DType = Literal["fp32", "fp64", "bf16", "fp16"]
 
@@ -178,6 +179,13 @@ class Train(Section):
     max_skips: Count = 10
     #: steps between comparisons of the parameters of ranks that must hold the same; 0 compares never
     check_replicas_every: CountOrZero = 0
+    #: what follows where these differ: the run ends ("raise"), or the launcher goes back to the newest save before
+    #: ("restart", by launch.restarts)
+    on_mismatch: Literal["raise", "restart"] = "raise"
+    #: dict(factor=3.0): what follows a loss far above those before it; None: nothing
+    on_spike: LossSpikes | None = None
+    #: 1.5, or dict(factor=, rows=): a rank that computes so many times as long as the others of its stage is named
+    stragglers: StragglerSection | None = None
     #: of initial values, the order of samples, dropout, and whatever else is drawn
     seed: CountOrZero = 0
     #: steps between lines of the plain display
@@ -204,6 +212,12 @@ class Train(Section):
     def _ramp_ends_at_the_batch(self) -> Train:
         if self.batch_ramp is not None:
             self.batch_ramp.require_end(self.global_batch_size)
+        return self
+
+    @model_validator(mode="after")
+    def _compares_replicas(self) -> Train:
+        if self.on_mismatch != "raise" and not self.check_replicas_every:
+            raise ValueError(f"on_mismatch = {self.on_mismatch!r}, but nothing is compared: set check_replicas_every")
         return self
 
     @model_validator(mode="after")

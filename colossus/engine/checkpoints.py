@@ -38,6 +38,7 @@ class Checkpoints(Saves):
         is_restart: the launcher has started the ranks again: the newest whole save of this very run is looked for
             first, in the memory of the hosts and on the disk.
         resume_until: of these, later steps than this one are of a branch that the run leaves, and are removed.
+        skip_batches: that are left out behind it; None: those up to that of step ``resume_until + 1``.
         resumed_from: the checkpoint that was loaded, None where none was.
         resumed_plan: the plan it was saved under, in words.
         goes_on: whether that is a checkpoint of this run: one in its folder of checkpoints.
@@ -53,6 +54,7 @@ class Checkpoints(Saves):
         self.resume_from = self._config.resume
         self.is_restart = False
         self.resume_until: int | None = None
+        self.skip_batches: int | None = 0
         self.resumed_from: Path | None = None
         self.resumed_plan, self.goes_on = "", False
         self.weights_from: Path | None = None
@@ -130,9 +132,25 @@ class Checkpoints(Saves):
             found = self._restore_newest(lambda damaged: folder.find_latest(self.root, damaged, until))
         if self._memory is not None:
             self._memory.remove_later(self._run.completed_steps if found is not None else -1)
-        if until is not None and self._config.every and is_first:
-            folder.remove_later(self.root, self._run.completed_steps)
+        if until is not None:
+            self._leave_branch(until)
         return found
+
+    def _leave_branch(self, until: int) -> None:
+        """What was saved later is of no use any more; batches are left out from here on. Then the run is saved: what
+        goes on from here does not see them either."""
+        step = self._run.completed_steps
+        if self._config.every and self._run.context.is_logging_rank:
+            folder.remove_later(self.root, step)
+        skipped = until + 1 - step if self.skip_batches is None else self.skip_batches
+        if skipped and self._run.loaders is not None:
+            loader = self._run.loaders.train
+            loader.set_step(loader.step + skipped)
+            if self._run.context.is_logging_rank:
+                log.warning("%d batches behind step %d are left out", skipped, step)
+        if self._config.every:
+            self.save(background=False).wait()
+            self.finish()
 
     def _restore_from_memory(self, later_than: int, until: int | None) -> Path | None:
         """What the memory of the hosts has that is newer than the disk."""

@@ -122,7 +122,7 @@ class Engine:
             ValueError: when the batch does not divide or is not of the ramp's size, ranks that share a batch were given
                 different ones, the loss function does not return (sum, count), or gradients are turned off.
             NonFiniteGradients: on all ranks, see ``train.on_nonfinite``.
-            ReplicasDiffer: on all ranks, see ``train.check_replicas_every``.
+            ReplicasDiffer, LossSpike: on all ranks, see ``train.check_replicas_every`` and ``train.on_spike``.
         """
         if not torch.is_grad_enabled():
             mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
@@ -148,9 +148,8 @@ class Engine:
             if self.loaders is not None and isinstance(self.loaders.train, Loader):
                 self.loaders.train.num_untrained = 0
         self.run.completed_steps = result.step
-        if (replicas := self._optimizer_step.replica_check) is not None:
-            with self._ends_if_it_fails():
-                replicas.after_step(result.step)
+        with self._ends_if_it_fails():
+            self._optimizer_step.look_at(result)
         return result
 
     def accumulate_gradients(self, batch: StepBatch) -> StepTotals:

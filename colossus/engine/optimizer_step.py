@@ -12,6 +12,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.consistency import BatchCheck
+from colossus.engine.loss_spikes import SpikeWatch
 from colossus.engine.lr_schedules import LearningRate
 from colossus.engine.nonfinite import GradientWatch, LossScaler
 from colossus.engine.replica_check import ReplicaCheck
@@ -35,6 +36,7 @@ class OptimizerStep:
         learning_rate: of each step.
         routers: of mixtures of experts.
         replica_check: that copies of parameters stay the same; None where they are not compared.
+        spike_watch: that losses do not rise far above those before; None where that is not looked at.
     """
 
     def __init__(
@@ -58,12 +60,25 @@ class OptimizerStep:
         self.watch = GradientWatch(train, context, axes, self._norm, order, self.loss_scaler)
         self.batch_check, self.routers = BatchCheck(context), routers
         every = train.check_replicas_every
-        self.replica_check = ReplicaCheck(every, train.steps, strategy) if every else None
+        goes_back = train.on_mismatch == "restart"
+        self.replica_check = ReplicaCheck(every, train.steps, strategy, goes_back=goes_back) if every else None
+        self.spike_watch = SpikeWatch(train.on_spike, strategy) if train.on_spike is not None else None
         self.learning_rate, self._late_stops = LearningRate(config, optimizer), LateValue()
         # where several ranks have the same loss, or the same squares, one of them counts it
         at, summed_axes = context.coordinates, set(strategy.summed_axes)
         self._counts_loss = all(at[axis] == 0 for axis in summed_axes - set(loss_axes(context)))
         self._counts_norm = all(at[axis] == 0 for axis in summed_axes - set(self._norm.axes))
+
+    def look_at(self, result: StepResult) -> None:
+        """What is compared after a step.
+
+        Raises:
+            ReplicasDiffer, LossSpike: on all ranks.
+        """
+        if self.replica_check is not None:
+            self.replica_check.after_step(result.step)
+        if self.spike_watch is not None:
+            self.spike_watch.after_step(result)
 
     def run(
         self, step: int, totals: StepTotals, stop: float, mark: Tensor | None, observers: Sequence[StepObserver]

@@ -18,6 +18,7 @@ from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.data_parallel.strategy import Strategy
 from colossus.engine.consistency import INTEGERS
+from colossus.engine.loss_spikes import Rollback
 from colossus.gradients.host_transfer import HostRead, send_to
 from colossus.layout.parameter import logical_name, rows_of, spec_of
 from colossus.layout.split_parameter import as_shards
@@ -39,11 +40,12 @@ class ReplicasDiffer(RuntimeError):
 
     Attributes:
         parameters: full logical names of what differs.
+        rollback: how the launcher is to go on; None where the run is to end.
     """
 
-    def __init__(self, message: str, parameters: list[str]) -> None:
+    def __init__(self, message: str, parameters: list[str], rollback: Rollback | None = None) -> None:
         super().__init__(message)
-        self.parameters = parameters
+        self.parameters, self.rollback = parameters, rollback
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,16 @@ class ReplicaCheck:
     Args:
         every: steps between checks.
         steps: of the run.
+        goes_back: whether the launcher is to go back where they differ, ``train.on_mismatch``.
 
     Raises:
         ValueError: where no parameter of the model has a copy on another rank.
     """
 
-    def __init__(self, every: int, steps: int, strategy: Strategy) -> None:
+    def __init__(self, every: int, steps: int, strategy: Strategy, *, goes_back: bool = False) -> None:
         context, store = strategy.parts.context, strategy.store
         sizes, at = context.grid.sizes, context.coordinates
-        self._every, self._steps, self._device = every, steps, context.device
+        self._every, self._steps, self._device, self._goes_back = every, steps, context.device, goes_back
         self._group, self._params = context.group(strategy.summed_axes), store.parameters()
         self._copies: list[Copy] = []
         factors: list[int] = []
@@ -137,12 +140,14 @@ class ReplicaCheck:
         names = list(dict.fromkeys(name for name, _ in found))
         told = [f"{name}: {_described(values)}" for (name, _), values in [*found.items()][:_MOST]]
         more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
+        agreed = max(pending.step - self._every, 0)
         raise ReplicasDiffer(
             f"after step {pending.step} copies of parameters differ between ranks that must hold the same "
             f"(train.check_replicas_every): {'; '.join(told)}{more}. A device or its memory may be faulty, or code of "
-            f"yours changes parameters on some ranks only. It began after step {max(pending.step - self._every, 0)}: "
+            f"yours changes parameters on some ranks only. It began after step {agreed}: "
             f"go on from a checkpoint that is not newer, without the host that differs",
             names,
+            Rollback(agreed) if self._goes_back else None,
         )
 
 

@@ -22,9 +22,9 @@ from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder, slurm
 from colossus.launch.auto_plan import load_planned
 from colossus.launch.checks import ModelInfo, check_data, check_devices, check_given, check_model, describe_device
-from colossus.launch.memory_folder import check_memory
 from colossus.launch.node_plans import NodePlans, NodeRange
 from colossus.launch.report import DONE, FAILED, USAGE
+from colossus.launch.restart_checks import check_restart_keys
 from colossus.launch.resume import Origin, choose
 from colossus.launch.servers import describe_servers, num_servers
 from colossus.launch.stop import LAUNCHER_PID
@@ -73,7 +73,7 @@ def run(
         origin = where() if nodes.most == 1 or dry_run else None  # else the first node looks, whichever that will be
         if origin is not None:
             origin.check()
-        check_memory(config)
+        check_restart_keys(config)
         check_devices(config, local_ranks, nodes.most)
         model = check_model(config)
         check_data(config)

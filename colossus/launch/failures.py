@@ -70,6 +70,8 @@ class FailureRecord:
         step: the step that was running, counted from 1; None before training.
         collectives: the rank's last collectives, oldest first.
         progress: the same for comparison with those of other ranks (`colossus.comm.log.progress`).
+        rollback: how far the run is to go back, and which batches it is to leave out (`loss_spikes.Rollback`); None
+            where the error does not ask for that.
         advice: what to do about it, where that is known.
         after_signal: number of the stop signal that came before the failure, if any.
         time: seconds since the epoch.
@@ -86,6 +88,7 @@ class FailureRecord:
     progress: Sequence[Sequence[Any]] = ()
     after_signal: int | None = None
     advice: str = ""
+    rollback: Sequence[Any] | None = None
     time: float = field(default_factory=time.time)
 
     @property
@@ -133,7 +136,7 @@ def of_exception(error: BaseException, rank: int, **details: Any) -> FailureReco
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace))
     what = type(error).__name__, str(error), text
-    return FailureRecord(rank, kind_of(error), *what, **details)
+    return FailureRecord(rank, kind_of(error), *what, rollback=getattr(error, "rollback", None), **details)
 
 
 def of_thread(thread_id: int, rank: int, kind: Kind, message: str, **details: Any) -> FailureRecord:

@@ -15,28 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from colossus.checkpoint.folder import MEMORY
-from colossus.config import Config, ConfigError
+from colossus.config import Config
 
 HOST_MEMORY = Path("/dev/shm")
 _LOCK = "launcher.lock"
-
-
-def check_memory(config: Config) -> None:
-    """Refuse ``checkpoint.memory_every`` where nothing would read what it saves, or there is no place for it.
-
-    Raises:
-        ConfigError: naming the key.
-    """
-    every, restarts = config.checkpoint.memory_every, config.launch.restarts
-    if not every:
-        return
-    if restarts is None or not restarts.max:
-        raise ConfigError(
-            f"checkpoint.memory_every = {every}: what is saved in memory is for a restart, and goes with the launcher; "
-            f"set launch.restarts, or leave it out"
-        )
-    if not os.access(HOST_MEMORY, os.W_OK):
-        raise ConfigError(f"checkpoint.memory_every = {every}: this host has no {HOST_MEMORY} that can be written to")
 
 
 @contextmanager

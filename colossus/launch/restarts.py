@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from pydantic import TypeAdapter
 
@@ -26,6 +26,12 @@ from colossus.launch.run_metrics import RunMetrics
 from colossus.monitor.row_file import RowFile
 
 ROWS = "restarts.jsonl"
+
+#: errors that are in what was saved since, or come again: why there is no restart where the config does not go back
+_NEED_ROLLBACK = {
+    "ReplicasDiffer": "what was saved since may differ, too; train.on_mismatch=restart goes back before it",
+    "LossSpike": "the same batches would have the same loss; train.on_spike.action=rollback leaves them out",
+}
 
 _RESTART = "COLOSSUS_RESTART"
 """Environment variable with what the launcher knows of a restart, for the ranks that it starts."""
@@ -40,6 +46,7 @@ class History:
         times: of those after a failure, in seconds since the epoch.
         errors: that ranks have raised: type, message, step.
         pending: restarts after which no rank has trained yet, and when the attempt before them began.
+        rollback: `loss_spikes.Rollback` of the next attempt.
         size: of the file of rows when the first of these was noted, in bytes.
     """
 
@@ -48,6 +55,7 @@ class History:
     errors: list[tuple[str, str, int | None]] = field(default_factory=list)
     pending: list[dict[str, Any]] = field(default_factory=list)
     started: float = 0.0
+    rollback: tuple[int, int | None] | None = None
     size: int = 0
 
 
@@ -95,7 +103,11 @@ class Restarts:
         self.folder, (history, self._resume) = folder, told
         self._history = _HISTORY.validate_python(history)
         if self._history.pending:
-            known = {"restarts": self._history.pending, "started": self._history.started}
+            known = {
+                "restarts": self._history.pending,
+                "started": self._history.started,
+                "rollback": self._history.rollback,
+            }
             os.environ[_RESTART] = json.dumps(known)
 
     def close(self) -> None:
@@ -135,6 +147,10 @@ class Restarts:
         if cause is None:
             cause = f"{outcome.gone[0]} has gone" if outcome.gone else "ranks ended early"
         self._note(folder, cause.splitlines()[0], outcome.started)
+        record = causes[0].record if causes else None
+        if record is not None and record.rollback is not None:
+            until, skip_batches = record.rollback
+            known.rollback = until, skip_batches
         _print(f"colossus: restart {len(recent) + 1} of {section.max}: the ranks start again")
         return True
 
@@ -151,6 +167,8 @@ class Restarts:
             return None
         if record.type == "NonFiniteGradients":
             return "the same step would have the same gradients; train.on_nonfinite=skip leaves it out"
+        if record.type in _NEED_ROLLBACK and record.rollback is None:
+            return _NEED_ROLLBACK[record.type]
         error = (record.type, record.message, record.step)
         if error in self._history.errors:
             when = f"in step {record.step}" if record.step is not None else "before the first step"
@@ -162,14 +180,25 @@ class Restarts:
         """What the ranks of the next attempt are to write down."""
         known, size = self._history, _size_of(folder / ROWS)
         if not known.pending or size != known.size:  # the ranks have trained, and written it down
-            known.pending, known.started, known.size = [], started, size
+            known.pending, known.started, known.size, known.rollback = [], started, size, None
         known.number += 1
         known.pending.append({"restart": known.number, "cause": cause, "time": time.time()})
 
 
-def is_restart() -> bool:
-    """In a rank: whether the launcher has started it again."""
-    return _RESTART in os.environ
+class Order(NamedTuple):
+    """What a rank is told that is started again: the newest step that it may go on from (None: any), and how many
+    batches it leaves out behind that (None: those up to that of the next step)."""
+
+    until: int | None = None
+    skip_batches: int | None = 0
+
+
+def order_of_restart() -> Order | None:
+    """In a rank: None where the launcher has not started it again."""
+    text = os.environ.get(_RESTART)
+    if text is None:
+        return None
+    return Order(*(json.loads(text)["rollback"] or ()))
 
 
 def note_restart(folder: Path, completed_steps: int, resumed_from: Path | None) -> None:

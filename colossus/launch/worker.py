@@ -22,7 +22,7 @@ from colossus.launch import failures, run_folder
 from colossus.launch.checks import is_on_cuda, ranks_may_share
 from colossus.launch.rank_failure import RankRun, fail, flush, watch_nccl, write_hard_end
 from colossus.launch.report import stopped_line
-from colossus.launch.restarts import is_restart, note_restart
+from colossus.launch.restarts import note_restart, order_of_restart
 from colossus.launch.resume import Origin, choose
 from colossus.launch.stop import LAUNCHER_PID, RankFiles, StopSignals, exit_code
 from colossus.registry import HOOKS
@@ -94,10 +94,16 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     # torch records by itself when the watchdog of another rank asks for it
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / failures.FOLDER / failures.RECORDING))
     engine.run.folder, engine.checkpoints.resume_from = folder, run.resume
-    engine.checkpoints.is_restart = is_restart()
+    if (order := order_of_restart()) is not None:
+        engine.checkpoints.is_restart = True
+        engine.checkpoints.resume_until, engine.checkpoints.skip_batches = order
     metrics, display = Metrics(folder / run_folder.METRICS), Display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
     hooks = [_beginning(run, config), metrics, display, *user_hooks]
+    if config.train.stragglers is not None:
+        from colossus.monitor.stragglers import Stragglers
+
+        hooks.append(Stragglers(config.train.stragglers))
     if config.train.profile is not None:
         from colossus.monitor.profiler import Profiler
 

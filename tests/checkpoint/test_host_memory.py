@@ -92,9 +92,8 @@ def test_each_host_keeps_two_generations_of_its_own_ranks(tmp_path: Path) -> Non
 def test_with_copies_a_host_that_is_lost_is_not_missed(tmp_path: Path) -> None:
     save_on_ranks(tmp_path, 3, copies=2)
     for host in range(2):
-        assert files(tmp_path, host) == [
-            f"step-00000003/{name}" for name in ["manifest.json", *(f"rank-0000{rank}.safetensors" for rank in range(4))]
-        ]
+        names = ["manifest.json", *(f"rank-0000{rank}.safetensors" for rank in range(4))]
+        assert files(tmp_path, host) == [f"step-00000003/{name}" for name in names]
     shutil.rmtree(tmp_path / "host1")
     assert read_on_ranks(tmp_path) == (3, values(3).tolist())
 

@@ -152,11 +152,13 @@ def expected_codes(case: Case) -> set[int]:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Processes that run in the folder, files in its ``tmp``, and memory and sockets with the names of its ranks."""
+    """Processes that run in the folder, files in its ``tmp``, memory and sockets with the names of its ranks, and
+    folders for checkpoints in memory."""
     pids = {path.read_text() for path in folder.glob("pid-*")}
     found = [f"process {pid}" for pid in os.listdir("/proc") if pid.isdecimal() and _runs_in(int(pid), folder)]
     found += [f"temporary {path.name}" for path in (folder / "tmp").iterdir()]
     found += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if pids & set(name.replace("-", "_").split("_"))]
+    found += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith("colossus-memory-")]
     sockets = Path("/proc/net/unix").read_text().split()
     found += [f"socket {name}" for name in sockets if name.startswith("@colossus-") and pids & set(name.split("-"))]
     return found

@@ -1,0 +1,154 @@
+"""A hook that names a rank which computes slower than the others: ``train.stragglers = 1.5``.
+
+Ranks that wait for each other take equally long for a step, so what is compared is a step without its waits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from colossus.arithmetic import counted
+from colossus.config.watches import StragglerSection
+from colossus.context.grid import RankGrid
+from colossus.engine.fit import Hook
+from colossus.engine.results import StepResult
+from colossus.monitor.profiled_calls import PIPELINE_IDLE, profiled
+from colossus.monitor.timed_regions import GATHERS, Regions
+
+log = logging.getLogger("colossus.monitor")
+
+
+class Slow(NamedTuple):
+    """A rank that is slow: its seconds of a step, and the median of those of the other ranks of its stage."""
+
+    rank: int
+    seconds: float
+    others: float
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds / self.others
+
+
+class Stragglers(Hook):
+    """Times one step of each row of the log on each rank, and compares them on the logging rank.
+
+    Each rank tells its seconds through the store in which the process group was made, and the logging rank takes what
+    is there: no collective, and nobody waits. With numbers of all ranks rows of metrics have ``slowest_rank`` and
+    ``slowest_ratio``, of its time to the median of the other ranks of its pipeline stage. On an accelerator the step
+    that is timed is waited for, by events of its stream.
+    """
+
+    def __init__(self, section: StragglerSection) -> None:
+        self._section = section
+        self._timed = ExitStack()
+        self._regions: Regions | None = None
+        self._every, self._grid, self._rank, self._is_logging = 1, RankGrid({}, {}), 0, False
+        self._hosts: dict[int, str] = {}
+        #: of each rank the seconds of the last timed steps, and the last of these
+        self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=section.rows))
+        self._steps: dict[int, int] = {}
+        self._named: set[int] = set()
+        self._slowest: Slow | None = None
+
+    def on_train_start(self, engine: Any) -> None:
+        context = engine.context
+        self._every, self._grid = engine.config.train.log_every, context.grid
+        self._rank, self._is_logging = context.rank, context.is_logging_rank
+
+    def on_step_start(self, engine: Any) -> None:
+        step = engine.completed_steps + 1
+        if step % self._every == 0 and dist.is_initialized():
+            self._regions = Regions(engine.device)
+            self._timed.enter_context(profiled(engine, self._regions))
+            self._timed.enter_context(self._regions.step(step))
+
+    def on_step_end(self, engine: Any, result: StepResult) -> None:
+        if self._regions is None:
+            return
+        self._timed.close()
+        (parts,), self._regions = self._regions.steps, None
+        told = json.dumps([result.step, computing(parts), socket.gethostname()])
+        _get_default_store().set(_key(self._rank), told)
+        if self._is_logging:
+            self._look()
+
+    def on_train_end(self, engine: Any) -> None:
+        self._timed.close()
+
+    def on_exception(self, engine: Any, error: BaseException) -> None:
+        self._timed.close()
+
+    def add_to_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        slowest, self._slowest = self._slowest, None
+        return {} if slowest is None else {"slowest_rank": slowest.rank, "slowest_ratio": slowest.ratio}
+
+    def _look(self) -> None:
+        """Take what ranks have told, and name those that are slow now and were not before."""
+        store = _get_default_store()
+        ranks = [rank for rank in range(self._grid.world_size) if store.check([_key(rank)])]
+        for rank, told in zip(ranks, store.multi_get([_key(rank) for rank in ranks]), strict=True):
+            step, seconds, host = json.loads(told)
+            if step != self._steps.get(rank):
+                self._steps[rank], self._hosts[rank] = step, host
+                self._seconds[rank].append(seconds)
+        stages = {rank: self._grid.index(rank, "pipeline") for rank in ranks}
+        compared = compare({rank: self._seconds[rank] for rank in ranks}, stages)
+        self._slowest = max(compared, key=lambda each: each.ratio, default=None)
+        slow = {
+            each.rank: each
+            for each in compared
+            if each.ratio > self._section.factor and len(self._seconds[each.rank]) == self._section.rows
+        }
+        for rank in slow.keys() - self._named:
+            log.warning("%s", self._describe(slow[rank], sum(stage == stages[rank] for stage in stages.values()) - 1))
+        self._named = set(slow)
+
+    def _describe(self, slow: Slow, num_others: int) -> str:
+        place = "; ".join(filter(None, (self._grid.where(slow.rank), f"host {self._hosts[slow.rank]}")))
+        stage = " of its pipeline stage" if self._grid.size("pipeline") > 1 else ""
+        others = counted(num_others, "other rank") + stage
+        return (
+            f"rank {slow.rank} ({place}) computes {slow.ratio:.2f} times as long as the {others}: {slow.seconds:.3g} s "
+            f"of a step, without waits, against {slow.others:.3g} s in the median (train.stragglers)"
+        )
+
+
+def computing(parts: Mapping[str, float]) -> float:
+    """The seconds of a step that a rank does not wait for others.
+
+    Args:
+        parts: of the step, by `profiled_calls`.
+    """
+    waits = (PIPELINE_IDLE, GATHERS)
+    return sum(seconds for part, seconds in parts.items() if part not in waits and not part.startswith("over "))
+
+
+def compare(seconds: Mapping[int, Sequence[float]], stages: Mapping[int, int]) -> list[Slow]:
+    """Each rank with the others of its stage, by the medians of what they took; none where there are no others.
+
+    Args:
+        seconds: of each rank, of its last steps.
+        stages: of each rank its pipeline stage.
+    """
+    own = {rank: median(of_rank) for rank, of_rank in seconds.items() if of_rank}
+    found = []
+    for rank, mine in own.items():
+        others = [each for other, each in own.items() if other != rank and stages[other] == stages[rank]]
+        if others and (middle := median(others)) > 0:
+            found.append(Slow(rank, mine, middle))
+    return found
+
+
+def _key(rank: int) -> str:
+    return f"colossus/computing/{rank}"

@@ -1,0 +1,176 @@
+"""Faults at moments of runs that are restarted: each ends as the run that was never disturbed.
+
+A row of the table is what happens (`FAULTS`) under a plan (`PLANS`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from helpers.faults import leftovers, nothing_runs_on
+from helpers.launching import LAUNCH, finish, rows_of, start
+from helpers.ports import free_port
+
+from colossus.launch import restarts, run_folder
+
+CONFIG = Path(__file__).parent / "launched" / "restarted.py"
+#: of a row, what depends on the run and not on the machine
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens")
+
+PLANS: dict[str, Sequence[str]] = {
+    "data 2": (),
+    "tensor 2": ("parallel.data=1", "parallel.tensor=2"),
+    "pipeline 2": ("parallel.data=1", "parallel.pipeline=2"),
+    "zero 3": ("parallel.zero=3",),
+    "sgp": ("parallel.strategy=dict(type='sgp',graph='complete')",),
+    "local_sgd": ("parallel.strategy=dict(type='local_sgd',period=2)",),
+    "2 nodes": (),
+}
+IN_MEMORY = ("checkpoint.memory_every=1",)
+_MEMORY_ALONE = (*IN_MEMORY, "checkpoint.every=100")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a run of 8 steps that is saved every 3, and what is expected of its restarts.
+
+    Attributes:
+        troubles: as the config reads them.
+        keys: overrides.
+        variables: of the environment.
+        begins: the steps behind which the attempts after the first go on.
+        undisturbed: variables of the run that it is compared with.
+    """
+
+    troubles: str
+    begins: Sequence[int]
+    keys: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    undisturbed: Mapping[str, str] = field(default_factory=dict)
+
+
+_WAITS = {"WAIT_FOR_MEMORY": "1"}
+FAULTS: dict[str, Fault] = {
+    "kill": Fault("kill@6", [3]),
+    "raise": Fault("raise@6", [3]),
+    "exit": Fault("exit@6", [3]),
+    "hang": Fault("hang@6", [3], ["comm.timeout_seconds=4.0", "checkpoint.grace_seconds=1.5"]),
+    "twice in a row": Fault("kill@6 kill@6", [3, 3]),
+    "in the first step": Fault("kill@1", [0]),
+    "during a save": Fault("kill@save", [0]),
+    "while a restart builds the model": Fault("kill@6 kill@constructor", [3, 3]),
+    "while a restart begins": Fault("kill@6 kill@begin", [3, 3]),
+    "kill, from memory": Fault("kill@6", [5], _MEMORY_ALONE, _WAITS),
+    "kill, from memory, twice": Fault("kill@5 kill@7", [4, 6], _MEMORY_ALONE, _WAITS),
+    "during a save in memory": Fault("kill@save", [0], _MEMORY_ALONE),
+    "memory newer than the disk": Fault("kill@6", [5], IN_MEMORY, _WAITS),
+    "a bit flipped in memory": Fault("kill@6", [4], IN_MEMORY, _WAITS | {"DAMAGE": "flip"}),
+    "a file of memory removed": Fault("kill@6", [4], IN_MEMORY, _WAITS | {"DAMAGE": "remove"}),
+    "all in memory damaged": Fault("kill@6", [3], IN_MEMORY, _WAITS | {"DAMAGE": "all"}),
+    "disk full, memory not": Fault("kill@6", [5], IN_MEMORY, _WAITS | {"DISK": "full"}),
+    "a copy changed": Fault(
+        "flip@5", [4], ["checkpoint.every=1", "train.check_replicas_every=2", "train.on_mismatch='restart'"]
+    ),
+    "a loss spike": Fault(
+        "",
+        [3],
+        ["train.on_spike=dict(factor=20.0,window=2)"],
+        {"POISON": "100", "POISONED": "3"},
+        {"POISON": "100", "POISONED": "3", "LEFT_OUT": "4:3"},
+    ),
+}
+#: under which plans copies can differ, and a batch can be left out
+_FOR_SOME = {
+    "a copy changed": ("data 2", "tensor 2"),
+    "a loss spike": ("data 2", "tensor 2", "pipeline 2", "zero 3", "2 nodes"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    fault: str
+    plan: str
+
+    def __str__(self) -> str:
+        return f"{self.fault} under {self.plan}"
+
+
+def cases() -> Iterator[Case]:
+    for plan in PLANS:
+        for fault in FAULTS:
+            if plan in _FOR_SOME.get(fault, PLANS):
+                yield Case(fault, plan)
+
+
+def launch(plan: str, folder: Path, *words: str, **variables: str) -> list[tuple[int, str, str]]:
+    """Run a plan in a new folder; exit code, standard output and standard error of each launcher."""
+    (folder / "tmp").mkdir(parents=True)
+    command = [*LAUNCH[:-1], str(CONFIG), "--run-dir", str(folder / "run"), *PLANS[plan], *words]
+    if plan == "2 nodes":
+        command += ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    with nothing_runs_on(folder):
+        started = [
+            start(command, folder, TMPDIR=str(folder / "tmp"), **variables)
+            for _ in range(2 if plan == "2 nodes" else 1)
+        ]
+        return [finish(launcher) for launcher in started]
+
+
+def run(case: Case, folder: Path, undisturbed: Path) -> list[str]:
+    """What is not as expected of a run with a fault, in words.
+
+    Args:
+        folder: new, for the run.
+        undisturbed: of the run without the fault, as `run_undisturbed` leaves it.
+    """
+    fault = FAULTS[case.fault]
+    ended = launch(case.plan, folder, "--max-restarts", "3", *fault.keys, TROUBLES=fault.troubles, **fault.variables)
+    text = "".join(out + err for _, out, err in ended)
+    found = [f"left behind: {each}" for each in leftovers(folder)]
+    if any(code for code, _, _ in ended):
+        return [*found, f"exit codes {[code for code, _, _ in ended]}", text]
+    rows = restarts_of(folder)
+    # an attempt that ends before its first step may leave it open from where it would have gone on
+    begins = [row.get("from_step", wanted) for row, wanted in zip(rows, fault.begins, strict=False)]
+    if begins != [*fault.begins]:
+        found.append(f"went on behind steps {[row.get('from_step') for row in rows]}, not {fault.begins}")
+    if [row["restart"] for row in rows] != [*range(1, len(rows) + 1)]:
+        found.append(f"restarts {[row['restart'] for row in rows]}")
+    if numbers(folder) != numbers(undisturbed):
+        found.append(f"metrics are {numbers(folder)}, not {numbers(undisturbed)}")
+    if saved(folder) != saved(undisturbed):
+        found.append("the last checkpoint differs from that of the undisturbed run")
+    if (folder / "run" / "failures").exists():
+        found.append("records of failures stay")
+    run_folder.take(folder / "run", None).close()
+    return [*found, text] if found else []
+
+
+def run_undisturbed(case: Case, root: Path) -> Path:
+    """The folder of the run without the fault; one for all faults of a plan."""
+    fault = FAULTS[case.fault]
+    folder = root / "-".join([case.plan, *fault.undisturbed.values()]).replace(" ", "-").replace(":", "-")
+    if not folder.exists():
+        ended = launch(case.plan, folder, **fault.undisturbed)
+        assert [code for code, _, _ in ended] == [0] * len(ended), ended
+        assert len(saved(folder)) > 0
+    return folder
+
+
+def numbers(folder: Path) -> list[list[Any]]:
+    return [[row[key] for key in NUMBERS] for row in rows_of(folder / "run")]
+
+
+def saved(folder: Path) -> list[bytes]:
+    """Parameters and the optimizer's state after the last step."""
+    last = folder / "run" / "checkpoints" / "step-00000008"
+    return [path.read_bytes() for path in sorted(last.glob("rank-*.safetensors"))]
+
+
+def restarts_of(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "run" / restarts.ROWS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
