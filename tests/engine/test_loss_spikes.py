@@ -30,23 +30,26 @@ STEPS = 6
 
 
 def watched(losses: list[float], **section: Any) -> LossSpike | None:
-    """The error of a run with these losses."""
+    """The error of the last step of a run with these losses."""
     section = dict(factor=3.0, window=3) | section
     watch = SpikeWatch(LossSpikes(**section), SimpleNamespace(exact=True))  # type: ignore[arg-type]
-    for step, loss in enumerate(losses, 1):
-        try:
-            watch.after_step(StepResult(step, 0.1, torch.tensor([2.0 * loss, 2.0, 1.0, 0.0], dtype=torch.float64)))
-        except LossSpike as error:
-            assert f"the loss of step {step} is {loss:.6g}" in str(error)
-            assert step == len(losses)
-            return error
+    results = [
+        StepResult(step, 0.1, torch.tensor([2.0 * loss, 2.0, 1.0, 0.0], dtype=torch.float64))
+        for step, loss in enumerate(losses, 1)
+    ]
+    for result in results[:-1]:
+        watch.after_step(result)
+    try:
+        watch.after_step(results[-1])
+    except LossSpike as error:
+        return error
     return None
 
 
 def test_a_loss_far_above_the_median_is_a_spike() -> None:
     error = watched([1.0, 9.0, 2.0, 6.1])
     assert error is not None
-    assert "more than 3 times 2, the median of the 3 steps before" in str(error)
+    assert "the loss of step 4 is 6.1, more than 3 times 2, the median of the 3 steps before" in str(error)
     assert error.rollback == (3, None)
     assert watched([1.0, 9.0, 2.0, 6.0]) is None
     assert watched([1.0, 1.0, 4.0]) is None, "too few losses were seen"
