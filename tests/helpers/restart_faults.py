@@ -43,6 +43,7 @@ class Fault:
         troubles: as the config reads them.
         keys: overrides.
         variables: of the environment.
+        cause: what the first row of restarts says, its beginning.
         begins: the steps behind which the attempts after the first go on.
         undisturbed: variables of the run that it is compared with.
     """
@@ -52,14 +53,20 @@ class Fault:
     keys: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     undisturbed: Mapping[str, str] = field(default_factory=dict)
+    cause: str = ""
 
 
 _WAITS = {"WAIT_FOR_MEMORY": "1"}
 FAULTS: dict[str, Fault] = {
-    "kill": Fault("kill@6", [3]),
-    "raise": Fault("raise@6", [3]),
-    "exit": Fault("exit@6", [3]),
-    "hang": Fault("hang@6", [3], ["comm.timeout_seconds=4.0", "checkpoint.grace_seconds=1.5"]),
+    "kill": Fault("kill@6", [3], cause="rank 1 near step 6 was killed by SIGKILL"),
+    "raise": Fault("raise@6", [3], cause="rank 1 at step 6 raised ValueError: one step too many"),
+    "exit": Fault("exit@6", [3], cause="rank 1 near step 6 ended with exit code 3"),
+    "hang": Fault(
+        "hang@6",
+        [3],
+        ["comm.timeout_seconds=4.0", "checkpoint.grace_seconds=1.5"],
+        cause="rank 1 at step 6 did not reach the end of its step",
+    ),
     "twice in a row": Fault("kill@6 kill@6", [3, 3]),
     "in the first step": Fault("kill@1", [0]),
     "during a save": Fault("kill@save", [0]),
@@ -74,7 +81,10 @@ FAULTS: dict[str, Fault] = {
     "all in memory damaged": Fault("kill@6", [3], IN_MEMORY, _WAITS | {"DAMAGE": "all"}),
     "disk full, memory not": Fault("kill@6", [5], IN_MEMORY, _WAITS | {"DISK": "full"}),
     "a copy changed": Fault(
-        "flip@5", [4], ["checkpoint.every=1", "train.check_replicas_every=2", "train.on_mismatch='restart'"]
+        "flip@5",
+        [4],
+        ["checkpoint.every=1", "train.check_replicas_every=2", "train.on_mismatch='restart'"],
+        cause="rank 0 at step 6 raised ReplicasDiffer: after step 6 copies of parameters differ",
     ),
     "a loss spike": Fault(
         "",
@@ -139,6 +149,8 @@ def run(case: Case, folder: Path, undisturbed: Path) -> list[str]:
     begins = [row.get("from_step", wanted) for row, wanted in zip(rows, fault.begins, strict=False)]
     if begins != [*fault.begins]:
         found.append(f"went on behind steps {[row.get('from_step') for row in rows]}, not {fault.begins}")
+    if rows and not rows[0]["cause"].startswith(fault.cause):
+        found.append(f"the cause is said to be {rows[0]['cause']!r}, not {fault.cause!r}")
     if [row["restart"] for row in rows] != [*range(1, len(rows) + 1)]:
         found.append(f"restarts {[row['restart'] for row in rows]}")
     if numbers(folder) != numbers(undisturbed):

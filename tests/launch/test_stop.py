@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from colossus.launch import stop
+from colossus.launch import rank_processes, stop
 from colossus.launch.outcome import Outcome
 from colossus.launch.rank_processes import RankProcesses
 from colossus.launch.stop import STOP_SIGNALS, RankFiles, StopSignals, made_rank_files

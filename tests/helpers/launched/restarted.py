@@ -106,7 +106,7 @@ def _write_file(path: Path, *arguments: Any) -> int:
 def _damage(how: str) -> None:
     """What became of the newest checkpoint in memory before the ranks were started again."""
     newest = max(Path(_MEMORY).glob("step-*"))
-    file = newest / "rank-00001.safetensors"
+    file = max(newest.glob("rank-*.safetensors"))
     if how == "flip":
         file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
     elif how == "remove":
