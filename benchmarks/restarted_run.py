@@ -1,5 +1,5 @@
-"""The run of `benchmarks.restarts`: two ranks of a GPT, each of which writes down how far it has come. Before step DEATH
-rank 1 kills itself."""
+"""The run of `benchmarks.restarts`: two ranks of a GPT, which write down how far they have come. Before step DEATH rank 1
+kills itself."""
 
 import os
 import signal
