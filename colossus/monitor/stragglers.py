@@ -54,6 +54,7 @@ class Stragglers(Hook):
         self._timed = ExitStack()
         self._regions: Regions | None = None
         self._every, self._grid, self._rank, self._is_logging = 1, RankGrid({}, {}), 0, False
+        self._first = 0
         self._hosts: dict[int, str] = {}
         #: of each rank the seconds of the last timed steps, and the last of these
         self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=section.rows))
@@ -63,12 +64,14 @@ class Stragglers(Hook):
 
     def on_train_start(self, engine: Any) -> None:
         context = engine.context
+        self._first = engine.completed_steps + 1
         self._every, self._grid = engine.config.train.log_every, context.grid
         self._rank, self._is_logging = context.rank, context.is_logging_rank
 
     def on_step_start(self, engine: Any) -> None:
         step = engine.completed_steps + 1
-        if step % self._every == 0 and dist.is_initialized():
+        is_warm = step > self._first  # in which ranks connect, and wait for that
+        if step % self._every == 0 and is_warm and dist.is_initialized():
             self._regions = Regions(engine.device)
             self._timed.enter_context(profiled(engine, self._regions))
             self._timed.enter_context(self._regions.step(step))

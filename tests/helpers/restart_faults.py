@@ -5,6 +5,7 @@ A row of the table is what happens (`FAULTS`) under a plan (`PLANS`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,13 +152,15 @@ def run(case: Case, folder: Path, undisturbed: Path) -> list[str]:
 
 
 def run_undisturbed(case: Case, root: Path) -> Path:
-    """The folder of the run without the fault; one for all faults of a plan."""
+    """The folder of the run without the fault; one for all faults of a plan with the same keys."""
     fault = FAULTS[case.fault]
-    folder = root / "-".join([case.plan, *fault.undisturbed.values()]).replace(" ", "-").replace(":", "-")
+    what = (case.plan, *fault.keys, *map("=".join, fault.undisturbed.items()))
+    folder = root / hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     if not folder.exists():
-        ended = launch(case.plan, folder, **fault.undisturbed)
+        ended = launch(case.plan, folder, "--max-restarts", "3", *fault.keys, **fault.undisturbed)
         assert [code for code, _, _ in ended] == [0] * len(ended), ended
         assert len(saved(folder)) > 0
+        assert not restarts_of(folder)
     return folder
 
 

@@ -15,7 +15,7 @@ from helpers.faults import leftovers, nothing_runs_on
 from helpers.launching import LAUNCH, children, finish, has_rows, is_running, rows_of, start, wait_for
 
 from colossus.config import load_config
-from colossus.launch import agent, command, failures, restarts, run_folder
+from colossus.launch import agent, command, failures, rank_processes, restarts, run_folder
 from colossus.launch.failures import FailureRecord
 from colossus.launch.outcome import Outcome, RankExit
 from colossus.launch.restarts import Restarts
@@ -246,7 +246,7 @@ def test_a_stop_while_an_attempt_is_ended_is_not_forgotten() -> None:
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     outcome = Outcome()
     with agent.kept_signals():
-        agent._note_stop_signals(outcome)
+        rank_processes.note_stop_signals(outcome)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert outcome.late_signum == signal.SIGINT

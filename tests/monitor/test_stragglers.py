@@ -1,0 +1,92 @@
+"""``train.stragglers``: a rank that computes slowly is named, one that only waits is not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.training import SIZES, config_of
+
+import colossus
+from colossus.config import ConfigError, load_config
+from colossus.config.watches import StragglerSection
+from colossus.engine.fit import fit
+from colossus.layers.block import TransformerBlock
+from colossus.monitor.metrics import Metrics
+from colossus.monitor.stragglers import Stragglers, compare, computing
+
+STEPS, ROWS = 5, 2
+#: seconds for which the slow rank sleeps in each step
+SLEEP = 0.4
+
+
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, split: str = "train") -> None:
+        self.ids = torch.randint(0, SIZES["vocab_size"], (16, SIZES["seq_len"]))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"inputs": self.ids[index], "labels": self.ids[index]}
+
+
+def train(rank: int, folder: Path, plan: dict[str, Any], slow: int) -> list[str]:
+    """What the logging rank says in the log."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("colossus.monitor").addHandler(handler)
+    engine = colossus.initialize(config_of(plan, STEPS, "fp32", train=dict(log_every=1)), data=dict(type=Samples))
+    if engine.context.rank == slow:
+        blocks = [module for module in engine.model.modules() if isinstance(module, TransformerBlock)]
+        blocks[-1].register_forward_hook(lambda *_: time.sleep(SLEEP))
+    fit(engine, [Metrics(folder / "metrics.jsonl"), Stragglers(StragglerSection(factor=3.0, rows=ROWS))])
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize(("plan", "slow"), [(dict(data=2, pipeline=2), 3), (dict(data=2, tensor=2), 2)])
+@pytest.mark.rest("plan1-2")
+def test_the_rank_that_computes_slowly_is_named_with_its_host(tmp_path: Path, plan: dict[str, Any], slow: int) -> None:
+    said = run_ranks(4, train, tmp_path, plan, slow, with_context=False)
+    assert said[1:] == [[], [], []]
+    (line,) = said[0]
+    assert line.startswith(f"rank {slow} (")
+    assert f"host {socket.gethostname()})" in line
+    assert "times as long as the" in line
+    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("slowest_rank") for row in rows[-2:]] == [slow, slow]
+    assert rows[-1]["slowest_ratio"] > 3.0
+
+
+def test_waits_are_no_computing() -> None:
+    parts = {
+        "forward": 1.0,
+        "backward": 2.0,
+        "over data": 7.0,
+        "over 2xtensor": 5.0,
+        "pipeline idle": 4.0,
+        "gathers": 3.0,
+    }
+    assert computing({**parts, "rest": 0.5, "optimizer": 0.25}) == 3.75
+
+
+def test_a_rank_is_compared_with_the_others_of_its_stage() -> None:
+    stages = {0: 0, 1: 0, 2: 1, 3: 1, 4: 2}
+    seconds = {0: [1.0, 9.0, 1.0], 1: [1.0], 2: [4.0, 4.0], 3: [8.0, 2.0, 8.0], 4: [50.0]}
+    ratios = {slow.rank: slow.ratio for slow in compare(seconds, stages)}
+    assert ratios == {0: 1.0, 1: 1.0, 2: 0.5, 3: 2.0}
+
+
+def test_the_key_is_a_number_or_a_section() -> None:
+    assert load_config({}, ["train.stragglers=2"]).train.stragglers == StragglerSection(factor=2.0)
+    with pytest.raises(ConfigError, match="greater than 1"):
+        load_config({}, ["train.stragglers=1.0"])
