@@ -1,5 +1,5 @@
-"""The run of `benchmarks.restarts`: two ranks of a GPT, which write down how far they have come. Before step DEATH rank 1
-kills itself."""
+"""The run of `benchmarks.restarts`: two ranks of a GPT. Each writes down how far it has come, and rank 1 kills itself
+before step DEATH."""
 
 import os
 import signal
