@@ -187,7 +187,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
                 hook.on_exception(engine, error)
             except Exception as second:  # the first error is the one to raise
                 error.add_note(f"then {type(hook).__name__}.on_exception raised {type(second).__name__}: {second}")
-        engine.checkpoints.finish_all()  # what was to be saved before may be all that is left
+        engine.checkpoints.finish_after_failure()  # what was to be saved before may be all that is left
         raise
     finally:
         engine.withdraw_stop()  # a later call is not meant

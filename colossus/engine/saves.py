@@ -18,6 +18,10 @@ from colossus.state.run_values import SavedHook
 from colossus.state.state import State
 
 
+#: after a failure, for the end of a save in memory
+_PATIENCE_SECONDS = 2.0
+
+
 class Saves:
     """The saving half of `colossus.engine.checkpoints.Checkpoints`, which tells what its attributes are."""
 
@@ -34,6 +38,7 @@ class Saves:
         self._saved_step: int | None = None
         self._memory: HostMemory | None = None
         self._memory_writer: MemoryWriter | None = None
+        self._memory_save: Save | None = None
 
     @property
     def hooks(self) -> Sequence[SavedHook]:
@@ -127,18 +132,21 @@ class Saves:
             context, copies = self._run.context, self._config.memory_copies
             self._memory_writer = MemoryWriter(self._memory, context, copies, lambda: self.on_progress())
         with torch.inference_mode(False):  # the memory for copies is kept
-            self._memory_writer.save(self._state.collect, self._state.about())
+            self._memory_save = self._memory_writer.save(self._state.collect, self._state.about())
         self.stall_seconds += time.perf_counter() - began
 
-    def finish_all(self) -> None:
-        """`finish`, and wait for the end of the save in memory under way."""
+    def finish_after_failure(self) -> None:
+        """Wait for the saves under way, which may be all that is left; for one in memory not long: a rank that is stuck
+        never writes its part."""
         self.finish()
-        if self._memory_writer is not None:
-            self._memory_writer.finish()
+        if self._memory_save is not None:
+            self._memory_save.wait_until_done(_PATIENCE_SECONDS)
 
     def close(self) -> None:
         """Wait for the saves under way. Nothing is saved in memory any more, nor read there by other hosts."""
-        self.finish_all()
+        self.finish()
+        if self._memory_writer is not None:
+            self._memory_writer.finish()
         if self._memory is not None:
             self._memory.close()
 
