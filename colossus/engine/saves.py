@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +17,6 @@ from colossus.checkpoint.memory_writer import MemoryWriter
 from colossus.checkpoint.writer import CheckpointWriter, Save, SavedCheckpoint
 from colossus.state.run_values import SavedHook
 from colossus.state.state import State
-
-
-#: after a failure, for the end of a save in memory
-_PATIENCE_SECONDS = 2.0
 
 
 class Saves:
@@ -135,18 +132,15 @@ class Saves:
             self._memory_save = self._memory_writer.save(self._state.collect, self._state.about())
         self.stall_seconds += time.perf_counter() - began
 
-    def finish_after_failure(self) -> None:
-        """Wait for the saves under way, which may be all that is left; for one in memory not long: a rank that is stuck
-        never writes its part."""
+    def finish_all(self, seconds: float = math.inf) -> None:
+        """`finish`, and wait for the end of the save in memory under way, at most so long."""
         self.finish()
         if self._memory_save is not None:
-            self._memory_save.wait_until_done(_PATIENCE_SECONDS)
+            self._memory_save.wait_until_done(seconds)
 
     def close(self) -> None:
         """Wait for the saves under way. Nothing is saved in memory any more, nor read there by other hosts."""
-        self.finish()
-        if self._memory_writer is not None:
-            self._memory_writer.finish()
+        self.finish_all()
         if self._memory is not None:
             self._memory.close()
 
