@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 from benchmarks import (  # noqa: E402
     common,
     pipeline,
+    restarts,
     tensor,
     tensor_block,
     train_step,
@@ -118,6 +119,7 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
         ("moe", "experts over 4"),
         ("loaders --only tuples", "tuples, map, 2 workers"),
         ("plans", "rank correlation over 4 plans"),
+        ("restarts", "steps redone"),
         ("serial --no-memory --precision fp32", "time / serial"),
         ("startup", "seconds until"),
         ("stragglers --replicas 2 --strategies all_reduce", "predicted"),
@@ -301,3 +303,15 @@ def test_sparse_tables(tmp_path: Path) -> None:
     assert rows["owners"]["counted"] < rows["gathered rows"]["counted"] < rows["all_reduce, dense"]["counted"] / 5
     assert rows["owners"]["held"] == pytest.approx(rows["all_reduce, dense"]["held"] / 4, rel=0.01)
     assert rows["DDP, sparse=True"]["loss"] == pytest.approx(rows["DDP, dense"]["loss"], rel=1e-5)
+
+
+def test_seconds_of_a_restart_are_those_behind_the_death_of_the_slowest_rank() -> None:
+    first = [(0.0, "started"), (1.0, "python"), (1.1, "python"), (2.0, "step"), (2.0, "step"), (3.0, "death")]
+    launcher = [(3.1, "noticed"), (3.6, "noticed"), (3.7, "gone"), (3.9, "started"), (3.95, "started")]
+    names = ("python", "imported", "built", "resumed", "step")
+    ranks = [(4.0 + number + late, name) for number, name in enumerate(names) for late in (0.0, 0.5)]
+    end = [(9.1, "step"), (9.7, "step"), (10.0, "noticed"), (10.0, "gone")]
+    moments = [{"name": name, "time": time} for time, name in (*first, *launcher, *ranks, *end)]
+    parts = restarts.parts_of(moments)
+    expected = {"noticed": 0.1, "all gone": 0.6, "started": 0.2, "python": 0.6, "imports": 1.0, "built": 1.0}
+    assert parts == pytest.approx(expected | {"resumed": 1.0, "first step": 1.0, "total": 5.5})

@@ -19,6 +19,7 @@ class ColossusCase:
         weights: for how long gathered weights are kept, ``parallel.tensor.weights``.
         precision: ``train.precision``.
         state: the initial weights, where they were made before.
+        checkpoint: the config's section.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class ColossusCase:
         precision: str = "fp32",
         recompute: Any = "none",
         state: State | None = None,
+        checkpoint: dict[str, Any] | None = None,
     ) -> None:
         w = workload
         config: dict[str, Any] = {
@@ -54,6 +56,7 @@ class ColossusCase:
                 "precision": precision,
                 "activation_checkpoint": recompute,
             },
+            "checkpoint": checkpoint or {},
             "device": w.device,
         }
         with undrawn():

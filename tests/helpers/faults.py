@@ -6,6 +6,7 @@ end of the last launcher.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from helpers.launching import LAUNCH, finish, start, wait_for
 from helpers.ports import free_port
+
+from colossus.launch.memory_folder import HOST_MEMORY
 
 CONFIG = Path(__file__).parent / "launched" / "faulty.py"
 CULPRIT = 1
@@ -153,15 +156,27 @@ def expected_codes(case: Case) -> set[int]:
 
 def leftovers(folder: Path) -> list[str]:
     """Processes that run in the folder, files in its ``tmp``, memory and sockets with the names of its ranks, and
-    folders for checkpoints in memory."""
+    folders for checkpoints in memory whose launcher has gone: other runs of this host may have some."""
     pids = {path.read_text() for path in folder.glob("pid-*")}
     found = [f"process {pid}" for pid in os.listdir("/proc") if pid.isdecimal() and _runs_in(int(pid), folder)]
     found += [f"temporary {path.name}" for path in (folder / "tmp").iterdir()]
     found += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if pids & set(name.replace("-", "_").split("_"))]
-    found += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith("colossus-memory-")]
+    found += [str(path) for path in HOST_MEMORY.glob("colossus-memory-*") if not _is_locked(path)]
     sockets = Path("/proc/net/unix").read_text().split()
     found += [f"socket {name}" for name in sockets if name.startswith("@colossus-") and pids & set(name.split("-"))]
     return found
+
+
+def _is_locked(memory: Path) -> bool:
+    try:
+        with (memory / "launcher.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # its launcher may be removing it
+        time.sleep(0.5)
+        return not memory.exists()
+    return False
 
 
 def _runs_in(pid: int, folder: Path) -> bool:

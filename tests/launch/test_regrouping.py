@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -25,28 +24,16 @@ from helpers.launching import (
     wait_for,
 )
 from helpers.ports import free_port
+from helpers.restart_faults import CONFIG, restarts_of
 
 from benchmarks.hosts import Host, launch_words, make_hosts
 from colossus.config import ConfigError
-from colossus.launch import restarts
 from colossus.launch.node_plans import NodePlans, NodeRange
 from colossus.launch.nodes import _seniority
 from colossus.launch.outcome import NodeEnd, Outcome, RankExit
 
-RESTARTED = TINY.with_name("restarted.py")
-#: of a row, what depends on the run and not on the machine
-NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens")
 ENDLESS = ("train.steps=100000", "train.eval_every=0", "train.precision=fp64", "checkpoint.every=5")
 RANGE = ("--max-restarts", "3", "launch.rejoin_seconds=1", *ENDLESS)
-
-
-def restarts_of(folder: Path) -> list[dict[str, Any]]:
-    path = folder / restarts.ROWS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def numbers(folder: Path) -> list[list[Any]]:
-    return [[row[key] for key in NUMBERS] for row in rows_of(folder)]
 
 
 def check_against_one_process(folder: Path, tmp_path: Path) -> None:
@@ -64,28 +51,12 @@ def check_against_one_process(folder: Path, tmp_path: Path) -> None:
 # -- the same nodes -------------------------------------------------------------------------------------------
 
 
-def test_the_ranks_of_two_nodes_start_again_together(tmp_path: Path) -> None:
-    endpoint = f"127.0.0.1:{free_port()}"
-    words = [*LAUNCH[:-1], str(RESTARTED), "--run-dir", "run", "--max-restarts", "1"]
-    nodes = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint]
-    launchers = [start([*words, *nodes], tmp_path, TROUBLE="kill", AT="6") for _ in range(2)]
-    ended = [finish(launcher) for launcher in launchers]
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    assert sum(err.count("run failed: rank 1 near step 6") for _, _, err in ended) == 1
-    assert all("restart 1 of 1: the ranks start again" in err for _, _, err in ended)
-    (row,) = restarts_of(tmp_path / "run")
-    assert (row["from_step"], row["steps_redone"]) == (3, 2)
-    code, _, _ = finish(start([*words, "--run-dir", "whole"], tmp_path))
-    assert code == 0
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
-
-
 @pytest.mark.long
 def test_a_node_that_ends_the_run_ends_it_for_all(tmp_path: Path) -> None:
     """The same error comes again."""
-    words = [*LAUNCH[:-1], str(RESTARTED), "--run-dir", "run", "--max-restarts", "5"]
+    words = [*LAUNCH[:-1], str(CONFIG), "--run-dir", "run", "--max-restarts", "5"]
     nodes = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    launchers = [start([*words, *nodes], tmp_path, TROUBLE="raise", AT="6", TIMES="9") for _ in range(2)]
+    launchers = [start([*words, *nodes], tmp_path, TROUBLES="raise@6 " * 3) for _ in range(2)]
     ended = [finish(launcher) for launcher in launchers]
     assert [code for code, _, _ in ended] == [1, 1]
     for _, _, err in ended:
@@ -119,21 +90,22 @@ def test_a_host_that_is_lost_is_done_without_and_taken_back(
     two_hosts: list[Host], started: list[Process], tmp_path: Path
 ) -> None:
     folder, step = tmp_path / "run", {"STEP_SECONDS": "0.05"}
-    arguments = ("--run-dir", "run", "--nnodes", "1:2", *RANGE)
+    memory = ("checkpoint.every=1000", "checkpoint.memory_every=1", "checkpoint.memory_copies=2")
+    arguments = ("--run-dir", "run", "--nnodes", "1:2", *RANGE, *memory)
     launchers = start_on(two_hosts, tmp_path, *arguments, **step)
     started += launchers
     pids = [launcher.pid for launcher in launchers]
     wait_for(lambda: any(has_rows(launcher, folder, 12) for launcher in launchers), *pids)
     stays, lost = launchers
     lose_power(two_hosts[1], lost)
-    wait_for(lambda: len(restarts_of(folder)) == 1 and has_rows(stays, folder, 12), stays.pid)
-    (row,) = restarts_of(folder)
+    wait_for(lambda: len(restarts_of(tmp_path)) == 1 and has_rows(stays, folder, 12), stays.pid)
+    (row,) = restarts_of(tmp_path)
     connect(two_hosts[1])
     words = launch_words(two_hosts, [str(TINY), *arguments])
     back = launch_on(two_hosts[1], words, tmp_path, **step)
     started.append(back)
-    wait_for(lambda: len(restarts_of(folder)) == 2 or back.poll() is not None, stays.pid, back.pid)
-    again = restarts_of(folder)[1]
+    wait_for(lambda: len(restarts_of(tmp_path)) == 2 or back.poll() is not None, stays.pid, back.pid)
+    again = restarts_of(tmp_path)[1]
     wait_for(lambda: has_rows(stays, folder, again["from_step"] + 5), stays.pid, back.pid)
     back.send_signal(signal.SIGINT)
     ended = [finish(stays), finish(back)]
@@ -141,6 +113,7 @@ def test_a_host_that_is_lost_is_done_without_and_taken_back(
     assert row["cause"].startswith("node "), row
     assert " has gone" in row["cause"]
     assert (again["cause"], again["steps_redone"]) == ("more nodes are there", 0)
+    assert f"restarted behind step {row['from_step']}, from /dev/shm/colossus-memory-" in ended[0][2]
     check_against_one_process(folder, tmp_path)
 
 
@@ -168,8 +141,8 @@ def test_a_node_that_no_plan_needs_waits_until_one_does(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
     gone.communicate()
     left = [launcher for launcher in launchers if launcher is not gone]
-    wait_for(lambda: len(restarts_of(folder)) == 1, *(launcher.pid for launcher in left))
-    (row,) = restarts_of(folder)
+    wait_for(lambda: len(restarts_of(tmp_path)) == 1, *(launcher.pid for launcher in left))
+    (row,) = restarts_of(tmp_path)
     wait_for(lambda: has_rows(left[0], folder, row["from_step"] + 5), *(launcher.pid for launcher in left))
     assert all(len(children(launcher.pid)) == 1 for launcher in left)
     spare.send_signal(signal.SIGINT)
@@ -198,7 +171,10 @@ def test_the_most_nodes_for_which_a_plan_fits_are_taken() -> None:
     [
         ("launch.restarts=None", "--nnodes 1:2: a run goes on with fewer nodes by a restart: set launch.restarts"),
         ("checkpoint.every=0", "--nnodes 1:2: a run goes on with more nodes from a checkpoint: set checkpoint.every"),
-        ("parallel.tensor=2 parallel.data=1", "2 processes"),
+        (
+            "parallel.tensor=2 parallel.data=1",
+            "tensor 2 = 2 does not divide 1 process, and only data may",
+        ),
     ],
 )
 def test_a_range_that_cannot_be_is_refused(overrides: str, message: str) -> None:

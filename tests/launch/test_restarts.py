@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from helpers.faults import leftovers, nothing_runs_on
 from helpers.launching import LAUNCH, children, finish, has_rows, is_running, rows_of, start, wait_for
+from helpers.restart_faults import CONFIG, numbers, restarts_of
 
 from colossus.config import ConfigError, load_config
-from colossus.launch import agent, command, failures, restarts, run_folder
+from colossus.launch import agent, command, failures, rank_processes, restarts, run_folder
 from colossus.launch.failures import FailureRecord
 from colossus.launch.outcome import Outcome, RankExit
 from colossus.launch.restart_checks import check_restart_keys
@@ -24,11 +25,7 @@ from colossus.launch.restarts import Restarts
 from colossus.launch.resume import RunStart
 from colossus.launch.stop import STOP_SIGNALS
 
-CONFIG = Path(__file__).parents[1] / "helpers" / "launched" / "restarted.py"
 COMMAND = [*LAUNCH[:-1], str(CONFIG), "--run-dir", "run"]
-#: of a row, what depends on the run and not on the machine
-NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens")
-LAST = "run/checkpoints/step-00000008"
 
 
 def run(folder: Path, *arguments: str, **more: str) -> tuple[int, str, str]:
@@ -42,60 +39,9 @@ def run(folder: Path, *arguments: str, **more: str) -> tuple[int, str, str]:
     return ended
 
 
-def numbers(folder: Path) -> list[list[Any]]:
-    return [[row[key] for key in NUMBERS] for row in rows_of(folder / "run")]
-
-
-def saved(folder: Path) -> list[bytes]:
-    """Parameters and the optimizer's state after the last step."""
-    return [path.read_bytes() for path in sorted((folder / LAST).glob("rank-*.safetensors"))]
-
-
-def restarts_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / restarts.ROWS).read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "here"
-    assert run(folder)[0] == 0
-    return folder
-
-
-CAUSES = {
-    "kill": "rank 1 near step 6 was killed by SIGKILL",
-    "raise": "rank 1 at step 6 raised ValueError: one step too many",
-    "exit": "rank 1 near step 6 ended with exit code 3",
-    "hang": "rank 1 at step 6 did not reach the end of its step",
-}
-
-
-@pytest.mark.usefixtures("short_grace")
-@pytest.mark.parametrize("trouble", CAUSES)
-@pytest.mark.rest("raise", "exit")
-def test_a_run_whose_rank_fails_ends_as_one_that_was_never_disturbed(
-    tmp_path: Path, undisturbed: Path, trouble: str
-) -> None:
-    folder, limit = tmp_path / "here", "4.0" if trouble == "hang" else "20.0"
-    keys = [f"comm.timeout_seconds={limit}", "launch.restarts=3", "checkpoint.grace_seconds=1.5"]
-    code, out, err = run(folder, *keys, TROUBLE=trouble, AT="6")
-    assert code == 0, out + err
-    assert err.count("run failed: rank 1") == 1
-    assert "restart 1 of 3: the ranks start again, from run/checkpoints/step-00000003\n" in err
-    assert "restarted behind step 3: 2 step(s) come again, " in err
-    assert "done: 8 steps (5 of them since it was resumed)" in out
-    assert numbers(folder) == numbers(undisturbed)
-    assert saved(folder) == saved(undisturbed)
-    assert len(saved(folder)) == 2
-    (row,) = restarts_of(folder)
-    assert row["cause"].startswith(CAUSES[trouble])
-    assert (row["restart"], row["from_step"], row["steps_redone"]) == (1, 3, 2)
-    assert not (folder / "run" / "failures").exists()
-
-
 def test_the_same_error_at_the_same_step_is_not_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "here"
-    code, out, err = run(folder, "--max-restarts", "5", TROUBLE="raise", AT="6", TIMES="9")
+    code, out, err = run(folder, "--max-restarts", "5", TROUBLES="raise@6 " * 3)
     assert code == 1, out
     assert err.count("run failed: rank 1 at step 6") == 2
     assert err.count("restart 1 of 5: ") == 1
@@ -105,15 +51,17 @@ def test_the_same_error_at_the_same_step_is_not_waited_for(tmp_path: Path) -> No
     assert [record.rank for record in failures.read_all(folder / "run")] == [0, 1]
 
 
-def test_a_run_without_saves_begins_anew_as_often_as_it_may(tmp_path: Path, undisturbed: Path) -> None:
+def test_a_run_without_saves_begins_anew_as_often_as_it_may(tmp_path: Path) -> None:
     keys = ["checkpoint.every=0", "launch.restarts=dict(max=2, within='1h')"]
-    code, _, err = run(tmp_path / "twice", *keys, TROUBLE="kill", AT="6", TIMES="2")
+    code, _, err = run(tmp_path / "twice", *keys, TROUBLES="kill@6 kill@6")
     assert code == 0, err
-    assert "restart 2 of 2: the ranks start again, from the beginning of this run: it saves no checkpoints" in err
-    assert numbers(tmp_path / "twice") == numbers(undisturbed)
+    assert "restart 2 of 2: the ranks start again\n" in err
+    assert "restarted behind step 0, with the beginning, since nothing was saved: 5 step(s) come again" in err
+    assert run(tmp_path / "whole", "checkpoint.every=0")[0] == 0
+    assert numbers(tmp_path / "twice") == numbers(tmp_path / "whole")
     assert [(row["restart"], row["steps_redone"]) for row in restarts_of(tmp_path / "twice")] == [(1, 5), (2, 5)]
 
-    code, _, err = run(tmp_path / "early", *keys, "launch.restarts.max=1", TROUBLE="kill", AT="0", TIMES="9")
+    code, _, err = run(tmp_path / "early", *keys, "launch.restarts.max=1", TROUBLES="kill@constructor " * 3)
     assert code == 1, err
     assert err.count("run failed: rank 1") == 2
     assert err.rstrip().endswith("no restart: 1 of launch.restarts.max = 1 are used")
@@ -134,7 +82,7 @@ def test_a_stop_is_no_failure(tmp_path: Path, target: str, signum: int) -> None:
 
 def test_a_stop_after_a_restart_is_one_too(tmp_path: Path) -> None:
     keys = ["launch.restarts=3", "train.steps=100000"]
-    process = start([*COMMAND, *keys], tmp_path, TROUBLE="kill", AT="6", STEP_SECONDS="0.02")
+    process = start([*COMMAND, *keys], tmp_path, TROUBLES="kill@6", STEP_SECONDS="0.02")
     wait_for(lambda: has_rows(process, tmp_path / "run", 8), process.pid)
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
@@ -302,14 +250,14 @@ def test_torchrun_has_restarts_of_its_own(capsys: pytest.CaptureFixture[str], mo
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert command.run(str(CONFIG), ["launch.restarts=3"]) == 0
-    assert "launch.restarts does nothing under torchrun and srun" in capsys.readouterr().err
+    assert "launch.restarts: without effect under torchrun and srun" in capsys.readouterr().err
 
 
 def test_a_stop_while_an_attempt_is_ended_is_not_forgotten() -> None:
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     outcome = Outcome()
     with agent.kept_signals():
-        agent._note_stop_signals(outcome)
+        rank_processes.note_stop_signals(outcome)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert outcome.late_signum == signal.SIGINT

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from colossus.launch import agent, stop
-from colossus.launch.agent import RankProcesses
+from colossus.launch import rank_processes, stop
 from colossus.launch.outcome import Outcome
+from colossus.launch.rank_processes import RankProcesses
 from colossus.launch.stop import STOP_SIGNALS, RankFiles, StopSignals, made_rank_files
 
 
@@ -139,9 +139,9 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ranks]:
     """With little patience; the signal handlers of the tests come back."""
-    monkeypatch.setattr(agent, "KILL_SECONDS", 1.0)
-    monkeypatch.setattr(agent, "SAY_SECONDS", 0.3)
-    monkeypatch.setattr(agent, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(rank_processes, "KILL_SECONDS", 1.0)
+    monkeypatch.setattr(rank_processes, "SAY_SECONDS", 0.3)
+    monkeypatch.setattr(rank_processes, "AGAIN_SECONDS", 0.1)
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     yield Ranks(tmp_path)
     for signum, handler in before.items():
@@ -177,7 +177,7 @@ def test_ranks_are_told_when_there_is_nothing_to_wait_for(ranks: Ranks, reason: 
 
 
 def test_what_a_terminal_sends_to_all_is_no_second_stop(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "AGAIN_SECONDS", 5.0)
+    monkeypatch.setattr(rank_processes, "AGAIN_SECONDS", 5.0)
     ranks.start(0, beats=1.0)
     sent = [
         threading.Timer(seconds, os.kill, (os.getpid(), signum))

@@ -38,8 +38,8 @@ def _moment(name: str, rank: str = "1") -> bool:
         raise ValueError("one step too many")
     if kind == "exit":
         os._exit(3)
-    if kind in ("kill", "term"):
-        os.kill(os.getpid() if kind == "kill" else os.getppid(), getattr(signal, f"SIG{kind.upper()}"))
+    if kind in ("kill", "stop", "term"):
+        os.kill(os.getppid() if kind == "term" else os.getpid(), getattr(signal, f"SIG{kind.upper()}"))
     while kind in ("hang", "term"):
         time.sleep(0.1)
     return True
@@ -106,7 +106,7 @@ def _write_file(path: Path, *arguments: Any) -> int:
 def _damage(how: str) -> None:
     """What became of the newest checkpoint in memory before the ranks were started again."""
     newest = max(Path(_MEMORY).glob("step-*"))
-    file = newest / "rank-00001.safetensors"
+    file = max(newest.glob("rank-*.safetensors"))
     if how == "flip":
         file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
     elif how == "remove":
