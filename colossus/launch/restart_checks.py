@@ -35,8 +35,8 @@ def check_restart_keys(config: Config) -> None:
         problems.append(
             f"train.on_mismatch = 'restart' goes back behind the last comparison that agreed, "
             f"train.check_replicas_every = {train.check_replicas_every} steps, and checkpoint.keep_last = "
-            f"{checkpoint.keep_last} with checkpoint.every = {checkpoint.every} has checkpoints of the last {kept} steps: "
-            f"keep more, or compare more often"
+            f"{checkpoint.keep_last} with checkpoint.every = {checkpoint.every} has checkpoints of the last {kept} "
+            f"steps: keep more, or compare more often"
         )
     if leaves_out and train.batch_ramp is not None:
         problems.append("train.on_spike.action = 'rollback': batches of a batch_ramp cannot be left out")
