@@ -7,6 +7,7 @@ rank 0 in a gloo group apart from those of training, in which the death of a ran
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import shutil
 import threading
@@ -93,9 +94,10 @@ class Save:
             raise self._error
         return SavedCheckpoint(self._path, self._step, self._num_bytes, self._stall_seconds, self._seconds)
 
-    def wait_until_done(self) -> None:
-        """Wait for its end, well or not."""
-        while not self._done.wait(_SIGN_EVERY):
+    def wait_until_done(self, seconds: float = math.inf) -> None:
+        """Wait for its end, well or not, at most so long."""
+        deadline = time.monotonic() + seconds
+        while not self._done.wait(min(_SIGN_EVERY, seconds)) and time.monotonic() < deadline:
             if self._has_written:
                 self._on_progress()
 

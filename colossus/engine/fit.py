@@ -14,6 +14,8 @@ from colossus.engine.results import EvalResult, StepResult
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
 
+#: after a failure, for the end of a save in memory
+_PATIENCE_SECONDS = 2.0
 _END = object()
 
 
@@ -187,7 +189,8 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
                 hook.on_exception(engine, error)
             except Exception as second:  # the first error is the one to raise
                 error.add_note(f"then {type(hook).__name__}.on_exception raised {type(second).__name__}: {second}")
-        engine.checkpoints.finish_all()  # what was to be saved before may be all that is left
+        # what was to be saved before may be all that is left; a rank that is stuck never writes its part
+        engine.checkpoints.finish_all(_PATIENCE_SECONDS)
         raise
     finally:
         engine.withdraw_stop()  # a later call is not meant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ class Saves:
         self._saved_step: int | None = None
         self._memory: HostMemory | None = None
         self._memory_writer: MemoryWriter | None = None
+        self._memory_save: Save | None = None
 
     @property
     def hooks(self) -> Sequence[SavedHook]:
@@ -127,14 +129,14 @@ class Saves:
             context, copies = self._run.context, self._config.memory_copies
             self._memory_writer = MemoryWriter(self._memory, context, copies, lambda: self.on_progress())
         with torch.inference_mode(False):  # the memory for copies is kept
-            self._memory_writer.save(self._state.collect, self._state.about())
+            self._memory_save = self._memory_writer.save(self._state.collect, self._state.about())
         self.stall_seconds += time.perf_counter() - began
 
-    def finish_all(self) -> None:
-        """`finish`, and wait for the end of the save in memory under way."""
+    def finish_all(self, seconds: float = math.inf) -> None:
+        """`finish`, and wait for the end of the save in memory under way, at most so long."""
         self.finish()
-        if self._memory_writer is not None:
-            self._memory_writer.finish()
+        if self._memory_save is not None:
+            self._memory_save.wait_until_done(seconds)
 
     def close(self) -> None:
         """Wait for the saves under way. Nothing is saved in memory any more, nor read there by other hosts."""

@@ -59,7 +59,7 @@ def run_workers(job: Job, restarts: Restarts, before: Outcome | None = None) -> 
         RuntimeError: when the nodes do not meet (elastic's RendezvousError).
         ConfigError: on all nodes, when the run folder cannot be used.
     """
-    outcome = Outcome()
+    outcome = Outcome(folder=restarts.folder)
     with made_rank_files() as files:
         try:
             _let_signals_raise()

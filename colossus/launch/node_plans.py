@@ -62,7 +62,7 @@ class NodePlans:
                 except ConfigError:
                     self._known[number] = None
             if (found := self._known[number]) is not None:
-                return found, number
+                return (found._replace(told=[]) if number == self._nodes.most else found), number
         least = self._known[self._nodes.least]
         assert least is not None
         return least, self._nodes.least

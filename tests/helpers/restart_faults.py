@@ -73,6 +73,13 @@ FAULTS: dict[str, Fault] = {
         ["comm.timeout_seconds=4.0", "checkpoint.grace_seconds=1.5"],
         cause="rank 1 at step 6 did not reach the end of its step",
     ),
+    "stopped, from memory": Fault(
+        "stop@6",
+        [5],
+        [*_MEMORY_ALONE, "comm.timeout_seconds=4.0", "checkpoint.grace_seconds=1.5"],
+        {"WAIT_FOR_MEMORY": "1"},
+        cause="rank 1",
+    ),
     "twice in a row": Fault("kill@6 kill@6", [3, 3]),
     "in the first step": Fault("kill@1", [0]),
     "during a save": Fault("kill@save", [0]),

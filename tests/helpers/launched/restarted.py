@@ -38,8 +38,8 @@ def _moment(name: str, rank: str = "1") -> bool:
         raise ValueError("one step too many")
     if kind == "exit":
         os._exit(3)
-    if kind in ("kill", "term"):
-        os.kill(os.getpid() if kind == "kill" else os.getppid(), getattr(signal, f"SIG{kind.upper()}"))
+    if kind in ("kill", "stop", "term"):
+        os.kill(os.getppid() if kind == "term" else os.getpid(), getattr(signal, f"SIG{kind.upper()}"))
     while kind in ("hang", "term"):
         time.sleep(0.1)
     return True
