@@ -87,6 +87,27 @@ def test_a_node_that_no_plan_needs_waits_until_one_does(tmp_path: Path) -> None:
     assert differences(folder, tmp_path) == []
 
 
+@pytest.mark.long
+def test_a_node_that_is_told_to_end_leaves_and_the_run_goes_on(tmp_path: Path) -> None:
+    port, folder = free_port(), tmp_path / "run"
+    words = [*LAUNCH, "--run-dir", str(folder), *ENDLESS, "--nproc", "1", "--nnodes", "1:2"]
+    words += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
+    stays = start(words, tmp_path, STEP_SECONDS="0.05")
+    wait_for(lambda: listens(port), stays.pid)
+    leaves = start(words, tmp_path, STEP_SECONDS="0.05")
+    wait_for(lambda: has_rows(stays, folder, 12), stays.pid, leaves.pid)
+    leaves.send_signal(signal.SIGTERM)
+    code, out, _ = finish(leaves)
+    assert (code, "stopped by SIGTERM after step" in out) == (143, True)
+    wait_for(lambda: len(restarts_of(tmp_path)) == 1, stays.pid)
+    (row,) = restarts_of(tmp_path)
+    assert (row["cause"], row["steps_redone"]) == ("a node has left", 0)
+    wait_for(lambda: has_rows(stays, folder, row["from_step"] + 5), stays.pid)
+    stays.send_signal(signal.SIGTERM)  # it holds the meeting place: nobody can go on without it
+    assert finish(stays)[0] == 143
+    assert differences(folder, tmp_path) == []
+
+
 # -- what is decided ------------------------------------------------------------------------------------------
 
 
@@ -136,4 +157,8 @@ def test_a_stop_for_newcomers_is_told_from_others() -> None:
     assert not stopped(others=[asked], gone=["node 2"]).is_regrouped
     assert not stopped(others=[asked], late_signum=signal.SIGINT).is_regrouped
     assert not stopped(others=[NodeEnd({1: RankExit(-9)}, regroups=True)]).is_regrouped
+    leaving = NodeEnd({1: RankExit(143)}, signum=signal.SIGTERM, leaves=True)
+    assert stopped(others=[leaving]).is_regrouped
+    assert not stopped(others=[leaving], signum=signal.SIGTERM).is_regrouped
+    assert not stopped(leaves=True, signum=signal.SIGTERM).is_regrouped
     assert not Outcome({0: RankExit(0)}, others=[NodeEnd({1: RankExit(0)}, regroups=True)]).is_regrouped  # through
