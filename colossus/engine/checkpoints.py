@@ -186,8 +186,13 @@ class Checkpoints(Saves):
         reader = memory.newest(later_than, until) if memory is not None else None
         if reader is None:
             return None
-        with torch.inference_mode(False), reader:
-            self._state.restore(reader, self.on_progress)
+        try:
+            with torch.inference_mode(False), reader:
+                self._state.restore(reader, self.on_progress)
+        except CheckpointError as error:  # on all ranks: another host cannot be reached any more, say
+            if self._run.context.is_logging_rank:
+                log.warning("the checkpoint in memory %s cannot be taken: %s", reader.folder.name, error)
+            return None
         self.resumed_plan = str(reader.manifest.plan.get("text", "another plan"))
         self.resumed_from, self.goes_on, self._has_begun, self._saved_step = reader.folder, True, True, None
         return reader.folder

@@ -155,10 +155,11 @@ class Restarts:
         return True
 
     def regroup(self, outcome: Outcome) -> None:
-        """Another attempt follows one that was stopped because nodes have come; it is no restart that is counted."""
+        """Another attempt follows one that was stopped because nodes come or leave; it does not count as a restart."""
         assert outcome.folder is not None
-        self._note(outcome.folder, "more nodes are there", outcome.started)
-        _print("colossus: more nodes are there: the ranks were stopped, and start again on all of them")
+        cause = "a node has left" if any(end.leaves for end in outcome.others) else "more nodes are there"
+        self._note(outcome.folder, cause, outcome.started)
+        _print(f"colossus: {cause}: the ranks were stopped, and start again on the nodes that are there")
 
     def _would_come_again(self, causes: Sequence[Cause]) -> str | None:
         """Why another attempt would end as this one, in words; None where that is not known."""

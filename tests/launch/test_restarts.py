@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -266,3 +267,17 @@ def test_a_stop_while_an_attempt_is_ended_is_not_forgotten() -> None:
         stopped = agent.run_workers(job, Restarts(load_config(CONFIG), begin), outcome)
     assert (stopped.signum, stopped.exits) == (signal.SIGINT, {})
     assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} == before
+
+
+@pytest.mark.long
+def test_torchrun_starts_ranks_again_which_go_on(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, "--max-restarts", "1", *LAUNCH[1:-1], str(CONFIG), "--run-dir"]
+    # with gloo the new ranks would read the addresses of the old ones
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    for name, troubles in (("run", "kill@6"), ("whole", "")):
+        (tmp_path / name).mkdir()
+        again = ["run", "checkpoint.resume=auto"]
+        code, out, err = finish(start([*words, *again], tmp_path / name, TROUBLES=troubles, **own_store))
+        assert code == 0, out + err
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
