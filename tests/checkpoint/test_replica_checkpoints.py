@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.long import but
 from helpers.ranks import run_ranks
-from helpers.resumed import CLASSES, WIDTH, Listener, Vectors, classify, settings
+from helpers.resumed import CLASSES, WIDTH, Listener, Vectors, settings, uneven
 from helpers.strategies import Apart
 from torch import Tensor, nn
 
@@ -49,7 +49,7 @@ def config_of(folder: Path, strategy: Any, data: int = 3, **more: Any) -> dict[s
 
 
 def mixed(config: dict[str, Any]) -> Any:
-    return colossus.initialize(config, model=Mixed, loss_fn=classify, data=Vectors())
+    return colossus.initialize(config, model=Mixed, loss_fn=uneven, data=Vectors())
 
 
 State = dict[str, Any]

@@ -11,8 +11,8 @@ import torch
 from helpers import server_threads
 from helpers.long import long
 from helpers.ranks import run_ranks
-from helpers.resumed import engine_of, settings
-from torch import Tensor, nn
+from helpers.resumed import engine_of, settings, uneven
+from torch import Tensor
 
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.manifest import read_manifest
@@ -62,7 +62,7 @@ SERVERS: dict[int, dict[str, tuple[Options, Options, Options, Options]]] = {
 def _through_and_in_two(folder: Path, first: Options, second: Options) -> tuple[Any, Any]:
     """What a run through and one that goes on in a new engine have seen and end with."""
     engine = engine_of(first)
-    engine._stages.loss_fn = _uneven
+    engine._stages.loss_fn = uneven
     losses = []
     for step in range(STEPS):
         if step == HALF:
@@ -71,18 +71,12 @@ def _through_and_in_two(folder: Path, first: Options, second: Options) -> tuple[
     through = losses[HALF:], _weights(engine)
     engine.close()
     engine = engine_of(second)
-    engine._stages.loss_fn = _uneven
+    engine._stages.loss_fn = uneven
     engine.checkpoints.load(folder / name_of(HALF))
     losses = [engine.train_step(next(engine.loader)).loss for _ in range(HALF, STEPS)]
     again = losses, _weights(engine)
     engine.close()
     return through, again
-
-
-def _uneven(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Replicas train on other numbers of tokens: a sum that comes back wrong is seen."""
-    counted = batch["labels"] > 1
-    return (nn.functional.cross_entropy(outputs, batch["labels"], reduction="none") * counted).sum(), counted.sum()
 
 
 def _weights(engine: Any) -> Tensor:
