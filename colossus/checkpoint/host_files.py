@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -75,7 +74,7 @@ class RemoteFiles:
         where: the host, for messages.
 
     Raises:
-        OSError, WireError: when it cannot be reached.
+        CheckpointError: when it cannot be reached.
     """
 
     def __init__(self, address: Address, key: bytes, where: str) -> None:
@@ -83,7 +82,10 @@ class RemoteFiles:
         self._answered = threading.Event()
         self._problem: str | None = None
         self._target, self._count = memoryview(b""), 0
-        self._stream = dial(address, key)
+        try:
+            self._stream = dial(address, key)
+        except (OSError, WireError) as error:
+            raise CheckpointError(f"the memory of {where} cannot be reached: {error}") from error
         self._stream.start(self)
 
     def read(self, name: str, offset: int, target: memoryview) -> int:
@@ -139,6 +141,5 @@ class RemoteFiles:
         self._answered.set()
 
     def on_end(self, reason: str | None) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._problem = self._problem or reason or "it has closed the connection"
+        self._problem = self._problem or reason or "it has closed the connection"
         self._answered.set()

@@ -61,7 +61,7 @@ class HostMemory:
         return [rank for rank, of_rank in enumerate(self.hosts) if of_rank == host]
 
     def remote(self, host: int) -> RemoteFiles:
-        """The files of another host."""
+        """The files of another host; a `CheckpointError` when it cannot be reached."""
         if host not in self._remote:
             address = self._addresses[host]
             self._remote[host] = RemoteFiles(address, self._key, f"host {host} ({address[0]})")
@@ -116,11 +116,12 @@ class HostMemory:
             self._warn(path, "; ".join(problems))
             return None
         elsewhere = {
-            name: partial(self.remote(host).read, f"{path.name}/{name}")
-            for name, host in places.items()
-            if host != self.host
+            name: partial(self._read, host, f"{path.name}/{name}") for name, host in places.items() if host != self.host
         }
         return MemoryReader(path, manifest, elsewhere)
+
+    def _read(self, host: int, name: str, offset: int, buffer: memoryview) -> int:
+        return self.remote(host).read(name, offset, buffer)
 
     def _warn(self, path: Path, problem: str) -> None:
         if self._group.index == 0:

@@ -155,7 +155,10 @@ class StreamSource(Source):
         if step > self.step:
             log.warning("%s cannot seek: reading %d batches to reach step %d", self.name, step - self.step, step)
         while self.step < step:
-            self.read()
+            try:
+                self.read()
+            except EndOfData:
+                raise ValueError(f"{self.name} ends with batch {self.step}, before batch {step} is reached") from None
 
     def state_dict(self) -> dict[str, Any]:
         place: dict[str, Any] = {"epoch": self._epoch, "offset": self._offset}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from colossus.arithmetic import counted
 from colossus.checkpoint import folder
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under_key
 from colossus.checkpoint.manifest import read_manifest
@@ -17,6 +18,8 @@ from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.weight_sources import Assets, find_weights, open_weights
 from colossus.comm.objects import broadcast_object
+from colossus.config import ConfigError
+from colossus.data.loader import Loader
 from colossus.engine.saves import Saves
 from colossus.state.state import State
 
@@ -39,6 +42,7 @@ class Checkpoints(Saves):
             first, in the memory of the hosts and on the disk.
         resume_until: of these, later steps than this one are of a branch that the run leaves, and are removed.
         skip_batches: that are left out behind it; None: those up to that of step ``resume_until + 1``.
+        rollback_time: when that was decided, in seconds since the epoch; it is saved, so that they are left out once.
         resumed_from: the checkpoint that was loaded, None where none was.
         resumed_plan: the plan it was saved under, in words.
         goes_on: whether that is a checkpoint of this run: one in its folder of checkpoints.
@@ -55,6 +59,7 @@ class Checkpoints(Saves):
         self.is_restart = False
         self.resume_until: int | None = None
         self.skip_batches: int | None = 0
+        self.rollback_time = 0.0
         self.resumed_from: Path | None = None
         self.resumed_plan, self.goes_on = "", False
         self.weights_from: Path | None = None
@@ -109,10 +114,16 @@ class Checkpoints(Saves):
                 found = self._restore_newest(lambda damaged: find(path, damaged))
         if found is None:
             self.take_weights()
+        if self.is_restart and self.resume_until is not None:
+            self._leave_branch(self.resume_until)
         return found
 
     def _take_back(self) -> Path | None:
-        """Go on with the newest whole save of this run; where there is none it begins anew."""
+        """Go on with the newest whole save of this run, up to `resume_until`; None where there is none.
+
+        Raises:
+            CheckpointError: on all ranks, where there are later ones alone, and there was one before.
+        """
         until, is_first = self.resume_until, self._run.context.is_logging_rank
 
         def look() -> tuple[bool, int]:
@@ -130,24 +141,41 @@ class Checkpoints(Saves):
         found = self._restore_from_memory(step, until)
         if found is None and is_on_disk:
             found = self._restore_newest(lambda damaged: folder.find_latest(self.root, damaged, until))
+        if found is None and until is not None and self._config.every:
+            on_all_ranks(self._world, lambda: self._require_none_later(until) if is_first else None, tells_ranks=False)
         if self._memory is not None:
             self._memory.remove_later(self._run.completed_steps if found is not None else -1)
-        if until is not None:
-            self._leave_branch(until)
         return found
+
+    def _require_none_later(self, until: int) -> None:
+        """A run that has pruned all it could go back to does not begin anew, and removes nothing."""
+        later = [path.name for path, step in folder.named(self.root).items() if step > until]
+        if later and until >= self._config.every:
+            raise CheckpointError(
+                f"{self.root}: the run is to go back behind step {until}, and has only later checkpoints: "
+                f"{', '.join(later)}. Nothing is removed; `--resume` goes on from the newest all the same. A larger "
+                f"checkpoint.keep_last (now {self._config.keep_last}) keeps older ones"
+            )
 
     def _leave_branch(self, until: int) -> None:
         """What was saved later is of no use any more; batches are left out from here on. Then the run is saved: what
         goes on from here does not see them either."""
-        step = self._run.completed_steps
-        if self._config.every and self._run.context.is_logging_rank:
+        run, step = self._run, self._run.completed_steps
+        if self._config.every and run.context.is_logging_rank:
             folder.remove_later(self.root, step)
         skipped = until + 1 - step if self.skip_batches is None else self.skip_batches
-        if skipped and self._run.loaders is not None:
-            loader = self._run.loaders.train
-            loader.set_step(loader.step + skipped)
-            if self._run.context.is_logging_rank:
-                log.warning("%d batches behind step %d are left out", skipped, step)
+        if not skipped or run.loaders is None or run.rolled_back == self.rollback_time:
+            return
+        loader = run.loaders.train
+        if not isinstance(loader, Loader):
+            raise ConfigError(
+                f"train.on_spike: no batches can be left out of a {type(loader).__name__} that was put in the place of "
+                f"engine.loaders.train: give the data to colossus.initialize, or set train.on_spike.action=raise"
+            )
+        loader.set_step(loader.step + skipped)
+        run.rolled_back = self.rollback_time
+        if run.context.is_logging_rank:
+            log.warning("%s behind step %d left out", counted(skipped, "batch", "es"), step)
         if self._config.every:
             self.save(background=False).wait()
             self.finish()
@@ -158,8 +186,13 @@ class Checkpoints(Saves):
         reader = memory.newest(later_than, until) if memory is not None else None
         if reader is None:
             return None
-        with torch.inference_mode(False), reader:
-            self._state.restore(reader, self.on_progress)
+        try:
+            with torch.inference_mode(False), reader:
+                self._state.restore(reader, self.on_progress)
+        except CheckpointError as error:  # on all ranks: another host cannot be reached any more, say
+            if self._run.context.is_logging_rank:
+                log.warning("the checkpoint in memory %s cannot be taken: %s", reader.folder.name, error)
+            return None
         self.resumed_plan = str(reader.manifest.plan.get("text", "another plan"))
         self.resumed_from, self.goes_on, self._has_begun, self._saved_step = reader.folder, True, True, None
         return reader.folder

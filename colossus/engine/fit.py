@@ -69,7 +69,7 @@ class Hook:
     def on_save(self, engine: Engine) -> None:
         """A checkpoint of the state as it is between two steps is about to be saved: what belongs to the steps so far
         and lies elsewhere (rows of metrics) must be on the disk before it is complete, so before this returns. What it
-        raises fails the save."""
+        raises fails the save. It may come before ``on_train_start`` where a run goes back (``train.on_spike``)."""
 
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
         """A checkpoint is complete: between two steps, at the latest before ``on_train_end``."""

@@ -39,11 +39,21 @@ class LossSpike(RuntimeError):
         self.rollback = rollback
 
 
+def require_one_loss(strategy: Strategy) -> None:
+    """Raises a ValueError under an inexact strategy."""
+    if not strategy.exact:
+        raise ValueError(
+            "train.on_spike: under an inexact strategy each replica has a loss of its own, and none waits to hear "
+            "those of the others; leave it out"
+        )
+
+
 class SpikeWatch:
     """Compares the loss of each step with the median of those before it. What it has seen is not saved: behind a
     restart as many losses are seen first.
 
-    On an accelerator nothing waits for a loss: it is looked at after the next step.
+    Where the median is not above 0, as of a log-density, nothing is judged. On an accelerator nothing waits for a loss:
+    it is looked at after the next step.
 
     Args:
         section: ``train.on_spike``.
@@ -53,11 +63,7 @@ class SpikeWatch:
     """
 
     def __init__(self, section: LossSpikes, strategy: Strategy) -> None:
-        if not strategy.exact:
-            raise ValueError(
-                "train.on_spike: under an inexact strategy each replica has a loss of its own, and none waits to hear "
-                "those of the others; leave it out"
-            )
+        require_one_loss(strategy)
         self._section = section
         self._losses: deque[float] = deque(maxlen=section.window)
         self._pending: StepResult | None = None
@@ -76,7 +82,7 @@ class SpikeWatch:
         if not math.isfinite(loss):  # which train.on_nonfinite knows of
             return
         median = statistics.median(self._losses) if len(self._losses) == section.window else math.inf
-        if loss <= section.factor * median:
+        if loss <= section.factor * median or median <= 0:
             self._losses.append(loss)
             return
         rollback = Rollback(result.step - 1, section.skip_batches) if section.action == "rollback" else None

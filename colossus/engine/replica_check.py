@@ -104,6 +104,8 @@ class ReplicaCheck:
             )
         self._factors = torch.tensor([_signed(factor) for factor in factors], dtype=torch.int64, device=self._device)
         self._pending: _Comparison | None = None
+        #: the step behind which copies were the same for the last time; at first what was made or loaded
+        self._agreed: int | None = None
 
     def after_step(self, step: int) -> None:
         """After the update of step ``step`` (from 1). Collective every so many steps.
@@ -111,6 +113,8 @@ class ReplicaCheck:
         Raises:
             ReplicasDiffer: on all ranks.
         """
+        if self._agreed is None:
+            self._agreed = step - 1
         self._look()
         if step % self._every == 0 and self._group.size > 1:
             with torch.no_grad(), as_shards():
@@ -134,20 +138,23 @@ class ReplicaCheck:
 
     def _look(self) -> None:
         pending, self._pending = self._pending, None
-        if pending is None or int(pending.total.wait()) == 0:
+        if pending is None:
+            return
+        if int(pending.total.wait()) == 0:
+            self._agreed = pending.step
             return
         found = _differing(all_gather_object(_by_copy(self._copies, pending.checksums), self._group), self._group.ranks)
         names = list(dict.fromkeys(name for name, _ in found))
         told = [f"{name}: {_described(values)}" for (name, _), values in [*found.items()][:_MOST]]
         more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
-        agreed = max(pending.step - self._every, 0)
+        assert self._agreed is not None
         raise ReplicasDiffer(
             f"after step {pending.step} copies of parameters differ between ranks that must hold the same "
             f"(train.check_replicas_every): {'; '.join(told)}{more}. A device or its memory may be faulty, or code of "
-            f"yours changes parameters on some ranks only. It began after step {agreed}: "
+            f"yours changes parameters on some ranks only. It began after step {self._agreed}: "
             f"go on from a checkpoint that is not newer, without the host that differs",
             names,
-            Rollback(agreed) if self._goes_back else None,
+            Rollback(self._agreed) if self._goes_back else None,
         )
 
 

@@ -129,6 +129,8 @@ class _Agent:
         except _Stopped as stop:
             note_stop_signals(outcome)
             outcome.signum = stop.signum
+            rendezvous = self._job.rendezvous
+            outcome.leaves = rendezvous is not None and rendezvous.can_leave and stop.signum == signal.SIGTERM
         signum = outcome.signum or signal.SIGTERM
         self._processes.end_all(signum, lambda: not self._others_have_failed(but_stops=True))
 

@@ -28,11 +28,11 @@ def run_attempts(job: Job, config: Config, begin: Callable[[], RunStart]) -> int
         RuntimeError, ConfigError: as `run_workers`.
     """
     restarts = Restarts(config, begin)
-    before: Outcome | None = None
+    outcome: Outcome | None = None
     with kept_signals(), made_memory_folder(config):
         try:
             while True:
-                outcome = run_workers(job, restarts, before)
+                outcome = run_workers(job, restarts, outcome)
                 if outcome.is_regrouped:
                     restarts.regroup(outcome)
                 else:
@@ -40,8 +40,7 @@ def run_attempts(job: Job, config: Config, begin: Callable[[], RunStart]) -> int
                     code = report(outcome, plan, build_grid(plan.parallel))
                     if not restarts.follow(outcome, code):
                         return code
-                before = outcome
         finally:
-            if job.rendezvous is not None:
+            if job.rendezvous is not None and not (outcome is not None and outcome.leaves):
                 job.rendezvous.close()
             restarts.close()

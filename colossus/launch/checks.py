@@ -78,6 +78,7 @@ def check_model(config: Config) -> ModelInfo | None:
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext
     from colossus.engine.checkpointed_modules import with_activation_checkpoint
+    from colossus.engine.loss_spikes import require_one_loss
     from colossus.engine.optimizers import require_options
     from colossus.engine.parameter_groups import make_groups
     from colossus.layout.parameter import num_parameters
@@ -104,6 +105,8 @@ def check_model(config: Config) -> ModelInfo | None:
             try:
                 require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_given=False)
                 strategy.check_tables(tables)
+                if config.train.on_spike is not None:
+                    require_one_loss(strategy)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
             pipeline.split(model)  # type: ignore[arg-type]

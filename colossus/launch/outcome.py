@@ -54,6 +54,7 @@ class NodeEnd:
         server: how the parameter server of it has ended that has ended the run, in words.
         is_spare: it had no ranks, since the plan needs fewer nodes.
         regroups: it has stopped the ranks of all nodes because nodes have come that are to take part.
+        leaves: it was stopped, and the others are to go on without it.
     """
 
     exits: dict[int, RankExit] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class NodeEnd:
     server: str | None = None
     is_spare: bool = False
     regroups: bool = False
+    leaves: bool = False
 
     @property
     def is_good(self) -> bool:
@@ -99,11 +101,14 @@ class Outcome(NodeEnd):
 
     @property
     def is_regrouped(self) -> bool:
-        """Whether the ranks were stopped so that other nodes can take part, and nothing else was the matter."""
+        """Whether the ranks were stopped because other nodes are to take part, or this one goes on without one that
+        leaves, and nothing else was the matter."""
         exits, causes = self.of_all_nodes()
         ends: list[NodeEnd] = [self, *self.others]
-        was_asked = any(end.regroups for end in ends) and not self.gone and self.late_signum is None
-        return was_asked and all(end.signum is None for end in ends) and stop_code(causes, exits) is not None
+        if not any(end.regroups or end.leaves for end in ends) or self.gone or self.late_signum is not None:
+            return False
+        is_stopped = self.signum is not None or any(end.signum is not None and not end.leaves for end in self.others)
+        return not is_stopped and stop_code(causes, exits) is not None
 
     def of_all_nodes(self) -> tuple[dict[int, RankExit], list[Cause]]:
         """How the ranks of all nodes ended, as far as that is known here, and `rank_causes` of it."""

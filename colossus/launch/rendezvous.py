@@ -96,6 +96,11 @@ class Rendezvous:
             return self._handler.num_nodes_waiting()
         return 0
 
+    @property
+    def can_leave(self) -> bool:
+        """Whether the others can go on without this launcher."""
+        return self.nodes.least < self.nodes.most and not self.holds_store
+
     def close(self) -> None:
         """Nobody meets here any more: the run is over for all nodes."""
         if self._handler is not None:

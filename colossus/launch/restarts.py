@@ -46,7 +46,7 @@ class History:
         times: of those after a failure, in seconds since the epoch.
         errors: that ranks have raised: type, message, step.
         pending: restarts after which no rank has trained yet, and when the attempt before them began.
-        rollback: `loss_spikes.Rollback` of the next attempt.
+        rollback: `Order` of the next attempt.
         size: of the file of rows when the first of these was noted, in bytes.
     """
 
@@ -55,7 +55,7 @@ class History:
     errors: list[tuple[str, str, int | None]] = field(default_factory=list)
     pending: list[dict[str, Any]] = field(default_factory=list)
     started: float = 0.0
-    rollback: tuple[int, int | None] | None = None
+    rollback: tuple[int, int | None, float] | None = None
     size: int = 0
 
 
@@ -150,15 +150,16 @@ class Restarts:
         record = causes[0].record if causes else None
         if record is not None and record.rollback is not None:
             until, skip_batches = record.rollback
-            known.rollback = until, skip_batches
+            known.rollback = until, skip_batches, now
         _print(f"colossus: restart {len(recent) + 1} of {section.max}: the ranks start again")
         return True
 
     def regroup(self, outcome: Outcome) -> None:
-        """Another attempt follows one that was stopped because nodes have come; it is no restart that is counted."""
+        """Another attempt follows one that was stopped because nodes come or leave; it does not count as a restart."""
         assert outcome.folder is not None
-        self._note(outcome.folder, "more nodes are there", outcome.started)
-        _print("colossus: more nodes are there: the ranks were stopped, and start again on all of them")
+        cause = "a node has left" if any(end.leaves for end in outcome.others) else "more nodes are there"
+        self._note(outcome.folder, cause, outcome.started)
+        _print(f"colossus: {cause}: the ranks were stopped, and start again on the nodes that are there")
 
     def _would_come_again(self, causes: Sequence[Cause]) -> str | None:
         """Why another attempt would end as this one, in words; None where that is not known."""
@@ -186,11 +187,12 @@ class Restarts:
 
 
 class Order(NamedTuple):
-    """What a rank is told that is started again: the newest step that it may go on from (None: any), and how many
-    batches it leaves out behind that (None: those up to that of the next step)."""
+    """What a rank is told that is started again: the newest step that it may go on from (None: any), how many batches
+    it leaves out behind that (None: those up to that of the next step), and when that was decided."""
 
     until: int | None = None
     skip_batches: int | None = 0
+    time: float = 0.0
 
 
 def order_of_restart() -> Order | None:
@@ -203,17 +205,12 @@ def order_of_restart() -> Order | None:
 
 def note_restart(folder: Path, completed_steps: int, resumed_from: Path | None) -> None:
     """In the first rank, before the first step and before rows of metrics are cut: if the launcher has started it again
-    after a failure, write down and print what that has cost.
-
-    Where the run begins anew its rows of metrics are removed: they come again.
-    """
+    after a failure, write down and print what that has cost."""
     text = os.environ.get(_RESTART)
     if text is None:
         return
-    known, metrics = json.loads(text), folder / run_folder.METRICS
-    cost = _cost(RunMetrics(metrics), completed_steps, known["started"])
-    if resumed_from is None:
-        metrics.unlink(missing_ok=True)
+    known = json.loads(text)
+    cost = _cost(RunMetrics(folder / run_folder.METRICS), completed_steps, known["started"])
     *failed, last = known["restarts"]
     _write(folder, [*failed, last | cost])
     again = f"{cost['steps_redone']} step(s) come again, {cost['seconds_lost']:.1f} s are lost"

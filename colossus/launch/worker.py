@@ -95,8 +95,9 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / failures.FOLDER / failures.RECORDING))
     engine.run.folder, engine.checkpoints.resume_from = folder, run.resume
     if (order := order_of_restart()) is not None:
-        engine.checkpoints.is_restart = True
-        engine.checkpoints.resume_until, engine.checkpoints.skip_batches = order
+        checkpoints = engine.checkpoints
+        checkpoints.is_restart = True
+        checkpoints.resume_until, checkpoints.skip_batches, checkpoints.rollback_time = order
     metrics, display = Metrics(folder / run_folder.METRICS), Display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
     hooks = [_beginning(run, config), metrics, display, *user_hooks]

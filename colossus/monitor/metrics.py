@@ -168,8 +168,8 @@ class Metrics(Hook):
         self._utilisation = Utilisation.of(engine)
         self._stalled = engine.checkpoints.stall_seconds
         if engine.context.is_logging_rank:
-            is_resumed = engine.checkpoints.resumed_from is not None
-            self._file = RowFile(self._path, engine.completed_steps if is_resumed else None)
+            goes_on = engine.checkpoints.resumed_from is not None or engine.checkpoints.is_restart
+            self._file = RowFile(self._path, engine.completed_steps if goes_on else None)
             self._counts, self._train = engine.config.comm.accounting, engine.config.train
         self._timer.start()
 

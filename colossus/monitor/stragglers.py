@@ -46,7 +46,7 @@ class Stragglers(Hook):
     Each rank tells its seconds through the store in which the process group was made, and the logging rank takes what
     is there: no collective, and nobody waits. With numbers of all ranks rows of metrics have ``slowest_rank`` and
     ``slowest_ratio``, of its time to the median of the other ranks of its pipeline stage. On an accelerator the step
-    that is timed is waited for, by events of its stream.
+    that is timed is waited for, by events of its stream. Steps that ``train.profile`` looks at are not timed.
     """
 
     def __init__(self, section: StragglerSection) -> None:
@@ -71,7 +71,9 @@ class Stragglers(Hook):
     def on_step_start(self, engine: Any) -> None:
         step = engine.completed_steps + 1
         is_warm = step > self._first  # in which ranks connect, and wait for that
-        if step % self._every == 0 and is_warm and dist.is_initialized():
+        profile = engine.config.train.profile  # which wraps the same calls, one step ahead
+        is_profiled = profile is not None and profile.steps[0] - 1 <= step <= profile.steps[1]
+        if step % self._every == 0 and is_warm and not is_profiled and dist.is_initialized():
             self._regions = Regions(engine.device)
             self._timed.enter_context(profiled(engine, self._regions))
             self._timed.enter_context(self._regions.step(step))

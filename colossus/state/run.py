@@ -33,6 +33,7 @@ class Run:
         gradient_watch: counts the steps that were skipped.
         loss_scaler: of fp16, else None.
         completed_steps: optimizer steps done.
+        rolled_back: when batches were left out the last time, in seconds since the epoch; 0: never.
         folder: where the launcher keeps what this run writes; None outside of a launch.
         stop: this rank's request to stop (`results.addend`); 0 for none.
     """
@@ -47,5 +48,6 @@ class Run:
     loss_scaler: Stateful | None
     loaders: Loaders | None
     completed_steps: int = 0
+    rolled_back: float = 0.0
     folder: Path | None = None
     stop: float = 0.0

@@ -42,7 +42,8 @@ def run_values(run: Run) -> dict[str, Any]:
             with _logged_by_one(context):
                 values[f"loader/{index}"] = loader.trained_state_dict() if is_ours else loader.state_dict()
     for replica in written_for(run):
-        values[f"{replica}train"] = {"completed_steps": run.completed_steps, **run.gradient_watch.state_dict()}
+        done = {"completed_steps": run.completed_steps, "rolled_back": run.rolled_back}
+        values[f"{replica}train"] = done | run.gradient_watch.state_dict()
         if run.loss_scaler is not None:
             values[f"{replica}loss_scale"] = run.loss_scaler.state_dict()
     return values | (replica_record(run) if context.is_logging_rank else {})
@@ -89,7 +90,7 @@ def restore_run(
     """Take it back, under any plan; ``same_plan``: this rank has the same place as when the values were saved."""
     context = run.context
     train = values.get(f"{source.own}train", values.get("train", {"completed_steps": step}))
-    run.completed_steps = train["completed_steps"]
+    run.completed_steps, run.rolled_back = train["completed_steps"], train.get("rolled_back", 0.0)
     run.gradient_watch.load_state_dict(train)
     scale = values.get(f"{source.own}loss_scale", values.get("loss_scale"))
     if run.loss_scaler is not None and scale is not None:

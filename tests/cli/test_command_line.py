@@ -141,6 +141,10 @@ def test_config_error_is_a_short_block(config: str, capsys: pytest.CaptureFixtur
         (["launch", "FILE", "--nprox=3"], "colossus launch: unrecognized arguments: --nprox=3\n  did you mean --nproc"),
         (["launch", "FILE", "train.steps"], "colossus: small.py: 'train.steps' has no '=': an override"),
         (["launch", "FILE", "--nnodes", "2"], "colossus: --nnodes 2 needs --rdzv-endpoint host:port"),
+        (
+            ["launch", "FILE", "--nnodes", "3:2"],
+            "colossus launch: argument --nnodes: must be a number of nodes,",
+        ),
         (["config", "a=b", "FILE"], "colossus: a=b: the config file comes first, overrides (section.key=value) after"),
     ],
 )

@@ -74,6 +74,27 @@ def test_a_check_changes_nothing(plan: dict[str, Any]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
+def _agreed(rank: int, first: int) -> Any:
+    """How far a run goes back that began behind step ``first``: copies are compared every 3 steps, a bit flips behind
+    the first comparison, or the first step."""
+    more = dict(train=dict(check_replicas_every=3, on_mismatch="restart"))
+    engine = colossus.initialize(config_of(dict(data=2), 9, "fp32", **more))
+    engine.run.completed_steps = first
+    for step in range(first, 5):
+        engine.train_step({key: value[:4] for key, value in batch_of(step).items()})
+    if rank == 1:
+        _flip(dict(engine.model.named_parameters())[NORM])
+    with pytest.raises(ReplicasDiffer) as error:
+        engine.train_step({key: value[:4] for key, value in batch_of(5).items()})
+    assert f"It began after step {error.value.rollback[0]}: " in str(error.value)
+    return error.value.rollback
+
+
+@pytest.mark.parametrize(("first", "until"), [(0, 3), (4, 4)])
+def test_a_run_goes_back_behind_what_was_known_to_agree(first: int, until: int) -> None:
+    assert run_ranks(2, _agreed, first, with_context=False) == [(until, 0), (until, 0)]
+
+
 def test_a_plan_without_copies_is_refused() -> None:
     with pytest.raises(AssertionError, match="under this plan no parameter has a copy on another rank"):
         run_ranks(2, _train, dict(data=2, zero=1), 1, NORM, -1, with_context=False)

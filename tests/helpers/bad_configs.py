@@ -221,6 +221,11 @@ TABLE: dict[str, Bad] = {
     ),
     "schedule": bad("no schedule named '1f2b'", overrides="schedule.type=1f2b"),
     "strategy": bad("no data-parallel strategy named 'gossipp'", overrides="parallel.strategy=gossipp"),
+    "spikes of replicas": bad(
+        "train.on_spike: under an inexact strategy",
+        text="",
+        overrides="train.on_spike=dict(factor=2,action='raise') parallel.data=2 parallel.strategy=sgp",
+    ),
     # tables
     "tables under gossip": words_bad("table 'embedding.weight' has sparse=True, but SGP takes dense", "strategy=sgp"),
     "tables and compression": words_bad(

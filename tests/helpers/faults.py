@@ -158,7 +158,7 @@ def leftovers(folder: Path) -> list[str]:
     """Processes that run in the folder, files in its ``tmp``, memory and sockets with the names of its ranks, and
     folders for checkpoints in memory whose launcher has gone: other runs of this host may have some."""
     pids = {path.read_text() for path in folder.glob("pid-*")}
-    found = [f"process {pid}" for pid in os.listdir("/proc") if pid.isdecimal() and _runs_in(int(pid), folder)]
+    found = [f"process {pid}" for pid in processes_of(folder)]
     found += [f"temporary {path.name}" for path in (folder / "tmp").iterdir()]
     found += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if pids & set(name.replace("-", "_").split("_"))]
     found += [str(path) for path in HOST_MEMORY.glob("colossus-memory-*") if not _is_locked(path)]
@@ -179,6 +179,11 @@ def _is_locked(memory: Path) -> bool:
     return False
 
 
+def processes_of(folder: Path) -> list[int]:
+    """Those that run in the folder."""
+    return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _runs_in(int(pid), folder)]
+
+
 def _runs_in(pid: int, folder: Path) -> bool:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -193,6 +198,5 @@ def nothing_runs_on(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        for pid in filter(str.isdecimal, os.listdir("/proc")):
-            if _runs_in(int(pid), folder):
-                os.kill(int(pid), signal.SIGKILL)
+        for pid in processes_of(folder):
+            os.kill(pid, signal.SIGKILL)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from helpers.faults import leftovers, nothing_runs_on
-from helpers.launching import LAUNCH, finish, rows_of, start
+from helpers.faults import leftovers, nothing_runs_on, processes_of
+from helpers.launching import LAUNCH, finish, rows_of, start, wait_for
 from helpers.ports import free_port
 
 from colossus.launch import restarts, run_folder
@@ -46,7 +46,7 @@ class Fault:
     """What happens to a run of 8 steps that is saved every 3, and what is expected of its restarts.
 
     Attributes:
-        troubles: as the config reads them.
+        troubles: as the config reads them. After those of the launcher the run is resumed by hand.
         keys: overrides.
         variables: of the environment.
         cause: what the first row of restarts says, its beginning.
@@ -85,7 +85,8 @@ FAULTS: dict[str, Fault] = {
     "during a save": Fault("kill@save", [0]),
     "while a restart builds the model": Fault("kill@6 kill@constructor", [3, 3]),
     "while a restart begins": Fault("kill@6 kill@begin", [3, 3]),
-    "launcher stopped during a restart": Fault("kill@6 term@constructor", [3]),  # and resumed by hand
+    "launcher stopped during a restart": Fault("kill@6 term@constructor", [3]),
+    "launcher killed": Fault("orphan@6", [], IN_MEMORY, _WAITS | {"STEP_SECONDS": "0.1"}),
     "kill, from memory": Fault("kill@6", [5], _MEMORY_ALONE, _WAITS),
     "kill, from memory, twice": Fault("kill@5 kill@7", [4, 6], _MEMORY_ALONE, _WAITS),
     "during a save in memory": Fault("kill@save", [0], _MEMORY_ALONE),
@@ -108,11 +109,16 @@ FAULTS: dict[str, Fault] = {
         {"POISON": "100", "POISONED": "3", "LEFT_OUT": "4:3"},
     ),
 }
-#: under which plans copies can differ, and a batch can be left out
-_FOR_SOME = {
+#: faults of some plans: not under all can copies differ, or a batch be left out
+_FOR_SOME: dict[str, Sequence[str]] = {
+    "launcher killed": [plan for plan in PLANS if plan != "2 nodes"],  # the other node would wait for this one
     "a copy changed": ("data 2", "tensor 2"),
     "a loss spike": ("data 2", "tensor 2", "pipeline 2", "zero 3", "2 nodes"),
 }
+
+
+#: exit codes of a launcher after troubles of its own; then the run is resumed by hand
+_ENDS = {"term": 128 + signal.SIGTERM, "orphan": -signal.SIGKILL}
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,10 @@ def launch(plan: str, folder: Path, *words: str, **variables: str) -> list[tuple
             start(command, folder, TMPDIR=str(folder / "tmp"), **variables)
             for _ in range(2 if plan == "2 nodes" else 1)
         ]
-        return [finish(launcher) for launcher in started]
+        ended = [finish(launcher) for launcher in started]
+        if any(code < 0 for code, _, _ in ended):  # ranks without a launcher end by themselves
+            wait_for(lambda: not processes_of(folder), *processes_of(folder))
+        return ended
 
 
 def run(case: Case, folder: Path, undisturbed: Path) -> list[str]:
@@ -156,9 +165,10 @@ def run(case: Case, folder: Path, undisturbed: Path) -> list[str]:
     ended = launch(case.plan, folder, "--max-restarts", "3", *fault.keys, TROUBLES=fault.troubles, **fault.variables)
     text = "".join(out + err for _, out, err in ended)
     found = [f"left behind: {each}" for each in leftovers(folder)]
-    if "term@" in fault.troubles:
-        if any(code != 128 + signal.SIGTERM for code, _, _ in ended):
-            return [*found, f"exit codes of a stop {[code for code, _, _ in ended]}", text]
+    last_trouble = fault.troubles.rpartition(" ")[2].partition("@")[0]
+    if last_trouble in _ENDS:
+        if any(code != _ENDS[last_trouble] for code, _, _ in ended):
+            return [*found, f"exit codes {[code for code, _, _ in ended]}, not {_ENDS[last_trouble]}", text]
         ended = launch(case.plan, folder, "--max-restarts", "3", "--resume", *fault.keys)
         text += "".join(out + err for _, out, err in ended)
         found += [f"left behind: {each}" for each in leftovers(folder)]

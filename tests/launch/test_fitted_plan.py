@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.launching import LAUNCH, TINY, finish, launch, rows_of, start
 
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.plans import world_size
+from colossus.launch import command
 from colossus.launch.fitted_plan import fit_plan
 
 
@@ -73,3 +76,33 @@ def test_without_the_key_the_plan_is_the_config_s() -> None:
     config = config_of(data=4)
     config = config.model_copy(update={"launch": config.launch.model_copy(update={"min_processes": None})})
     assert fit_plan(config, 2) == (config, [], [])
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_job_that_is_started_again_with_fewer_processes_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As SLURM and torchrun start it: the number of processes is what they say."""
+    seen: list[Any] = []
+    monkeypatch.setattr(command, "run_worker", lambda path, words, **options: seen.append(words) or 0)
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    assert command.run(str(TINY), ["launch.min_processes=1"]) == 0
+    assert seen == [["launch.min_processes=1", "parallel.data=1", "schedule.microbatches=2"]]
+    assert "plan        data 1, 2 microbatches: 1 of 2 processes" in capsys.readouterr().out
+    assert command.run(str(TINY), []) == 2
+    assert "data 2 = 2, but 1 process" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_fewer_processes_and_follows_the_undisturbed_one(tmp_path: Path) -> None:
+    keys = ["launch.min_processes=1", "train.precision=fp64", "train.eval_every=0", "checkpoint.every=2"]
+    code, _, err = launch(tmp_path, *keys, "train.steps=4", "train.schedule_steps=8")
+    assert (code, err) == (0, "")
+    code, out, err = launch(tmp_path, *keys, "--nproc", "1", "train.steps=8", "checkpoint.resume=auto")
+    assert (code, err) == (0, ""), out
+    words = [*LAUNCH, "--run-dir", "whole", *keys, "train.steps=8"]
+    assert finish(start(words, tmp_path))[0] == 0
+    rows, whole = rows_of(tmp_path / "run"), rows_of(tmp_path / "whole")
+    assert [row["step"] for row in rows] == [*range(1, 9)]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole], rel=1e-12)

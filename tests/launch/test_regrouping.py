@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.hosts import connect, launch_on, lose_power, needs_hosts, start_on
+from helpers.host_faults import ENDLESS, differences, lose_and_take_back
+from helpers.hosts import needs_hosts
 from helpers.launching import (
     LAUNCH,
     TINY,
-    Process,
     children,
     finish,
     has_rows,
-    launch,
     rows_of,
     start,
     wait_for,
@@ -26,29 +24,10 @@ from helpers.launching import (
 from helpers.ports import free_port
 from helpers.restart_faults import CONFIG, restarts_of
 
-from benchmarks.hosts import Host, launch_words, make_hosts
 from colossus.config import ConfigError
 from colossus.launch.node_plans import NodePlans, NodeRange
 from colossus.launch.nodes import _seniority
 from colossus.launch.outcome import NodeEnd, Outcome, RankExit
-
-ENDLESS = ("train.steps=100000", "train.eval_every=0", "train.precision=fp64", "checkpoint.every=5")
-RANGE = ("--max-restarts", "3", "launch.rejoin_seconds=1", *ENDLESS)
-
-
-def check_against_one_process(folder: Path, tmp_path: Path) -> None:
-    """The rows of a run that has ended somewhere are those of one process that was never disturbed."""
-    rows = rows_of(folder)
-    keys = [f"train.steps={len(rows)}", "parallel.data=1", "train.eval_every=0", "train.precision=fp64"]
-    code, _, err = launch(tmp_path, "--run-dir", "alone", *keys)
-    assert (code, err) == (0, "")
-    alone = rows_of(tmp_path / "alone")
-    assert [row["step"] for row in rows] == [row["step"] for row in alone]
-    for name in ("loss", "grad_norm"):
-        assert [row[name] for row in rows] == pytest.approx([row[name] for row in alone], rel=1e-10)
-
-
-# -- the same nodes -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -67,54 +46,12 @@ def test_a_node_that_ends_the_run_ends_it_for_all(tmp_path: Path) -> None:
 # -- fewer and more -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two_hosts(started: list[Process]) -> Iterator[list[Host]]:
-    with make_hosts(2) as hosts:
-        try:
-            yield hosts
-        finally:  # a namespace ends when its processes have been waited for
-            for launcher in started:
-                launcher.kill()
-                launcher.communicate()
-
-
-@pytest.fixture
-def started() -> list[Process]:
-    """Launchers that do not outlive the test."""
-    return []
-
-
 @needs_hosts
 @pytest.mark.long
-def test_a_host_that_is_lost_is_done_without_and_taken_back(
-    two_hosts: list[Host], started: list[Process], tmp_path: Path
-) -> None:
-    folder, step = tmp_path / "run", {"STEP_SECONDS": "0.05"}
-    memory = ("checkpoint.every=1000", "checkpoint.memory_every=1", "checkpoint.memory_copies=2")
-    arguments = ("--run-dir", "run", "--nnodes", "1:2", *RANGE, *memory)
-    launchers = start_on(two_hosts, tmp_path, *arguments, **step)
-    started += launchers
-    pids = [launcher.pid for launcher in launchers]
-    wait_for(lambda: any(has_rows(launcher, folder, 12) for launcher in launchers), *pids)
-    stays, lost = launchers
-    lose_power(two_hosts[1], lost)
-    wait_for(lambda: len(restarts_of(tmp_path)) == 1 and has_rows(stays, folder, 12), stays.pid)
-    (row,) = restarts_of(tmp_path)
-    connect(two_hosts[1])
-    words = launch_words(two_hosts, [str(TINY), *arguments])
-    back = launch_on(two_hosts[1], words, tmp_path, **step)
-    started.append(back)
-    wait_for(lambda: len(restarts_of(tmp_path)) == 2 or back.poll() is not None, stays.pid, back.pid)
-    again = restarts_of(tmp_path)[1]
-    wait_for(lambda: has_rows(stays, folder, again["from_step"] + 5), stays.pid, back.pid)
-    back.send_signal(signal.SIGINT)
-    ended = [finish(stays), finish(back)]
-    assert [code for code, _, _ in ended] == [130, 130], ended
-    assert row["cause"].startswith("node "), row
-    assert " has gone" in row["cause"]
-    assert (again["cause"], again["steps_redone"]) == ("more nodes are there", 0)
-    assert f"restarted behind step {row['from_step']}, from /dev/shm/colossus-memory-" in ended[0][2]
-    check_against_one_process(folder, tmp_path)
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_host_that_is_lost_is_done_without_and_taken_back(tmp_path: Path, in_memory: bool) -> None:
+    problems = lose_and_take_back(tmp_path, in_memory=in_memory)
+    assert not problems, "\n".join(problems)
 
 
 def listens(port: int) -> bool:
@@ -126,7 +63,7 @@ def listens(port: int) -> bool:
 def test_a_node_that_no_plan_needs_waits_until_one_does(tmp_path: Path) -> None:
     """A batch of 4 does not divide by 3; when one of the three has gone, the spare takes its place."""
     port = free_port()
-    words = [*LAUNCH, "--run-dir", str(tmp_path / "run"), *RANGE, "parallel.data=4", "--nproc", "1"]
+    words = [*LAUNCH, "--run-dir", str(tmp_path / "run"), *ENDLESS, "parallel.data=4", "--nproc", "1"]
     words += ["--nnodes", "1:4", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     launchers = [start(words, tmp_path, STEP_SECONDS="0.05")]
     wait_for(lambda: listens(port), launchers[0].pid)  # it holds the store, and is not the one that goes
@@ -147,7 +84,28 @@ def test_a_node_that_no_plan_needs_waits_until_one_does(tmp_path: Path) -> None:
     assert all(len(children(launcher.pid)) == 1 for launcher in left)
     spare.send_signal(signal.SIGINT)
     assert [finish(launcher)[0] for launcher in left] == [130, 130]
-    check_against_one_process(folder, tmp_path)
+    assert differences(folder, tmp_path) == []
+
+
+@pytest.mark.long
+def test_a_node_that_is_told_to_end_leaves_and_the_run_goes_on(tmp_path: Path) -> None:
+    port, folder = free_port(), tmp_path / "run"
+    words = [*LAUNCH, "--run-dir", str(folder), *ENDLESS, "--nproc", "1", "--nnodes", "1:2"]
+    words += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
+    stays = start(words, tmp_path, STEP_SECONDS="0.05")
+    wait_for(lambda: listens(port), stays.pid)
+    leaves = start(words, tmp_path, STEP_SECONDS="0.05")
+    wait_for(lambda: has_rows(stays, folder, 12), stays.pid, leaves.pid)
+    leaves.send_signal(signal.SIGTERM)
+    code, out, _ = finish(leaves)
+    assert (code, "stopped by SIGTERM after step" in out) == (143, True)
+    wait_for(lambda: len(restarts_of(tmp_path)) == 1, stays.pid)
+    (row,) = restarts_of(tmp_path)
+    assert (row["cause"], row["steps_redone"]) == ("a node has left", 0)
+    wait_for(lambda: has_rows(stays, folder, row["from_step"] + 5), stays.pid)
+    stays.send_signal(signal.SIGTERM)  # it holds the meeting place: nobody can go on without it
+    assert finish(stays)[0] == 143
+    assert differences(folder, tmp_path) == []
 
 
 # -- what is decided ------------------------------------------------------------------------------------------
@@ -199,4 +157,8 @@ def test_a_stop_for_newcomers_is_told_from_others() -> None:
     assert not stopped(others=[asked], gone=["node 2"]).is_regrouped
     assert not stopped(others=[asked], late_signum=signal.SIGINT).is_regrouped
     assert not stopped(others=[NodeEnd({1: RankExit(-9)}, regroups=True)]).is_regrouped
+    leaving = NodeEnd({1: RankExit(143)}, signum=signal.SIGTERM, leaves=True)
+    assert stopped(others=[leaving]).is_regrouped
+    assert not stopped(others=[leaving], signum=signal.SIGTERM).is_regrouped
+    assert not stopped(leaves=True, signum=signal.SIGTERM).is_regrouped
     assert not Outcome({0: RankExit(0)}, others=[NodeEnd({1: RankExit(0)}, regroups=True)]).is_regrouped  # through

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +17,11 @@ from helpers.faults import leftovers, nothing_runs_on
 from helpers.launching import LAUNCH, children, finish, has_rows, is_running, rows_of, start, wait_for
 from helpers.restart_faults import CONFIG, numbers, restarts_of
 
-from colossus.config import load_config
+from colossus.config import ConfigError, load_config
 from colossus.launch import agent, command, failures, rank_processes, restarts, run_folder
 from colossus.launch.failures import FailureRecord
 from colossus.launch.outcome import Outcome, RankExit
+from colossus.launch.restart_checks import check_restart_keys
 from colossus.launch.restarts import Restarts
 from colossus.launch.resume import RunStart
 from colossus.launch.stop import STOP_SIGNALS
@@ -167,6 +171,67 @@ def test_errors_are_the_same_by_words_and_step(tmp_path: Path) -> None:
     decider.close()
 
 
+def order_after(decider: Restarts, folder: Path, failure: FailureRecord | None) -> restarts.Order | None:
+    """What ranks are told that are started again."""
+    assert follows(decider, folder, failure)
+    decider.hear(folder, json.loads(json.dumps(decider.tell())))
+    return restarts.order_of_restart()
+
+
+def test_ranks_go_back_until_they_have_trained_again(tmp_path: Path) -> None:
+    decider, spike = make_restarts(tmp_path, max=9), replace(record(type_="LossSpike", step=6), rollback=(5, None))
+    first = order_after(decider, tmp_path, spike)
+    assert first is not None
+    assert first[:2] == (5, None)
+    assert order_after(decider, tmp_path, None) == first, "a rank has died before the first step"
+    restarts.note_restart(tmp_path, 3, tmp_path)
+    assert order_after(decider, tmp_path, None) == restarts.Order()
+    later = order_after(decider, tmp_path, replace(record(type_="ReplicasDiffer", step=8), rollback=(6, 0)))
+    assert later is not None
+    assert later[:2] == (6, 0)
+    assert later.time > first.time
+    assert not follows(decider, tmp_path, spike), "the same spike again"
+    decider.close()
+    assert restarts.order_of_restart() is None
+    rows = [json.loads(line) for line in (tmp_path / restarts.ROWS).read_text().splitlines()]
+    assert [(row["restart"], row.get("from_step")) for row in rows] == [(1, None), (2, 3)]
+
+
+def test_what_would_come_again_needs_a_way_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decider = make_restarts(tmp_path, max=9)
+    for type_, words in (("LossSpike", "on_spike.action=rollback leaves"), ("ReplicasDiffer", "on_mismatch=restart")):
+        assert not follows(decider, tmp_path, record(type_=type_))
+        assert words in capsys.readouterr().err
+    decider.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("on_spike.factor=3", ["train.on_spike.action = 'rollback' is for a restart by the launcher"]),
+        ("on_spike.factor=3 checkpoint.every=0 launch.restarts=3", ["'rollback' goes back to a checkpoint: set"]),
+        ("on_spike.factor=3 launch.restarts=3 train.batch_ramp=dict(start=4,steps=2)", ["of a batch_ramp cannot"]),
+        ("on_mismatch='restart' train.check_replicas_every=2", ["'restart' is for a restart by the launcher"]),
+        ("on_mismatch='restart' launch.restarts=3", ["nothing is compared: set check_replicas_every"]),
+        (
+            "on_mismatch='restart' train.check_replicas_every=7 launch.restarts=3",
+            ["checkpoint.keep_last = 3 with checkpoint.every = 3 has checkpoints of the last 6 steps"],
+        ),
+    ],
+)
+def test_what_needs_a_restart_or_a_checkpoint_is_refused(keys: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_restart_keys(load_config(CONFIG, f"train.{keys}".split()))
+    assert all(each in str(error.value) for each in words), error.value
+
+
+def test_what_can_go_back_is_not_refused() -> None:
+    back = "train.on_spike.factor=3 train.on_mismatch='restart' launch.restarts=3"
+    for keys in ("6", "7 checkpoint.keep_last=0", "7 checkpoint.keep_every=9"):
+        check_restart_keys(load_config(CONFIG, f"{back} train.check_replicas_every={keys}".split()))
+    check_restart_keys(load_config(CONFIG, ["train.on_spike=dict(factor=3.0,action='raise')", "checkpoint.every=0"]))
+
+
 def test_restarts_are_counted_within_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decider, seen = make_restarts(tmp_path, max=2, within="1h"), []
     for now in (0.0, 1000.0, 3599.0, 3601.0, 4000.0, 8000.0):
@@ -202,3 +267,17 @@ def test_a_stop_while_an_attempt_is_ended_is_not_forgotten() -> None:
         stopped = agent.run_workers(job, Restarts(load_config(CONFIG), begin), outcome)
     assert (stopped.signum, stopped.exits) == (signal.SIGINT, {})
     assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} == before
+
+
+@pytest.mark.long
+def test_torchrun_starts_ranks_again_which_go_on(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, "--max-restarts", "1", *LAUNCH[1:-1], str(CONFIG), "--run-dir"]
+    # with gloo the new ranks would read the addresses of the old ones
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    for name, troubles in (("run", "kill@6"), ("whole", "")):
+        (tmp_path / name).mkdir()
+        again = ["run", "checkpoint.resume=auto"]
+        code, out, err = finish(start([*words, *again], tmp_path / name, TROUBLES=troubles, **own_store))
+        assert code == 0, out + err
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")

@@ -103,6 +103,25 @@ def compare(plan: dict[str, Any], precision: Any, folder: Path) -> None:
     engine.close()
 
 
+def test_steps_that_come_again_after_a_restart_have_one_row(tmp_path: Path) -> None:
+    """Nothing was saved: the run begins anew in the same folder."""
+
+    def body(rank: int) -> None:
+        for is_restart in (False, True):
+            engine = colossus.initialize(config_of({}, 2, "fp32"))
+            engine.checkpoints.is_restart = is_restart
+            engine.loaders = SimpleNamespace(train=[batch_of(0), batch_of(1)], validation=None)  # type: ignore[assignment]
+            files = [tmp_path / "metrics.jsonl", tmp_path / "histograms.jsonl"]
+            fit(engine, [Metrics(files[0]), Histograms(every=1, bins=BINS, path=str(files[1]))])
+            engine.close()
+        for file in files:
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            found = [(row["step"], row.get("kind"), row.get("name")) for row in rows]
+            assert len(found) == len(set(found)) > 1
+
+    run_ranks(1, body, with_context=False)
+
+
 @pytest.mark.parametrize(("world", "plans"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.long)])
 def test_each_element_of_the_whole_tensor_is_counted_once(
     world: int, plans: dict[str, dict[str, Any]], tmp_path: Path

@@ -16,10 +16,13 @@ from helpers.training import SIZES, config_of
 
 import colossus
 from colossus.config import ConfigError, load_config
+from colossus.config.training import Profile
 from colossus.config.watches import StragglerSection
 from colossus.engine.fit import fit
 from colossus.layers.block import TransformerBlock
 from colossus.monitor.metrics import Metrics
+from colossus.monitor.profiled_calls import points
+from colossus.monitor.profiler import Profiler
 from colossus.monitor.stragglers import Stragglers, compare, computing
 
 STEPS, ROWS = 5, 2
@@ -65,6 +68,25 @@ def test_the_rank_that_computes_slowly_is_named_with_its_host(tmp_path: Path, pl
     rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row.get("slowest_rank") for row in rows[-2:]] == [slow, slow]
     assert rows[-1]["slowest_ratio"] > 3.0
+
+
+def train_profiled(rank: int, folder: Path) -> set[str]:
+    """The parts of a profile of steps that `Stragglers` would time, too."""
+    section = Profile(steps=(3, 4), ranks=())
+    more = dict(train=dict(log_every=1, profile=dict(steps=section.steps)))
+    engine = colossus.initialize(config_of(dict(data=2), STEPS, "fp32", **more), data=dict(type=Samples))
+    engine.run.folder = folder
+    before = [vars(point.owner).get(point.name) for point in points(engine)]
+    stragglers = Stragglers(StragglerSection(rows=ROWS))
+    fit(engine, [Metrics(folder / "metrics.jsonl"), stragglers, Profiler(section)])
+    assert [vars(point.owner).get(point.name) for point in points(engine)] == before
+    engine.close()
+    return set(json.loads((folder / "profile" / "summary.json").read_text())["parts"])
+
+
+def test_a_profile_is_not_disturbed(tmp_path: Path) -> None:
+    for parts in run_ranks(2, train_profiled, tmp_path, with_context=False):
+        assert {"forward", "backward", "over data", "optimizer"} <= parts
 
 
 def test_waits_are_no_computing() -> None:

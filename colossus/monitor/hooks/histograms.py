@@ -52,9 +52,10 @@ class Histograms(Hook, StepObserver):
         self._names = list(known_weights(engine.model, context))
         self._boxes = boxes_of(run, replicas_differ=not engine.strategy.exact)
         if context.is_logging_rank:
-            path, is_resumed = self.options.path, engine.checkpoints.resumed_from is not None
+            path, checkpoints = self.options.path, engine.checkpoints
+            goes_on = checkpoints.resumed_from is not None or checkpoints.is_restart
             file = Path(path).expanduser() if path else (run.folder or Path()) / "histograms.jsonl"
-            self._file = RowFile(file, engine.completed_steps if is_resumed else None)
+            self._file = RowFile(file, engine.completed_steps if goes_on else None)
 
     def on_step_start(self, engine: Engine) -> None:
         self._is_due = (engine.completed_steps + 1) % self.options.every == 0

@@ -40,6 +40,11 @@ def _moment(name: str, rank: str = "1") -> bool:
         os._exit(3)
     if kind in ("kill", "stop", "term"):
         os.kill(os.getppid() if kind == "term" else os.getpid(), getattr(signal, f"SIG{kind.upper()}"))
+    if kind == "orphan":
+        launcher = os.getppid()
+        os.kill(launcher, signal.SIGKILL)
+        while os.getppid() == launcher:  # on a busy machine it dies a while later
+            time.sleep(0.01)
     while kind in ("hang", "term"):
         time.sleep(0.1)
     return True
