@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.launching import LAUNCH, TINY, finish, launch, rows_of, start
+from helpers.launching import LAUNCH, TINY, children, finish, launch, rows_of, start, wait_for
+from helpers.ports import free_port
 
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.plans import world_size
@@ -139,3 +143,35 @@ def test_a_run_goes_on_with_fewer_processes_and_follows_the_undisturbed_one(tmp_
     rows, whole = rows_of(tmp_path / "run"), rows_of(tmp_path / "whole")
     assert [row["step"] for row in rows] == [*range(1, 9)]
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole], rel=1e-12)
+
+
+@pytest.mark.long
+def test_torchrun_goes_on_with_the_node_that_is_left(tmp_path: Path) -> None:
+    keys = ["train.precision=fp64", "launch.min_processes=1", "checkpoint.resume=auto"]
+    restarted = str(TINY.with_name("restarted.py"))
+    whole = [*LAUNCH[:-1], restarted, "--run-dir", "whole", *keys]
+    code, _, err = finish(start(whole, tmp_path))
+    assert (code, err) == (0, "")
+    nodes = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "2", "--local-addr", "127.0.0.1"]
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf"]
+    waits = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
+    given = {"TROUBLES": "hang@5", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    first, second = (
+        start(
+            [sys.executable, "-m", "torch.distributed.run", *nodes, *meet, waits + is_host, *LAUNCH[1:-1], restarted]
+            + ["--run-dir", "run", *keys],
+            tmp_path,
+            **given,
+        )
+        for is_host in ("1", "0")
+    )
+    wait_for((tmp_path / "met-0").exists, first.pid, second.pid)
+    for pid in (second.pid, *children(second.pid)):
+        os.kill(pid, signal.SIGKILL)
+    finish(second)
+    code, out, err = finish(first)
+    assert code == 0, out + err
+    assert "plan        data 1, 4 microbatches: 1 of 2 processes" in out
+    rows, undisturbed = rows_of(tmp_path / "run"), rows_of(tmp_path / "whole")
+    assert [row["step"] for row in rows] == [*range(1, 9)]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in undisturbed], rel=1e-10)
