@@ -146,7 +146,8 @@ def test_a_host_that_could_not_answer_once_is_asked_again(tmp_path: Path) -> Non
 
 def save_too_much(context: ParallelContext, tmp_path: Path) -> str:
     memory = HostMemory(root_of(tmp_path, context.rank), context.group(context.grid.names))
-    memory_writer.machine.memory_bytes = lambda: (1000, 4 * 2 * ROWS * WIDTH * 8 - 1)
+    generations, copy = 4 * 2 * ROWS * WIDTH * 8, 2 * ROWS * WIDTH * 8
+    memory_writer.machine.memory_bytes = lambda: (1000, generations + copy - 1)
     with pytest.raises(ConfigError) as caught:
         MemoryWriter(memory, context, 2).save(lambda: state_of(context.rank, 1), About(1))
     memory.close()
@@ -156,7 +157,7 @@ def save_too_much(context: ParallelContext, tmp_path: Path) -> str:
 def test_what_does_not_fit_is_refused_before_it_is_begun(tmp_path: Path) -> None:
     for message in run_ranks(4, save_too_much, tmp_path, plan=grid(data=4)):
         assert "two generations of the state of its ranks and of the host before it are 2.24 KB" in message
-        assert "has 2.24 KB left in" in message
+        assert "has 2.24 KB left in" in message and "beside the copy that is written from" in message
     assert not list(tmp_path.rglob("step-*"))
 
 
