@@ -56,7 +56,6 @@ class Checkpoints(Saves):
         super().__init__(state)
         self._has_begun = False
         self.resume_from = self._config.resume
-        self.is_restart = False
         self.resume_until: int | None = None
         self.skip_batches: int | None = 0
         self.rollback_time = 0.0
@@ -197,7 +196,9 @@ class Checkpoints(Saves):
         except CheckpointError as error:  # on all ranks: another host cannot be reached any more, say
             problem = f"the checkpoint in memory {reader.folder.name} cannot be taken: {error}"
             if is_all:  # no CheckpointError: that would end the run, and the next attempt may do better
-                raise RuntimeError(f"{problem}; there is none on the disk (checkpoint.every) to take instead") from error
+                raise RuntimeError(
+                    f"{problem}; there is none on the disk (checkpoint.every) to take instead"
+                ) from error
             if self._run.context.is_logging_rank:
                 log.warning("%s", problem)
             return None

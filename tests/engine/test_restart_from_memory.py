@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_ranks
-from helpers.small_run import everything, make_engine
+from helpers.small_run import Lines, everything, make_engine
 
+from colossus import machine
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import MEMORY, name_of, named
 from colossus.checkpoint.host_memory import MemoryReader
+from colossus.config import ConfigError
 from colossus.engine.engine import Engine
 
 STEPS = 6
@@ -100,3 +102,26 @@ def test_half_of_a_checkpoint_is_loaded_over_by_the_disk(tmp_path: Path, monkeyp
     wanted, found, step, again = alone(tmp_path, monkeypatch, body)
     assert (found, step) == (tmp_path / "disk" / name_of(2), 2)
     assert again == wanted
+
+
+def test_a_run_that_goes_on_with_fewer_hosts_does_without_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fitted when it began may not fit when each host has more of it; a run that begins is refused."""
+
+    def body() -> tuple[Any, ...]:
+        wanted = train(engine_of(tmp_path / "undisturbed", 0), STEPS)
+        train(engine_of(tmp_path), 3)
+        monkeypatch.setattr(machine, "memory_bytes", lambda: (1000, 0))
+        monkeypatch.setattr("pathlib.Path.glob", lambda *_: ())  # nothing is held that would make room
+        with pytest.raises(ConfigError, match="two generations"):
+            train(engine_of(tmp_path), 3)
+        told = Lines().lines
+        engine = started_again(tmp_path)
+        engine.checkpoints.resume()
+        return wanted, train(engine, STEPS), told
+
+    wanted, again, told = alone(tmp_path, monkeypatch, body)
+    assert again == wanted
+    assert [line.split()[0] for line in told] == ["WARNING"]
+    assert "Nothing is saved in memory from here on" in told[0]
