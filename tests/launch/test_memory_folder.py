@@ -22,13 +22,21 @@ def _host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(MEMORY, raising=False)
 
 
-def test_it_is_removed_however_the_launcher_ends(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), made_memory_folder(MINE):
-        folder = Path(os.environ[MEMORY])
-        assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
-        (folder / "step-00000001").mkdir()
+def interrupted(told: list[Path]) -> None:
+    with made_memory_folder(MINE):
+        told.append(Path(os.environ[MEMORY]))
+        (told[0] / "step-00000001").mkdir()
+        assert told[0].stat().st_mode & 0o777 == 0o700
         raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == [] and MEMORY not in os.environ
+
+
+def test_it_is_removed_however_the_launcher_ends(tmp_path: Path) -> None:
+    told: list[Path] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(told)
+    assert told[0].parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+    assert MEMORY not in os.environ
 
 
 def test_what_was_left_is_removed_and_what_runs_is_not(tmp_path: Path) -> None:
