@@ -170,6 +170,8 @@ class OuterStep(Averaging):
     """Base: what a round has changed is the gradient of an outer SGD, of which all replicas make the same step."""
 
     keeps_anchor = True
+    #: anchor, momentum and rates are; the tokens of the first then weigh the part of the round that all have in common
+    state_is_alike = True
 
     @torch.no_grad()
     def outer_step(

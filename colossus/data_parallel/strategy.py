@@ -48,6 +48,7 @@ class Strategy:
         exact: whether replicas stay equal, and a step's numbers are those of the global batch.
         state_per_replica: whether what it keeps (`state_dict`, `parameter_state`) is of each replica, although it is
             exact; of an inexact one it always is.
+        state_is_alike: whether that of any replica may stand for all, where their number changes.
         is_averaged: whether parameters are not the replica's own, inside of `evaluation` or `export`.
         tables: with sparse gradients, of this rank; None where there are none.
         trained: the stored parameters that training changes: of an inexact strategy each replica has its own.
@@ -57,6 +58,7 @@ class Strategy:
 
     exact: ClassVar[bool] = True
     state_per_replica: bool = False
+    state_is_alike: ClassVar[bool] = False
     is_averaged = False
     tables: Tables | None = None
     loss_scale: Tensor | None = None
@@ -145,7 +147,8 @@ class Strategy:
     def state_dict(self) -> dict[str, Any]:
         """State beyond the parameters: plain values and tensors, of which the first rank of each replica's are saved.
         Where replicas have state of their own (``exact`` is false, or ``state_per_replica``), each goes on with its
-        own where there are as many; under another number, or another strategy, it begins anew, with ``{}``."""
+        own where there are as many; under another number it begins anew, with ``{}``, or with that of the first
+        (``state_is_alike``), and under another strategy anew."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

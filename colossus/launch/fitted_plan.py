@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from colossus.arithmetic import counted, divisors, either, nearest_multiples
+from colossus.arithmetic import counted, divisors, either, expert_factor, nearest_multiples
 from colossus.config import Config, ConfigError
 from colossus.config.plans import describe_plan, describe_sizes, resolve_sizes, world_size
 from colossus.config.schema import Parallel
@@ -14,9 +15,9 @@ from colossus.config.schema import Parallel
 def fit_plan(config: Config, processes: int) -> tuple[Config, list[str], list[str]]:
     """The config with a plan for so many processes, where ``launch.min_processes`` allows another than its own.
 
-    Tensor, pipeline and sequence stay as they are; data, and what is counted in data ranks (groups of ZeRO, hosts of a
-    strategy), becomes smaller. The global batch stays: there are more microbatches, as near to the size they had as the
-    numbers allow, and not larger.
+    Tensor, pipeline and sequence stay as they are; data, and what is counted in data ranks (groups of experts and of
+    ZeRO, hosts of a strategy), becomes smaller. The global batch stays: there are more microbatches, as near to the
+    size they had as the numbers allow, and not larger.
 
     Returns:
         The config, the overrides that make it of the one given, and what to tell.
@@ -43,11 +44,11 @@ def fit_plan(config: Config, processes: int) -> tuple[Config, list[str], list[st
     for changes in _candidates(config, processes // others):
         try:
             fitted: Config = _changed(config, changes)
-            resolve_sizes(fitted, processes)
+            resolved = resolve_sizes(fitted, processes)
         except ConfigError as error:
             problem = problem or error
             continue
-        told = f"plan        {describe_plan(fitted)}: {processes} of {counted(world_size(parallel), 'process', 'es')}"
+        told = f"plan        {describe_plan(resolved)}: {processes} of {counted(world_size(parallel), 'process', 'es')}"
         return fitted, [f"{key}={value}" for key, value in changes.items()], [told]
     assert problem is not None
     raise ConfigError([f"with {counted(processes, 'process', 'es')}: {each}" for each in problem.problems])
@@ -65,16 +66,28 @@ def _candidates(config: Config, data: int) -> Iterator[dict[str, int]]:
 
 
 def _groups(parallel: Parallel, data: int) -> dict[str, int]:
-    """Groups of data ranks that are named by their size or number."""
+    """Groups of data ranks that are named by their size or number: of experts, of ZeRO, of hosts."""
     assert parallel.data is not None
-    changes = {}
-    if parallel.zero.shard is not None:
-        shard = max(divisor for divisor in divisors(data) if divisor <= parallel.zero.shard)
-        changes["parallel.zero.shard"] = shard
-    hosts: Any = parallel.strategy.options.get("hosts")
+    expert, shard, strategy = parallel.expert.size, parallel.zero.shard, parallel.strategy.options
+    hosts, per_host = strategy.get("hosts"), strategy.get("per_host")
+    try:
+        neighbours = expert_factor(parallel.data, parallel.sequence.size, expert)  # along data, that share the experts
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    still = math.gcd(neighbours, data)
+    changes: dict[str, tuple[Any, int]] = {"parallel.expert.size": (expert, expert // neighbours * still)}
+    if shard is not None:
+        changes["parallel.zero.shard"] = shard, _divisor(data, shard, still)
     if isinstance(hosts, int):
-        changes["parallel.strategy.hosts"] = max(1, hosts * data // parallel.data)
-    return changes
+        changes["parallel.strategy.hosts"] = hosts, _divisor(data, hosts * data // parallel.data)
+    if isinstance(per_host, int):
+        changes["parallel.strategy.per_host"] = per_host, _divisor(data, per_host)
+    return {key: new for key, (old, new) in changes.items() if new != old}
+
+
+def _divisor(data: int, most: int, unit: int = 1) -> int:
+    """The largest divisor that is a multiple of ``unit`` and not above ``most``; else ``unit``, which divides."""
+    return max((number for number in divisors(data) if number % unit == 0 and number <= most), default=unit)
 
 
 def _changed(section: Any, changes: Mapping[str, int]) -> Any:

@@ -11,13 +11,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from pydantic import TypeAdapter
 
-from colossus.config import Config
+from colossus.config import Config, ConfigError
 from colossus.launch import failures, run_folder
 from colossus.launch.outcome import Cause, Outcome, stop_code
 from colossus.launch.report import FAILED, summary
@@ -88,8 +89,10 @@ class Restarts:
         """Where the next attempt begins, on the first node; the folders stay locked between attempts, until `close`."""
         if self.folder is None:
             self.folder, self._resume, self._locks = self._begin()
-        elif not self._locks:  # the node that had it is not the first any more
-            self._locks = (run_folder.take(self.folder, None),)
+        elif not self._locks:
+            # the node that had it has gone; a file system of the network may keep its lock for minutes
+            with suppress(ConfigError):
+                self._locks = (run_folder.take(self.folder, None),)
         if self.number:
             failures.clear(self.folder)
         return RunStart(self.folder, self._resume, tuple(self._locks))

@@ -51,7 +51,7 @@ class Stragglers(Hook):
 
     def __init__(self, section: StragglerSection) -> None:
         self._section = section
-        self._timed = ExitStack()
+        self._wrapped, self._step = ExitStack(), ExitStack()
         self._regions: Regions | None = None
         self._every, self._grid, self._rank, self._is_logging = 1, RankGrid({}, {}), 0, False
         self._first = 0
@@ -75,24 +75,22 @@ class Stragglers(Hook):
         is_profiled = profile is not None and profile.steps[0] - 1 <= step <= profile.steps[1]
         if step % self._every == 0 and is_warm and not is_profiled and dist.is_initialized():
             self._regions = Regions(engine.device)
-            self._timed.enter_context(profiled(engine, self._regions))
-            self._timed.enter_context(self._regions.step(step))
+            self._wrapped.enter_context(profiled(engine, self._regions))
+            self._step.enter_context(self._regions.step(step))
 
     def on_step_end(self, engine: Any, result: StepResult) -> None:
         if self._regions is None:
             return
-        self._timed.close()
+        self._step.close()
+        self._wrapped.close()
         (parts,), self._regions = self._regions.steps, None
         told = json.dumps([result.step, computing(parts), socket.gethostname()])
         _get_default_store().set(_key(self._rank), told)
         if self._is_logging:
             self._look()
 
-    def on_train_end(self, engine: Any) -> None:
-        self._timed.close()
-
     def on_exception(self, engine: Any, error: BaseException) -> None:
-        self._timed.close()
+        self._wrapped.close()  # to end the step would wait for a device that may be stuck
 
     def add_to_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         slowest, self._slowest = self._slowest, None

@@ -2,7 +2,8 @@
 
 The average of parameters and buffers is under the plain keys, for all to take. What is a replica's own (parameters,
 optimizer, what the strategy keeps) is beside them under a prefix, and each goes on with its own where there are as many
-replicas as then, under the same strategy. Else all go on from the average, with the optimizer of the first.
+replicas as then, under the same strategy. Else all go on from the average, with the optimizer of the first; and with
+what the strategy keeps, where that is alike on all replicas (an outer optimizer).
 """
 
 from __future__ import annotations
@@ -143,11 +144,13 @@ def replica_source(values: Mapping[str, Any], run: Run) -> ReplicaSource:
     own, is_own = replica_prefix(run.context.index("data")), saved["own_parameters"]
     if (saved["kind"], saved["num_replicas"]) == (kind, now):
         return ReplicaSource(own * is_own, own * is_own, own * has_own_state(run))
+    is_alike = saved["kind"] == kind and run.strategy.state_is_alike
     if run.context.is_logging_rank:
         log.warning(
-            "the checkpoint is of %d replicas under %s, this run has %d under %s: %swhat the strategy has kept is not "
-            "taken",
+            "the checkpoint is of %d replicas under %s, this run has %d under %s: %swhat the strategy has kept is %s",
             saved["num_replicas"], saved["kind"], now, kind,
             "all go on from the average of their parameters, with the optimizer of the first; " * is_own,
+            "taken" if is_alike else "not taken",
         )  # fmt: skip
-    return ReplicaSource("", replica_prefix(0) * is_own, None)
+    first = replica_prefix(0) * is_own
+    return ReplicaSource("", first, first if is_alike else None)

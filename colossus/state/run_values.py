@@ -95,7 +95,8 @@ def restore_run(
     scale = values.get(f"{source.own}loss_scale", values.get("loss_scale"))
     if run.loss_scaler is not None and scale is not None:
         run.loss_scaler.load_state_dict(scale)
-    of_strategy = values.get(f"strategy_values/{context.index('data')}", values.get("strategy_values/0"))
+    index = 0 if source.is_average else context.index("data")
+    of_strategy = values.get(f"strategy_values/{index}", values.get("strategy_values/0"))
     run.strategy.load_state_dict({} if source.strategy is None else of_strategy or {})
     for name, module in _with_extra_state(run.model).items():
         if f"modules/{name}" in values:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.long import but
 from helpers.ranks import run_ranks
-from helpers.resumed import CLASSES, WIDTH, Listener, Vectors, classify, settings
+from helpers.resumed import CLASSES, WIDTH, Listener, Vectors, settings, uneven
 from helpers.strategies import Apart
 from torch import Tensor, nn
 
@@ -45,11 +45,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 def config_of(folder: Path, strategy: Any, data: int = 3, **more: Any) -> dict[str, Any]:
     plan = dict(data=data) if strategy is None else dict(data=data, strategy=strategy)
-    return settings(folder, plan, train=dict(steps=9, global_batch_size=6, clip_grad_norm=0.5), **more)
+    return settings(folder, plan, train=dict(steps=9, global_batch_size=12, clip_grad_norm=0.5), **more)
 
 
 def mixed(config: dict[str, Any]) -> Any:
-    return colossus.initialize(config, model=Mixed, loss_fn=classify, data=Vectors())
+    return colossus.initialize(config, model=Mixed, loss_fn=uneven, data=Vectors())
 
 
 State = dict[str, Any]
@@ -162,11 +162,18 @@ def test_each_goes_on_with_its_own_to_the_bit_and_others_with_the_average(name: 
         keys = [*reader.manifest.tensors]
         assert not any("frozen" in key for key in keys if key.startswith("replicas/"))
         average = {key: reader.tensor(key) for key in keys if key.startswith("model/")}
-    for number, strategy in ((2, STRATEGIES[name]), (3, STRATEGIES["diloco" if name == "sgp" else "sgp"]), (3, None)):
+    same, other = STRATEGIES[name], STRATEGIES["diloco" if name == "sgp" else "sgp"]
+    for number, strategy in ((2, same), (4, same), (3, other), (3, None)):
         config = config_of(tmp_path / "other", strategy, number)
         for rank, (state, told) in enumerate(run_ranks(number, looks_at, path, config, with_context=False)):
             for key in average:
                 assert torch.equal(state[key.removeprefix("model/")], average[key]), key
-            for key in (key for key in states[0] if key.startswith("optimizer.")):
-                assert torch.equal(state[key], states[0][key])
-            assert ("with the optimizer of the first; what the strategy has kept" in "".join(told)) == (rank == 0)
+            is_alike = strategy is same and name in ("diloco", "slowmo")
+            kept = {key for key in states[0] if key.startswith(("optimizer.", "strategy.")[: 1 + is_alike])}
+            assert not is_alike or any(key.endswith(".momentum") for key in kept)
+            for key in kept:
+                assert torch.equal(state[key], states[0][key]), key
+            assert any(key.startswith("strategy.") for key in state) == is_alike
+            assert not is_alike or state[""] == states[0][""]
+            what = f"the optimizer of the first; what the strategy has kept is {'' if is_alike else 'not '}taken"
+            assert (what in "".join(told)) == (rank == 0)

@@ -11,8 +11,8 @@ import torch
 from helpers import server_threads
 from helpers.long import long
 from helpers.ranks import run_ranks
-from helpers.resumed import engine_of, settings
-from torch import Tensor, nn
+from helpers.resumed import engine_of, settings, uneven
+from torch import Tensor
 
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.manifest import read_manifest
@@ -62,7 +62,7 @@ SERVERS: dict[int, dict[str, tuple[Options, Options, Options, Options]]] = {
 def _through_and_in_two(folder: Path, first: Options, second: Options) -> tuple[Any, Any]:
     """What a run through and one that goes on in a new engine have seen and end with."""
     engine = engine_of(first)
-    engine._stages.loss_fn = _uneven
+    engine._stages.loss_fn = uneven
     losses = []
     for step in range(STEPS):
         if step == HALF:
@@ -71,18 +71,12 @@ def _through_and_in_two(folder: Path, first: Options, second: Options) -> tuple[
     through = losses[HALF:], _weights(engine)
     engine.close()
     engine = engine_of(second)
-    engine._stages.loss_fn = _uneven
+    engine._stages.loss_fn = uneven
     engine.checkpoints.load(folder / name_of(HALF))
     losses = [engine.train_step(next(engine.loader)).loss for _ in range(HALF, STEPS)]
     again = losses, _weights(engine)
     engine.close()
     return through, again
-
-
-def _uneven(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Replicas train on other numbers of tokens: a sum that comes back wrong is seen."""
-    counted = batch["labels"] > 1
-    return (nn.functional.cross_entropy(outputs, batch["labels"], reduction="none") * counted).sum(), counted.sum()
 
 
 def _weights(engine: Any) -> Tensor:
@@ -145,6 +139,55 @@ def _asynchronous(rank: int, folder: Path) -> tuple[Tensor, Tensor, list[float]]
     steps = [float(state["step"]) for state in engine.optimizer.state.values()]
     engine.close()
     return evaluated, loaded, steps
+
+
+NOBODY_WAITS: dict[str, Options] = {
+    "ad-psgd": dict(type="ad-psgd", graph="ring"),
+    "async": server(mode="async"),
+    "downpour": server(**DOWNPOUR),
+    "elastic": server(**EASGD),
+}
+
+Kept = dict[str, tuple[Tensor, dict[str, Tensor]]]
+
+
+def _begins_and_saves(rank: int, num_replicas: int, begin: int, folder: Path) -> tuple[Kept, Kept]:
+    """What replicas begin with, of the save of step ``begin``, and what those have that they save a step later."""
+    begun, saved = {}, {}
+    for name, strategy in NOBODY_WAITS.items():
+        plan = dict(data=num_replicas, strategy=strategy)
+        engine = engine_of(settings(folder / name, plan, optimizer=ADAMW, train=dict(steps=STEPS)))
+        if begin:
+            engine.checkpoints.load(folder / name / name_of(begin))
+            assert engine.completed_steps == begin
+            begun[name] = _weights(engine), _optimizer(engine)
+        engine.train_step(next(engine.loader))
+        with engine.strategy.evaluation():
+            evaluated = _weights(engine)
+        engine.checkpoints.save().wait()
+        saved[name] = evaluated, _optimizer(engine)
+        engine.close()
+    return begun, saved
+
+
+def _optimizer(engine: Any) -> dict[str, Tensor]:
+    names = {param: name for name, param in engine.model.named_parameters()}
+    kept = engine.strategy.optimizer_state(engine.optimizer).items()
+    found = {f"{names[param]}.{entry}": value for param, of_param in kept for entry, value in of_param.items()}
+    return {key: torch.as_tensor(value).clone() for key, value in found.items()}
+
+
+def test_another_number_of_replicas_that_do_not_wait_begins_with_their_average(tmp_path: Path) -> None:
+    (_, saved), *_ = run_ranks(2, _begins_and_saves, 2, 0, tmp_path, with_context=False)
+    for begin, num_replicas in ((1, 4), (2, 2)):
+        ranks = run_ranks(num_replicas, _begins_and_saves, num_replicas, begin, tmp_path, with_context=False)
+        for begun, _ in ranks:
+            for name, (weights, optimizer) in begun.items():
+                assert torch.equal(weights, saved[name][0]), name
+                assert optimizer.keys() == saved[name][1].keys() != set()
+                for key, value in saved[name][1].items():
+                    torch.testing.assert_close(optimizer[key], value, rtol=0, atol=0, check_dtype=False, msg=key)
+        saved = ranks[0][1]
 
 
 def test_all_reduce_goes_on_from_asynchronous_workers(tmp_path: Path) -> None:

@@ -66,6 +66,26 @@ def test_what_is_no_number_is_passed_over() -> None:
     assert watched([1.0, float("nan"), 1.0, float("inf"), 1.0, 3.1]) is not None
 
 
+class OnDevice(StepResult):
+    """Its numbers are there when the next step is over."""
+
+    def send_to_host(self) -> bool:
+        super().send_to_host()
+        return True
+
+
+def test_on_an_accelerator_a_spike_is_seen_one_step_later() -> None:
+    watch = SpikeWatch(LossSpikes(factor=3.0, window=1), SimpleNamespace(exact=True))  # type: ignore[arg-type]
+    results = [
+        OnDevice(step, 0.1, torch.tensor([loss, 1.0, 1.0, 0.0])) for step, loss in ((1, 1.0), (2, 4.0), (3, 1.0))
+    ]
+    watch.after_step(results[0])
+    watch.after_step(results[1])
+    with pytest.raises(LossSpike, match="the loss of step 2 is 4") as error:
+        watch.after_step(results[2])
+    assert error.value.rollback == (1, None)
+
+
 def test_losses_that_are_not_above_zero_are_not_judged() -> None:
     assert watched([-1.0, -1.0, -1.0, -0.9, -5.0, 7.0]) is None
     assert watched([0.0, 0.0, 0.0, 1e-9]) is None

@@ -36,6 +36,12 @@ def classify(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return nn.functional.cross_entropy(outputs, batch["labels"], reduction="sum"), len(outputs)
 
 
+def uneven(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """`classify` where replicas train on other numbers of tokens, by which averages and sums weigh them."""
+    counted = batch["labels"] > 1
+    return (nn.functional.cross_entropy(outputs, batch["labels"], reduction="none") * counted).sum(), counted.sum()
+
+
 class Vectors(Dataset[Any]):
     def __len__(self) -> int:
         return 32

@@ -11,6 +11,7 @@ from helpers.launching import LAUNCH, TINY, finish, launch, rows_of, start
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.plans import world_size
 from colossus.launch import command
+from colossus.launch.auto_plan import load_planned
 from colossus.launch.fitted_plan import fit_plan
 
 
@@ -20,7 +21,7 @@ def config_of(**parallel: Any) -> Config:
             parallel=parallel,
             model=dict(type="GPT", num_layers=4, hidden_size=16, num_heads=4, vocab_size=32, seq_len=8),
             schedule=dict(microbatches=2),
-            train=dict(global_batch_size=48),
+            train=dict(global_batch_size=240),
             launch=dict(min_processes=2),
         )
     )
@@ -42,6 +43,26 @@ def config_of(**parallel: Any) -> Config:
             6,
             ["parallel.data=6", "parallel.strategy.hosts=3", "schedule.microbatches=4"],
         ),
+        (
+            dict(data=12, strategy=dict(type="hierarchical", hosts=4)),
+            10,  # on 3 1/3 hosts
+            ["parallel.data=10", "parallel.strategy.hosts=2", "schedule.microbatches=3"],
+        ),
+        (
+            dict(data=8, strategy=dict(type="hybrid", per_host=4)),
+            2,
+            ["parallel.data=2", "parallel.strategy.per_host=2", "schedule.microbatches=8"],
+        ),
+        (
+            dict(data=8, expert=4, zero=dict(stage=1, shard=4)),
+            6,  # the number of experts is a multiple of what it was a multiple of
+            ["parallel.data=6", "parallel.expert.size=2", "parallel.zero.shard=2", "schedule.microbatches=4"],
+        ),
+        (
+            dict(data=4, sequence=2, expert=8),
+            4,
+            ["parallel.data=2", "parallel.expert.size=4", "schedule.microbatches=4"],
+        ),
         (dict(data=4), 4, []),
         (dict(data=4), 8, []),  # more than the plan has is refused where sizes are compared with processes
     ],
@@ -62,7 +83,13 @@ def test_data_becomes_smaller_and_the_batch_stays(parallel: dict[str, Any], proc
     [
         (dict(data=2), 1, "launch.min_processes = 2, but there is 1 process"),
         (dict(data=2, tensor=4), 6, r"parallel: tensor 4 = 4 does not divide 6 processes, .* 4 or 8 would do"),
-        (dict(data=8), 5, r"with 5 processes: train.global_batch_size = 48 is not a multiple of data 5"),
+        (dict(data=8), 7, r"with 7 processes: train.global_batch_size = 240 is not a multiple of data 7"),
+        (
+            dict(data=4, strategy=dict(type="sgp", peers=2)),
+            2,
+            r"with 2 processes: parallel.strategy.graph = 'exponential' with data 2: peers = 2",
+        ),
+        (dict(data=4, strategy=dict(type="ad-psgd")), 3, "with 3 processes: .* their number must be even, got 3"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_arithmetic(
@@ -70,6 +97,12 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         fit_plan(config_of(**parallel), processes)
+
+
+def test_a_plan_that_fits_no_processes_is_refused_as_ever() -> None:
+    config = dict(parallel=dict(data=4, expert=3), launch=dict(min_processes=1))
+    with pytest.raises(ConfigError, match="expert = 3 is no divisor of data 4"):
+        load_planned(config, [], 2)  # type: ignore[arg-type]
 
 
 def test_without_the_key_the_plan_is_the_config_s() -> None:

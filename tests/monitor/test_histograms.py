@@ -17,7 +17,7 @@ import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.fit import Hook, fit
 from colossus.monitor.hooks.histograms import Histograms
-from colossus.monitor.hooks.tracker import Histogram, Tracker
+from colossus.monitor.hooks.tracker import Histogram, TrackedRun, Tracker
 from colossus.monitor.metrics import Metrics
 from colossus.schedule.executor import StepObserver
 
@@ -72,6 +72,15 @@ class Seen(Tracker):
         self.names.append((histogram.step, histogram.kind, histogram.name))
 
 
+class Starts(Tracker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, bool]] = []
+
+    def start(self, run: TrackedRun) -> None:
+        self.found.append((run.step, run.is_resumed))
+
+
 def compare(plan: dict[str, Any], precision: Any, folder: Path) -> None:
     """Of a rank: two steps, of which the second is counted."""
     config = config_of(plan, 2, precision, schedule=dict(microbatches=2))
@@ -112,7 +121,9 @@ def test_steps_that_come_again_after_a_restart_have_one_row(tmp_path: Path) -> N
             engine.checkpoints.is_restart = is_restart
             engine.loaders = SimpleNamespace(train=[batch_of(0), batch_of(1)], validation=None)  # type: ignore[assignment]
             files = [tmp_path / "metrics.jsonl", tmp_path / "histograms.jsonl"]
-            fit(engine, [Metrics(files[0]), Histograms(every=1, bins=BINS, path=str(files[1]))])
+            starts = Starts()
+            fit(engine, [Metrics(files[0]), starts, Histograms(every=1, bins=BINS, path=str(files[1]))])
+            assert starts.found == [(0, is_restart)]
             engine.close()
         for file in files:
             rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -18,12 +18,13 @@ import colossus
 from colossus.config import ConfigError, load_config
 from colossus.config.training import Profile
 from colossus.config.watches import StragglerSection
-from colossus.engine.fit import fit
+from colossus.engine.fit import Hook, fit
 from colossus.layers.block import TransformerBlock
 from colossus.monitor.metrics import Metrics
 from colossus.monitor.profiled_calls import points
 from colossus.monitor.profiler import Profiler
 from colossus.monitor.stragglers import Stragglers, compare, computing
+from colossus.monitor.timed_regions import HostClock
 
 STEPS, ROWS = 5, 2
 #: seconds for which the slow rank sleeps in each step
@@ -87,6 +88,26 @@ def train_profiled(rank: int, folder: Path) -> set[str]:
 def test_a_profile_is_not_disturbed(tmp_path: Path) -> None:
     for parts in run_ranks(2, train_profiled, tmp_path, with_context=False):
         assert {"forward", "backward", "over data", "optimizer"} <= parts
+
+
+def train_failing(rank: int) -> None:
+    """A device may be stuck then: nobody asks for its time, and nothing stays wrapped."""
+    engine = colossus.initialize(
+        config_of(dict(data=2), STEPS, "fp32", train=dict(log_every=2)), data=dict(type=Samples)
+    )
+    before = [vars(point.owner).get(point.name) for point in points(engine)]
+    hooks = [Hook(), Stragglers(StragglerSection(rows=ROWS))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostClock, "settle", lambda clock: pytest.fail("the device is waited for"))
+        patch.setattr(hooks[0], "on_step_end", lambda *_: 1 / 0 if engine.completed_steps == 2 else None)
+        with pytest.raises(ZeroDivisionError) as error:
+            fit(engine, hooks)
+    assert not hasattr(error.value, "__notes__")
+    assert [vars(point.owner).get(point.name) for point in points(engine)] == before
+
+
+def test_after_an_error_no_device_is_waited_for() -> None:
+    run_ranks(2, train_failing, with_context=False)
 
 
 def test_waits_are_no_computing() -> None:

@@ -28,7 +28,8 @@ class TrackedRun:
         folder: the run folder; the working folder outside of a launch.
         name: that of the run folder, else that of the config.
         step: optimizer steps done.
-        is_resumed: whether it goes on behind a checkpoint: what was passed on of later steps comes again.
+        is_resumed: whether it goes on behind a checkpoint, or was restarted without one: what was passed on of later
+            steps comes again.
     """
 
     config: Config
@@ -100,12 +101,13 @@ class Tracker(Hook):
                 f"fit(engine, [Metrics(Path('metrics.jsonl')), {name}()])"
             )
         is_resumed = checkpoints.resumed_from is not None
+        again = is_resumed or checkpoints.is_restart
         if is_resumed and not checkpoints.goes_on:
             self.run_id = None  # it is of the run that this one has begun from
         if not engine.context.is_logging_rank:
             return
         folder, config = engine.run.folder or Path(), engine.config
-        run = TrackedRun(config, folder, folder.name or str(config.name), engine.completed_steps, is_resumed)
+        run = TrackedRun(config, folder, folder.name or str(config.name), engine.completed_steps, again)
         self._thread = threading.Thread(target=self._work, args=(run,), name=f"colossus-{name}", daemon=True)
         self._thread.start()
 

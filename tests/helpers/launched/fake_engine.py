@@ -31,7 +31,7 @@ class FakeCheckpoints:
         self.on_resume: Callable[[list[Hook]], None] = lambda hooks: None
         self.on_save_after: set[int] = set()
         self.resumed_from: Path | None = None
-        self.goes_on = False
+        self.goes_on = self.is_restart = False
         self.resumed_plan = ""
         self.weights_match = None
         self.stall_seconds = 0.0
@@ -47,7 +47,7 @@ class FakeCheckpoints:
                 hook.on_save(self._engine)  # type: ignore[arg-type]
         return []
 
-    def finish(self, patience: float | None = None) -> None: ...
+    def finish_all(self, patience: float | None = None) -> None: ...
 
 
 class FakeEngine:

@@ -95,7 +95,7 @@ class _Moments(Hook):
         if _TROUBLES and _TROUBLES[0][0] == "flip":
             if _moment(str(step)):
                 with torch.no_grad():
-                    next(engine.model.parameters()).view(-1)[0] += 1.0
+                    [*engine.model.parameters()][-1].view(-1)[0] += 1.0  # a bias, of which tensor ranks have copies
         else:
             _moment(str(step))
 
