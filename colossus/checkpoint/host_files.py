@@ -105,6 +105,11 @@ class RemoteFiles:
                 raise CheckpointError(f"{name} in the memory of {self._where}: {self._problem}")
             return self._count
 
+    @property
+    def has_failed(self) -> bool:
+        """A file could not be read, or the host has not answered: nothing more is asked for here."""
+        return self._problem is not None
+
     def fetch(self, name: str, path: Path, num_bytes: int) -> None:
         """Copy a file.
 
@@ -126,6 +131,9 @@ class RemoteFiles:
 
     def close(self) -> None:
         self._stream.close()
+
+    def abort(self) -> None:
+        self._stream.abort()
 
     # -- called by the thread that reads
 

@@ -62,6 +62,8 @@ class HostMemory:
 
     def remote(self, host: int) -> RemoteFiles:
         """The files of another host; a `CheckpointError` when it cannot be reached."""
+        if host in self._remote and self._remote[host].has_failed:
+            self._remote.pop(host).abort()  # what it answers late must not be taken for another answer
         if host not in self._remote:
             address = self._addresses[host]
             self._remote[host] = RemoteFiles(address, self._key, f"host {host} ({address[0]})")

@@ -54,19 +54,23 @@ class MemoryWriter(CheckpointWriter):
         of_ranks = all_gather_object(self._outcome(count), self._group)
         if problem_among(of_ranks) is not None:  # the save will say so
             return
-        hosts = [self._memory.host, *([self._of_before] if self._of_before is not None else [])]
-        needed = 2 * sum(int(of_ranks[rank]) for host in hosts for rank in self._memory.ranks_of(host))
+
+        def num_bytes(host: int) -> int:
+            return sum(int(of_ranks[rank]) for rank in self._memory.ranks_of(host))
+
+        staged = num_bytes(self._memory.host)
+        needed = 2 * (staged + (num_bytes(self._of_before) if self._of_before is not None else 0))
         held = sum(path.stat().st_size for path in self.root.glob("step-*/*"))
         system, (_, available) = os.statvfs(self.root), machine.memory_bytes()
         free = system.f_bavail * system.f_frsize
-        room = held + (free if available is None else min(free, available))
+        room = held + (free if available is None else min(free, max(available - staged, 0)))
         problem = None
         if needed > room:
             of_whom = "its ranks and of the host before it" if self._of_before is not None else "its ranks"
             problem = (
                 f"checkpoint.memory_every: two generations of the state of {of_whom} are {byte_count(needed)}, and "
-                f"host {platform.node()} has {byte_count(room)} left in {self.root.parent}: leave it out, or take more "
-                f"hosts"
+                f"host {platform.node()} has {byte_count(room)} left in {self.root.parent}, beside the copy that is "
+                f"written from: leave it out, or take more hosts"
             )
         if problem := problem_among(all_gather_object(problem, self._group)):
             raise ConfigError(problem)

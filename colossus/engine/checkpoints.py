@@ -56,7 +56,6 @@ class Checkpoints(Saves):
         super().__init__(state)
         self._has_begun = False
         self.resume_from = self._config.resume
-        self.is_restart = False
         self.resume_until: int | None = None
         self.skip_batches: int | None = 0
         self.rollback_time = 0.0
@@ -123,6 +122,7 @@ class Checkpoints(Saves):
 
         Raises:
             CheckpointError: on all ranks, where there are later ones alone, and there was one before.
+            RuntimeError: on all ranks, where one in memory cannot be read to its end, and there is none on the disk.
         """
         until, is_first = self.resume_until, self._run.context.is_logging_rank
 
@@ -138,7 +138,7 @@ class Checkpoints(Saves):
 
         mine = on_all_ranks(self._world, look, tells_ranks=False)
         is_on_disk, step = broadcast_object(mine, self._world, 0)
-        found = self._restore_from_memory(step, until)
+        found = self._restore_from_memory(step, until, is_all=not is_on_disk)
         if found is None and is_on_disk:
             found = self._restore_newest(lambda damaged: folder.find_latest(self.root, damaged, until))
         if found is None and until is not None and self._config.every:
@@ -180,8 +180,12 @@ class Checkpoints(Saves):
             self.save(background=False).wait()
             self.finish()
 
-    def _restore_from_memory(self, later_than: int, until: int | None) -> Path | None:
-        """What the memory of the hosts has that is newer than the disk."""
+    def _restore_from_memory(self, later_than: int, until: int | None, *, is_all: bool) -> Path | None:
+        """What the memory of the hosts has that is newer than the disk.
+
+        Args:
+            is_all: the disk has nothing that would be loaded over a half of it.
+        """
         memory = self._host_memory()
         reader = memory.newest(later_than, until) if memory is not None else None
         if reader is None:
@@ -190,8 +194,13 @@ class Checkpoints(Saves):
             with torch.inference_mode(False), reader:
                 self._state.restore(reader, self.on_progress)
         except CheckpointError as error:  # on all ranks: another host cannot be reached any more, say
+            problem = f"the checkpoint in memory {reader.folder.name} cannot be taken: {error}"
+            if is_all:  # no CheckpointError: that would end the run, and the next attempt may do better
+                raise RuntimeError(
+                    f"{problem}; there is none on the disk (checkpoint.every) to take instead"
+                ) from error
             if self._run.context.is_logging_rank:
-                log.warning("the checkpoint in memory %s cannot be taken: %s", reader.folder.name, error)
+                log.warning("%s", problem)
             return None
         self.resumed_plan = str(reader.manifest.plan.get("text", "another plan"))
         self.resumed_from, self.goes_on, self._has_begun, self._saved_step = reader.folder, True, True, None

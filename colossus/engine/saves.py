@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -15,8 +16,11 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.host_memory import HostMemory
 from colossus.checkpoint.memory_writer import MemoryWriter
 from colossus.checkpoint.writer import CheckpointWriter, Save, SavedCheckpoint
+from colossus.config import ConfigError
 from colossus.state.run_values import SavedHook
 from colossus.state.state import State
+
+log = logging.getLogger("colossus.engine")
 
 
 class Saves:
@@ -28,12 +32,14 @@ class Saves:
         self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
         self.on_progress: Callable[[], None] = lambda: None
         self.stall_seconds = 0.0
+        self.is_restart = False
         self._writer: CheckpointWriter | None = None
         self._save: Save | None = None
         self._ended: list[SavedCheckpoint] = []
         #: steps done when the last checkpoint was begun; None where none has the state as it is
         self._saved_step: int | None = None
         self._memory: HostMemory | None = None
+        self._memory_is_too_small = False
         self._memory_writer: MemoryWriter | None = None
         self._memory_save: Save | None = None
 
@@ -98,7 +104,7 @@ class Saves:
         is_due = bool(self._config.every) and (is_last or step % self._config.every == 0)
         if self._save is not None and (is_last or self._save.is_done or (is_due and self._saved_step != step)):
             self.finish()
-        every = self._config.memory_every
+        every = 0 if self._memory_is_too_small else self._config.memory_every
         if every and step % every == 0 and not is_last and self._host_memory() is not None:
             self._save_in_memory()
         if is_due:
@@ -129,7 +135,15 @@ class Saves:
             context, copies = self._run.context, self._config.memory_copies
             self._memory_writer = MemoryWriter(self._memory, context, copies, lambda: self.on_progress())
         with torch.inference_mode(False):  # the memory for copies is kept
-            self._memory_save = self._memory_writer.save(self._state.collect, self._state.about())
+            try:
+                self._memory_save = self._memory_writer.save(self._state.collect, self._state.about())
+            except ConfigError as error:
+                if not self.is_restart:
+                    raise
+                # it fitted when the run began: with fewer hosts each has more of it, and the run is to go on
+                self._memory_is_too_small = True
+                if self._run.context.is_logging_rank:
+                    log.warning("%s. Nothing is saved in memory from here on", error)
         self.stall_seconds += time.perf_counter() - began
 
     def finish_all(self, seconds: float = math.inf) -> None:

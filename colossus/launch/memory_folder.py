@@ -53,6 +53,7 @@ def remove_memory() -> None:
 
 def _remove_left_over(prefix: str) -> None:
     for folder in HOST_MEMORY.glob(f"{prefix}*"):
-        with suppress(OSError), (folder / _LOCK).open() as lock:
+        # one that has lost its lock is what is left of a removal: a folder has its lock before it has its name
+        with suppress(OSError), (folder / _LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

@@ -127,9 +127,27 @@ def test_a_damaged_copy_is_not_the_only_one(tmp_path: Path) -> None:
     assert read_on_ranks(tmp_path) == (3, values(3).tolist())
 
 
+def lose_the_connection(context: ParallelContext, tmp_path: Path) -> str:
+    memory = HostMemory(root_of(tmp_path, context.rank), context.group(context.grid.names))
+    with pytest.raises(CheckpointError, match="no-such-file in the memory of host") as caught:
+        memory.remote(1 - memory.host).read("no-such-file", 0, memoryview(bytearray(1)))
+    MemoryWriter(memory, context, 2).save(lambda: state_of(context.rank, 1), About(1)).wait()
+    memory.close()
+    return str(caught.value)
+
+
+def test_a_host_that_could_not_answer_once_is_asked_again(tmp_path: Path) -> None:
+    """Else no later save would have its second copy, and none would succeed."""
+    for message in run_ranks(4, lose_the_connection, tmp_path, plan=grid(data=4)):
+        assert "No such file" in message
+    shutil.rmtree(tmp_path / "host1")
+    assert read_on_ranks(tmp_path) == (1, values(1).tolist())
+
+
 def save_too_much(context: ParallelContext, tmp_path: Path) -> str:
     memory = HostMemory(root_of(tmp_path, context.rank), context.group(context.grid.names))
-    memory_writer.machine.memory_bytes = lambda: (1000, 4 * 2 * ROWS * WIDTH * 8 - 1)
+    generations, copy = 4 * 2 * ROWS * WIDTH * 8, 2 * ROWS * WIDTH * 8
+    memory_writer.machine.memory_bytes = lambda: (1000, generations + copy - 1)
     with pytest.raises(ConfigError) as caught:
         MemoryWriter(memory, context, 2).save(lambda: state_of(context.rank, 1), About(1))
     memory.close()
@@ -140,6 +158,7 @@ def test_what_does_not_fit_is_refused_before_it_is_begun(tmp_path: Path) -> None
     for message in run_ranks(4, save_too_much, tmp_path, plan=grid(data=4)):
         assert "two generations of the state of its ranks and of the host before it are 2.24 KB" in message
         assert "has 2.24 KB left in" in message
+        assert "beside the copy that is written from" in message
     assert not list(tmp_path.rglob("step-*"))
 
 
