@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from colossus.arithmetic import counted
 from colossus.config.watches import StragglerSection
@@ -85,9 +84,10 @@ class Stragglers(Hook):
         self._wrapped.close()
         (parts,), self._regions = self._regions.steps, None
         told = json.dumps([result.step, computing(parts), socket.gethostname()])
-        _get_default_store().set(_key(self._rank), told)
+        store = engine.context.store()
+        store.set(_key(self._rank), told)
         if self._is_logging:
-            self._look()
+            self._look(store)
 
     def on_exception(self, engine: Any, error: BaseException) -> None:
         self._wrapped.close()  # to end the step would wait for a device that may be stuck
@@ -96,9 +96,8 @@ class Stragglers(Hook):
         slowest, self._slowest = self._slowest, None
         return {} if slowest is None else {"slowest_rank": slowest.rank, "slowest_ratio": slowest.ratio}
 
-    def _look(self) -> None:
+    def _look(self, store: dist.Store) -> None:
         """Take what ranks have told, and name those that are slow now and were not before."""
-        store = _get_default_store()
         ranks = [rank for rank in range(self._grid.world_size) if store.check([_key(rank)])]
         for rank, told in zip(ranks, store.multi_get([_key(rank) for rank in ranks]), strict=True):
             step, seconds, host = json.loads(told)

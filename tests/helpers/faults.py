@@ -154,14 +154,19 @@ def expected_codes(case: Case) -> set[int]:
     return {0, code} if case.moment == "close" and "-" not in case.fault else {code}
 
 
+_MEMORY = "colossus-memory-*"
+#: what was there before the tests
+_BEFORE = set(HOST_MEMORY.glob(_MEMORY))
+
+
 def leftovers(folder: Path) -> list[str]:
     """Processes that run in the folder, files in its ``tmp``, memory and sockets with the names of its ranks, and
-    folders for checkpoints in memory whose launcher has gone: other runs of this host may have some."""
+    folders for checkpoints in memory whose launcher has gone: other runs of this host may have some, or have had."""
     pids = {path.read_text() for path in folder.glob("pid-*")}
     found = [f"process {pid}" for pid in processes_of(folder)]
     found += [f"temporary {path.name}" for path in (folder / "tmp").iterdir()]
     found += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if pids & set(name.replace("-", "_").split("_"))]
-    found += [str(path) for path in HOST_MEMORY.glob("colossus-memory-*") if not _is_locked(path)]
+    found += [str(path) for path in HOST_MEMORY.glob(_MEMORY) if path not in _BEFORE and not _is_locked(path)]
     sockets = Path("/proc/net/unix").read_text().split()
     found += [f"socket {name}" for name in sockets if name.startswith("@colossus-") and pids & set(name.split("-"))]
     return found
