@@ -32,6 +32,8 @@ def made_memory_folder(config: Config) -> Iterator[None]:
     made = Path(tempfile.mkdtemp(prefix="colossus-new-", dir=HOST_MEMORY))  # 0700
     lock = (made / _LOCK).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
+    lock.write(f"process {os.getpid()} in {os.getcwd()}\n")
+    lock.flush()
     folder = made.rename(made.with_name(made.name.replace("colossus-new-", prefix)))
     before = os.environ.get(MEMORY)
     os.environ[MEMORY] = str(folder)

@@ -154,34 +154,27 @@ def expected_codes(case: Case) -> set[int]:
     return {0, code} if case.moment == "close" and "-" not in case.fault else {code}
 
 
-_MEMORY = "colossus-memory-*"
-#: what was there before the tests
-_BEFORE = set(HOST_MEMORY.glob(_MEMORY))
-
-
 def leftovers(folder: Path) -> list[str]:
     """Processes that run in the folder, files in its ``tmp``, memory and sockets with the names of its ranks, and
-    folders for checkpoints in memory whose launcher has gone: other runs of this host may have some, or have had."""
+    folders for checkpoints in memory whose launcher ran here and has gone."""
     pids = {path.read_text() for path in folder.glob("pid-*")}
     found = [f"process {pid}" for pid in processes_of(folder)]
     found += [f"temporary {path.name}" for path in (folder / "tmp").iterdir()]
     found += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if pids & set(name.replace("-", "_").split("_"))]
-    found += [str(path) for path in HOST_MEMORY.glob(_MEMORY) if path not in _BEFORE and not _is_locked(path)]
+    found += [str(path) for path in HOST_MEMORY.glob("colossus-memory-*") if _is_left(path, folder)]
     sockets = Path("/proc/net/unix").read_text().split()
     found += [f"socket {name}" for name in sockets if name.startswith("@colossus-") and pids & set(name.split("-"))]
     return found
 
 
-def _is_locked(memory: Path) -> bool:
+def _is_left(memory: Path, folder: Path) -> bool:
+    """Whether a launcher that ran in the folder has made it, and has not removed it."""
     try:
         with (memory / "launcher.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:  # its launcher may be removing it
-        time.sleep(0.5)
-        return not memory.exists()
-    return False
+            return lock.read().rstrip().endswith(f" in {folder}")
+    except (BlockingIOError, FileNotFoundError):  # its launcher runs, or is about to remove it
+        return False
 
 
 def processes_of(folder: Path) -> list[int]:

@@ -9,6 +9,7 @@ to the tests that say ``new_python=True``.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -136,6 +137,9 @@ def _be_python(args: Sequence[str], env: Mapping[str, str], cwd: Path | None, st
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
     warnings.showwarning = _warn
+    # those of pytest write to files whose numbers are others' now: a socket of gloo's, say
+    logging.root.handlers.clear()
+    logging.root.setLevel(logging.WARNING)
     tempfile.tempdir = None
     log.clear()
     agent.start_process = _start_process
