@@ -15,13 +15,15 @@ from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
 _LOOPBACK = "127.0.0.1"
+#: the limits of the container that this process is in, if it is in one (cgroup v2)
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
     """Cores this process may use: CPU affinity and a container's CPU quota both limit them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
@@ -115,7 +117,7 @@ def peak_resident_bytes() -> int:
 
 
 def memory_bytes() -> tuple[int, int | None]:
-    """Memory this process may use in total (a container's limit counts), and what is free now if known."""
+    """Memory this process may use in total, and what is free now if known; a container's limit counts."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = None
     with contextlib.suppress(OSError):
@@ -123,5 +125,11 @@ def memory_bytes() -> tuple[int, int | None]:
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
     with contextlib.suppress(OSError, ValueError):
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        limit = int((_CGROUP / "memory.max").read_text())
+        total = min(total, limit)
+        counted = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        # what the kernel keeps of files and would give back first is not in use, as Kubernetes counts
+        used = int((_CGROUP / "memory.current").read_text()) - int(counted["inactive_file"])
+        left = max(limit - used, 0)
+        available = left if available is None else min(available, left)
     return total, available

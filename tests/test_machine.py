@@ -1,6 +1,8 @@
-"""Which address of this machine others reach it at."""
+"""What this machine offers: which address others reach it at, and the memory that a container leaves."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +35,20 @@ def test_an_address_that_others_cannot_reach_gives_way(monkeypatch: pytest.Monke
     assert machine.address_among("127.0.1.1", ["127.0.1.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]) == "10.0.0.1"
     assert asked == ["10.0.0.2", "10.0.0.3"]  # the first of them has no way
     assert machine.address_among("::1", ["10.0.0.2"]) == "::1"
+
+
+def test_memory_of_a_container_is_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, free = machine.memory_bytes()
+    assert free is not None
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    for name, text in {
+        "memory.max": "max\n",
+        "memory.current": "700000\n",
+        "memory.stat": "anon 300000\nfile 400000\ninactive_file 150000\nactive_file 50000\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert machine.memory_bytes()[0] == whole
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert machine.memory_bytes() == (1_000_000, 450_000)
+    (tmp_path / "memory.max").write_text("500000\n")  # lowered below what is in use
+    assert machine.memory_bytes() == (500_000, 0)
