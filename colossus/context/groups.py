@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+
+_by_name: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictionary()
 
 
 @dataclass(eq=False)
@@ -30,6 +34,8 @@ class AxisGroup:
 
     def __post_init__(self) -> None:
         self.is_on_host = self.process_group is not None and dist.get_backend(self.process_group) == dist.Backend.GLOO
+        if self.process_group is not None:
+            _by_name[self.name] = self
 
     @property
     def size(self) -> int:
@@ -46,6 +52,12 @@ class AxisGroup:
 
     def __str__(self) -> str:
         return "x".join(self.axes) if self.axes else "self"
+
+
+def group_named(name: str) -> AxisGroup:
+    """The group with this c10d name, for operators of torch, which take tensors, numbers and strings alone; one of a
+    single rank for an empty name."""
+    return _by_name[name] if name else AxisGroup((), (0,), 0, None)
 
 
 def new_process_group(

@@ -19,7 +19,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.error_place import located_error
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.ring_attention import RING_ATTENTION
-from colossus.sharded_tensor.tensor import mark, placement_of, plain
+from colossus.sharded_tensor.tensor import mark, placement_of, plain_of_graph
 
 #: bytes up to which the copy of a buffer is kept even if it seems unchanged: batch normalisation does not count what it
 #: writes as a change
@@ -115,7 +115,7 @@ def _tensors_of(nest: Any) -> tuple[list[Tensor], Callable[[tuple[Tensor, ...]],
         made = [tensor if at is None else mark(tensor, at) for tensor, at in zip(tensors, placements, strict=True)]
         return tree_unflatten([made[leaf.number] if isinstance(leaf, _Slot) else leaf for leaf in leaves], tree)
 
-    return [plain(x) for x in found.values()], rebuild
+    return [plain_of_graph(x) for x in found.values()], rebuild
 
 
 # -- modules ----------------------------------------------------------------------------------------------------

@@ -139,9 +139,10 @@ class Linear(MatmulLayer):
         self.local_outputs = [out // ways for out in self.outputs.values()]
 
     def forward(self, x: Tensor) -> Any:
-        if self.sharding is None:
-            return self._outputs(product(x, self.weight, self.bias))
         local, at = unwrap(x, self.parallel)
+        if self.sharding is None:
+            y = self._outputs(product(local, self.weight, self.bias))
+            return tuple(wrap(output, at) for output in y) if self.is_fused else wrap(y, at)
         self.require_batch(local)
         target = self.parallel.regions.inner if self.split == "column" else at.return_layout
         source = at.activation

@@ -81,7 +81,7 @@ def _to_heads(q: Tensor, k: Tensor, v: Tensor, group: AxisGroup) -> tuple[Tensor
                 f"sequence parallelism by exchange of heads (ulysses): {count} {what} on each tensor rank do not "
                 f"divide over {ranks} ranks, heads are split whole; mode='ring' sets no condition on heads"
             )
-    if q.nbytes + k.nbytes + v.nbytes > _COALESCE_BYTES:
+    if (q.numel() + k.numel() + v.numel()) * q.element_size() > _COALESCE_BYTES:  # a compiler knows no `nbytes`
         return _exchange(q, group), _exchange(k, group), _exchange(v, group)
     by_rank = [x.unflatten(_HEADS, (ranks, -1)) for x in (q, k, v)]
     coalesced = torch.cat(by_rank, dim=_HEADS + 1).flatten(_HEADS, _HEADS + 1)  # the heads of one rank side by side

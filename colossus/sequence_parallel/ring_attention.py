@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from colossus.comm.autograd import first_order, uncompiled
+from colossus.comm.autograd import first_order
 from colossus.comm.links import rotate
-from colossus.context.groups import AxisGroup
+from colossus.context.groups import AxisGroup, group_named
 from colossus.error_place import located_error
 from colossus.sequence_parallel.kernels import AttentionTile, attention_tiles, block_backward, block_forward
 
-#: groups by their c10d name: an operation that torch can record takes no other objects than tensors and numbers
-_groups: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictionary()
 
-
-@uncompiled  # messages between two ranks
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -85,16 +80,17 @@ class _RingAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         name = group.name if group.size > 1 else ""
-        _groups[name] = group
         out, lse = RING_ATTENTION(q, k, v, documents, name, causal, scale)
         ctx.save_for_backward(q, k, v, documents, out, lse)
-        ctx.options = group, causal, scale
+        ctx.options = name, causal, scale
         return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(grads[0], *ctx.saved_tensors, *ctx.options), None, None, None, None)
+        # what records operations sees those of a backward; a compiler can trace no messages
+        backward = torch.ops.colossus.ring_attention_backward if torch.compiler.is_compiling() else _backward
+        return (*backward(grads[0], *ctx.saved_tensors, *ctx.options), None, None, None, None)
 
 
 def _forward(
@@ -105,7 +101,7 @@ def _forward(
     One operation for torch: selective checkpointing can keep its results as a whole, and what happens inside, such as
     the merging in place, is not recorded.
     """
-    group = _groups[name]
+    group = group_named(name)
     out = _wide_zeros(q)
     lse = torch.full_like(out[..., 0], float("-inf"))
     for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group):
@@ -132,7 +128,7 @@ def _backward(
     documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    group: AxisGroup,
+    name: str,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,6 +136,7 @@ def _backward(
 
     Sums are kept in at least float32; messages have the dtype of the keys.
     """
+    group = group_named(name)
     dq = _wide_zeros(q)
 
     def add_tile(tile: AttentionTile, keys: Tensor, values: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -230,12 +227,32 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: Axi
         )
 
 
+def _shapes(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, name: str, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What `_forward` gives, without values."""
+    out = _wide_zeros(q)
+    return out.to(q.dtype), torch.full_like(out[..., 0], 0)
+
+
+def _shapes_of_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """What `_backward` gives, without values."""
+    return tuple(_wide_zeros(x).to(x.dtype) for x in (q, k, v))
+
+
 # torch.library.custom_op would do the same, but imports torch._dynamo (4 s) at its first call
 _library = torch.library.Library("colossus", "FRAGMENT")
+_arguments = "Tensor q, Tensor k, Tensor v, Tensor? documents"
+_options = "str group, bool causal, float scale"
+_library.define(f"ring_attention({_arguments}, {_options}) -> (Tensor, Tensor)")
 _library.define(
-    "ring_attention"
-    "(Tensor q, Tensor k, Tensor v, Tensor? documents, str group, bool causal, float scale) -> (Tensor, Tensor)"
+    f"ring_attention_backward(Tensor dout, {_arguments}, Tensor out, Tensor lse, {_options}) -> (Tensor, Tensor, Tensor)"
 )
-_library.impl("ring_attention", _forward, "CompositeExplicitAutograd")
+for _name, _real, _fake in (
+    ("ring_attention", _forward, _shapes),
+    ("ring_attention_backward", _backward, _shapes_of_gradients),
+):
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    _library.impl(_name, _fake, "Meta")
 #: the forward pass as torch sees it, for a policy of selective checkpointing
 RING_ATTENTION = torch.ops.colossus.ring_attention.default

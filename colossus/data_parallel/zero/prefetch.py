@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from colossus.comm.autograd import uncompiled
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.nest import tensors
 
@@ -147,8 +148,8 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
         block.after_forward()
         runs.after_release()
 
-    module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-    module.register_forward_hook(after, with_kwargs=True)
+    module.register_forward_pre_hook(uncompiled(before), with_kwargs=True, prepend=True)
+    module.register_forward_hook(uncompiled(after), with_kwargs=True)
 
 
 def _nodes(nest: Any, device: torch.device | None = None) -> list[Node]:
