@@ -10,7 +10,6 @@ from datetime import timedelta
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-
 _by_name: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictionary()
 
 

@@ -245,9 +245,8 @@ _library = torch.library.Library("colossus", "FRAGMENT")
 _arguments = "Tensor q, Tensor k, Tensor v, Tensor? documents"
 _options = "str group, bool causal, float scale"
 _library.define(f"ring_attention({_arguments}, {_options}) -> (Tensor, Tensor)")
-_library.define(
-    f"ring_attention_backward(Tensor dout, {_arguments}, Tensor out, Tensor lse, {_options}) -> (Tensor, Tensor, Tensor)"
-)
+_saved = f"{_arguments}, Tensor out, Tensor lse"
+_library.define(f"ring_attention_backward(Tensor dout, {_saved}, {_options}) -> (Tensor, Tensor, Tensor)")
 for _name, _real, _fake in (
     ("ring_attention", _forward, _shapes),
     ("ring_attention_backward", _backward, _shapes_of_gradients),
