@@ -62,8 +62,9 @@ def of_users(rank: int, names: Sequence[str], plan: str) -> list[str]:
         assert model is not None
         assert (only_first is None) == (rank != 0)
         problem = compare(model, state, given.make(PlainKit), given.batch(1), given.loss)
-        if only_first is not None and not all(map(torch.equal, only_first.state_dict().values(), state.values())):
-            problem = "rank 0 alone is given another model"
+        for key, value in only_first.state_dict().items() if only_first is not None else ():
+            if not torch.equal(value, state[key]):
+                problem = f"rank 0 alone is given another {key}"
         if problem:
             wrong.append(f"{name} under {plan}: {problem}")
     return wrong

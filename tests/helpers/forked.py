@@ -137,8 +137,11 @@ def _be_python(args: Sequence[str], env: Mapping[str, str], cwd: Path | None, st
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
     warnings.showwarning = _warn
-    # those of pytest write to files whose numbers are others' now: a socket of gloo's, say
-    logging.root.handlers.clear()
+    # those of pytest write to files whose numbers are others' now: a socket of gloo's, say, or the rows of a run
+    of_pytest = list(logging.root.handlers)
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in of_pytest if isinstance(logger, logging.Logger) else ():
+            logger.removeHandler(handler)
     logging.root.setLevel(logging.WARNING)
     tempfile.tempdir = None
     log.clear()
