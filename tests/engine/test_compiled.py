@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.long import long
+from helpers.long import but
 from helpers.training import SIZES, assert_same_numbers, assert_same_run, config_of, run_plan, shared_run
 
 from colossus.models.gpt import GPT
@@ -34,7 +34,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("plan", long(*PLANS))
+@pytest.mark.parametrize("plan", but(PLANS.keys() - {"zero 3", "ring"}, PLANS))
 def test_a_compiled_run_is_the_one_process_run(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS._entries, "CompiledGPT", compiled_gpt)
     world, parallel, more = PLANS[plan]
