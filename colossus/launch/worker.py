@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # a Ctrl-C during the imports ends a rank without a traceback; then `StopSignals` listens
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config, ConfigError, Named, load_config

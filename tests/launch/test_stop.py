@@ -80,6 +80,19 @@ def test_a_signal_before_there_is_something_to_save_ends_at_once() -> None:
     assert asked == [signal.SIGTERM]
 
 
+def test_a_ctrl_c_during_the_imports_of_a_rank_prints_nothing(tmp_path: Path) -> None:
+    (tmp_path / "pydantic.py").write_text("import pathlib, time; pathlib.Path('imported').touch(); time.sleep(60)")
+    words = [sys.executable, "-m", "colossus.launch.worker", "run", "", "config.py"]
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    rank = subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE)
+    while not (tmp_path / "imported").exists():
+        assert rank.poll() is None
+        time.sleep(0.01)
+    rank.send_signal(signal.SIGINT)
+    _, said = rank.communicate()
+    assert (rank.returncode, said) == (-signal.SIGINT, b"")
+
+
 def test_processes_that_a_rank_has_forked_outlive_what_slurm_sends_to_all() -> None:
     def body() -> None:
         signals = StopSignals()
