@@ -41,6 +41,8 @@ from colossus.config import ConfigError, load_config
 from colossus.context.local_ranks import RanksFailed, run_local_ranks
 from colossus.data.make_loaders import loaders_of
 
+torch.sparse.check_sparse_tensor_invariants.disable()  # as it is by default; torch warns where nobody has said so
+
 #: of `parallel.strategy`, or None for DDP with this ``sparse``
 METHODS: dict[str, dict[str, Any] | bool] = {
     "hybrid": dict(type="hybrid"),

@@ -76,9 +76,12 @@ class MemoryWriter(CheckpointWriter):
             raise ConfigError(problem)
 
     def _prepare(self, target: Path) -> None:
-        if self._memory.is_first:
-            for old in sorted(folder.named(self.root))[:-1]:
+        for old in sorted(folder.named(self.root))[:-1]:
+            # what each rank has written itself makes room for what it writes now: it waits for no other
+            (old / folder.file_of(self._group.index)).unlink(missing_ok=True)
+            if self._memory.is_first:
                 shutil.rmtree(old, ignore_errors=True)
+        if self._memory.is_first:
             folder.remove_left_over(self.root, target)
         target.mkdir(exist_ok=True)
 

@@ -204,7 +204,8 @@ class ParallelContext:
             elif is_of_axes and len(names) == 1:
                 process_group = self.mesh.get_group(names[0])
             else:
-                name = f"colossus/{self._number}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
+                of_some = "" if key == names else "/some"  # beside a group of all along axes, which may have its ranks
+                name = f"colossus/{self._number}/{'x'.join(names)}/{'_'.join(map(str, ranks))}{of_some}"
                 process_group = new_process_group(ranks, ranks.index(self.rank), name, timeout or self.timeout, backend)
                 self._own_groups.append(process_group)
                 if dist.get_backend(process_group) == dist.Backend.GLOO:

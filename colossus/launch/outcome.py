@@ -102,8 +102,9 @@ class Outcome(NodeEnd):
     @property
     def is_regrouped(self) -> bool:
         """Whether the ranks were stopped because other nodes are to take part, or this one goes on without one that
-        leaves, and nothing else was the matter."""
+        leaves, and nothing else was the matter: that they had not come to their first step is none."""
         exits, causes = self.of_all_nodes()
+        causes = [cause for cause in causes if not cause.is_of_start_up]
         ends: list[NodeEnd] = [self, *self.others]
         if not any(end.regroups or end.leaves for end in ends) or self.gone or self.late_signum is not None:
             return False
@@ -140,6 +141,13 @@ class Cause:
     def is_own(self) -> bool:
         """Whether the rank failed by itself."""
         return self.kind in ("error", "death")
+
+    @property
+    def is_of_start_up(self) -> bool:
+        """Whether it was told to stop before there was anything to end in order."""
+        if self.record is None or self.exit is None:
+            return False
+        return self.kind == "stuck" and self.record.step is None and self.exit.after_stop
 
 
 def rank_causes(records: Iterable[FailureRecord], exits: Mapping[int, RankExit]) -> list[Cause]:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousParameters,
 )
@@ -61,7 +62,7 @@ class Rendezvous:
         and nobody else has come for the time given.
 
         Raises:
-            RuntimeError: when the nodes do not meet, or the run is over (elastic's RendezvousError).
+            RuntimeError: when the nodes do not meet, or the run is over.
         """
         said = f"colossus: waiting at {self.endpoint} until all {self.nodes.most} nodes are there"
         if self.nodes.least < self.nodes.most:
@@ -79,8 +80,10 @@ class Rendezvous:
             raise RuntimeError("the run there is over: one of its nodes has ended it") from None
         except RendezvousConnectionError as error:
             if not self._has_met:
-                raise
+                raise RuntimeError(f"no launcher can be reached there: {_first_line(error)}") from error
             raise RuntimeError("the launcher that held the meeting place has gone, and with it the run") from error
+        except RendezvousError as error:
+            raise RuntimeError(_first_line(error) or "the nodes have not met in time") from error
         finally:
             timer.cancel()
             del os.environ[_NO_SHARED_STORE]
@@ -92,7 +95,7 @@ class Rendezvous:
     def num_newcomers(self) -> int:
         """Nodes that have come after this round was complete."""
         assert self._handler is not None
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RendezvousError, RuntimeError):
             return self._handler.num_nodes_waiting()
         return 0
 
@@ -104,7 +107,7 @@ class Rendezvous:
     def close(self) -> None:
         """Nobody meets here any more: the run is over for all nodes."""
         if self._handler is not None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RendezvousError, RuntimeError):
                 self._handler.shutdown()
 
     def _make(self) -> tuple[RendezvousHandler, bool]:
@@ -129,6 +132,10 @@ class Rendezvous:
                 if not is_host:
                     raise
         raise AssertionError("a rendezvous is made or it raises")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _is_here(endpoint: str) -> bool:

@@ -33,7 +33,7 @@ def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
     exits, found = outcome.of_all_nodes()
     has_culprit = bool(found) and found[0].is_own
     server = next((end.server for end in ends if end.server is not None), None)
-    signum = next((end.signum for end in ends if end.signum), None)
+    signum = next((end.signum for end in ends if end.signum and not end.leaves), None)
     code = exit_code(signum) if signum is not None else None
     if code is None and server is None and not outcome.gone:
         if exits and all(ended.is_good for ended in exits.values()):

@@ -206,6 +206,8 @@ class StopSignals:
         thread = threading.Thread(target=self._run_final_calls, daemon=True)
         thread.start()
         thread.join(FINAL_CALLS_SECONDS)
+        if self.is_orphaned():  # once more: another rank may have written there while its folder was removed
+            self._files.remove()
         os._exit(exit_code(self.received))
 
     def _run_final_calls(self) -> None:

@@ -122,7 +122,7 @@ def _train(run: RankRun, config: Config, origin: Callable[[], Origin]) -> int:
     try:
         summary = fit(engine, hooks)
     except CheckpointError as error:
-        if run.step is None:  # of what was to be loaded
+        if run.step is None and engine.checkpoints.resumed_from is None:  # of what was to be loaded
             raise ConfigError(str(error)) from error
         raise
     engine.close()

@@ -17,6 +17,7 @@ from helpers.ranks import grid, run_ranks
 
 from colossus.checkpoint import memory_writer
 from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.folder import file_of, name_of
 from colossus.checkpoint.host_memory import HostMemory
 from colossus.checkpoint.manifest import About
 from colossus.checkpoint.memory_writer import MemoryWriter
@@ -177,6 +178,24 @@ def fail_on_one(context: ParallelContext, tmp_path: Path) -> str:
         writer.save(collect, About(2)).wait()
     memory.close()
     return str(caught.value)
+
+
+def test_a_rank_makes_room_for_what_it_writes_and_waits_for_no_other(tmp_path: Path) -> None:
+    """Not for the first of its host, which removes the rest of the oldest: three would be there meanwhile."""
+    for step in (1, 2):
+        (tmp_path / name_of(step)).mkdir()
+        for rank in (0, 1):
+            (tmp_path / name_of(step) / file_of(rank)).touch()
+
+    def prepare(context: ParallelContext) -> None:
+        memory = HostMemory(tmp_path, context.group(context.grid.names))
+        writer = MemoryWriter(memory, context, 1)
+        if not memory.is_first:
+            writer._prepare(tmp_path / "step-3.tmp")
+
+    run_ranks(2, prepare, plan=grid(data=2))
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*"))
+    assert left == [f"{name_of(1)}/{file_of(0)}", f"{name_of(2)}/{file_of(0)}", f"{name_of(2)}/{file_of(1)}"]
 
 
 def test_a_save_that_fails_on_one_rank_leaves_nothing_and_the_one_before(tmp_path: Path) -> None:

@@ -132,7 +132,6 @@ def _through_the_host(context: ParallelContext) -> list[int]:
     assert _compiled(context) == (True, True, True)
     collectives._MESSAGES_BYTES = 1
     shared_memory.enable(False)
-    shared_memory.forget(context.group("tensor"))
     before = staged.copies
     counts.append(_check_pairs(context, False))
     assert staged.copies > before

@@ -96,7 +96,7 @@ def test_a_server_that_hangs_is_named_after_a_while(tmp_path: Path, mode: str) -
     os.kill(server, signal.SIGSTOP)
     code, _, err = finish(launcher)
     assert code == 1
-    assert re.search(r"ServerGone: server 1 at \S+ is gone: ", err)
+    assert re.search(rf"ServerGone: server 1 at \S+ \(process {server}\) is gone: ", err)
     assert not is_running(server)
 
 
