@@ -47,7 +47,10 @@ class OneProcessRing:
         results, shares = [], [[torch.zeros_like(x) for x in inputs[1:]] for inputs in self.inputs]
         for rank in range(self.num_ranks):
             group = _Group(("sequence",), tuple(range(self.num_ranks)), rank, None)
-            with patch.object(ring_attention, "rotate", self._rotate(rank, shares)):
+            with (
+                patch.object(ring_attention, "rotate", self._rotate(rank, shares)),
+                patch.object(ring_attention, "group_named", lambda name, group=group: group),
+            ):
                 q, k, v = (x.detach().requires_grad_() for x in self.inputs[rank])
                 out = ring_attention.ring_attention(q, k, v, group, causal=True, documents=self.documents[rank])
                 out.backward(self.dout[rank])
