@@ -164,7 +164,8 @@ def test_every_replica_is_the_replay_of_the_recorded_pairs(case: str) -> None:
         for step in range(STEPS - 1):
             np.testing.assert_allclose(states[step], wanted[index][step], rtol=1e-10, atol=1e-10)
     kinds = Counter(event[0] for record in records for event in record)
-    assert kinds["begin"] == kinds["answer"] == kinds["apply"] > 2  # how many there are is a matter of time
+    least = STEPS // 2 if case != "asleep" else 2  # how many meet while others sleep is a matter of time
+    assert kinds["begin"] == kinds["answer"] == kinds["apply"] > least
     one, other = wanted[:2]
     assert max(np.abs(x - y).max() for x, y in zip(one, other, strict=True)) > 1e-4  # replicas differ
 
