@@ -40,6 +40,14 @@ def trace_constructor(factory: Callable[[], Any], seed: int) -> tuple[Any, InitT
         _traces.pop()
 
 
+def construct_again(factory: Callable[[], Any]) -> Any:
+    """Return what ``factory``, which the build that runs has called, makes once more: of its parts that build sees
+    nothing, and they get no values."""
+    with _disable_current_modes():
+        made, _ = trace_constructor(factory, _traces[-1].seed)
+    return made
+
+
 def allocate(
     shape: tuple[int, ...], spec: ParameterSpec, context: ParallelContext, dtype: torch.dtype | None
 ) -> Tensor:

@@ -42,8 +42,9 @@ class HideMeta(TorchFunctionMode):
     ) -> Any:
         if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             return False
-        if func in (Tensor.cpu, Tensor.numpy) and args[0].is_meta and not isinstance(args[0], nn.Parameter):
-            return func(self._trace.value(args[0]), *args[1:], **(kwargs or {}))
+        if func in (Tensor.cpu, Tensor.numpy) and not isinstance(args[0], nn.Parameter):
+            with torch._C.DisableTorchFunction():  # another trace may be around this one, and hide it here, too
+                args = (self._trace.value(args[0]) if args[0].is_meta else args[0], *args[1:])
         return func(*args, **(kwargs or {}))
 
 
@@ -73,7 +74,7 @@ class InitTrace(TorchDispatchMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._seed = seed
+        self.seed = seed
         self._num_seeds_drawn = self._num_ops = 0
         #: by storage
         self._ops_by_key: dict[int, list[_RecordedOp]] = {}
@@ -151,7 +152,7 @@ class InitTrace(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         self._num_seeds_drawn += 1
-        with _TORCH_RNG.preserved(hash_key(self._seed, self._num_seeds_drawn)):
+        with _TORCH_RNG.preserved(hash_key(self.seed, self._num_seeds_drawn)):
             return func(*args, **kwargs)
 
     def _read_now(self, leaf: Any) -> Any:
@@ -205,7 +206,7 @@ class InitTrace(TorchDispatchMode):
         """Run all operations connected with a storage, in the recorded order, so that each sees what it saw then."""
         pending, _ = self._connected(key)
         if pending:
-            seed = self._seeds[key] if key in self._seeds else hash_key(self._seed, "op", min(pending))
+            seed = self._seeds[key] if key in self._seeds else hash_key(self.seed, "op", min(pending))
             with _disable_current_modes(), _TORCH_RNG.preserved(seed), torch.no_grad():
                 for index in sorted(pending):
                     self._run(pending[index])

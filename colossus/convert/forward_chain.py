@@ -28,8 +28,10 @@ _HOW = (
 _PASSED = (Tensor, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def make_chain(model: nn.Module, example: Any, blocks: str | Sequence[str] | None = None) -> None:
-    """Give a model that is not changed ``pipeline_blocks``, by running its forward on the meta device.
+def make_chain(
+    model: nn.Module, example: Any, blocks: str | Sequence[str] | None = None, *, trial: nn.Module | None = None
+) -> None:
+    """Give a model that is not changed ``pipeline_blocks``, by running the forward of one like it on the meta device.
 
     The blocks are the modules of its largest ModuleList or Sequential of one class, each called once and in order;
     the first block is what the forward does before them, the last one what it does after them. Modules keep their
@@ -40,22 +42,25 @@ def make_chain(model: nn.Module, example: Any, blocks: str | Sequence[str] | Non
         model: on the meta device, as in the factory of a model, or with values; its modules may be swapped afterwards.
         example: an input of the model: a tensor, or a dict of its keyword arguments; a small one will do.
         blocks: the name of the list, or the names of the blocks in the order in which they are called.
+        trial: a model like it, which runs, and of which nobody needs to know what that leaves in it; by default the
+            model itself.
 
     Raises:
         ValueError: for a model whose forward is more than a chain over its blocks, with what was found.
     """
     if blocks is None and is_chain(model):
         return
-    with running_on_meta(model, example) as example:
-        seen = _Forward(model, example)
+    trial = model if trial is None else trial
+    with torch.no_grad(), running_on_meta(example) as example:
+        seen = _Forward(trial, example)
         wanted = seen.find_blocks(blocks)
         calls = seen.block_calls(wanted)
         discarded = seen.discarded(wanted)
         owned = seen.parameters(wanted, discarded)
-        used = {id(model.get_parameter(name)) for name in owned[0]}
-        every = model.named_parameters(remove_duplicate=False)
+        used = {id(trial.get_parameter(name)) for name in owned[0]}
+        every = trial.named_parameters(remove_duplicate=False)
         shapes = {name: parameter.shape for name, parameter in every if id(parameter) in used}
-        tried = _Trial(model, calls, discarded, owned, shapes)
+        tried = _Trial(trial, calls, discarded, owned, shapes)
         tried.require_same_output(example, seen.output, wanted[-1])
         buffers = seen.buffers(wanted, tried.needed)
     both = tuple([*names, *of_buffers] for names, of_buffers in zip(owned, buffers, strict=True))

@@ -1,7 +1,8 @@
-"""A forward of a whole model on the meta device, after which the model is as it was."""
+"""Models like one that is being built, and forwards of them on the meta device, before that one is swapped."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,33 +13,83 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from colossus.construct.allocate import construct_again
 from colossus.convert.forward_flow import ForwardFlow, standing_in
 from colossus.convert.forward_parts import call_model
 from colossus.random import GLOBAL_RNG
 
 
+def with_trials(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Callable[[], nn.Module]]:
+    """Return the model that ``factory`` makes in the build that runs, and a function that makes models like it to try.
+
+    A forward may leave anything in a model (tables, hooks, statistics), so each trial runs on one of its own, of which
+    the build sees nothing. It is on the meta device, in training mode as the model of an engine is, and made by a
+    second call of the factory with the same random numbers. Where parameters have values already (they were read from
+    files, or the model was made before) a second call could cost much, or give the same modules: then it is a copy.
+    """
+    state = GLOBAL_RNG.get_state()
+    model = factory()
+
+    def make_trial() -> nn.Module:
+        with GLOBAL_RNG.preserved():
+            GLOBAL_RNG.set_state(state)
+            has_values = any(parameter.device.type != "meta" for parameter in model.parameters())
+            trial = None if has_values else construct_again(factory)
+            if trial is None or {*map(id, trial.modules())} & {*map(id, model.modules())}:
+                trial = _copied_to_meta(model)
+        if _shapes(trial) != _shapes(model):
+            raise ValueError(
+                f"{type(model).__name__}: a second call of its factory gives a model with other parameters. The "
+                f"forward is tried on a model of its own: let the factory make the same model whenever it is called"
+            )
+        if not trial.training:
+            trial.train()
+        return trial
+
+    return model, make_trial
+
+
+def _copied_to_meta(model: nn.Module) -> nn.Module:
+    with _disable_current_modes():
+        memo: dict[int, Any] = {
+            id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            for parameter in model.parameters()
+        }
+        try:
+            return copy.deepcopy(model, memo)
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} cannot be copied, to be tried on the meta device ({error}): make it, without "
+                f"reading weights, in the factory"
+            ) from error
+
+
+def _shapes(model: Any) -> Any:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
 def run_on_meta(
     model: nn.Module, example: Any, calls: Mapping[str, Callable[..., Any]] | None = None
 ) -> tuple[Any, ForwardFlow]:
-    """The output of a model on meta, and what its forward used. A build that runs records nothing of it.
+    """Return the output of a model on meta, and what its forward used. The model is of no use for another trial.
 
     Args:
         example: an input of the model: a tensor, or a dict of its keyword arguments. One on meta is taken for ones.
         calls: name of a module -> what is called in its place.
     """
     flow = ForwardFlow(model)
-    with running_on_meta(model, example) as example, standing_in(model, calls or {}), flow:
+    with torch.no_grad(), running_on_meta(example) as example, standing_in(model, calls or {}), flow:
         return call_model(model, example), flow
 
 
 @contextmanager
-def running_on_meta(model: nn.Module, example: Any) -> Iterator[Any]:
-    """Inside, forwards of a model leave nothing behind: in it, in random numbers, in a build that runs.
+def running_on_meta(example: Any) -> Iterator[Any]:
+    """Inside, forwards of a model leave nothing behind but in it: in random numbers, in a build that runs.
 
     Yields:
         The example, ones in the place of tensors on meta.
     """
-    with _disable_current_modes(), GLOBAL_RNG.preserved(), torch.no_grad(), _attributes_kept(model):
+    with _disable_current_modes(), GLOBAL_RNG.preserved():
         example = tree_map(_with_values, example)
         with _HideDevice():
             yield example
@@ -57,17 +108,3 @@ class _HideDevice(TorchFunctionMode):
 def _with_values(leaf: Any) -> Any:
     is_meta = isinstance(leaf, Tensor) and leaf.device.type == "meta"
     return torch.ones(leaf.shape, dtype=leaf.dtype) if is_meta else leaf
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards, modules have the attributes and buffers that they have now: a forward may keep tables in them."""
-    before = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for attributes, known, buffers in before:
-            attributes.clear()
-            attributes.update(known)
-            attributes["_buffers"].clear()
-            attributes["_buffers"].update(buffers)

@@ -46,16 +46,20 @@ class Pairs:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-def find_pairs(model: nn.Module, example: Any, parallel: ModelParallel, whole: Container[str] = ()) -> Pairs:
-    """The column/row pairs among the linears of a model on meta. Layers of one number or another decide alike.
+def find_pairs(
+    make: Callable[[], nn.Module], example: Any, parallel: ModelParallel, whole: Container[str] = ()
+) -> Pairs:
+    """Return the column/row pairs among the linears of a model. Layers of one number or another decide alike.
 
     Args:
+        make: makes a model on meta, for one run.
         example: an input of the model, with the samples of one rank, as of `run_on_meta`.
         whole: names of linears that are no candidates.
 
     Raises:
         ValueError: for a forward that does not run on meta.
     """
+    model = make()
     linears = {name: module for name, module in model.named_modules() if is_linear(module) and name not in whole}
     reasons = _not_alone(model, linears)
     try:
@@ -65,7 +69,7 @@ def find_pairs(model: nn.Module, example: Any, parallel: ModelParallel, whole: C
             f"{type(model).__name__} does not run on the meta device, so no pairs are found: {_told(error)}"
         ) from error
     while True:
-        trial = _Trial(model, parallel, {name: each for name, each in linears.items() if name not in reasons})
+        trial = _Trial(make(), parallel, [name for name in linears if name not in reasons])
         refused = trial.run(example)
         if not refused:
             return Pairs(trial.roles, trial.shared(), reasons | trial.reasons)
@@ -113,9 +117,10 @@ class _Trial(TorchFunctionMode):
         reasons: name of a linear that was neither -> why.
     """
 
-    def __init__(self, model: nn.Module, parallel: ModelParallel, linears: Mapping[str, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, parallel: ModelParallel, linears: Sequence[str]) -> None:
         super().__init__()
-        self._model, self._parallel, self.linears = model, parallel, linears
+        self._model, self._parallel = model, parallel
+        self.linears = {name: model.get_submodule(name) for name in linears}
         self.roles: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
         self._calls: Counter[str] = Counter()

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from colossus.construct.allocate import is_building
 from colossus.context.parallel_context import current_context
 from colossus.convert.expert_swap import is_experts
 from colossus.convert.forward_chain import make_chain
+from colossus.convert.meta_run import with_trials
 from colossus.convert.pairs import Pairs, find_pairs
 from colossus.convert.swap import COLUMN, EXPERTS, KINDS, ROW, WHOLE, Swap, Swapper, is_linear, weight_shape
 from colossus.layers.linear import Linear, share_input
@@ -71,8 +73,8 @@ def parallelize(
                 "a factory of colossus.parallelize is called while a model is built: pass it to "
                 "colossus.initialize(model=...) or colossus.build(...)"
             )
-        model = factory()
-        return _converted(model, rules or {}, example, blocks) if isinstance(model, nn.Module) else model
+        model, make_trial = with_trials(partial(_without_cache, factory))
+        return _converted(model, make_trial, rules or {}, example, blocks) if isinstance(model, nn.Module) else model
 
     name = getattr(factory, "__name__", type(factory).__name__)
     make.__name__ = make.__qualname__ = name  # as which a config's model is shown
@@ -99,24 +101,34 @@ def conversion_of(model: nn.Module) -> Conversion | None:
     return vars(model).get("_colossus_conversion")
 
 
-def _converted(
-    model: nn.Module, rules: Mapping[str, str], example: Any, blocks: str | Sequence[str] | None
-) -> nn.Module:
-    for module in model.modules():  # what a cache of keys and values would keep, a train step never reads
+def _without_cache(factory: Callable[[], nn.Module]) -> nn.Module:
+    """Return its model. What a cache of keys and values would keep, a train step never reads."""
+    model = factory()
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if getattr(getattr(module, "config", None), "use_cache", False):
             module.config.use_cache = False  # type: ignore[union-attr]
+    return model
+
+
+def _converted(
+    model: nn.Module,
+    make_trial: Callable[[], nn.Module],
+    rules: Mapping[str, str],
+    example: Any,
+    blocks: str | Sequence[str] | None,
+) -> nn.Module:
     context = current_context()
     regions = model_parallel_of(context).regions
     if example is None:  # where samples move between ranks a mask decides what they can do
         example = example_of(model, is_padded=regions.whole.batch != regions.inner.batch)
     if context.size("pipeline") > 1:
-        make_chain(model, example, blocks)  # before modules are swapped: on the meta device they cannot communicate
+        make_chain(model, example, blocks, trial=make_trial())
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     experts = [name for name, module in model.named_modules() if is_experts(module)]
     given = _by_rules(rules, linears, experts)
     found, note = Pairs(), ""
     if context.size("tensor") > 1:
-        found, note = _found_pairs(model, example, linears, given)
+        found, note = _found_pairs(model, make_trial, example, linears, given)
     over_ranks = dict.fromkeys(experts, EXPERTS) if context.grid.expert_axes else {}
     kinds = {**over_ranks, **found.splits, **given}
     swapper = Swapper(model, kinds, found.reasons)
@@ -174,12 +186,18 @@ def _by_rules(rules: Mapping[str, str], linears: Sequence[str], experts: Sequenc
     return kinds
 
 
-def _found_pairs(model: nn.Module, example: Any, linears: Sequence[str], given: Container[str]) -> tuple[Pairs, str]:
+def _found_pairs(
+    model: nn.Module,
+    make_trial: Callable[[], nn.Module],
+    example: Any,
+    linears: Sequence[str],
+    given: Container[str],
+) -> tuple[Pairs, str]:
     """The pairs of a model beside those that are given, and why they are not looked for in a run of it."""
     why = "no example is given, so no pairs are looked for"
     if example is not None:
         try:
-            return find_pairs(model, example, model_parallel_of(current_context()), given), ""
+            return find_pairs(make_trial, example, model_parallel_of(current_context()), given), ""
         except ValueError as error:
             why = str(error)
     kinds, problem = _by_own_plan(model, linears)

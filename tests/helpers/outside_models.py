@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from helpers.user_models.cases import BATCH, Batch, PlainKit, UserModel, draw, integers
 from helpers.user_models.table import Run, twins
+from helpers.user_models.unchanged import unchanged
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import colossus
 from colossus.convert.swap import is_conv1d
 
 STEPS = 5
@@ -54,21 +54,12 @@ def outside(
     """
 
     def register(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        def make(kit: Any) -> nn.Module:
-            if kit is not PlainKit:
-                return colossus.parallelize(build, example=example)()
-            net = build()
-            net.register_forward_pre_hook(_by_keywords, with_kwargs=True)
-            return net
-
-        OUTSIDE[name] = UserModel(name, make, batch, _loss, refused or {}, steps=STEPS, around=Widened)
+        OUTSIDE[name] = unchanged(
+            name, build, batch, _loss, example=example, refused=refused, steps=STEPS, around=Widened
+        )
         return build
 
     return register
-
-
-def _by_keywords(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return ((), args[0]) if isinstance(args[0], dict) else (args, kwargs)
 
 
 def oracle_of(name: str) -> Run:
