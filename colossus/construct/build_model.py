@@ -15,6 +15,7 @@ from colossus.construct.traced_value import TracedValue
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import name_modules_of
 from colossus.layout.parameter import ParameterSpec, made_by_layer, spec_of
+from colossus.layout.parameter_hooks import take_hooks
 from colossus.layout.split_parameter import mark_split
 from colossus.random import GLOBAL_RNG
 
@@ -200,9 +201,7 @@ class _Materializer:
             return tensor
         real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
         vars(real).update(vars(tensor))
-        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # the dicts, by which handles remove them
-            if getattr(tensor, hooks):
-                setattr(real, hooks, getattr(tensor, hooks))
+        take_hooks(real, tensor)
         return mark_split(real)
 
     def _draw_shards(

@@ -1,8 +1,7 @@
-"""Hooks and mode of a module that another takes the place of; which hooks are those of colossus."""
+"""Hooks and mode of a module that another takes the place of."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,10 +19,3 @@ def take_mode_and_hooks(made: nn.Module, module: nn.Module) -> None:
     made.training = module.training
     for hooks, others in zip(hooks_of(made), hooks_of(module), strict=True):
         hooks.update(others)
-
-
-def is_of_colossus(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(home).partition(".")[0] == "colossus"

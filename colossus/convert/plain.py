@@ -15,13 +15,14 @@ from colossus.construct.allocate import trace_constructor
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.convert.layer_table import Row, row_of
-from colossus.convert.module_hooks import hooks_of, is_of_colossus, take_mode_and_hooks
+from colossus.convert.module_hooks import hooks_of, take_mode_and_hooks
 from colossus.layers.checkpointing import is_checkpointed
 from colossus.layers.heads import ReplicatedKV
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import logical_parameters, made_by_layer
+from colossus.layout.parameter_hooks import copy_hooks, is_of_colossus, take_attributes
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
@@ -39,7 +40,7 @@ def plain(engine: Engine, *, everywhere: bool = True) -> nn.Module | None:
     is trained, saved and copied as any module, also after the engine is closed. The state dict has the names and shapes
     of `full_state_dict`; what is tied is one parameter. Dropout keeps its rates (torch draws its masks), each module
     its mode, each parameter its dtype and ``requires_grad``. Activation checkpointing, and the hooks of colossus, are
-    left out; yours stay.
+    left out; yours stay, on modules and on parameters, whose attributes stay, too: of a pipeline those of this stage.
 
     Memory: each rank that gets the model holds all of it, beside its shards; with ``everywhere=False`` that is rank 0
     alone, and the others hold one whole parameter at a time.
@@ -62,7 +63,14 @@ def plain(engine: Engine, *, everywhere: bool = True) -> nn.Module | None:
         copied = _Copy(model, context, stages).make()
         state = full_state_dict(model, context).items() if everywhere else stream_state_dict(model, context)
         _fill(copied, state, stages)  # on other ranks the stream is empty
-    return copied if everywhere or context.is_logging_rank else None
+    if not (everywhere or context.is_logging_rank):
+        return None
+    for logical in logical_parameters(model, keep_ties=True):
+        parameter = copied.get_parameter(logical.name)
+        take_attributes(parameter, logical.parameter)
+        if not logical.shard_name:
+            copy_hooks(parameter, engine.store.computed(logical.parameter), logical.parameter)
+    return copied
 
 
 class _AllStages(NamedTuple):

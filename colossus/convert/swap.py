@@ -20,6 +20,7 @@ from colossus.convert.module_hooks import take_mode_and_hooks
 from colossus.layers.linear import Linear
 from colossus.layers.lm_head import LMHead
 from colossus.layers.routed_experts import RoutedExperts
+from colossus.layout.parameter_hooks import take_attributes, take_hooks, user_hooks
 
 #: what a linear can become: one of a pair, a head that gives its part of the logits, or alone
 COLUMN, ROW, HEAD, WHOLE = LINEARS = ("column", "row", "head", "whole")
@@ -72,6 +73,8 @@ def why_not_its_class(module: nn.Module) -> str:
     """Why a module with a weight is not what its class says; empty where it is."""
     if "forward" in vars(module) or module._modules or not {*module._parameters} <= {"weight", "bias"}:
         return "its forward was replaced, or it holds more than its class does"
+    if is_conv1d(module) and user_hooks(module.weight):  # type: ignore[arg-type]
+        return "a hook on its weight takes a gradient of [in, out], and a layer of colossus has [out, in]"
     return ""
 
 
@@ -135,6 +138,8 @@ class Swapper:
             if parameter is not None:
                 new = self._parameters.setdefault(id(parameter), getattr(made, leaf))
                 setattr(made, leaf, new.requires_grad_(parameter.requires_grad))
+                take_attributes(new, parameter)
+                take_hooks(new, parameter)
         take_mode_and_hooks(made, module)
         vars(made).update({key: value for key, value in vars(module).items() if key not in vars(made)})
         self._made[id(module)] = made

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.error_place import located_error
 from colossus.layout.parameter import attach, spec_of
+from colossus.layout.parameter_hooks import guard_hooks, guarded
 
 Function = Callable[..., Any]
 
@@ -61,6 +62,14 @@ class SplitParameter(nn.Parameter):
             else super().__repr__()
         )
 
+    def register_hook(self, hook: Function) -> Any:
+        """Register a hook on what this rank has of the gradient (`PartHook`)."""
+        return super().register_hook(guarded(hook, self))
+
+    def register_post_accumulate_grad_hook(self, hook: Function) -> Any:
+        """Register a hook on the parameter with what this rank has of the gradient (`PartHook`)."""
+        return super().register_post_accumulate_grad_hook(guarded(hook, self))
+
     @classmethod
     def __torch_function__(
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -101,6 +110,7 @@ def mark_split(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter itself, as a `SplitParameter` if its spec says that this rank holds a shard of it."""
     if spec_of(parameter).layout.shard_axes:
         parameter.__class__ = SplitParameter
+        guard_hooks(parameter)
     return parameter
 
 

@@ -15,6 +15,7 @@ from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.gradients.bucket_sum import FlatSum, TwoLevelSum
 from colossus.layout.parameter import spec_of
+from colossus.layout.parameter_hooks import user_hooks
 from colossus.rows.row_gradient import RowGradient
 from colossus.rows.row_rules import Features
 from colossus.tensor_parallel.dtypes import gradient_dtype
@@ -72,7 +73,16 @@ class Table:
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget gradients, and the rows that were fetched."""
+        """Forget gradients, and the rows that were fetched.
+
+        Raises:
+            ValueError: for a hook on the parameter.
+        """
+        if user_hooks(self.param):
+            raise ValueError(
+                f"{self.name} has sparse=True and a hook, but its gradient is of the rows that were looked up, which "
+                f"no hook gets: leave sparse out"
+            )
         self._parts, self._sum = [], None
         self.way.begin()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from colossus.comm.autograd import is_recorded
 from colossus.comm.pending import Pending, Ready
 from colossus.context.precision import Precision
+from colossus.layout.parameter_hooks import user_hooks
 from colossus.tensor_parallel.dtypes import gradient_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, reduce_wgrad, run
 
@@ -37,7 +38,7 @@ class WgradDeferral:
 
     def takes(self, weight: Tensor) -> bool:
         """Whether wgrad of this weight is left for later. Not with hooks on it: they belong to the usual backward."""
-        return self.is_active and not weight._backward_hooks
+        return self.is_active and not user_hooks(weight)
 
     @contextmanager
     def deferred(self) -> Iterator[list[Callable[[], None]]]:
@@ -147,7 +148,7 @@ class GatheredWeights:
         The sum over ranks is taken in the precision's dtype of reduction.
         """
         # hooks on the weight are called at each backward; a compiler is not to ask for one weight, of one layer
-        if is_recorded() or id(weight) not in self._held or weight._backward_hooks:
+        if is_recorded() or id(weight) not in self._held or user_hooks(weight):
             return reduce_wgrad(weight, gradient, plan, self._precision)
         held = self._held[id(weight)]
         gradient = gradient.to(gradient_dtype(weight))

@@ -18,6 +18,7 @@ from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.layout.parameter import spec_of
+from colossus.layout.parameter_hooks import POST_ACCUMULATE, user_hooks
 from colossus.layout.split_parameter import as_shards
 from colossus.rows.row_gradient import row_source
 from colossus.tensor_parallel.gathered_weights import GatheredWeights, run_grad_hooks
@@ -73,6 +74,10 @@ class ParameterStore:
         """As what a parameter that compute sees is stored."""
         return self._stored_as.get(param, param)
 
+    def computed(self, stored: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that compute sees of a stored one."""
+        return next((param for param, other in self._stored_as.items() if other is stored), stored)
+
     def summed(self, param: nn.Parameter) -> nn.Parameter:
         """What has the gradient of `stored`, on the device of compute, until `accept_gradients`."""
         return self._summed_as.get(param, param)
@@ -110,6 +115,12 @@ class ParameterStore:
         is_transient = stage == 3 and self.weights.scope != "step"
         for modules, held in in_buckets(blocks, 0 if is_transient else SLOT_BYTES):
             block = ShardedBlock(held, group_of, context, self.weights.scope, stage, offload)
+            if is_transient and (hooked := [param for param in block.params if user_hooks(param, POST_ACCUMULATE)]):
+                raise ValueError(
+                    f"{spec_of(hooked[0]).name} has a hook of register_post_accumulate_grad_hook, which gets the sum "
+                    f"of a step's microbatches, but parallel.zero = 3 reduces the gradient of each and frees it: use "
+                    f"register_hook, or parallel.zero = 2 or less"
+                )
             for module in modules if is_transient else ():
                 run_around(module, block, self.runs)
             self.blocks.append(block)
