@@ -198,6 +198,9 @@ class Train(Section):
     eval_batch_size: Count | None = None
     #: a smaller batch at the beginning of the run, dict(start=, steps=, increment=)
     batch_ramp: BatchRamp | None = None
+    #: samples of a microbatch look at each other (`colossus.layers.gather_samples`), or change buffers: microbatches,
+    #: and batches of an evaluation, then have the same samples under every plan
+    samples_interact: bool = False
     #: dict(steps=(10, 13), ranks=(0,)): where the time of these steps goes; None does not look
     profile: Profile | None = None
     #: algorithms of torch that give the same bits each time; an operation that has none is refused, some are slower

@@ -134,7 +134,7 @@ class Engine:
                 "no step can be trained inside of averaged(), strategy.evaluation() or export(), where parameters are "
                 "an average: leave that block first"
             )
-        if self.config.train.batch_ramp is not None:
+        if self.config.train.batch_ramp is not None or self.config.train.samples_interact:
             self._require_size(batch)
         step_batch = self.inputs.split(batch, self.pipeline.microbatches_at(self.completed_steps))
         self._begin_run()
@@ -177,8 +177,9 @@ class Engine:
     def _require_size(self, batch: Any) -> None:
         data, samples = self.context.size("data"), self._sizes.at(self.completed_steps)
         if (size := batch_size_of(batch)) * data != samples:
+            key = "batch_ramp" if self.config.train.batch_ramp is not None else "samples_interact"
             raise ValueError(
-                f"train.batch_ramp: step {self.completed_steps + 1} takes {samples} samples = data {data} x "
+                f"train.{key}: step {self.completed_steps + 1} takes {samples} samples = data {data} x "
                 f"{samples // data}, but this data rank's batch has {size}: take batches from engine.loader"
             )
 
@@ -252,7 +253,8 @@ class Engine:
         metrics = self._stages.metrics
         sums = torch.zeros(1 + len(metrics.names), 2, dtype=torch.float64, device=self.device)
         try:
-            batches = [*self.inputs.split_evenly(batch, most)]
+            interact = self._parallel.samples_interact
+            batches = self.inputs.in_one(batch) if interact else [*self.inputs.split_evenly(batch, most)]
             if spread.size > 1:
                 count = torch.tensor(len(batches), device=self.device)
                 missing = int(collectives.all_reduce(count, spread, op="max").wait()) - len(batches)

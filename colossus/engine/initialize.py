@@ -113,7 +113,9 @@ def make_engine(
             loaders = loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
         pipeline = PipelineRuntime(config, context)
         strategy = STRATEGIES.build(config.parallel.data_strategy)
-        model_parallel_of(context).replicas_differ = not strategy.exact
+        parallel = model_parallel_of(context)
+        parallel.replicas_differ = not strategy.exact
+        parallel.samples_interact = parallel.interleaves_microbatches = config.train.samples_interact
         module, whole = _build_model(config, context, model, strategy, pipeline, optimizer is not None)
         loss = loss_of(module, loss_fn)
         store = _store_parameters(config, context, module, strategy, pipeline, loaders)
@@ -124,7 +126,7 @@ def make_engine(
         step = OptimizerStep(config, module, updates, store, strategy, Routers(whole.routers, module, strategy))
         inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
         stages = ModelStages(context, module, pipeline, store, strategy, inputs, loss)
-        executor = pipeline.make_executor(stages, model_parallel_of(context), stages.observers)
+        executor = pipeline.make_executor(stages, parallel, stages.observers)
         run = Run(config, context, module, updates, store, strategy, step.watch, step.loss_scaler, loaders)
         rules = () if whole.groups is None else whole.groups.met
         return Engine(run, step, pipeline, stages, executor, inputs, whole.num_parameters, closing.pop_all(), rules)

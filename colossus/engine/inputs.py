@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import (
     batch_size_of,
@@ -105,6 +106,22 @@ class Inputs:
             num_samples = (stop - start) * times // ways
             most = next(n for n in range(max_microbatches, 0, -1) if num_samples % n == 0)
             yield self.split(repeat_batch(part, times), most), times
+
+    def in_one(self, batch: Any) -> list[tuple[StepBatch, float]]:
+        """A batch of an evaluation in which samples look at each other, as one microbatch (none without samples), as
+        `split_evenly` gives them. Collective over data.
+
+        Raises:
+            ValueError: on all data ranks, when they have different numbers of samples, or these do not divide.
+        """
+        sizes = all_gather_object(batch_size_of(batch), self._context.group("data"))
+        if min(sizes) < max(sizes) or sizes[0] % self._ways:
+            raise ValueError(
+                f"train.samples_interact: an evaluation needs as many samples on each data rank, which divide by "
+                f"{self._ways}, but a batch has {sizes}: choose train.eval_batch_size, train.eval_batches and the "
+                f"number of validation samples so that no batch is smaller"
+            )
+        return [(self.split(batch, 1), 1.0)] if sizes[0] else []
 
     def local(self, microbatch: Any) -> Any:
         """The samples and tokens of a microbatch that this rank's model takes, in the precision of the run.

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from colossus.layers.patch import PatchEmbedding as PatchEmbedding
     from colossus.layers.pipeline_block import PipelineBlock as PipelineBlock
     from colossus.layers.pipeline_block import run_blocks as run_blocks
+    from colossus.layers.samples import gather_samples as gather_samples
+    from colossus.layers.samples import mean_over_samples as mean_over_samples
     from colossus.sharded_tensor.regions import local as local
     from colossus.sharded_tensor.regions import to_whole as to_whole
     from colossus.sharded_tensor.tensor import ShardedTensor as ShardedTensor
@@ -58,6 +60,7 @@ _MODULES = {
     "norm": ("LayerNorm", "RMSNorm"),
     "patch": ("ClassToken", "PatchEmbedding"),
     "pipeline_block": ("PipelineBlock", "run_blocks"),
+    "samples": ("gather_samples", "mean_over_samples"),
     ".sharded_tensor.regions": ("local", "to_whole"),
     ".sharded_tensor.tensor": ("ShardedTensor",),
     ".sparse.embedding_bag": ("EmbeddingBag",),

@@ -112,10 +112,8 @@ class _BatchNorm(Layer):
         return x
 
     def _group(self) -> AxisGroup:
-        axes = self.parallel.regions.whole.batch
-        if not self.training or self.parallel.replicas_differ:
-            axes = tuple(axis for axis in axes if axis not in self.context.grid.axes("data"))
-        return self.context.group(axes)
+        data = () if self.training else self.context.grid.axes("data")
+        return self.context.group(tuple(axis for axis in self.parallel.sample_axes if axis not in data))
 
     def _count(self) -> float:
         """Count a batch; the weight of its statistics in the running ones, without a momentum one over the count."""

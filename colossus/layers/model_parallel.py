@@ -73,6 +73,7 @@ class ModelParallel:
         replicas_differ: data ranks train parameters of their own: no layer exchanges anything with other data ranks.
         interleaves_microbatches: a layer mixes the samples of a microbatch, so that these must be the same under any
             number of data ranks (`colossus.data.batch.split_microbatches`).
+        samples_interact: as of ``train``.
         rotary_tables: by kind, dtype and device, what `colossus.layers.rotary.Rotary` has computed.
         whole_placement: of plain tensors.
     """
@@ -86,6 +87,7 @@ class ModelParallel:
     batch_info: BatchInfo = BatchInfo()
     replicas_differ: bool = False
     interleaves_microbatches: bool = False
+    samples_interact: bool = False
     rotary_tables: dict[tuple[str, torch.dtype, torch.device], RotaryTable] = field(default_factory=dict)
     whole_placement: Placement = field(init=False)
 
@@ -108,6 +110,14 @@ class ModelParallel:
     @property
     def sizes(self) -> Mapping[str, int]:
         return self.context.grid.sizes
+
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """The axes that split the samples of a microbatch, outermost first: data, and those of 2D, 2.5D and 3D.
+        Replicas with parameters of their own have samples of their own, too."""
+        axes = self.regions.whole.batch
+        own = self.context.grid.axes("data") if self.replicas_differ else ()
+        return tuple(axis for axis in axes if axis not in own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallel:
         return self

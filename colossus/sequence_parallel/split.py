@@ -65,6 +65,11 @@ class SequenceSplit:
                 self._positions[key] = torch.as_tensor(shard, device=device)
         return self._positions[key]
 
+    def order(self, num_local: int, device: torch.device) -> Tensor:
+        """Where each token of the sequence is among those of all ranks, put together rank by rank."""
+        count = self.num_shards
+        return torch.cat([self.positions(num_local, index, count, device) for index in range(count)]).argsort()
+
     def local_shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of sequences, which must divide: [.., tokens, ..] -> [.., tokens / num_shards, ..]."""
         num_tokens = x.shape[dim]

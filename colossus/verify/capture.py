@@ -149,10 +149,8 @@ class ForwardCapture(StepObserver):
         yield x
         if self._sequence is None:
             return
-        count = self._sequence.num_shards
-        num_local = self._sequence.padded_length(self._num_tokens) // count
-        positions = [self._sequence.positions(num_local, index, count, x.device) for index in range(count)]
-        order = torch.cat(positions).argsort()[: self._num_tokens]
+        num_local = self._sequence.padded_length(self._num_tokens) // self._sequence.num_shards
+        order = self._sequence.order(num_local, x.device)[: self._num_tokens]
         group = self._context.group(self._sequence.axes)
         for dim in range(1, x.dim()):
             if x.shape[dim] == num_local:

@@ -123,12 +123,14 @@ class Verdict:
         differing: findings beyond the tolerance of the first kind, in the first step, that has any; in order.
         before: name of what was compared last before the first of them.
         num_left_out: elements of weights that were not compared, on the rank that has most of them.
+        num_shards: parts into which ranks split the samples of a batch.
     """
 
     agreements: dict[str, Agreement]
     differing: list[Finding]
     before: str
     num_left_out: int
+    num_shards: int = 1
 
 
 def read(folder: Path, num_ranks: int, steps: int, tolerance: float) -> Verdict:
@@ -150,7 +152,8 @@ def read(folder: Path, num_ranks: int, steps: int, tolerance: float) -> Verdict:
     findings.sort(key=lambda each: (each.step, order.index(each.kind), each.place, each.rank))
     # not "greater than": a difference that is not a number must not pass
     first = next((each for each in findings if not each.relative <= tolerance), None)
-    verdict = Verdict({}, [], "", max(rank["left_out"] for rank in ranks))
+    num_shards = len({rank["batch_shard"] for rank in ranks})
+    verdict = Verdict({}, [], "", max(rank["left_out"] for rank in ranks), num_shards)
     for each in findings:
         if first is None or (each.step, each.kind) != (first.step, first.kind):
             if verdict.differing:
@@ -176,14 +179,14 @@ def _samples(ranks: Sequence[Mapping[str, Any]], expected: Sequence[str], step: 
 def render(verdict: Verdict, config: Config, grid: RankGrid, steps: int, tolerance: float) -> str:
     """The whole report."""
     if verdict.differing:
-        lines = _difference(verdict, grid, tolerance)
+        lines = _difference(verdict, config, grid, tolerance)
     else:
         number = f"{steps} step{'' if steps == 1 else 's'}"
         lines = [f"AGREE: {describe_plan(config)} follows one process over {number}, tolerance {tolerance:g}"]
     return "\n".join([*lines, "", *table(verdict)])
 
 
-def _difference(verdict: Verdict, grid: RankGrid, tolerance: float) -> list[str]:
+def _difference(verdict: Verdict, config: Config, grid: RankGrid, tolerance: float) -> list[str]:
     first = verdict.differing[0]
     same = [each for each in verdict.differing if each.name == first.name]
     when = f"at step {first.step}" if first.step else "from the start"
@@ -208,6 +211,13 @@ def _difference(verdict: Verdict, grid: RankGrid, tolerance: float) -> list[str]
                 "  a rank has a part of the tokens of each sequence: what looks at several of them (a mean, a shift, "
                 "an index, positions from arange, an attention of one's own) is wrong on it"
             )
+    splits_samples = verdict.num_shards > 1 or config.schedule.microbatches > 1
+    if splits_samples and first.kind in ("output", "loss", "gradient", "weight"):
+        lines.append(
+            "  the samples of a batch are split over ranks or microbatches: what looks at several of them (a loss of "
+            "pairs, a mean over the batch, a buffer that follows them) differs, unless it is computed by "
+            "colossus.layers.gather_samples or mean_over_samples, with train.samples_interact=True"
+        )
     others = list(dict.fromkeys(each.name for each in verdict.differing if each.name != first.name))
     if others:
         lines.append(f"  then also: {_listed(others)}")

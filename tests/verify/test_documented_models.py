@@ -29,8 +29,8 @@ CALLS = {
     ("weights-and-hooks.md", "Changed"): "example(x)",
     ("weights-and-hooks.md", "Recomputed"): "example(x)",
 }
-#: what is no model by itself
-PARTS = {("weights-and-hooks.md", "Adapter")}
+#: what is no model by itself, and what is compared with plain torch by tests/layers/test_samples.py
+PARTS = {("weights-and-hooks.md", "Adapter"), ("other-samples.md", "Contrastive")}
 MODEL = """
 class Examples(nn.Module):
     def __init__(self):
