@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from colossus.construct.init_trace import HideMeta, InitTrace
+from colossus.construct.hide_meta import HideMeta
+from colossus.construct.init_trace import InitTrace
 from colossus.construct.traced_value import TracedValue
 from colossus.context.parallel_context import ParallelContext
 from colossus.error_place import located_error
@@ -27,6 +28,18 @@ def is_building() -> bool:
 def value_of(tensor: Tensor, *, is_transposed: bool = False) -> TracedValue:
     """Of a parameter that the build which runs has made: what its constructor gave it, as values of another's."""
     return TracedValue(_traces[-1], tensor, is_transposed=is_transposed)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor is not on meta, which a build that runs hides."""
+    with torch._C.DisableTorchFunction():
+        return not tensor.is_meta
+
+
+def real_value(tensor: Tensor) -> Tensor:
+    """Return a tensor with its values: what a build that runs has recorded of it runs now."""
+    with torch._C.DisableTorchFunction():
+        return _traces[-1].value(tensor) if _traces else tensor
 
 
 def trace_constructor(factory: Callable[[], Any], seed: int) -> tuple[Any, InitTrace]:

@@ -11,7 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from colossus.construct import allocate
 from colossus.construct.init_trace import InitTrace
-from colossus.construct.traced_value import TracedValue
+from colossus.construct.overlaps import check_overlaps
+from colossus.construct.traced_value import traced_shards
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.error_place import name_modules_of
 from colossus.layout.parameter import ParameterSpec, made_by_layer, spec_of
@@ -77,6 +78,7 @@ def build(
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model factory returned a {type(model).__name__}, not a torch.nn.Module")
     _name_parts(model)
+    check_overlaps(model, trace)
     materializer = _Materializer(trace, context, dtype, wide_dtype or dtype, draw=draw)
     if prepare is not None or materialize:
         replace_tensors(model, materializer.fix_seed)
@@ -185,18 +187,18 @@ class _Materializer:
         """Give a recorded tensor the seed that it has in the whole model."""
         if tensor.is_meta and not made_by_layer(tensor):
             self.trace.fix_seed(tensor, self.context.rng.key("init", _join(path, leaf)))
-        for shard in _traced(tensor):
+        for shard in traced_shards(tensor):
             shard.init.fix_seed(self.context.rng.key("init", _join(path, shard.name, leaf)))
         return tensor
 
     def materialize(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            return self._cast(self._traced_value(tensor), self.wide_dtype)
+            return self._cast(self.trace.value(tensor), self.wide_dtype)
         spec, dtype = spec_of(tensor), self.wide_dtype if id(tensor) in self._wide else self.dtype
         if tensor.is_meta and not spec.is_plain:
             value = self._draw_shards(tensor, path, leaf, spec, dtype)
         else:
-            value = self._cast(self._rows_to_store(self._traced_value(tensor), spec), dtype)
+            value = self._cast(self._rows_to_store(self.trace.value(tensor), spec), dtype)
         if value is tensor:
             return tensor
         real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
@@ -223,7 +225,7 @@ class _Materializer:
             drawn = allocate.draw(spec, shape, self.context, key_of=key_of, dtype=dtype, device=self.context.device)
         else:
             drawn = torch.zeros(shape, dtype=dtype, device=self.context.device)
-        for shard in _traced(tensor):
+        for shard in traced_shards(tensor):
             shard.init.release()
         return drawn
 
@@ -239,17 +241,8 @@ class _Materializer:
             at += stop - start
         return out
 
-    def _traced_value(self, tensor: Tensor) -> Tensor:
-        return self.trace.value(tensor) if tensor.is_meta else tensor
-
     def _cast(self, value: Tensor, dtype: torch.dtype | None) -> Tensor:
         return value.to(self.context.device, dtype if value.is_floating_point() else None)
-
-
-def _traced(tensor: Tensor) -> list[Any]:
-    """The shards of a parameter whose values are those that a constructor gave to another tensor."""
-    shards = spec_of(tensor).shards if made_by_layer(tensor) else ()
-    return [shard for shard in shards if isinstance(shard.init, TracedValue)]
 
 
 def _join(*parts: str) -> str:

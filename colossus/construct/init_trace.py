@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -26,26 +25,8 @@ from colossus.random import GlobalRng, hash_key
 
 _aten = torch.ops.aten
 _TORCH_RNG = GlobalRng(torch_only=True)
-_CPU, _META = torch.device("cpu"), torch.device("meta")
+CPU, META = torch.device("cpu"), torch.device("meta")
 _TORCHS = torch.default_generator
-
-
-class HideMeta(TorchFunctionMode):
-    """Hides from a constructor that its tensors are on meta, where some of `torch.nn.init` would do nothing."""
-
-    def __init__(self, trace: InitTrace) -> None:
-        super().__init__()
-        self._trace = trace
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
-            return False
-        if func in (Tensor.cpu, Tensor.numpy) and not isinstance(args[0], nn.Parameter):
-            with torch._C.DisableTorchFunction():  # another trace may be around this one, and hide it here, too
-                args = (self._trace.value(args[0]) if args[0].is_meta else args[0], *args[1:])
-        return func(*args, **(kwargs or {}))
 
 
 class _RecordedOp:
@@ -80,6 +61,7 @@ class InitTrace(TorchDispatchMode):
         self._ops_by_key: dict[int, list[_RecordedOp]] = {}
         self._values: dict[int, torch.UntypedStorage] = {}
         self._seeds: dict[int, int] = {}
+        self._kept: set[int] = set()
         self._sharded: dict[int, ParameterSpec] = {}
         #: of storages with values (torch.load makes tensors of them) those on meta that stand for them
         self._stand_ins: dict[int, torch.UntypedStorage] = {}
@@ -93,8 +75,9 @@ class InitTrace(TorchDispatchMode):
 
     def mark_sharded(self, buffer: Tensor, spec: ParameterSpec) -> None:
         """This buffer is drawn from its spec: operations that write to it raise."""
-        self._sharded[_key(buffer)] = spec
-        self._alive.append(buffer.untyped_storage())
+        with torch._C.DisableTorchFunction():
+            self._sharded[_key(buffer)] = spec
+            self._alive.append(buffer.untyped_storage())
 
     def is_sharded(self, buffer: Tensor) -> bool:
         return _key(buffer) in self._sharded
@@ -121,7 +104,7 @@ class InitTrace(TorchDispatchMode):
             return self._run_now(func, args, kwargs, written)
         meta_args, meta_kwargs = tree_map(self._as_meta, (args, kwargs))
         if makes_tensor:
-            meta_kwargs["device"] = _META
+            meta_kwargs["device"] = META
         if "generator" in meta_kwargs:
             meta_kwargs["generator"] = None
         op = _RecordedOp(func, args, kwargs, self._num_ops)
@@ -140,9 +123,9 @@ class InitTrace(TorchDispatchMode):
         return out
 
     def _as_meta(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.UntypedStorage) and leaf.device != _META:
+        if isinstance(leaf, torch.UntypedStorage) and leaf.device != META:
             self._alive.append(leaf)
-            return self._stand_ins.setdefault(leaf._cdata, torch.UntypedStorage(leaf.nbytes(), device=_META))
+            return self._stand_ins.setdefault(leaf._cdata, torch.UntypedStorage(leaf.nbytes(), device=META))
         return leaf.to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.dim() > 0 else leaf
 
     def _run_now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
@@ -156,9 +139,9 @@ class InitTrace(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _read_now(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_meta:
+        if isinstance(leaf, Tensor):
             return self.value(leaf)
-        return _CPU if isinstance(leaf, torch.device) and leaf == _META else leaf
+        return CPU if isinstance(leaf, torch.device) and leaf == META else leaf
 
     # -- values -------------------------------------------------------------------------------------------
 
@@ -170,14 +153,40 @@ class InitTrace(TorchDispatchMode):
             self._seeds.update(dict.fromkeys(connected, seed))
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The real value of a recorded meta tensor. It shares memory with whatever it shared it with when recorded."""
-        self._run_connected(_key(tensor))
+        """The real value of a recorded meta tensor. It shares memory with whatever it shared it with when recorded.
+
+        Of a tensor with values it is the tensor, once all that is recorded of its memory has run.
+        """
+        if tensor.is_meta:
+            self._run_connected(_key(tensor))
+        elif self._stand_ins and torch._C._has_storage(tensor) and _key(tensor) in self._stand_ins:
+            self._run_connected(self._stand_ins[_key(tensor)]._cdata)
         with _disable_current_modes(), torch.no_grad():
             return self._to_real(tensor)
 
+    def beside(self, tensor: Tensor, other: Tensor) -> Tensor:
+        """Return ``other`` on the device of ``tensor``, meta or not, in the same memory (for ``tensor.data = other``)."""
+        if tensor.is_meta == other.is_meta:
+            return other
+        if other.is_meta:
+            real = self.value(other)
+            self._stand_ins[_key(real)] = other.untyped_storage()
+            self._alive += [real.untyped_storage(), other.untyped_storage()]
+            return real
+        with _disable_current_modes():
+            storage = self._as_meta(other.untyped_storage())
+            self._values[storage._cdata] = other.untyped_storage()
+            out = torch.empty(0, dtype=other.dtype, device=META)
+            return out.set_(storage, other.storage_offset(), other.size(), other.stride())
+
+    def keep(self, tensor: Tensor) -> None:
+        """Do not `forget` the value of a recorded meta tensor: other parameters are parts of the same memory."""
+        self._kept.add(_key(tensor))
+
     def forget(self, tensor: Tensor) -> None:
         """Free the value of a recorded meta tensor that nobody will ask for again."""
-        self._values.pop(_key(tensor), None)
+        if _key(tensor) not in self._kept:
+            self._values.pop(_key(tensor), None)
 
     def require_nothing_hidden(self) -> None:
         """That every tensor of the constructor has its values now: a product with a meta tensor gives any numbers.
@@ -239,7 +248,7 @@ class InitTrace(TorchDispatchMode):
 
     def _to_real(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
-            return _CPU if isinstance(leaf, torch.device) else leaf
+            return CPU if isinstance(leaf, torch.device) else leaf
         if self.is_sharded(leaf):
             raise located_error(
                 f"the values of a {self._sharded[_key(leaf)].description} are used while the model is built (copied, "
@@ -281,7 +290,7 @@ def _needs_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
         return True
     # a parameter stays: Module.to(device) in a constructor has no effect but that of the final device
     device = kwargs.get("device") if func is _aten._to_copy.default else None
-    return device is not None and torch.device(device) != _META and not isinstance(args[0], nn.Parameter)
+    return device is not None and torch.device(device) != META and not isinstance(args[0], nn.Parameter)
 
 
 def tensors_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:

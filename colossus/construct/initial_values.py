@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from colossus.construct.allocate import real_value
 from colossus.layout.layout import Box
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -131,8 +132,8 @@ class Values:
     values: torch.Tensor | np.ndarray[Any, Any]
 
     def __post_init__(self) -> None:
-        if isinstance(self.values, torch.Tensor):  # in a constructor, what is recorded of it runs now
-            object.__setattr__(self, "values", self.values.cpu())
+        if isinstance(self.values, torch.Tensor):
+            object.__setattr__(self, "values", real_value(self.values).cpu())
 
     def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> Array:
         if tuple(self.values.shape) != shape:

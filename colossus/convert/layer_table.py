@@ -63,6 +63,8 @@ class Row:
     def arguments_of_torch(self, module: nn.Module) -> dict[str, Any]:
         """What the constructor of ours takes for a layer that computes what a module of torch does."""
         given = {name: getattr(module, self.renamed.get(name, name)) for name in self.arguments}
+        if "num_embeddings" in given:  # a constructor may have cut or grown the weight alone
+            given["num_embeddings"], given["embedding_dim"] = module._parameters["weight"].shape  # type: ignore[union-attr]
         return given | {name: module._parameters.get(leaf) is not None for name, leaf in self.present.items()}
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from colossus.construct.allocate import construct_again
+from colossus.construct.allocate import construct_again, has_values
 from colossus.convert.forward_flow import ForwardFlow, standing_in
 from colossus.convert.forward_parts import call_model
 from colossus.random import GLOBAL_RNG
@@ -33,8 +33,7 @@ def with_trials(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Callable[[
     def make_trial() -> nn.Module:
         with GLOBAL_RNG.preserved():
             GLOBAL_RNG.set_state(state)
-            has_values = any(parameter.device.type != "meta" for parameter in model.parameters())
-            trial = None if has_values else construct_again(factory)
+            trial = None if any(map(has_values, model.parameters())) else construct_again(factory)
             if trial is None or {*map(id, trial.modules())} & {*map(id, model.modules())}:
                 trial = _copied_to_meta(model)
         if _shapes(trial) != _shapes(model):
