@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -193,12 +192,12 @@ class _Materializer:
 
     def materialize(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            return self._cast(self.trace.value(tensor), self.wide_dtype)
+            return self._cast(self._traced_value(tensor), self.wide_dtype)
         spec, dtype = spec_of(tensor), self.wide_dtype if id(tensor) in self._wide else self.dtype
         if tensor.is_meta and not spec.is_plain:
             value = self._draw_shards(tensor, path, leaf, spec, dtype)
         else:
-            value = self._cast(self._rows_to_store(self.trace.value(tensor), spec), dtype)
+            value = self._cast(self._rows_to_store(self._traced_value(tensor), spec), dtype)
         if value is tensor:
             return tensor
         real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
@@ -240,6 +239,9 @@ class _Materializer:
             out[at : at + stop - start] = whole[start:stop]
             at += stop - start
         return out
+
+    def _traced_value(self, tensor: Tensor) -> Tensor:
+        return self.trace.value(tensor)
 
     def _cast(self, value: Tensor, dtype: torch.dtype | None) -> Tensor:
         return value.to(self.context.device, dtype if value.is_floating_point() else None)

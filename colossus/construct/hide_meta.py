@@ -16,7 +16,7 @@ from colossus.construct.init_trace import CPU, META, InitTrace
 _PROPERTIES: dict[Any, Any] = {
     Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
-    Tensor.device.__get__: CPU,  # type: ignore[attr-defined]
+    Tensor.device.__get__: CPU,
 }
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 #: functions that look into the memory of a tensor without an operator

@@ -165,7 +165,7 @@ class InitTrace(TorchDispatchMode):
             return self._to_real(tensor)
 
     def beside(self, tensor: Tensor, other: Tensor) -> Tensor:
-        """Return ``other`` on the device of ``tensor``, meta or not, in the same memory (for ``tensor.data = other``)."""
+        """Return ``other`` on the device of ``tensor``, meta or not, in its own memory: for ``tensor.data = other``."""
         if tensor.is_meta == other.is_meta:
             return other
         if other.is_meta:
