@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 import pytest
 from helpers.outside_models import OUTSIDE, oracle_of
-from helpers.user_models.table import fill
+from helpers.user_models.table import PLANS, fill
 
-#: by default: most plans with some models, most models under some plan
+#: by default: most plans with some models, most kinds of models under some plan
 SOME = {
     "data 2": ("x-transformers decoder",),
     "data 2 expert 2": ("Mixtral",),
@@ -19,15 +19,22 @@ SOME = {
     "2d 4": ("Llama",),
     "pipeline 2 1f1b": ("BERT", "T5"),
 }
-PLANS = (*SOME, "1d 4", "2.5d 8", "3d 8")
-TIMM = ("timm ViT", "timm MLP-Mixer")
+#: with all models
+ALL = ("data 2", "data 2 zero 3", "1d 2", "2d 4", "3d 8", "pipeline 2 1f1b")
+#: with these
+MORE = {
+    "data 2 expert 2": ("Mixtral", "Qwen3-MoE"),
+    "1d 4": ("GPT-2", "Llama", "Llama, padded", "Qwen3-MoE", "T5", "ViT", "x-transformers decoder"),
+    "2.5d 8": ("GPT-2", "Llama", "Llama, padded", "Qwen3-MoE", "T5", "ViT", "x-transformers decoder"),
+}
 
 
 oracle = cache(oracle_of)
 
 
 def require(names: Sequence[str], plan: str) -> None:
-    runs = {name: oracle(name) for name in names}
+    microbatches = PLANS[plan].schedule.get("microbatches", 1)
+    runs = {name: oracle(name, microbatches if OUTSIDE[name].has_batch_norm else 1) for name in names}
     wrong = [cell for cell in fill([OUTSIDE[name] for name in names], [plan], runs) if not cell.holds]
     assert not wrong, "\n".join(f"{cell.model} under {cell.plan}: {cell.outcome}: {cell.words}" for cell in wrong)
 
@@ -40,10 +47,16 @@ def test_some_models(plan: str) -> None:
 
 @pytest.mark.skipif(find_spec("timm") is None, reason="scripts/test installs timm")
 def test_a_model_of_timm() -> None:
-    require(TIMM[1:], "1d 2")
+    require(["timm MLP-Mixer"], "1d 2")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ALL)
 def test_all_models(plan: str) -> None:
-    require([name for name in OUTSIDE if name not in TIMM or find_spec("timm")], plan)
+    require(list(OUTSIDE), plan)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", MORE)
+def test_more_plans(plan: str) -> None:
+    require(MORE[plan], plan)

@@ -82,6 +82,7 @@ class UserModel:
         differs: plan, or the beginning of its name -> why its numbers are others by design, as the documents say.
         steps: for which it is trained.
         around: makes a context for its steps, here and in plain torch.
+        has_batch_norm: its numbers are those of plain torch with as many microbatches.
     """
 
     name: str
@@ -92,6 +93,7 @@ class UserModel:
     differs: Mapping[str, str] = field(default_factory=dict)
     steps: int = 2
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    has_batch_norm: bool = False
 
     def refusal_under(self, plan: str) -> str | None:
         return _of_longest(self.refused, plan)

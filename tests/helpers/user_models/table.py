@@ -85,7 +85,7 @@ def train(model: UserModel, plan: Plan) -> Run:
         first = engine.context.index("data") * part
         losses, gradients = [], []
         for step in range(model.steps):
-            batch = _slice(model.batch(step), first, part)
+            batch = _samples(model.batch(step), slice(first, first + part))
             with model.around():
                 losses.append(engine.train_step(batch).loss)
             gradients.append(full_state_dict(engine.model, engine.context, gradients=True))
@@ -94,14 +94,14 @@ def train(model: UserModel, plan: Plan) -> Run:
         engine.close()
 
 
-def _slice(value: Any, first: int, count: int) -> Any:
+def _samples(value: Any, which: slice) -> Any:
     if isinstance(value, dict):
-        return {key: _slice(each, first, count) for key, each in value.items()}
-    return value[first : first + count]
+        return {key: _samples(each, which) for key, each in value.items()}
+    return value[which]
 
 
-def train_plainly(model: UserModel, start: dict[str, Tensor]) -> Run:
-    """The oracle: plain torch, one batch at a time, from these weights."""
+def train_plainly(model: UserModel, start: dict[str, Tensor], microbatches: int = 1) -> Run:
+    """The oracle: plain torch, from these weights; of M microbatches the m-th has every M-th sample, from m on."""
     net = model.make(PlainKit).double()
     names = dict(net.named_parameters()).keys() | dict(net.named_buffers()).keys()
     net.load_state_dict({name: value for name, value in start.items() if name in names}, strict=False)
@@ -110,12 +110,19 @@ def train_plainly(model: UserModel, start: dict[str, Tensor]) -> Run:
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=LR)
     losses, gradients = [], []
     for step in range(model.steps):
-        batch = model.batch(step)
         optimizer.zero_grad()
-        with model.around():
-            total, count = model.loss(net(batch["inputs"]), batch)
-            (total / count).backward()
-        losses.append(float(total.detach() / count))
+        ends = []
+        for first in range(microbatches):
+            batch = _samples(model.batch(step), slice(first, None, microbatches))
+            with model.around():
+                total, count = model.loss(net(batch["inputs"]), batch)
+                total.backward()
+            ends.append((total.detach(), count))
+        total, count = (sum(column) for column in zip(*ends, strict=True))
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= count
+        losses.append(float(total / count))
         gradients.append({name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None})
         optimizer.step()
     end = {name: value.detach().clone() for name, value in net.state_dict().items()}
@@ -156,13 +163,16 @@ def _cell(model: UserModel, plan: Plan, twin: Run | None) -> tuple[str, str]:
     return ("wrong", words) if words else ("equal", "")
 
 
-def twins(models: Sequence[UserModel]) -> dict[str, Run]:
+def twins(models: Sequence[UserModel], microbatches: int = 1) -> dict[str, Run]:
     """The oracle of each model that one process can run, from the initial values that it has there."""
 
     possible = [model for model in models if model.refusal_under("one process") is None]
 
     def body(rank: int) -> dict[str, Run]:
-        return {model.name: train_plainly(model, train(model, PLANS["one process"]).start) for model in possible}
+        return {
+            model.name: train_plainly(model, train(model, PLANS["one process"]).start, microbatches)
+            for model in possible
+        }
 
     return run_ranks(1, body, with_context=False)[0]  # type: ignore[no-any-return]
 
