@@ -201,6 +201,9 @@ class Train(Section):
     #: samples of a microbatch look at each other (`colossus.layers.gather_samples`), or change buffers: microbatches,
     #: and batches of an evaluation, then have the same samples under every plan
     samples_interact: bool = False
+    #: buffers that a forward changes from a rank's samples (a running mean, a codebook): "average" over the ranks that
+    #: split these, of integers those of the first rank, or "first", all as the first rank has them
+    buffers: Literal["average", "first"] = "average"
     #: dict(steps=(10, 13), ranks=(0,)): where the time of these steps goes; None does not look
     profile: Profile | None = None
     #: algorithms of torch that give the same bits each time; an operation that has none is refused, some are slower

@@ -79,7 +79,9 @@ class Engine:
         self._sizes = run.config.train.batch_sizes
         self._parallel = model_parallel_of(run.context)
         self.checkpoints = Checkpoints(State(run, self))
-        self._evaluation = Evaluation(run.model, stages.metrics.names, run.context, run.strategy, self._forward)
+        self._evaluation = Evaluation(
+            run.model, stages.metrics.names, run.context, run.strategy, stages.buffers, self._forward
+        )
 
     @property
     def completed_steps(self) -> int:
@@ -168,7 +170,9 @@ class Engine:
                 self.store.begin_step()
                 self.strategy.begin_step(self.completed_steps)
                 self._optimizer_step.routers.begin_step()
+            self._stages.buffers.begin()
             totals = self._run(self.pipeline.actions_of(len(batch.microbatches)), batch, factor)
+            self._stages.buffers.end_step()
             with as_shards():
                 self.store.end_step()
                 self.strategy.finish()

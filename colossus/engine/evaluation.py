@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
+from colossus.engine.forward_buffers import ForwardBuffers
 from colossus.engine.optimizer_step import loss_axes
 from colossus.engine.results import EvalResult
 
@@ -24,6 +25,7 @@ class Evaluation:
 
     Args:
         metrics: names of what is summed beside the loss.
+        buffers: of the model, if its forward changes them in an evaluation, too.
         forward: sums and counts of the loss and of each metric over a batch of this rank, float64 [1 + metrics, 2].
     """
 
@@ -33,10 +35,11 @@ class Evaluation:
         metrics: Sequence[str],
         context: ParallelContext,
         strategy: Strategy,
+        buffers: ForwardBuffers,
         forward: Callable[[Any], Tensor],
     ) -> None:
         self._model, self._metrics, self._context = model, metrics, context
-        self._strategy, self._forward = strategy, forward
+        self._strategy, self._buffers, self._forward = strategy, buffers, forward
         self._loss_group, self._world = context.group(loss_axes(context)), context.group(context.grid.names)
 
     @torch.no_grad()
@@ -77,6 +80,7 @@ class Evaluation:
 
     def _result(self, totals: Tensor) -> EvalResult:
         """Sums over all ranks."""
+        self._buffers.end_evaluation()
         numbers = collectives.all_reduce(totals.flatten(), self._loss_group, owned=True).wait()
         total, tokens, *of_metrics = numbers.tolist()
         pairs = zip(of_metrics[::2], of_metrics[1::2], strict=True)
@@ -88,6 +92,7 @@ class Evaluation:
         self._model.eval()
         try:
             with self._context, self._strategy.evaluation():
+                self._buffers.begin()
                 yield
         finally:
             for module, mode in was_training:  # one by one: a user may have put some into eval mode

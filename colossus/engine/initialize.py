@@ -26,6 +26,7 @@ from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.consistency import fingerprints_of_existing, require_same_settings, require_same_values
 from colossus.engine.deterministic import deterministic_algorithms
 from colossus.engine.engine import Engine
+from colossus.engine.forward_buffers import ForwardBuffers
 from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import LossFunction, loss_of
 from colossus.engine.optimizer_step import OptimizerStep
@@ -125,7 +126,8 @@ def make_engine(
         strategy.optimizer_made(updates)
         step = OptimizerStep(config, module, updates, store, strategy, Routers(whole.routers, module, strategy))
         inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
-        stages = ModelStages(context, module, pipeline, store, strategy, inputs, loss)
+        buffers = ForwardBuffers(module, parallel, config.train.buffers)
+        stages = ModelStages(context, module, pipeline, store, strategy, inputs, loss, buffers)
         executor = pipeline.make_executor(stages, parallel, stages.observers)
         run = Run(config, context, module, updates, store, strategy, step.watch, step.loss_scaler, loaders)
         rules = () if whole.groups is None else whole.groups.met

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
+from colossus.engine.forward_buffers import ForwardBuffers
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum
 from colossus.layers.deferred_wgrad import DeferredWgrad
@@ -38,6 +39,7 @@ class ModelStages:
         pipeline: schedule and partition.
         inputs: from a microbatch of a data rank to this rank's shard of it.
         loss_fn: (output of the last stage, local batch) -> (loss sum, count).
+        buffers: of the model, that forwards change.
 
     Attributes:
         observers: called around forwards; the list may change between steps.
@@ -54,10 +56,11 @@ class ModelStages:
         strategy: Strategy,
         inputs: Inputs,
         loss_fn: LossFunction,
+        buffers: ForwardBuffers,
     ) -> None:
         self._context, self._last_stage = context, pipeline.last_stage
         self._forwards = pipeline.stage_forwards(model)
-        self._inputs, self.loss_fn = inputs, loss_fn
+        self._inputs, self.loss_fn, self.buffers = inputs, loss_fn, buffers
         self.metrics = EvalMetrics(model, context.device)
         self._store, self._strategy, self._weights = store, strategy, store.weights
         self._parameters, self._is_partitioned = strategy.parts.parameters_by_stage, pipeline.partition is not None
@@ -74,6 +77,7 @@ class ModelStages:
     def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
         if self.step is not None:
             self._context.rng.move_to(self.step, microbatch)
+            self.buffers.sync()
         with self._context, self._wgrad_mode:
             own = self._inputs.local(batch) if stage in (0, self._last_stage) else None
             versions: list[tuple[str, Tensor, int]] = []

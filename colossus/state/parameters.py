@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from colossus.checkpoint.tensor_box import Entry, TensorBox, choose_writers, ent
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.layout import Box
 from colossus.layout.parameter import LogicalParameter
+
+log = logging.getLogger("colossus.engine")
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,19 @@ def buffer_boxes(
             yield TensorBox.whole(f"model/{name}", buffer if mean is None else mean)
         if mean is not None or checksums[rank][name] != checksums[first][name]:
             yield TensorBox.whole(_own_key(rank, name), buffer)
+
+
+def warn_of_own_buffers(checksums: Sequence[Mapping[str, int]]) -> None:
+    """Log which buffers are not the same on all ranks that have them, as the checksums of all ranks tell."""
+    names = dict.fromkeys(name for of_rank in checksums for name in of_rank)
+    own = [name for name in names if len({of_rank[name] for of_rank in checksums if name in of_rank}) > 1]
+    if own:
+        log.warning(
+            "buffers differ between ranks (%s), since something else than the forwards of steps and evaluations has "
+            "changed them: the checkpoint has those of each rank, for the same plan, and those of the first rank, for "
+            "other plans and exports",
+            ", ".join(own),
+        )
 
 
 def _own_key(rank: int, name: str) -> str:

@@ -42,6 +42,7 @@ from colossus.state.parameters import (
     known_weights,
     load_matched,
     require_same_model,
+    warn_of_own_buffers,
 )
 from colossus.state.replicas import (
     ReplicaSource,
@@ -149,6 +150,8 @@ class State:
                 return {name: 0 if is_alone else zlib.crc32(host_bytes(held[name])) for name in held}
 
         checksums = gather_on_all_ranks(self._world, prepare)
+        if run.strategy.exact and run.context.is_logging_rank:
+            warn_of_own_buffers(checksums)
         state = RankState(values=values)
         with as_shards(), torch.no_grad():
             boxes = boxes_of(run)

@@ -1,0 +1,149 @@
+"""Buffers that a forward changes from its samples, kept the same on all ranks that split these.
+
+Running means by hand, an average of activations, a codebook or a queue are of a rank's own samples, and would drift
+apart. `colossus.layers.BatchNorm2d` and its kin update theirs from all samples, and are left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from colossus.comm import collectives
+from colossus.comm.objects import all_gather_object
+from colossus.context.precision import LOW
+from colossus.layers.layer import Layer
+from colossus.layers.model_parallel import ModelParallel
+
+log = logging.getLogger("colossus.engine")
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """A buffer by its place, since a forward may put another tensor there.
+
+    Attributes:
+        seen: the tensor that was there at the last look, and how often it had been written to.
+        value: a copy of it, where values are compared: of what is written as ``buffer.data`` torch counts nothing.
+        is_written: its value has changed although torch counted nothing.
+    """
+
+    module: nn.Module
+    name: str
+    path: str
+    seen: tuple[Tensor | None, int] = (None, 0)
+    value: Tensor | None = None
+    is_written: bool = False
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.module._buffers[self.name]
+
+    def look(self, *, keep_value: bool = False) -> None:
+        x = self.tensor
+        self.seen = x, 0 if x is None or x.is_inference() else x._version
+        self.value = x.clone() if keep_value and x is not None else None
+
+    def has_changed(self) -> bool:
+        x, (before, version) = self.tensor, self.seen
+        if x is None:
+            return False
+        if x is not before or (not x.is_inference() and x._version != version) or self.is_written:
+            return True
+        self.is_written = self.value is not None and not torch.equal(x, self.value)
+        return self.is_written
+
+    def put(self, value: Tensor) -> None:
+        """Give it a value: in place, but where a forward has put a new tensor, which its backward may have saved."""
+        x = self.tensor
+        if x is None or x is not self.seen[0] or x.is_inference():
+            self.module._buffers[self.name] = value.clone()
+        else:
+            x.copy_(value)
+        self.look(keep_value=self.value is not None)
+
+
+class ForwardBuffers:
+    """The buffers of this rank's stages, see the top.
+
+    What a forward changes is known by torch's count of writes and by identity, in the first step by its value, too.
+    Ranks that split samples run the same program, and so change the same buffers.
+
+    Args:
+        how: as ``train.buffers``.
+    """
+
+    def __init__(self, model: nn.Module, parallel: ModelParallel, how: Literal["average", "first"]) -> None:
+        self._group = parallel.context.group((*parallel.sample_axes, *parallel.regions.whole.tokens))
+        self._how, at = how, parallel.context.coordinates
+        self._logs = all(index == 0 for axis, index in at.items() if axis != "pipeline")
+        self._known: set[str] = set()
+        self._buffers = [*_buffers_of_users(model)] if self._group.size > 1 else []
+        self._is_first_step = True
+
+    def begin(self) -> None:
+        """Begin a step or an evaluation: what has been written since the last one is not a forward's."""
+        for buffer in self._buffers:
+            buffer.look(keep_value=self._is_first_step)
+
+    def sync(self) -> None:
+        """Bring together what forwards have changed since the last time. Collective where that is something."""
+        self._sync([buffer for buffer in self._buffers if buffer.has_changed()])
+
+    def end_step(self) -> None:
+        """Bring together what the last forward, or one that was recomputed, has changed."""
+        self.sync()
+        self._is_first_step = False
+        for buffer in self._buffers:
+            buffer.value = None
+
+    def end_evaluation(self) -> None:
+        """Bring together what an evaluation has changed, of which ranks may have had no sample. Collective."""
+        if self._buffers:
+            own = {buffer.path for buffer in self._buffers if buffer.has_changed()}
+            paths = set[str]().union(*all_gather_object(own, self._group))
+            self._sync([buffer for buffer in self._buffers if buffer.path in paths])
+
+    @torch.no_grad()
+    def _sync(self, changed: list[_Buffer]) -> None:
+        by_dtype: dict[torch.dtype, list[tuple[_Buffer, Tensor]]] = {}
+        for buffer in changed:
+            if (x := buffer.tensor) is not None:
+                by_dtype.setdefault(x.dtype, []).append((buffer, x))
+        differing: list[str] = []
+        for pairs in by_dtype.values():
+            common = self._common(torch.cat([x.reshape(-1) for _, x in pairs]))
+            for (buffer, x), part in zip(pairs, common.split([x.numel() for _, x in pairs]), strict=True):
+                if buffer.path not in self._known:  # once: to compare waits for a device
+                    self._known.add(buffer.path)
+                    differing += [] if torch.equal(x.reshape(-1), part) else [buffer.path]
+                buffer.put(part.view(x.shape))
+        if differing and self._logs:
+            what = "averaged over them" if self._how == "average" else "taken from the first of them"
+            log.warning(
+                "a forward changes buffers from the samples of a rank (%s): before each forward, and after each step, "
+                "they are %s, as train.buffers = %r says. One process has the same where they are linear in what "
+                "each sample gives, as a running mean is, and train.samples_interact is set if there are "
+                "microbatches; else compute them from colossus.layers.gather_samples or mean_over_samples",
+                ", ".join(differing), what, self._how,
+            )  # fmt: skip
+
+    def _common(self, flat: Tensor) -> Tensor:
+        if self._how == "first" or not flat.is_floating_point():
+            return collectives.broadcast(flat, self._group, 0)
+        wide = flat.float() if flat.dtype in LOW else flat
+        return (collectives.all_reduce(wide, self._group, owned=True, what="buffers").wait() / self._group.size).to(
+            flat.dtype
+        )
+
+
+def _buffers_of_users(model: nn.Module) -> Iterator[_Buffer]:
+    for path, module in model.named_modules():
+        if not isinstance(module, Layer):
+            for name in module._buffers:
+                yield _Buffer(module, name, f"{path}.{name}" if path else name)
