@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from colossus.context.groups import AxisGroup
+from colossus.context.program import WHY, subject_name
 from colossus.error_place import located_error
 
 Consume = Callable[[list[Tensor]], Tensor]
 Fill = Callable[[Tensor], object]
 
-_HEADER = struct.Struct("<QQQ")  # sequence number, bytes, dtype
+_HEADER = struct.Struct("<QQQQ")  # sequence number, bytes, dtype, subject
 
 DTYPES = [
     torch.float32,
@@ -37,11 +38,11 @@ class Channel:
     Every rank has two slots, used in turn. At most one collective is open: starting the next one finishes it first, so
     a peer's message about collective k + 1 says that it has read all of collective k, whose slots are free again. A
     peer that dies closes its socket and is noticed at once; one that runs another collective is noticed because every
-    message has a header that says which one it is.
+    message has a header that says which one it is, and of what (`context.program`).
     """
 
     def __init__(self, group: AxisGroup, slots: list[list[Tensor]], peers: dict[int, socket.socket]) -> None:
-        self.index, self._ranks = group.index, group.ranks
+        self.index, self._ranks, self._program = group.index, group.ranks, group.program
         self.peers = peers
         self.slots = slots
         self.slot_bytes = slots[0][0].numel()
@@ -63,7 +64,7 @@ class Channel:
             self._open()
         self._sequence += 1
         size, turn = math.prod(shape) * dtype.itemsize, self._sequence & 1
-        header = self._sequence, size, DTYPES.index(dtype)
+        header = self._sequence, size, DTYPES.index(dtype), self._program.key
         views = [slots[turn][:size].view(dtype).view(shape) for slots in self.slots]
         unread = dict(self.peers)
         result: Tensor | None = None
@@ -90,14 +91,14 @@ class Channel:
         self._open = wait
         return wait
 
-    def _mismatch(self, rank: int, mine: tuple[int, int, int], theirs: tuple[int, int, int]) -> str:
+    def _mismatch(self, rank: int, mine: tuple[int, ...], theirs: tuple[int, ...]) -> str:
+        def name(header: tuple[int, ...]) -> str:
+            return f" ({subject_name(header[3])})" if mine[3] != theirs[3] else ""
+
         return (
-            f"rank {self._ranks[self.index]} runs collective #{mine[0]} of its group with {mine[1]} bytes of "
-            f"{DTYPES[mine[2]]}, rank {self._ranks[rank]} runs #{theirs[0]} with {theirs[1]} bytes of "
-            f"{DTYPES[theirs[2]]}: the ranks do not run the same program. Every rank must call the same layers in the "
-            f"same order, with tensors of the same shapes and dtypes: look for what depends on the rank or on the data "
-            f"(an `if` in a forward, a batch of another size, a layer that only some ranks call, other numbers of "
-            f"rows: in place of x[mask] compute all rows and choose with torch.where)"
+            f"rank {self._ranks[self.index]} runs collective #{mine[0]} of its group{name(mine)} with {mine[1]} bytes "
+            f"of {DTYPES[mine[2]]}, rank {self._ranks[rank]} runs #{theirs[0]}{name(theirs)} with {theirs[1]} bytes of "
+            f"{DTYPES[theirs[2]]}: {WHY}"
         )
 
     @contextlib.contextmanager

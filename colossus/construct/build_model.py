@@ -99,7 +99,9 @@ def _name_parts(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"{name} gets its shape at the first forward pass (a lazy module): give it its sizes")
-        spec_of(parameter).name = name
+        spec = spec_of(parameter)
+        spec.name = name
+        _ = spec.subject  # made now: an error tells the names of those that another rank uses, too
     name_modules_of(model)
 
 

@@ -10,6 +10,8 @@ from datetime import timedelta
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from colossus.context.program import Program
+
 _by_name: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictionary()
 
 
@@ -23,6 +25,7 @@ class AxisGroup:
         index: position of this rank in ``ranks``.
         process_group: None when the group has one rank; collectives over it are then the identity.
         is_on_host: its ranks exchange tensors of the host alone (gloo); see `comm.host_staging`.
+        program: what its collectives were of.
     """
 
     axes: tuple[str, ...]
@@ -30,6 +33,7 @@ class AxisGroup:
     index: int
     process_group: dist.ProcessGroup | None
     is_on_host: bool = field(init=False)
+    program: Program = field(init=False, default_factory=Program, repr=False)
 
     def __post_init__(self) -> None:
         self.is_on_host = self.process_group is not None and dist.get_backend(self.process_group) == dist.Backend.GLOO

@@ -184,6 +184,10 @@ class ParallelContext:
         key = (label,)
         return self._groups.get(key) or self._make_group(key, key, range(self.world_size), timeout, dist.Backend.GLOO)
 
+    def groups_within(self, axes: Sequence[str]) -> list[AxisGroup]:
+        """The groups of several ranks along these axes, or some of them, that were made so far."""
+        return [group for group in self._groups.values() if group.size > 1 and set(axes).issuperset(group.axes)]
+
     def _make_group(
         self,
         key: tuple[str | int, ...],

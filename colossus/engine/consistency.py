@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from colossus.config import Config, ConfigError
 from colossus.config.printed import as_dict, by_path
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.program import RECENT, WHY
 from colossus.gradients.host_transfer import LateValue
 from colossus.layout.parameter import spec_of
 from colossus.nest import tensors
@@ -102,6 +103,60 @@ def require_same_values(model: nn.Module, existing: Mapping[str, int], context: 
             f"without a seed, the rank, the time). Build the whole model inside of the factory (model=Net, or "
             f"model=lambda: Net(...)), from torch's generators and the config alone"
         )
+
+
+class ProgramCheck:
+    """Adds a mark of what a group's collectives were of to the step's all-reduce: all ranks of it must agree.
+
+    Ranks that choose between modules of one shape would get each other's weights in silence where messages have no
+    header: between hosts, and with NCCL (on one host `comm.channel` compares each collective). As in `BatchCheck` the
+    first of the n ranks of a group adds (n - 1) h and the others -h, so that the total is 0 when all groups agree.
+
+    Args:
+        axes: over which a step's numbers are summed.
+    """
+
+    def __init__(self, context: ParallelContext, axes: Sequence[str]) -> None:
+        self._context, self._axes = context, axes
+        self._mask = (1 << min(36, 48 - context.world_size.bit_length())) - 1
+        self._late_total = LateValue()
+
+    def mark(self) -> float:
+        """What this rank adds to the total."""
+        total = 0
+        for group in self._groups():
+            digest = hash_key(group.ranks[0], str(group), group.program.digest, group.program.count) & self._mask
+            total += digest * (group.size - 1 if group.index == 0 else -1)
+        return float(total)
+
+    def check(self, total: Tensor) -> None:
+        """Check the total of a step: at once on the CPU, on an accelerator with the next step.
+
+        Raises:
+            RuntimeError: on all ranks, when the ranks of a group have run different programs.
+        """
+        if self._late_total.push(total):
+            raise RuntimeError(f"{self._first_difference()}: {WHY}")
+
+    def _first_difference(self) -> str:
+        """Collective over the ranks whose numbers are summed."""
+        own = {(group.ranks[0], str(group)): group.program.names() for group in self._groups()}
+        step_group = self._context.group(self._axes)
+        by_rank = [*zip(step_group.ranks, all_gather_object(own, step_group), strict=True)]
+        for key in dict.fromkeys(key for _, programs in by_rank for key in programs):
+            names_of = {rank: programs[key] for rank, programs in by_rank if key in programs}
+            oldest = max(min(names) for names in names_of.values())
+            for number in range(oldest, max(max(names) for names in names_of.values()) + 1):
+                ranks_of: dict[str, list[int]] = {}
+                for rank, names in names_of.items():
+                    ranks_of.setdefault(names.get(number, "nothing more"), []).append(rank)
+                if len(ranks_of) > 1:
+                    ran = "; ".join(f"{named_ranks(ranks)} ran {name}" for name, ranks in ranks_of.items())
+                    return f"over {key[1]} {ran}, one in the place of the other"
+        return f"the last {RECENT} collectives of weights are the same on all ranks, those before them are not"
+
+    def _groups(self) -> list[AxisGroup]:
+        return [group for group in self._context.groups_within(self._axes) if group.program.count]
 
 
 class BatchCheck:

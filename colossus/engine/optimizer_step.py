@@ -11,7 +11,7 @@ from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
-from colossus.engine.consistency import BatchCheck
+from colossus.engine.consistency import BatchCheck, ProgramCheck
 from colossus.engine.loss_spikes import SpikeWatch
 from colossus.engine.lr_schedules import LearningRate
 from colossus.engine.nonfinite import GradientWatch, LossScaler
@@ -31,6 +31,7 @@ class OptimizerStep:
 
     Attributes:
         batch_check: that ranks which share a batch were given the same one.
+        program_check: that the ranks of a group have called the same layers; None of one rank.
         watch: for gradients that are not finite.
         loss_scaler: of fp16, else None.
         learning_rate: of each step.
@@ -59,6 +60,7 @@ class OptimizerStep:
         order, axes = full_model_order(model), strategy.summed_axes
         self.watch = GradientWatch(train, context, axes, self._norm, order, self.loss_scaler)
         self.batch_check, self.routers = BatchCheck(context), routers
+        self.program_check = ProgramCheck(context, axes) if context.size(axes) > 1 else None
         every = train.check_replicas_every
         goes_back = train.on_mismatch == "restart"
         self.replica_check = ReplicaCheck(every, train.steps, strategy, goes_back=goes_back) if every else None
@@ -141,14 +143,19 @@ class OptimizerStep:
         if not self._counts_norm:  # another rank counts the same; what is not finite here stays so
             squares = squares * 0.0
         loss = [totals.loss_sum, totals.tokens] if self._counts_loss else [zero, zero]
-        numbers = torch.stack([*loss, squares.sum(), zero + stop, *([] if mark is None else [mark])])
-        numbers = self._strategy.replica_scalars(numbers)
+        marks = [] if self.program_check is None else [zero + self.program_check.mark()]
+        marks += [] if mark is None else [mark]
+        numbers = self._strategy.replica_scalars(torch.stack([*loss, squares.sum(), zero + stop, *marks]))
         if mark is not None:
-            self.batch_check.check(numbers[4])
+            self.batch_check.check(numbers[-1])
+        if self.program_check is not None:
+            self.program_check.check(numbers[4])
         count = torch.where(numbers[1] == 0, 1.0, numbers[1])
         factor = None if self.loss_scaler is None else self.loss_scaler.factor
         divisor = count if factor is None else count * factor
         norm = numbers[2].sqrt() / divisor
+        if self.program_check is not None and norm.device.type != "cpu":  # told one step late: until then no update
+            norm = torch.where(numbers[4] == 0, norm, torch.nan)
         scale = 1.0 / divisor
         if self._train.clip_grad_norm is not None:
             scale = scale * (self._train.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)

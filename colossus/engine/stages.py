@@ -154,7 +154,7 @@ class ForwardRng:
 
     Torch's generators draw for samples and tokens: ranks that hold the same ones draw the same numbers, others draw
     other ones. Python's ``random`` and numpy's legacy generator draw for the program (which layers to skip, say): all
-    ranks of one model draw the same.
+    ranks draw the same, as one process does.
     """
 
     def __init__(self, context: ParallelContext) -> None:
@@ -163,7 +163,6 @@ class ForwardRng:
         self._numpy = np.random.MT19937(0)
         shard = model_parallel_of(context).regions.whole.batch
         self._shard_index = context.index(shard), context.index("sequence")
-        self._data_index = context.index("data")
         #: number of evaluation forwards of each stage since the last training step
         self._evaluations: dict[int, int] = {}
 
@@ -179,7 +178,7 @@ class ForwardRng:
         seed = self._context.rng.seed
         of_torch, of_python, of_numpy = self._torch.get_state(), random.getstate(), get_bit_generator()
         self._torch.seed(hash_key(seed, "torch", *self._shard_index, *position))
-        for_program = hash_key(seed, "python", self._data_index, *position)
+        for_program = hash_key(seed, "python", *position)
         random.seed(for_program)
         # swapped, because copying its state in and out takes longer than all the rest
         set_bit_generator(self._numpy)

@@ -92,6 +92,7 @@ class _BatchNorm(Layer):
         momentum = self._count() if is_updated else 0.0
         group = self._group()
         if of_batch and group.size > 1:
+            self.note_collectives(group)
             mean, variance, count = _statistics(x, group)
             if is_updated:
                 self._update(mean, variance * (count / (count - 1)), momentum)

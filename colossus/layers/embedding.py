@@ -13,6 +13,7 @@ from torch import Tensor
 from colossus.comm.autograd import first_order, save_for_backward, saved_tensors
 from colossus.comm.conjugate import not_a_view
 from colossus.construct.initial_values import Normal, ZeroRow
+from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
@@ -28,7 +29,7 @@ from colossus.sharded_tensor.regions import local, move, require_sequences, sequ
 from colossus.sharded_tensor.tensor import wrap
 from colossus.tensor_parallel.dtypes import activation_dtype, gradient_dtype
 from colossus.tensor_parallel.mode import MatmulSharding
-from colossus.tensor_parallel.move_plan import BoundMove, MovePlan, run
+from colossus.tensor_parallel.move_plan import BoundMove, MovePlan, groups_of, note_weight, run
 
 
 class Embedding(Layer):
@@ -118,10 +119,13 @@ class Embedding(Layer):
         self.check_stored(self.weight, sharding.weight)
         looked_up, rows = self._lookup_layout(sharding), sharding.y.rows()
         user = self.parallel.regions.whole.rows()
+        w = MovePlan.of(moves(sharding.weight, sharding.gathered_weight), self.context)
+        y = MovePlan.of(moves(looked_up.at(ndim), target.at(ndim)), self.context)
         return _LookupPlans(
             ids=MovePlan.of(moves(_without_features(user, ndim), _without_features(rows, ndim)), self.context).forward,
-            w=MovePlan.of(moves(sharding.weight, sharding.gathered_weight), self.context),
-            y=MovePlan.of(moves(looked_up.at(ndim), target.at(ndim)), self.context),
+            w=w,
+            y=y,
+            groups=groups_of(w, y),
             vocabulary_shard=self.context.index(sharding.y.features) if sharding.y.features else 0,
         )
 
@@ -136,11 +140,13 @@ def _without_features(activation: Activation, ndim: int) -> Layout:
 
 
 class _LookupPlans(NamedTuple):
-    """The moves of ids, table and rows; and which shard of the vocabulary this rank looks up in."""
+    """The moves of ids, table and rows, the groups of the last two; and which shard of the vocabulary this rank looks
+    up in."""
 
     ids: tuple[BoundMove, ...]
     w: MovePlan
     y: MovePlan
+    groups: tuple[AxisGroup, ...]
     vocabulary_shard: int
 
 
@@ -163,6 +169,7 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, plans: _LookupPlans, parallel: ModelParallel
     ) -> Tensor:
+        note_weight(plans.groups, weight)
         dtype = activation_dtype(weight, parallel.context.precision)
         gathered = parallel.weights.gather(weight, plans.w, dtype).wait()
         local = ids - plans.vocabulary_shard * gathered.shape[0]
@@ -181,6 +188,7 @@ class _Lookup(torch.autograd.Function):
         local, elsewhere = saved_tensors(ctx)
         plans: _LookupPlans = ctx.plans
         weight: Tensor = ctx.parameter
+        note_weight(plans.groups, weight)
         # a word's gradients are added up in the dtype of their sum
         dy = run(plans.y.backward, dy).wait().to(gradient_dtype(weight)).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         gradient = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)

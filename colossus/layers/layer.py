@@ -6,7 +6,7 @@ import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from colossus.construct import allocate
 from colossus.construct.build_model import NamedModule
+from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.context.program import Subject
 from colossus.error_place import located_error
 from colossus.layers.checkpointing import is_checkpointed
 from colossus.layers.model_parallel import ModelParallel, model_parallel_of
@@ -175,6 +177,16 @@ class Layer(NamedModule):
                 f"result), or take split=None"
             ) from error
         error.add_note(f"in {self.title}, {given}")
+
+    def note_collectives(self, group: AxisGroup) -> None:
+        """Tell a group that the collectives which follow are of this layer."""
+        if not torch.compiler.is_compiling():
+            group.program.note(self._subject)
+
+    @cached_property
+    def _subject(self) -> Subject:
+        parameter = next(self.parameters(recurse=False), None)
+        return Subject([self.title]) if parameter is None else spec_of(parameter).subject
 
     @property
     def title(self) -> str:

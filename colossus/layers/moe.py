@@ -88,6 +88,7 @@ class MoE(Layer):
         flat = tokens.reshape(-1, tokens.shape[-1])
         weights, experts = self.router(flat)
         weights, flat = move(weights, whole, inside, self.parallel), move(flat, whole, inside, self.parallel)
+        self.experts.note_collectives(self.experts.group)
         y = mix(
             flat, weights, experts, self.num_experts, self.experts.group, self.experts, drops=self.capacity is not None
         )

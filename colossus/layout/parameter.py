@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from colossus.context.program import Subject
 from colossus.error_place import located_error
 from colossus.layout.layout import Box, Layout
 
@@ -84,6 +86,11 @@ class ParameterSpec:
         """Of a parameter that no layer of ours has made, by its shape."""
         shard = LogicalShard("", shape, None, (0, shape[0] if shape else 1))
         return cls((shard,), Layout.whole(len(shape)), f"plain parameter of shape {shape}", is_plain=True)
+
+    @cached_property
+    def subject(self) -> Subject:
+        """The parameter as what a collective is of; asked for once it has its name."""
+        return Subject([self.name or self.description])
 
     @property
     def num_elements(self) -> int:

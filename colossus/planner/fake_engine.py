@@ -45,6 +45,7 @@ def fake_engines() -> Iterator[CountedFakeTensors]:
             (deferred_wgrad, "Tensor", FakeTensor),  # plain is what is of no type of ours
             (consistency, "_samples", lambda batch: iter(())),
             (consistency.BatchCheck, "check", lambda self, total: None),
+            (consistency.ProgramCheck, "check", lambda self, total: None),
             (Bucket, "used_by_ranks", Bucket.used_here),
             (RowGradients, "used_by_ranks", RowGradients.used_here),
             (collectives, "_MESSAGES_BYTES", sys.maxsize),  # that is a way of gloo's

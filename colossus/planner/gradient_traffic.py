@@ -24,8 +24,8 @@ from colossus.planner.sharded_units import ShardedUnits, as_stored, rows_per_ran
 from colossus.planner.zero_traffic import Unit, ZeroTraffic, together
 from colossus.schedule.actions import INPUT_GRADIENT, LAST_USE
 
-#: of the step's numbers: loss, count, squares of gradients, requests to stop
-_NUMBERS = 4
+#: of the step's numbers: loss, count, squares of gradients, requests to stop, marks of programs
+_NUMBERS = 5
 _FLOAT64 = 8
 
 

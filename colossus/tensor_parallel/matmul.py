@@ -21,13 +21,14 @@ from torch import Tensor
 
 from colossus.comm.autograd import first_order, save_for_backward, saved_tensors
 from colossus.comm.conjugate import not_a_view
+from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 from colossus.tensor_parallel.dtypes import product_dtype, to_product_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding
-from colossus.tensor_parallel.move_plan import MovePlan, run
+from colossus.tensor_parallel.move_plan import MovePlan, groups_of, note_weight, run
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class MatmulPlans:
 
     Attributes:
         x, w, y: moves of the operands.
+        groups: over which these moves run.
         weights: gathers the weight and reduces its gradient.
         keep: whether the gathered x is kept for backward; else it is gathered again.
         adds_bias: whether this rank adds the bias: of ranks whose products are summed, the first does.
@@ -44,6 +46,7 @@ class MatmulPlans:
     x: MovePlan
     w: MovePlan
     y: MovePlan
+    groups: tuple[AxisGroup, ...]
     weights: GatheredWeights
     keep: bool
     adds_bias: bool
@@ -65,10 +68,14 @@ def matmul_plans(
         rows: of a fused weight, as `MovePlan.of` takes it.
     """
     x, y = sharding.x.at(ndim), sharding.y.at(ndim)
+    operands = (
+        MovePlan.of(moves(source.at(ndim), x), context),
+        MovePlan.of(moves(sharding.weight, sharding.gathered_weight), context, rows),
+        MovePlan.of(moves(y, target.at(ndim)), context),
+    )
     return MatmulPlans(
-        x=MovePlan.of(moves(source.at(ndim), x), context),
-        w=MovePlan.of(moves(sharding.weight, sharding.gathered_weight), context, rows),
-        y=MovePlan.of(moves(y, target.at(ndim)), context),
+        *operands,
+        groups=groups_of(*operands),
         weights=weights,
         keep=context.options.keep_gathered,
         adds_bias=all(context.coordinates[axis] == 0 for axis in sharding.y.partial),
@@ -113,6 +120,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plans: MatmulPlans) -> Tensor:
+        note_weight(plans.groups, weight)
         gather = plans.x.forward
         if plans.keep:
             x, gather = run(gather, x).wait(), ()
@@ -138,6 +146,7 @@ class _Matmul(torch.autograd.Function):
             plans: MatmulPlans = ctx.plans
             weights = plans.weights
             weight: Tensor = ctx.parameter
+            note_weight(plans.groups, weight)
             needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
             dy = run(plans.y.backward, dy).wait()
             dx = dw = None
@@ -153,6 +162,7 @@ class _Matmul(torch.autograd.Function):
 
 
 def _deferred_wgrad(plans: MatmulPlans, weight: Tensor, dy: Tensor, x: Tensor) -> None:
+    note_weight(plans.groups, weight)
     dw = plans.weights.reduce(weight, weight_gradient(plans, dy, x), plans.w)
     if dw is not None:
         plans.weights.deferral.accumulate(weight, dw.wait())

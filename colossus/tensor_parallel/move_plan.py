@@ -15,6 +15,7 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import Precision
 from colossus.layout.moves import Move
+from colossus.layout.parameter import spec_of
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
@@ -89,6 +90,21 @@ class MovePlan:
             if move.dim == 0 and move.forward == "gather":
                 local_rows = tuple(count * n for count in local_rows)
         return cls(tuple(forward), tuple(backward))
+
+
+def groups_of(*plans: MovePlan) -> tuple[AxisGroup, ...]:
+    """Return the groups that the moves of several operands run over, each once."""
+    moves = [move for plan in plans for move in (*plan.forward, *plan.backward)]
+    return tuple(dict.fromkeys(move.group for move in moves if isinstance(move, BoundCollective)))
+
+
+def note_weight(groups: Sequence[AxisGroup], weight: Tensor) -> None:
+    """Tell these groups that the collectives which follow belong to products of ``weight``."""
+    if torch.compiler.is_compiling():
+        return
+    subject = spec_of(weight).subject
+    for group in groups:
+        group.program.note(subject)
 
 
 def reduce_wgrad(weight: Tensor, gradient: Tensor, plan: MovePlan, precision: Precision) -> Pending:

@@ -92,16 +92,16 @@ def test_no_step_waits(kind: str) -> None:
 
 # -- how far the host may be ahead ----------------------------------------------------------------------------------
 
-STOPS, FINITE, BATCHES = "optimizer_step.py", "nonfinite.py", "consistency.py"
+STOPS, FINITE, AGREED = "optimizer_step.py", "nonfinite.py", "consistency.py"
 #: world, case, and whose numbers of the step before a step reads
 BOUNDED: dict[str, tuple[int, Case, list[str]]] = {
     "one process": (1, ({}, "fp32", {}), [FINITE, STOPS]),
-    "zero 2": (2, (dict(data=2, zero=2), "bf16", {}), [FINITE, STOPS]),
-    "tensor: ranks share a batch": (2, (dict(tensor=2), "fp32", {}), [BATCHES, FINITE, STOPS]),
+    "zero 2": (2, (dict(data=2, zero=2), "bf16", {}), [AGREED, FINITE, STOPS]),
+    "tensor: ranks share a batch": (2, (dict(tensor=2), "fp32", {}), [AGREED, AGREED, FINITE, STOPS]),
     "pipeline": (
         2,
         (dict(pipeline=2), "fp32", dict(schedule=dict(microbatches=2), model=dict(num_layers=2))),
-        [BATCHES, FINITE, STOPS],
+        [AGREED, AGREED, FINITE, STOPS],
     ),
 }
 

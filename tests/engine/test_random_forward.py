@@ -68,9 +68,11 @@ def test_plain_parameters_stay_together_whatever_a_forward_draws(parallel: dict[
         torch.testing.assert_close(plain, alone[1], rtol=1e-10, atol=1e-12)
 
 
-def test_data_ranks_draw_other_numbers() -> None:
-    first, second = run_ranks(2, _train, dict(data=2), with_context=False)
-    assert not {value for each in first[0] for value in each} & {value for each in second[0] for value in each}
+def test_data_ranks_draw_other_numbers_for_samples_and_the_same_for_the_program() -> None:
+    (alone, _), *_ = run_ranks(1, _train, {}, with_context=False)
+    (first, _), (second, _) = run_ranks(2, _train, dict(data=2), with_context=False)
+    assert not {each[2] for each in first} & {each[2] for each in second}
+    assert [each[:2] for each in first] == [each[:2] for each in second] == [each[:2] for each in alone]
 
 
 def test_a_resumed_run_draws_what_the_whole_run_would() -> None:

@@ -14,6 +14,7 @@ from colossus.comm.pending import Pending
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW, Precision
+from colossus.context.program import Subject
 from colossus.error_place import located_error
 from colossus.layout.parameter import StoredSpec, attach, spec_of
 from colossus.layout.parameter_hooks import take_attributes
@@ -114,6 +115,7 @@ class FlatRows:
         stored: the rank's rows of each.
         group: over which rows are cut.
         layout: of the rows.
+        subject: what collectives of them are of.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class FlatRows:
         self.is_trainable = params[0].requires_grad
         self.device = params[0].device
         self.layout = RowLayout(self.params, group.size)
+        self.subject = Subject([spec_of(param).name for param in self.params])
         self.stored: dict[nn.Parameter, nn.Parameter] = {}
         #: those whose stored rows are views of them
         self._views: set[nn.Parameter] = set()
@@ -205,6 +208,7 @@ class FlatRows:
 
     def start_gather(self) -> Pending:
         """Start to fill the whole parameters, whose memory is taken when the rows of all ranks are there."""
+        self.group.program.note(self.subject)
         return uneven.gather_filled(
             self.layout.size, self.dtypes.computed, self.device, self.group, self._fill, self._take
         )

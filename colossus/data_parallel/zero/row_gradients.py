@@ -58,6 +58,7 @@ class RowGradients:
         self._present = [param.grad is not None for param in self.params]
         # behind the gradients one flag for each parameter: how many ranks used it
         size = flat.layout.size + len(self.params)
+        flat.group.program.note(flat.subject)
         self._reduction = uneven.reduce_scatter_filled(
             size, flat.dtypes.reduced, flat.device, flat.group, self._fill, self._take
         )
