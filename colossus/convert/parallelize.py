@@ -152,7 +152,7 @@ def example_of(model: nn.Module, *, is_padded: bool = False) -> dict[str, Tensor
     if config is None or name is None:
         return None
     if name == "pixel_values" and hasattr(config, "num_channels"):
-        size = config.image_size
+        size = getattr(config, "image_size", 224)  # a network of convolutions takes any
         height, width = size if isinstance(size, list | tuple) else (size, size)
         return {name: torch.zeros(2, config.num_channels, height, width, device="meta")}
     if name != "input_ids":

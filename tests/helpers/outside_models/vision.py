@@ -46,7 +46,7 @@ _classifier(
 )  # fmt: skip
 _classifier(
     "ResNet", "ResNet", _SQUARE, embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic",
-    has_batch_norm=True, example=True,
+    has_batch_norm=True,
 )  # fmt: skip
 _classifier(
     "MobileNet 2", "MobileNetV2", _SQUARE, has_batch_norm=True, image_size=32, depth_multiplier=0.25, expand_ratio=2,
@@ -54,7 +54,7 @@ _classifier(
 )  # fmt: skip
 _classifier(
     "PoolFormer", "PoolFormer", _SQUARE, hidden_sizes=[8, 16], depths=[2, 2], num_encoder_blocks=2, patch_sizes=[7, 3],
-    strides=[4, 2], padding=[2, 1], drop_path_rate=0.0, example=True,
+    strides=[4, 2], padding=[2, 1], drop_path_rate=0.0,
 )  # fmt: skip
 _SEGFORMER = dict(
     num_encoder_blocks=2, depths=[1, 2], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[7, 3], strides=[4, 2],
