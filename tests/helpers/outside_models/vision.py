@@ -49,8 +49,8 @@ _classifier(
     has_batch_norm=True,
 )  # fmt: skip
 _classifier(
-    "MobileNet 2", "MobileNetV2", _SQUARE, has_batch_norm=True, image_size=32, depth_multiplier=0.25, expand_ratio=2,
-    classifier_dropout_prob=0.0,
+    "RegNet", "RegNet", _SQUARE, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], groups_width=8,
+    has_batch_norm=True,
 )  # fmt: skip
 _classifier(
     "PoolFormer", "PoolFormer", _SQUARE, hidden_sizes=[8, 16], depths=[2, 2], num_encoder_blocks=2, patch_sizes=[7, 3],
