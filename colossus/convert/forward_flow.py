@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +68,15 @@ class ForwardFlow(TorchDispatchMode):
         if stale:
             self._stale.add(key_of(tensor))
         return tensor
+
+    @contextmanager
+    def not_counting(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Inside, operations that take these parameters or buffers are no uses of them."""
+        hidden = {key: self._names.pop(key) for key in {key_of(tensor) for tensor in tensors} & self._names.keys()}
+        try:
+            yield
+        finally:
+            self._names.update(hidden)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from colossus.convert.derived_classes import torch_class_of
 from colossus.convert.meta_run import run_on_meta
+from colossus.convert.past_uses import WHY as USED_PAST
+from colossus.convert.past_uses import of_any_layer, weights_used_past
 from colossus.convert.swap import COLUMN, ROW, holders_of, is_linear, weight_shape, why_not_its_class
 from colossus.layers.model_parallel import ModelParallel
 from colossus.sharded_tensor.operators import tensors_of
@@ -39,11 +42,13 @@ class Pairs:
         splits: name of a linear -> ``"column"`` or ``"row"``.
         shared: columns of one module that are given the same tensor, for `colossus.layers.linear.share_input`.
         reasons: name of any other linear -> why it is whole.
+        used_past: names of modules whose weight is used otherwise than by a call of them.
     """
 
     splits: Mapping[str, str] = field(default_factory=dict)
     shared: tuple[tuple[str, ...], ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
+    used_past: Collection[str] = ()
 
 
 def find_pairs(
@@ -63,26 +68,21 @@ def find_pairs(
     linears = {name: module for name, module in model.named_modules() if is_linear(module) and name not in whole}
     reasons = _not_alone(model, linears)
     try:
-        run_on_meta(model, example)
+        used_past = weights_used_past(model, example)
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} does not run on the meta device, so no pairs are found: {_told(error)}"
         ) from error
+    reasons |= dict.fromkeys(used_past, USED_PAST)
     while True:
         trial = _Trial(make(), parallel, [name for name in linears if name not in reasons])
         refused = trial.run(example)
         if not refused:
-            return Pairs(trial.roles, trial.shared(), reasons | trial.reasons)
+            return Pairs(trial.roles, trial.shared(), reasons | trial.reasons, used_past)
         for name in trial.linears:
             for other, why in refused.items():
-                if _of_any_layer(name) == _of_any_layer(other):
+                if of_any_layer(name) == of_any_layer(other):
                     reasons.setdefault(name, why)
-
-
-def _of_any_layer(name: str) -> str:
-    """The name with its numbers left open, but for one that is the linear's own, in a Sequential."""
-    path, dot, leaf = name.rpartition(".")
-    return re.sub(r"\d+", "*", path) + dot + leaf
 
 
 def _not_alone(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -140,11 +140,11 @@ class _Trial(TorchFunctionMode):
             name: partial(self._linear, name, each) for name, each in self.linears.items()
         }
         for name, module in self._model.named_modules():
-            if type(module) is nn.Dropout:
+            if torch_class_of(module) is nn.Dropout:
                 calls[name] = partial(_dropped, module)
         try:
             with self:
-                output, flow = run_on_meta(self._model, example, calls)
+                output, _ = run_on_meta(self._model, example, calls)
         except _Refused as ended:
             return dict.fromkeys(ended.names, ended.why)
         except Exception as error:
@@ -155,10 +155,8 @@ class _Trial(TorchFunctionMode):
         refused: dict[str, str] = {}
         for leaf in tree_leaves(output):
             refused |= dict.fromkeys(_sources(leaf), "its features reach the model's output")
-        for name, each in self.linears.items():
-            if any(f"{name}.{leaf}" in flow.uses for leaf in each._parameters):
-                refused[name] = "its parameters are used beside a call of it"
-            elif self.roles.get(name) == COLUMN and name not in self._paired:
+        for name in self.linears:
+            if self.roles.get(name) == COLUMN and name not in self._paired:
                 refused.setdefault(name, "its features reach no other linear")
             elif name not in self.roles:
                 self.reasons.setdefault(name, "the forward does not call it")

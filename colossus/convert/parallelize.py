@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -18,13 +20,27 @@ from colossus.convert.expert_swap import is_experts
 from colossus.convert.forward_chain import make_chain
 from colossus.convert.meta_run import with_trials
 from colossus.convert.pairs import Pairs, find_pairs
-from colossus.convert.swap import COLUMN, EXPERTS, KINDS, ROW, WHOLE, Swap, Swapper, is_linear, weight_shape
+from colossus.convert.swap import (
+    COLUMN,
+    EXPERTS,
+    KINDS,
+    ROW,
+    TABLES,
+    TORCH,
+    WHOLE,
+    Swap,
+    Swapper,
+    is_linear,
+    weight_shape,
+)
 from colossus.layers.linear import Linear, share_input
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.registry import nearest
 
 #: how transformers' plans of tensor parallelism call what we call column and row
 _KIND_OF_PLAN = {"colwise": COLUMN, "rowwise": ROW}
+#: what a rule of a kind names, where that is no linear
+_WHAT = {EXPERTS: "modules of experts", TORCH: "modules"}
 
 
 def parallelize(
@@ -52,8 +68,9 @@ def parallelize(
         factory: a class or function without arguments.
         rules: pattern (`fnmatch`) of the names of linears -> ``"column"``, ``"row"``, ``"head"`` (gives a rank's part
             of the logits, for `colossus.layers.cross_entropy`), ``"whole"``; of transformers' experts, which
-            `parallel.expert` spreads over ranks, ``"experts"`` or ``"whole"``. The first that meets a name counts,
-            before what is found. A pair whose sizes do not divide is an error then.
+            `parallel.expert` spreads over ranks, ``"experts"`` or ``"whole"``; of any module ``"torch"``, which leaves
+            it, and what is in it, as it is, whole on each rank. The first that meets a name counts, before what is
+            found. A pair whose sizes do not divide is an error then.
         example: of what the model is called with, of a few samples: a tensor, or a dict of arguments, with masks if
             batches have them. It is needed for pairs to be found, and for a pipeline; of transformers' models it is
             made from their config, in 3D with masks: there an attention can be of pairs only without them.
@@ -125,12 +142,15 @@ def _converted(
         make_chain(model, example, blocks, trial=make_trial())
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     experts = [name for name, module in model.named_modules() if is_experts(module)]
-    given = _by_rules(rules, linears, experts)
+    given = _by_rules(rules, [name for name, _ in model.named_modules()], linears, experts)
+    if _is_reference.get():
+        given = {name: TORCH for name, module in model.named_modules() if isinstance(module, TABLES)}
     found, note = Pairs(), ""
     if context.size("tensor") > 1:
         found, note = _found_pairs(model, make_trial, example, linears, given)
     over_ranks = dict.fromkeys(experts, EXPERTS) if context.grid.expert_axes else {}
-    kinds = {**over_ranks, **found.splits, **given}
+    used_past = {name: TORCH for name in found.used_past if given.get(name, WHOLE) == WHOLE}
+    kinds = {**over_ranks, **found.splits, **given, **used_past}
     swapper = Swapper(model, kinds, found.reasons)
     model = swapper.run()
     for group in found.shared:
@@ -139,6 +159,19 @@ def _converted(
     if context.size("pipeline") == 1:  # else its blocks are called, and not the model
         model.register_forward_pre_hook(_name_arguments, with_kwargs=True)
     return model
+
+
+_is_reference = ContextVar("is_reference", default=False)
+
+
+@contextmanager
+def as_reference() -> Iterator[None]:
+    """Inside, modules with weights stay torch's own: for the run in one process that a plan is compared with."""
+    token = _is_reference.set(True)
+    try:
+        yield
+    finally:
+        _is_reference.reset(token)
 
 
 def example_of(model: nn.Module, *, is_padded: bool = False) -> dict[str, Tensor] | None:
@@ -165,8 +198,10 @@ def example_of(model: nn.Module, *, is_padded: bool = False) -> dict[str, Tensor
     return example
 
 
-def _by_rules(rules: Mapping[str, str], linears: Sequence[str], experts: Sequence[str]) -> dict[str, str]:
-    """Name of a linear or of experts -> its kind, of those that a rule meets.
+def _by_rules(
+    rules: Mapping[str, str], modules: Sequence[str], linears: Sequence[str], experts: Sequence[str]
+) -> dict[str, str]:
+    """Return the kind of each linear, of experts and of what stays torch's, by name, of those that a rule meets.
 
     Raises:
         ValueError: for a rule of another kind, or that meets none.
@@ -175,10 +210,13 @@ def _by_rules(rules: Mapping[str, str], linears: Sequence[str], experts: Sequenc
     for pattern, kind in rules.items():
         if kind not in KINDS:
             raise ValueError(f"rules: {pattern!r}: {kind!r} is none of {', '.join(map(repr, KINDS))}")
-        known = {WHOLE: [*linears, *experts], EXPERTS: experts}.get(kind, linears)
+        known = {WHOLE: [*linears, *experts], EXPERTS: experts, TORCH: modules}.get(kind, linears)
         met = [name for name in known if fnmatchcase(name, pattern)]
+        if kind == TORCH:  # and what is in them
+            inside = tuple(f"{name}." if name else "" for name in met)
+            met += [name for name in modules if name.startswith(inside)]
         if not met:
-            close, what = nearest(pattern, list(known)), "modules of experts" if kind == EXPERTS else "linears"
+            close, what = nearest(pattern, list(known)), _WHAT.get(kind, "linears")
             hint = f"; did you mean {close!r}?" if close else ""
             raise ValueError(f"rules: {pattern!r} meets none of the {len(known)} {what} of the model{hint}")
         for name in met:

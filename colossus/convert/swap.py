@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from colossus.construct.allocate import value_of
+from colossus.convert.derived_classes import class_attributes, torch_class_of, what_it_adds
 from colossus.convert.expert_swap import routed_experts
 from colossus.convert.layer_table import ROWS, Row
 from colossus.convert.module_hooks import take_mode_and_hooks
+from colossus.layers.derived_batch_norm import DerivedBatchNorm
 from colossus.layers.linear import Linear
 from colossus.layers.lm_head import LMHead
 from colossus.layers.routed_experts import RoutedExperts
@@ -26,7 +30,11 @@ from colossus.layout.parameter_hooks import take_attributes, take_hooks, user_ho
 COLUMN, ROW, HEAD, WHOLE = LINEARS = ("column", "row", "head", "whole")
 #: what experts become, which are else whole
 EXPERTS = "experts"
-KINDS = (*LINEARS, EXPERTS)
+#: any module stays torch's own, whole on each rank
+TORCH = "torch"
+KINDS = (*LINEARS, EXPERTS, TORCH)
+#: of torch, hold a table or a matrix
+TABLES = (nn.Linear, nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or is_conv1d(module)
+    """Return whether a module computes what ``nn.Linear`` does."""
+    return is_conv1d(module) or (isinstance(module, nn.Linear) and torch_class_of(module) is nn.Linear)
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
@@ -82,8 +91,9 @@ class Swapper:
     """Replaces modules of a model that is being built, in place; of an error the model is of no use any more.
 
     Args:
-        kinds: name of a linear -> one of `LINEARS`, of experts -> `EXPERTS`; the others are whole.
-        reasons: name of a linear -> why it is whole.
+        kinds: name of a linear -> one of `LINEARS`, of experts -> `EXPERTS`, of any module -> `TORCH`; the others are
+            whole.
+        reasons: name of a module -> why it is whole, or torch's own.
 
     Attributes:
         swaps: what became of each module that the table has a layer for, by its first name.
@@ -100,12 +110,20 @@ class Swapper:
     def run(self) -> nn.Module:
         """The model, or what takes its place where it is such a module itself."""
         for name, module in [*self._model.named_modules()]:
-            row = _row_for(module)
-            if row is not None:
+            row, was = row_for(module), type(module).__name__
+            if self._kinds.get(name) == TORCH:
+                if row is not None or isinstance(module, (*TABLES, _BatchNorm)):
+                    self.swaps[name] = Swap(was, "", self._reasons.get(name, "a rule leaves it"))
+            elif row is not None:
                 self.swaps[name] = self._swap(name, module, row)
             elif self._kinds.get(name) == EXPERTS:
                 self._put(module, routed_experts(module))
-                self.swaps[name] = Swap(type(module).__name__, RoutedExperts.__name__)
+                self.swaps[name] = Swap(was, RoutedExperts.__name__)
+            elif isinstance(module, _BatchNorm):
+                DerivedBatchNorm(module, name)
+                self.swaps[name] = Swap(was, "", f"{why_derived(module)}; batch statistics are of all ranks' samples")
+            elif isinstance(module, TABLES):
+                self.swaps[name] = Swap(was, "", why_derived(module))
         for module in self._model.modules():
             for child_name, child in module._modules.items():
                 if id(child) in self._made:
@@ -141,6 +159,8 @@ class Swapper:
                 take_attributes(new, parameter)
                 take_hooks(new, parameter)
         take_mode_and_hooks(made, module)
+        of_class = class_attributes(module, torch_class_of(module))
+        vars(made).update({key: value for key, value in of_class.items() if not hasattr(made, key)})
         vars(made).update({key: value for key, value in vars(module).items() if key not in vars(made)})
         self._made[id(module)] = made
 
@@ -153,8 +173,10 @@ class Swapper:
         for name, other, leaf in self._holders[id(weight)] if weight is not None else ():
             if other is module:
                 continue
-            is_table = type(other) is nn.Embedding and id(other) in self._made  # of words, for a head or another table
-            if leaf == "weight" and (is_table or (type(module) is nn.Embedding and _may_share(other))):
+            kinds = torch_class_of(module), torch_class_of(other)
+            is_table = kinds[1] is nn.Embedding and id(other) in self._made  # of words, for a head or another table
+            may_share = kinds[0] is nn.Embedding and kinds[1] in (nn.Embedding, nn.Linear)
+            if leaf == "weight" and (is_table or may_share) and self._kinds.get(name) != TORCH:
                 continue
             return f"its weight is {'.'.join(filter(None, (name, leaf)))}, too"
         return ""
@@ -184,15 +206,18 @@ class Swapper:
         return Linear(in_features, out_features, "bias_init" in more, split=split, **more)
 
 
-def _row_for(module: nn.Module) -> Row | None:
-    """Of torch's own classes alone: what is derived from one may compute anything. Norms over features stay torch's:
-    between pairs, where they are, features are whole."""
-    kind = nn.Linear if is_conv1d(module) else type(module)
+def row_for(module: nn.Module) -> Row | None:
+    """Return the row of what computes the same as a class of torch. Norms over features stay torch's: between pairs,
+    where they are, features are whole."""
+    kind = nn.Linear if is_conv1d(module) else torch_class_of(module)
     if kind in (nn.LayerNorm, nn.RMSNorm):
         return None
     return next((row for row in ROWS if row.torch is kind), None)
 
 
-def _may_share(module: nn.Module) -> bool:
-    """Whether it may have the weight of an embedding: another one, or a head."""
-    return type(module) in (nn.Embedding, nn.Linear)
+def why_derived(module: nn.Module) -> str:
+    """Return why a module of a class derived from one in the table stays."""
+    if type(module) is NonDynamicallyQuantizableLinear:
+        return "nn.MultiheadAttention takes its weight past it"
+    base = next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules."))
+    return f"its class has a {what_it_adds(module, base)} of its own"

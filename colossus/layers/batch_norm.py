@@ -19,6 +19,7 @@ from colossus.construct.initial_values import Constant
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
+from colossus.layers.model_parallel import ModelParallel
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.sharded_tensor.regions import to_whole
@@ -90,16 +91,13 @@ class _BatchNorm(Layer):
         of_batch = self.training or self.running_mean is None
         is_updated = self.training and self.running_mean is not None and not is_recomputation()
         momentum = self._count() if is_updated else 0.0
-        group = self._group()
-        if of_batch and group.size > 1:
-            self.note_collectives(group)
-            mean, variance, count = _statistics(x, group)
-            if is_updated:
-                self._update(mean, variance * (count / (count - 1)), momentum)
-            y: Tensor = _NormOfAll.apply(x, self.weight, self.bias, mean, variance, count, group, self.eps)
-            return y
         used = (self.running_mean, self.running_var) if is_updated or not of_batch else (None, None)
-        return F.batch_norm(x, *used, self.weight, self.bias, of_batch, momentum, self.eps)
+        if not of_batch:
+            return F.batch_norm(x, *used, self.weight, self.bias, eps=self.eps)
+        group = statistics_group(self.parallel, is_training=self.training)
+        if group.size > 1:
+            self.note_collectives(group)
+        return norm_of_batch(x, *used, self.weight, self.bias, momentum, self.eps, group)
 
     def _checked(self, x: Tensor) -> Tensor:
         if isinstance(x, ShardedTensor):
@@ -112,21 +110,11 @@ class _BatchNorm(Layer):
             )
         return x
 
-    def _group(self) -> AxisGroup:
-        data = () if self.training else self.context.grid.axes("data")
-        return self.context.group(tuple(axis for axis in self.parallel.sample_axes if axis not in data))
-
     def _count(self) -> float:
         """Count a batch; the weight of its statistics in the running ones, without a momentum one over the count."""
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-
-    @torch.no_grad()
-    def _update(self, mean: Tensor, variance: Tensor, momentum: float) -> None:
-        for running, of_batch in ((self.running_mean, mean), (self.running_var, variance)):
-            assert running is not None
-            running.mul_(1.0 - momentum).add_(of_batch, alpha=momentum)
 
     def extra_repr(self) -> str:
         names = ("eps", "momentum", "affine", "track_running_stats")
@@ -153,6 +141,35 @@ class BatchNorm3d(_BatchNorm):
 
 class SyncBatchNorm(_BatchNorm):
     """``torch.nn.SyncBatchNorm``, also on CPU. Input and output [samples, C, ..]."""
+
+
+def statistics_group(parallel: ModelParallel, *, is_training: bool) -> AxisGroup:
+    """Return the ranks of whose samples together the statistics of a batch are."""
+    data = () if is_training else parallel.context.grid.axes("data")
+    return parallel.context.group(tuple(axis for axis in parallel.sample_axes if axis not in data))
+
+
+def norm_of_batch(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    group: AxisGroup,
+) -> Tensor:
+    """Return x [samples, C, ..] normalised by the statistics of the samples of all ranks of a group, which enter the
+    running ones, where they are given, with the weight ``momentum``."""
+    if group.size == 1:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+    mean, variance, count = _statistics(x, group)
+    with torch.no_grad():
+        for running, of_batch in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
+            if running is not None:
+                running.mul_(1.0 - momentum).add_(of_batch, alpha=momentum)
+    y: Tensor = _NormOfAll.apply(x, weight, bias, mean, variance, count, group, eps)
+    return y
 
 
 def _channels(x: Tensor, ndim: int) -> Tensor:

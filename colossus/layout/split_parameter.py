@@ -36,7 +36,7 @@ _CALL_THE_LAYER = (
     "Call the layer; a head with the weight of an embedding is colossus.layers.LMHead(hidden_size, vocab_size, "
     "tied_to=embedding). A penalty on weights belongs to the optimizer (weight_decay); numbers for a log come from "
     "colossus.checkpoint.full_state_dict(model, context); a parameter that is only used by hand is a "
-    "torch.nn.Parameter, which every rank has whole"
+    "torch.nn.Parameter, which every rank has whole. colossus.parallelize leaves a module whole by the rule 'torch'"
 )
 
 

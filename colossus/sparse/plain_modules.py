@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colossus.comm.autograd import uncompiled
+from colossus.layers.forward_under import ForwardUnder
 from colossus.layers.lookup import sparse_embedding
 from colossus.layout.parameter import spec_of
 from colossus.rows.row_gradient import row_source
@@ -22,22 +22,14 @@ from colossus.sparse.embedding_bag import embedding_bag, require_whole_bags
 def look_up_in_rows(module: nn.Module) -> None:
     """Let ``module.forward``, a user's own too, look up in the source of its rows; hooks stay outside."""
     if not isinstance(vars(module).get("forward"), RowForward):
-        module.__dict__["forward"] = RowForward(module)
+        RowForward(module)
 
 
-class RowForward:
-    """What stands in the place of ``module.forward``: an object, so that a copy of the module has one of its own."""
+class RowForward(ForwardUnder):
+    """A forward whose lookups ask the source of rows of their table."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._replaced = module, vars(module).get("forward")
-
-    @uncompiled
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        module = self._module
-        with _RowLookups():
-            if self._replaced is not None:
-                return self._replaced(*args, **options)
-            return type(module).forward(module, *args, **options)
+    def mode(self) -> TorchFunctionMode:
+        return _RowLookups()
 
 
 class _RowLookups(TorchFunctionMode):

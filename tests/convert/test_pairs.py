@@ -241,7 +241,7 @@ class Reads(nn.Module):
 def test_reasons() -> None:
     reasons = pairs_of(Reads, torch.ones(2, 3, 4), "1d").reasons
     assert reasons == {
-        "read": "its parameters are used beside a call of it",
+        "read": "its weight is used past it, where a rank needs all of it",
         "down": reasons["down"],
         "tied": "shares a parameter with other",
         "other": "shares a parameter with tied",

@@ -80,7 +80,7 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mine = type("Mine", (nn.Linear,), {})(4, 4)
+        self.mine = type("Mine", (nn.Linear,), {"forward": lambda self, x: x})(4, 4)
         self.shared, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
         self.other.weight = self.shared.weight
         self.scaled = nn.Embedding(6, 4, scale_grad_by_freq=True)
@@ -98,6 +98,8 @@ def odd_body(context: ParallelContext) -> dict[str, Any]:
 def test_what_stays_says_why() -> None:
     found = run_ranks(2, odd_body)[0]
     assert found == {
+        "mine": ("", "its class has a forward of its own"),
+        "attention.out_proj": ("", "nn.MultiheadAttention takes its weight past it"),
         "shared": ("", "its weight is other.weight, too"),
         "other": ("", "its weight is shared.weight, too"),
         "scaled": ("", "max_norm and scale_grad_by_freq change or weigh rows by what one rank looks up"),
@@ -115,7 +117,7 @@ def refusals(context: ParallelContext, rules: dict[str, str]) -> str:
     ("rules", "words"),
     [
         ({"gates": "column"}, "'gates' meets none of the 5 linears of the model; did you mean 'gate'?"),
-        ({"gate": "columns"}, "'columns' is none of 'column', 'row', 'head', 'whole'"),
+        ({"gate": "columns"}, "'columns' is none of 'column', 'row', 'head', 'whole', 'experts', 'torch'"),
         ({"head": "row"}, "shares the weight of an embedding"),
     ],
 )

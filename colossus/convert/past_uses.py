@@ -1,0 +1,59 @@
+"""Weights that a forward uses past their module: ``F.linear(x, self.words.weight)``, say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.convert.forward_flow import ForwardFlow
+from colossus.convert.forward_parts import call_model
+from colossus.convert.meta_run import running_on_meta
+from colossus.convert.swap import holders_of, row_for
+
+WHY = "its weight is used past it, where a rank needs all of it"
+
+
+def weights_used_past(model: nn.Module, example: Any) -> set[str]:
+    """Return the names of modules of which the forward uses a parameter otherwise than by a call of the module.
+
+    Where layers of one number do that, those of all numbers do: a trial may call some of them only (experts).
+
+    Args:
+        model: as `meta_run.with_trials` makes one; it is of no use for another trial.
+        example: an input of the model.
+    """
+    flow, holders = ForwardFlow(model), holders_of(model)
+    names = dict(model.named_parameters())
+    for module in model.modules():
+        if own := [parameter for parameter in module._parameters.values() if parameter is not None]:
+            vars(module)["forward"] = _counting_others(module.forward, flow, own)
+    with torch.no_grad(), running_on_meta(example) as example, flow:
+        call_model(model, example)
+    used = {
+        of_any_layer(name)
+        for parameter in flow.uses
+        if parameter in names
+        for name, module, _ in holders[id(names[parameter])]
+        if row_for(module) is not None
+    }
+    return {name for name, _ in model.named_modules() if of_any_layer(name) in used}
+
+
+def _counting_others(forward: Any, flow: ForwardFlow, own: Sequence[Tensor]) -> Any:
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with flow.not_counting(own):
+            return forward(*args, **kwargs)
+
+    return call
+
+
+def of_any_layer(name: str) -> str:
+    """Return the name with its numbers left open, but for one that is the module's own, in a Sequential."""
+    path, dot, leaf = name.rpartition(".")
+    return re.sub(r"\d+", "*", path) + dot + leaf
