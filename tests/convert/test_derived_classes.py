@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.outside_models import _timm
 from helpers.ranks import run_ranks
-from helpers.user_models.cases import BATCH, WIDTH, UserModel, classify, draw, features, integers
+from helpers.user_models.cases import BATCH, WIDTH, UserModel, classify, features, integers
 from helpers.user_models.table import fill, twins
 from helpers.user_models.unchanged import unchanged
 from torch import Tensor, nn
@@ -85,22 +84,6 @@ NORMS = [
 def test_batch_norms_take_the_statistics_of_all_ranks(plan: str) -> None:
     for cell in fill(NORMS, [plan], twins(NORMS)):
         assert cell.outcome == "equal", f"{cell.model}: {cell.words}"
-
-
-def _regnet() -> nn.Module:
-    made: nn.Module = _timm().regnetx_002(num_classes=5, drop_rate=0.0)
-    return made
-
-
-def _images(step: int) -> dict[str, Any]:
-    return {"inputs": draw(step, BATCH, 3, 32, 32), "labels": integers(step, 5, BATCH)}
-
-
-@pytest.mark.long
-def test_timms_batch_norms_with_activations() -> None:
-    regnet = unchanged("regnet", _regnet, _images, classify, example=torch.zeros(2, 3, 32, 32), steps=2)
-    for cell in fill([regnet], ["data 2", "data 2 zero 3", "1d 2", "2d 4"], twins([regnet])):
-        assert cell.outcome == "equal", f"{cell.plan}: {cell.words}"
 
 
 def _recomputed(rank: int) -> list[tuple[int, Tensor]]:
