@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from colossus.gradients.host_transfer import send_to
 
+_NUMBERS = (np.integer, np.floating)
 #: (outputs of the model, this rank's shard of the microbatch) -> (sum, count), both of this rank
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
 
@@ -72,19 +74,18 @@ def checked_sum(result: Any, what: str = "the loss function") -> tuple[Tensor, T
     Raises:
         ValueError: when it is no (sum, count), or the count is negative or not finite.
     """
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
-        returned = f"one tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    if not (is_pair and isinstance(result[0], Tensor) and isinstance(result[1], (Tensor, int, float, *_NUMBERS))):
         raise ValueError(
-            f"{what} returned {returned}; it must return (sum, count): the sum of the losses "
+            f"{what} returned {_described(result)}; it must return (sum, count): the sum of the losses "
             f"of all valid samples or tokens, and their number, so that the mean over the global batch does not "
             f"depend on how it is split. For example: "
             f"F.cross_entropy(logits, labels, reduction='sum'), labels.numel()"
         )
     total, count = result
-    if isinstance(count, (int, float)):  # a float is a sum of weights; torch would round it to float32
-        wide = torch.float64 if isinstance(count, float) else torch.int64
+    if not isinstance(count, Tensor):  # a float is a sum of weights; torch would round it to float32
+        wide = torch.float64 if isinstance(count, (float, np.floating)) else torch.int64
         count = torch.full((), count, dtype=wide, device=total.device)  # from a number, so nobody waits for a copy
-    count = torch.as_tensor(count)
     if total.dim() or count.dim():
         raise ValueError(
             f"{what} returned a sum of shape {tuple(total.shape)} and a count of shape {tuple(count.shape)}; they must "
@@ -98,3 +99,12 @@ def checked_sum(result: Any, what: str = "the loss function") -> tuple[Tensor, T
             f"summed, 0 or more"
         )
     return total, count
+
+
+def _described(result: Any) -> str:
+    """What was returned, as an error names it."""
+    if isinstance(result, Tensor):
+        return f"one tensor of shape {tuple(result.shape)}"
+    if isinstance(result, (tuple, list)):
+        return f"({', '.join(_described(entry) for entry in result)})"
+    return f"a {type(result).__module__}.{type(result).__name__}".replace("a builtins.", "a ")

@@ -1,4 +1,5 @@
-"""Gradients that are not finite: the step is skipped or raised on all ranks alike, and fp16's loss scale follows."""
+"""Steps that change nothing, on all ranks alike: gradients that are not finite, which may raise, too; no label that
+counts. fp16's loss scale follows."""
 
 from __future__ import annotations
 
@@ -85,13 +86,15 @@ class GradientWatch:
         self._is_late, self._late_found = context.device.type != "cpu", LateValue()
         self._last: _Numbers | None = None
         self._num_in_row = 0
+        self._has_told_of_empty = False
         self.num_skipped: int | Tensor = 0
 
-    def check(self, step: int, norm: Tensor, loss_sum: Tensor) -> Tensor | None:
+    def check(self, step: int, norm: Tensor, count: Tensor, loss_sum: Tensor) -> Tensor | None:
         """After the sums of a step (from 1), before its update.
 
         Args:
             norm: of the gradients, over all ranks.
+            count: of labels, over all ranks; a step in which none counts is skipped, whatever its gradients are.
             loss_sum: of this rank alone.
 
         Returns:
@@ -103,23 +106,30 @@ class GradientWatch:
         scale = None if self._scaler is None else self._scaler.scale.clone()
         last, self._last = self._last, _Numbers(step, loss_sum, self._norm.norms, scale)
         if not self._is_late:
-            if math.isfinite(norm.item()):
+            if count.item() == 0:
+                self._tell_of_empty(step)
+            elif math.isfinite(norm.item()):
                 self._num_in_row = 0
                 return None
-            self._skip_or_raise(self._last)
+            else:
+                self._skip_or_raise(self._last)
             self.num_skipped += 1
             return torch.ones((), dtype=torch.bool)
-        found = norm.isfinite().logical_not()
-        self.num_skipped = self.num_skipped + found
-        late = self._late_found.push(found.float())
-        if late:
+        is_empty = count == 0
+        found = norm.isfinite().logical_not() & ~is_empty
+        skipped = found | is_empty
+        self.num_skipped = self.num_skipped + skipped
+        late = self._late_found.push(found + 2.0 * is_empty)
+        if late == 1.0:
             assert last is not None
             self._skip_or_raise(last)
+        elif late:
+            self._tell_of_empty(step - 1)
         elif late is not None:
             self._num_in_row = 0
         if step == self._train.steps and bool(found):
             self._skip_or_raise(self._last)
-        return found
+        return skipped
 
     def state_dict(self) -> dict[str, int]:
         """Waits for the device."""
@@ -161,6 +171,14 @@ class GradientWatch:
             return
         anomaly = "; torch.autograd.set_detect_anomaly(True) names the operation"
         raise NonFiniteGradients(words + remedy + anomaly, step, parameters)
+
+    def _tell_of_empty(self, step: int) -> None:
+        if not self._has_told_of_empty:
+            self._warn(
+                f"step {step}: no label counts (the loss function returned a count of 0 on all ranks): the step "
+                f"changes nothing, and its loss is nan. Further steps of that kind are not told"
+            )
+        self._has_told_of_empty = True
 
     def _warn(self, message: str) -> None:
         if self._group.index == 0:
@@ -208,7 +226,7 @@ class LossScaler:
         return self.factor
 
     def update(self, found_inf: Tensor | None, count: Tensor) -> None:
-        """After a step; waits for nothing.
+        """After a step; waits for nothing. A step in which no label counts changes nothing.
 
         Args:
             found_inf: whether a gradient was not finite, bool scalar; None: all were.
@@ -221,7 +239,10 @@ class LossScaler:
             below = (count / mantissa / 2).float()
             self._num_tokens = torch.where(count.isfinite() & (count >= 1), below, self._num_tokens)
         found = torch.zeros((), device=self.scale.device) if found_inf is None else found_inf.float()
+        before = self.scale.clone(), self._growth_tracker.clone()
         torch._amp_update_scale_(self.scale, self._growth_tracker, found, GROWTH, BACKOFF, self._growth_interval)
+        for value, old in zip((self.scale, self._growth_tracker), before, strict=True):
+            value.copy_(torch.where(count == 0, old, value))
 
     def state_dict(self) -> dict[str, float]:
         """Waits for the device."""

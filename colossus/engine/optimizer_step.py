@@ -106,7 +106,7 @@ class OptimizerStep:
 
         with as_shards():
             own, scale = self._sum(totals, stop, mark)
-            found_inf = self.watch.check(step + 1, own[2], totals.loss_sum)
+            found_inf = self.watch.check(step + 1, own[2], own[1], totals.loss_sum)
             lr = self.learning_rate.set(step)
             strategy.step(self._optimizer, scale, before_update, found_inf, self._train.clip_grad_value)
             strategy.after_step(step)

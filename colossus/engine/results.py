@@ -166,7 +166,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean loss per valid token of the global batch, before the step."""
+        """Mean loss per valid token of the global batch, before the step; nan where there is no valid token."""
         numbers = self.wait()
         return numbers["loss_sum"] / numbers["tokens"] if numbers["tokens"] else float("nan")
 
@@ -177,7 +177,8 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether gradients were not finite, and the step changed neither parameters nor the optimizer's state."""
+        """Whether gradients were not finite, or no label counted, and the step changed neither parameters nor the
+        optimizer's state."""
         return bool(self.wait()["skipped"])
 
     @property

@@ -246,7 +246,8 @@ class Executor:
                 if not loss.requires_grad:
                     raise ValueError(
                         f"the loss of microbatch {microbatch} does not require a gradient: is a result detached, or "
-                        f"computed under no_grad, or are all parameters frozen?"
+                        f"computed under no_grad, or are all parameters frozen? Where no label counts, it is a sum of "
+                        f"nothing that comes from the outputs: outputs.sum() * 0.0, and a count of 0"
                     )
                 state.edges[key] = [get_gradient_edge(loss)]
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.long import but
+from helpers.messages import Messages
 from helpers.ranks import run_ranks
 from helpers.strategies import LocalSteps
 from helpers.training import BATCH, batch_of, config_of
@@ -26,24 +26,6 @@ STEPS, BAD = 4, 1
 Place = tuple[int, str]
 
 
-class Messages(logging.Handler):
-    """The warnings of the engine on this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> Messages:
-        logging.getLogger("colossus.engine").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("colossus.engine").removeHandler(self)
-
-
 class Faulty:
     """An engine whose gradients can be made worse on one rank, before any sum."""
 
@@ -58,7 +40,7 @@ class Faulty:
 
     def _spoil(self, param: nn.Parameter, name: str) -> None:
         if name in self._bad and param.grad is not None:
-            param.grad.view(-1)[-1] = float("nan")
+            param.grad.mul_(float("nan"))
 
     def step(self, step: int, places: Sequence[Place] = ()) -> Any:
         """Train on the batch of ``step``, with gradients that are not finite at these places."""
