@@ -69,6 +69,11 @@ class ForwardFlow(TorchDispatchMode):
             self._stale.add(key_of(tensor))
         return tensor
 
+    def count(self, tensor: Tensor) -> None:
+        """Take note that a tensor is used, if it is a parameter or a buffer."""
+        if name := self._names.get(key_of(tensor)):
+            self.uses.setdefault(name, []).append(self.time)
+
     @contextmanager
     def not_counting(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         """Inside, operations that take these parameters or buffers are no uses of them."""
@@ -84,8 +89,7 @@ class ForwardFlow(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in given:
-            if name := self._names.get(key_of(tensor)):
-                self.uses.setdefault(name, []).append(self.time)
+            self.count(tensor)
         if func.overloadpacket in _SHAPE_ONLY:
             given = []
             args = (_to_zeros(args[0]), *args[1:])

@@ -1,4 +1,4 @@
-"""Weights that a forward uses past their module: ``F.linear(x, self.words.weight)``, say."""
+"""Weights that a forward uses past their module: ``F.linear(x, self.words.weight)`` or ``self.words.weight.shape``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from colossus.convert.forward_flow import ForwardFlow
 from colossus.convert.forward_parts import call_model
 from colossus.convert.meta_run import running_on_meta
 from colossus.convert.swap import holders_of, row_for
 
+#: of a tensor, what a rank's part of it answers otherwise
+_SIZES = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__,
+}  # fmt: skip
 WHY = "its weight is used past it, where a rank needs all of it"
 
 
 def weights_used_past(model: nn.Module, example: Any) -> set[str]:
-    """Return the names of modules of which the forward uses a parameter otherwise than by a call of the module.
+    """Return the names of modules of which the forward uses a parameter, or its size, otherwise than by a call.
 
     Where layers of one number do that, those of all numbers do: a trial may call some of them only (experts).
 
@@ -32,7 +38,7 @@ def weights_used_past(model: nn.Module, example: Any) -> set[str]:
     for module in model.modules():
         if own := [parameter for parameter in module._parameters.values() if parameter is not None]:
             vars(module)["forward"] = _counting_others(module.forward, flow, own)
-    with torch.no_grad(), running_on_meta(example) as example, flow:
+    with torch.no_grad(), running_on_meta(example) as example, flow, _SizesCounted(flow):
         call_model(model, example)
     used = {
         of_any_layer(name)
@@ -42,6 +48,21 @@ def weights_used_past(model: nn.Module, example: Any) -> set[str]:
         if row_for(module) is not None
     }
     return {name for name, _ in model.named_modules() if of_any_layer(name) in used}
+
+
+class _SizesCounted(TorchFunctionMode):
+    """Takes what asks a parameter for its size for a use of it."""
+
+    def __init__(self, flow: ForwardFlow) -> None:
+        super().__init__()
+        self._flow = flow
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _SIZES:
+            self._flow.count(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _counting_others(forward: Any, flow: ForwardFlow, own: Sequence[Tensor]) -> Any:

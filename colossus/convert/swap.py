@@ -109,7 +109,9 @@ class Swapper:
 
     def run(self) -> nn.Module:
         """The model, or what takes its place where it is such a module itself."""
-        for name, module in [*self._model.named_modules()]:
+        in_order = dict(self._model.named_modules())
+        tables_first = sorted(in_order.items(), key=lambda item: torch_class_of(item[1]) is not nn.Embedding)
+        for name, module in tables_first:  # which a head may share that the model makes before them
             row, was = row_for(module), type(module).__name__
             if self._kinds.get(name) == TORCH:
                 if row is not None or isinstance(module, (*TABLES, _BatchNorm)):
@@ -124,6 +126,7 @@ class Swapper:
                 self.swaps[name] = Swap(was, "", f"{why_derived(module)}; batch statistics are of all ranks' samples")
             elif isinstance(module, TABLES):
                 self.swaps[name] = Swap(was, "", why_derived(module))
+        self.swaps = {name: self.swaps[name] for name in in_order if name in self.swaps}
         for module in self._model.modules():
             for child_name, child in module._modules.items():
                 if id(child) in self._made:
