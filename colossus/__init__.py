@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from colossus import config_module  # noqa: F401  # finds config files for processes that unpickle what is of them
 from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:

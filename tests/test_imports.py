@@ -55,6 +55,7 @@ LEVELS = {
 #: anyone may import these; they import only each other as listed
 LEAVES = {
     "import_path": set(),
+    "config_module": set(),
     "registry": {"import_path"},
     "_lazy": set(),
     "machine": set(),
@@ -67,7 +68,7 @@ LEAVES = {
     "chart": {"picture"},
     "error_place": set(),
     "graphs": {"registry", "arithmetic"},
-    "config": {"registry", "import_path", "_lazy", "arithmetic", "graphs"},
+    "config": {"registry", "import_path", "config_module", "_lazy", "arithmetic", "graphs"},
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ from colossus.config.plans import check_names, resolve_sizes
 from colossus.config.schema import Config
 from colossus.config.section import Named
 from colossus.config.training import Weights
+from colossus.config_module import module_name
 from colossus.registry import MODEL_SOURCES, nearest
 
 
@@ -92,10 +92,9 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{line}{type(error).__name__}: {reason}") from error
 
     folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    # A real module, so that classes of the file can be pickled and inspected.
-    module = ModuleType("colossus_config_" + re.sub(r"\W", "_", path.stem))
+    sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
+    # A real module, so that classes of the file can be inspected, and pickled for processes that import it.
+    module = ModuleType(module_name(path))
     module.__file__ = str(path.resolve())
     sys.modules[module.__name__] = module
     try:

@@ -8,23 +8,19 @@ that can only be read from the front.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import signal
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from multiprocessing import resource_tracker
+from contextlib import nullcontext
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torch.utils.data import default_collate as torch_collate
 
 from colossus.config.schema import ReadingOptions
 from colossus.data.batch import Batch, slice_batch
 from colossus.data.sampler import BatchShard, SampleOrder
 from colossus.data.tokens import BatchedDataset
+from colossus.data.workers import require_sendable, start_workers
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 
@@ -57,6 +53,7 @@ class MapSource(Source):
     last, of which the last batch may be smaller (validation)."""
 
     def __init__(self, dataset: Any, shard: BatchShard, options: ReadingOptions) -> None:
+        require_sendable({type(dataset).__name__: dataset, "data.collate_fn": options.collate_fn}, options)
         self.dataset = dataset
         self.num_samples = len(dataset)
         self.num_steps = None if shard.endless else -(-self.num_samples // shard.global_batch_size)
@@ -86,7 +83,7 @@ class MapSource(Source):
             if self.num_steps is None:
                 steps = itertools.count(self.step)
             seed = derive_seeds(self._shard.seed, (self._shard.data_rank, self.step))[0]
-            self._workers = _start_workers(self._by_step, steps, self._options, seed)
+            self._workers = start_workers(self._by_step, steps, self._options, seed)
         workers = self._workers
         try:
             return next(workers)
@@ -99,6 +96,11 @@ class MapSource(Source):
                     f"{self._options.worker_timeout:g} s (data.worker_timeout). If no batch takes that long, a worker "
                     f"is locked: it was forked while another thread held a lock (pytorch issue 130610). "
                     f"data.multiprocessing_context='forkserver' starts workers that hold none"
+                ) from None
+            if str(error).endswith("exited unexpectedly"):
+                raise RuntimeError(
+                    f"data.num_workers = {self._options.num_workers}: {error}, before it gave a batch: what it has "
+                    f"printed says why"
                 ) from None
             # without torch's frames, one of which has the error as a local: a reference cycle, see `_Batches`
             raise error.with_traceback(None) from None
@@ -147,54 +149,3 @@ class _Batches(Dataset[Any]):
         if callable(fetch_all):  # torch's own convention for datasets that fetch many at once
             return list(fetch_all(indices))
         return [self._dataset[index] for index in indices]
-
-
-def _start_workers(batches: _Batches, steps: Iterable[int], options: ReadingOptions, seed: int) -> Iterator[Batch]:
-    """The batches of steps; ``seed`` is of what workers draw, as torch derives it."""
-    method = options.multiprocessing_context or multiprocessing.get_start_method()
-    loader: DataLoader[Any] = DataLoader(
-        batches,
-        batch_size=None,
-        sampler=steps,
-        num_workers=options.num_workers,
-        collate_fn=_unchanged,
-        worker_init_fn=_outlive_stop_signals,
-        multiprocessing_context=method,
-        timeout=options.worker_timeout,
-    )
-    # torch draws the workers' base seed from the global generator
-    with GLOBAL_RNG.preserved(seed), nullcontext() if method == "fork" else _blocked_sigterm():
-        return iter(loader)
-
-
-def _unchanged(item: Any) -> Any:
-    return item
-
-
-def _outlive_stop_signals(worker: int) -> None:
-    """Let a worker end by its rank's SIGTERM only: a batch system tells all processes, but a rank has a step to end."""
-    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # on macOS who has sent it cannot be known
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_told, name="colossus-sigterm", daemon=True).start()
-
-
-def _end_when_told() -> None:
-    rank = multiprocessing.parent_process()  # not the process above where a server has forked this one
-    assert rank is not None
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
-        pass
-    os._exit(0)
-
-
-@contextmanager
-def _blocked_sigterm() -> Iterator[None]:
-    """Processes that are started here, with an interpreter of their own, begin with SIGTERM blocked, and so do the
-    threads that their imports start: any thread that takes it ends the process."""
-    resource_tracker.ensure_running()  # which the first process started needs, and whose start unblocks it
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

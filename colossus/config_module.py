@@ -1,0 +1,44 @@
+"""The name under which a config file is a module, and how every process that a run starts imports it.
+
+Workers of data loaders that begin with an interpreter of their own get objects of the file's classes, by name. They are
+given `sys.path`, on which the file's folder is (`colossus.config.loading`), and find the file there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from types import ModuleType
+
+_PREFIX = "colossus_config_"
+
+
+def module_name(file: str | os.PathLike[str]) -> str:
+    """Return the name of a config file's module."""
+    return _PREFIX + re.sub(r"\W", "_", os.path.splitext(os.path.basename(file))[0])
+
+
+class _ConfigFinder(MetaPathFinder):
+    """Finds the file of a config's module in the folders of `sys.path`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(_PREFIX):
+            return None
+        for folder in sys.path:
+            names = os.listdir(folder) if os.path.isdir(folder) else []
+            files = [name for name in names if name.endswith(".py") and module_name(name) == fullname]
+            if len(files) > 1:
+                raise ImportError(f"{' and '.join(sorted(files))} in {folder} are one module, {fullname}: rename one")
+            if files:
+                return spec_from_file_location(fullname, os.path.join(folder, files[0]))
+        return None
+
+
+sys.meta_path.append(_ConfigFinder())
