@@ -14,12 +14,15 @@ from colossus.config.plans import describe_plan
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.convert.parallelize import Conversion, conversion_of
+from colossus.convert.swap import Swap
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
+from colossus.layout.parameter import spec_of
 from colossus.registry import MODELS
 from colossus.tensor_parallel.traffic import matmul_traffic
 
 _HEADER = ("module", "was", "is", "weight on this rank", "sends", "alone")
+_WHOLE_HEADER = ("whole on each rank", "class", "bytes", "why")
 _NOTE = """\
 sends: bytes of activations that a rank sends for a token, forward and backward; alone: what it would outside of a pair.
 Between two that are a pair (column, row) features stay split."""
@@ -42,11 +45,11 @@ def render_layers(config: Config) -> str:
     except ValueError as error:
         raise ConfigError(str(error), config.source) from error
     found = conversion_of(model) or Conversion({})
-    rows, stayed, saved = [], [], 0.0
+    rows, alone_for, saved = [], [], 0.0
     for name, module in model.named_modules():
         swap = found.swaps.get(name)
-        if swap is not None and not swap.became:
-            stayed.append((name, f"{swap.was} stays: {swap.why}"))
+        if swap is not None and not swap.became and not module._parameters:
+            alone_for.append((name, f"{swap.was} stays: {swap.why}"))
         if not isinstance(module, Layer) or (swap is None and not [*module.parameters(recurse=False)]):
             continue
         sends, alone = _bytes_per_token(module)
@@ -56,8 +59,13 @@ def render_layers(config: Config) -> str:
         shape = " x ".join(map(str, weight.shape)) if weight is not None else "-"
         rows.append((name, swap.was if swap is not None else "-", kind, shape, _size(sends), _size(alone)))
         if swap is not None and swap.why:
-            stayed.append((name, f"is whole: {swap.why}"))
+            alone_for.append((name, f"is alone: {swap.why}"))
     head = f"plan        {describe_plan(config)}\nsaved       {byte_count(max(saved, 0.0))} a token by pairs"
+    whole = _whole_weights(model, found) if context.size("tensor") > 1 else []
+    if context.size("tensor") > 1:
+        nbytes, total = sum(size for *_, size in whole), sum(_full_bytes(each) for each in model.parameters())
+        share = f"{nbytes / max(total, 1):.0%}, on each rank"
+        head += f"\nwhole       {byte_count(nbytes)} of {byte_count(total)} of weights, {share}"
     if found.note:
         head += f"\nnote        {found.note}"
     parts = [head, aligned([_HEADER, *_folded(rows)], left=(0, 1, 2, 3)), _NOTE]
@@ -65,9 +73,64 @@ def render_layers(config: Config) -> str:
         parts.append(
             "one input   " + "\n            ".join(name for (name,) in _folded([(", ".join(e),) for e in found.shared]))
         )
-    if stayed:
-        parts.append(aligned(_folded(stayed), left=(0, 1)))
+    if alone_for:
+        parts.append(aligned(_folded(alone_for), left=(0, 1)))
+    if whole:
+        parts.append(aligned([_WHOLE_HEADER, *_largest(whole)], left=(0, 1, 3)))
     return "\n\n".join(parts)
+
+
+def _whole_weights(model: nn.Module, conversion: Conversion) -> list[tuple[str, str, str, int]]:
+    """Return name, class, why and bytes of each module whose own parameters every tensor rank has whole."""
+    seen: set[int] = set()
+    rows = []
+    for name, module in model.named_modules():
+        own = [param for param in module._parameters.values() if param is not None and id(param) not in seen]
+        seen |= {*map(id, own)}
+        nbytes = sum(_full_bytes(param) for param in own if not spec_of(param).layout.shard_axes)
+        if nbytes:
+            swap = conversion.swaps.get(name)
+            kind = type(module).__name__ if swap is None else swap.was
+            rows.append((name or "the model", kind, _why_whole(module, swap), nbytes))
+    return rows
+
+
+def _why_whole(module: nn.Module, swap: Swap | None) -> str:
+    if swap is not None and not swap.became:
+        return swap.why
+    if any(param is not None and spec_of(param).layout.shard_axes for param in module._parameters.values()):
+        return "its bias alone"
+    if isinstance(module, Layer):
+        return "its sizes do not divide" if isinstance(module, Linear) else "a parameter for each feature or position"
+    if isinstance(module, nn.MultiheadAttention):
+        return "it computes with its weights itself"
+    if "gate_up_proj" in module._parameters:
+        return "parallel.expert spreads experts that are gated, [out, in], without biases"
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+        return "norms are whole"
+    is_torchs = type(module).__module__.startswith("torch.nn.")
+    return "no layer of colossus computes it" if is_torchs else "parameters of its own"
+
+
+def _full_bytes(parameter: nn.Parameter) -> int:
+    return spec_of(parameter).num_elements * parameter.element_size()
+
+
+def _largest(whole: Iterable[tuple[str, str, str, int]]) -> list[tuple[str, ...]]:
+    """Return rows of modules that differ in numbers alone together, the largest first; what is small is one row."""
+    sizes: dict[tuple[str, str, str], list[tuple[str, int]]] = {}
+    for name, kind, why, size in whole:
+        sizes.setdefault((re.sub(r"\b\d+\b", "*", name), kind, why), []).append((name, size))
+    rows = [
+        (key[0] if len(each) > 1 else each[0][0], key[1], sum(size for _, size in each), key[2])
+        for key, each in sizes.items()
+    ]
+    limit = sum(size for _, _, size, _ in rows) / 100
+    small = [size for _, _, size, _ in rows if size < limit]
+    rows = sorted((row for row in rows if row[2] >= limit), key=lambda row: -row[2])
+    if small:
+        rows.append((f"{len(small)} more", "-", sum(small), "-"))
+    return [(name, kind, byte_count(size), why) for name, kind, size, why in rows]
 
 
 def _bytes_per_token(module: nn.Module) -> tuple[float, float]:

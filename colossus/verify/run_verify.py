@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.config import Config, ConfigError, load_config
-from colossus.config.plans import describe_plan, world_size
+from colossus.config.plans import describe_plan, model_options, world_size
 from colossus.config.training import PRECISIONS, PrecisionSection
 from colossus.context.grid import build_grid
 from colossus.launch import command
@@ -119,7 +119,8 @@ def sections(
     """The sections of the user's config for one of the two runs.
 
     Both are in float64, evaluate nothing, and have a hook of ours in place of the user's. The learning rates are those
-    of the user's schedule.
+    of the user's schedule. In one process the modules of a model that is parallelized as it is, with hooks and
+    attributes of their parameters, are torch's own, so that what their conversion loses is a difference.
 
     Raises:
         ConfigError: as ``load_config``.
@@ -129,11 +130,22 @@ def sections(
     train = {"precision": PrecisionSection(**PRECISIONS["fp64"]), "steps": steps, "eval_every": 0, "log_every": steps}
     if tolerance is None:
         out["parallel"], out["schedule"] = {"data": 1}, {"microbatches": config.schedule.microbatches}
+        if config.model is not None and model_options(config) is None:
+            out["model"] = {"type": make_reference, "spec": config.model.spec()}
     else:  # what is not a number is compared, too
         train |= {"on_nonfinite": "skip", "max_skips": steps}
     out["train"] = config.train.model_copy(update=train)
     out["hooks"] = [{"type": make_hook, "folder": folder, "tolerance": tolerance}]
     return out
+
+
+def make_reference(spec: dict[str, Any]) -> Any:
+    """Return the model of a config for the run in one process."""
+    from colossus.convert.parallelize import as_reference
+    from colossus.registry import MODELS
+
+    with as_reference():
+        return MODELS.build(spec)
 
 
 def make_hook(folder: str, tolerance: float | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import colossus
+from colossus.arithmetic import byte_count
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
@@ -158,9 +160,39 @@ def test_show_layers_says_what_became_of_modules(tmp_path: Path, capsys: pytest.
     file.write_text(f"model = {model!r}\ndata = dict(type='PythonStdlib', seq_len=8)\n")
     assert main(["show", str(file), "--layers", "parallel.tensor=2"]) == 0
     out = capsys.readouterr().out
-    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith("transformer.h.*.")}
+    table = out.partition("sends:")[0].splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in table if line.startswith("transformer.h.*.")}
     assert rows["transformer.h.*.mlp.c_fc"][:2] == ["Conv1D", "Linear(column)"]
     assert rows["transformer.h.*.mlp.c_proj"][:2] == ["Conv1D", "Linear(row)"]
-    assert "transformer.h.*.attn.c_attn  is whole: " in out
+    assert "transformer.h.*.attn.c_attn  is alone: " in out
     saved = next(line for line in out.splitlines() if line.startswith("saved"))
     assert float(saved.split()[1]) > 0
+
+
+def test_show_layers_lists_what_is_whole_on_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What torch's attention holds, what a rule leaves, and norms; the smallest together."""
+    file = tmp_path / "config.py"
+    file.write_text("""
+import torch
+from torch import nn
+
+def _net():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, 24, batch_first=True), 2)
+
+model = dict(type="torch", factory=_net, example=torch.zeros(2, 4, 12), rules={"layers.1.linear1": "torch"})
+data = dict(type="PythonStdlib", seq_len=8)
+""")
+    assert main(["show", str(file), "--layers", "parallel.tensor=2"]) == 0
+    out = capsys.readouterr().out
+    table = out.partition("whole on each rank")[2].splitlines()[1:]
+    rows = [re.split(" {2,}", line) for line in table]
+    attention, layer = 3 * (12 * 12 + 12) * 4, (12 * 12 + 12) * 4
+    assert rows[:3] == [
+        ["layers.*.self_attn", "MultiheadAttention", byte_count(2 * attention), "it computes with its weights itself"],
+        ["layers.*.self_attn.out_proj", "NonDynamicallyQuantizableLinear", byte_count(2 * layer),
+         "nn.MultiheadAttention takes its weight past it"],
+        ["layers.1.linear1", "Linear", byte_count((24 * 12 + 24) * 4), "a rule leaves it"],
+    ]  # fmt: skip
+    assert rows[3][3] == "norms are whole"
+    total = 2 * (attention + layer + (2 * 24 * 12 + 24 + 12) * 4 + 4 * 12 * 4)
+    assert f" of {byte_count(total)} of weights, " in out

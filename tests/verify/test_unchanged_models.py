@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from helpers.verified import Verify
 
 TEXT = """
@@ -33,3 +34,56 @@ def test_the_outputs_of_modules_are_those_of_one_process(verify: Verify) -> None
     code, out, err = verify(TEXT)
     print(out, err)
     assert code == 0
+
+
+HOOKED = """
+import colossus
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(13, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head, self.drop = nn.Linear(8, 13, bias=False), nn.Dropout(0.2)
+        self.head.weight = self.words.weight
+        self.up.weight.register_hook(lambda grad: grad * 0.5)
+        self.words.weight.lr_scale = 2.0
+
+    def forward(self, ids):
+        x = self.words(ids)
+        return self.head(self.drop(x + self.down(torch.relu(self.up(x)))))
+
+def loss(logits, batch):
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"), batch["labels"].numel()
+
+def net():
+    made = colossus.parallelize(Net, example=torch.ones(2, 6, dtype=torch.long))()
+    made.loss = loss
+    return made
+
+class Scaled(torch.optim.SGD):
+    def __init__(self, params, lr):
+        groups = [dict(params=[param], lr=lr * getattr(param, "lr_scale", 1.0)) for param in params]
+        super().__init__(groups, lr=lr)
+
+model = net
+data = _Tokens
+optimizer = dict(type=Scaled, lr=0.1)
+train = dict(steps=2, global_batch_size=4)
+device = "cpu"
+"""
+
+
+def test_the_reference_has_the_hooks_of_parameters(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion that loses them in one process, too, is a difference; so is one that loses attributes."""
+    code, out, _ = verify(HOOKED, "parallel.tensor=2")
+    assert code == 0, out
+    with monkeypatch.context() as patched:
+        patched.setattr("colossus.convert.swap.take_hooks", lambda made, parameter: None)
+        code, out, _ = verify(HOOKED, "parallel.data=2")
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the gradient of up.weight\n")
+    with monkeypatch.context() as patched:
+        patched.setattr("colossus.convert.swap.take_attributes", lambda made, parameter: None)
+        code, out, _ = verify(HOOKED, "parallel.tensor=2")
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: words.weight after the optimizer\n")
