@@ -71,7 +71,12 @@ class ForwardChain:
         parameters: names of those that are used outside of the blocks, before them and after them.
         buffers: the same of those that nothing else needs.
         shapes: of the parameters that are used before the blocks.
+
+    Attributes:
+        takes_names: the first block takes a dict of the forward's arguments.
     """
+
+    takes_names = True
 
     def __init__(
         self,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
@@ -32,6 +33,7 @@ from colossus.sharded_tensor.regions import with_sequence
 
 #: a label that losses ignore
 IGNORED = -100
+_NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,13 +162,64 @@ def batch_axes(context: ParallelContext) -> tuple[str, ...]:
     )
 
 
+#: of a batch that is a dict: the model's input, and what only the loss looks at
+INPUTS, LABELS = "inputs", "labels"
+
+
+def names_arguments(batch: Any) -> bool:
+    """Return whether a batch is a dict of the model's keyword arguments: one without the key "inputs"."""
+    return isinstance(batch, Mapping) and INPUTS not in batch
+
+
 def model_input(batch: Any) -> Any:
-    """What the model is called with: ``batch["inputs"]``, the first of a tuple, or the batch itself."""
-    if isinstance(batch, dict):
-        if "inputs" not in batch:
-            raise ValueError(f"a batch that is a dict needs the key 'inputs' for the model; it has {sorted(batch)}")
-        return batch["inputs"]
+    """Return what the model is called with: ``batch["inputs"]``, the first of a tuple, or the batch itself; of a dict
+    without "inputs" all but its labels, of which `ForwardCall` leaves those that the model takes."""
+    if names_arguments(batch):
+        return {key: value for key, value in batch.items() if key != LABELS}
+    if isinstance(batch, Mapping):
+        return batch[INPUTS]
     return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+class ForwardCall:
+    """Calls a model's forward, or its first pipeline blocks, with what `model_input` gives.
+
+    A dict without "inputs" is arguments by name. Entries that the forward does not take are the loss function's.
+    """
+
+    def __init__(self, model: nn.Module, *, is_partitioned: bool) -> None:
+        self._title, self._is_partitioned = type(model).__name__, is_partitioned
+        #: blocks of a model that is called as it is take all its arguments
+        self._blocks_take_names = getattr(getattr(model, "pipeline_blocks", None), "takes_names", False)
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._names = [parameter.name for parameter in parameters if parameter.kind not in _NOT_BY_NAME]
+
+    def __call__(self, forward: Callable[..., Any], value: Any, batch: Any) -> Any:
+        """Return the output for the input of a batch.
+
+        Raises:
+            ValueError: none of a batch's keys is an argument; several are those of blocks that take one input.
+        """
+        if not names_arguments(batch):
+            return forward(value)
+        arguments = value if self._takes_any else {name: value[name] for name in self._names if name in value}
+        if not arguments:
+            raise ValueError(
+                f"a batch that is a dict without the key {INPUTS!r} is the model's keyword arguments, but the forward "
+                f"of {self._title} takes {', '.join(self._names)}, and the batch has {', '.join(sorted(batch))}: "
+                f"rename its keys, or put the model's input under {INPUTS!r}"
+            )
+        if not self._is_partitioned:
+            return forward(**arguments)
+        if self._blocks_take_names:
+            return forward(arguments)
+        if len(arguments) > 1:
+            raise ValueError(
+                f"the first pipeline block of {self._title} takes one input, but the batch has several arguments of "
+                f"its forward ({', '.join(arguments)}): put what the block takes under the key {INPUTS!r}"
+            )
+        return forward(*arguments.values())
 
 
 def sequence_length(batch: Any) -> int:

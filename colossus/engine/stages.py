@@ -17,7 +17,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.forward_buffers import ForwardBuffers
-from colossus.engine.inputs import Inputs, model_input
+from colossus.engine.inputs import ForwardCall, Inputs, model_input
 from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import model_parallel_of
@@ -60,6 +60,7 @@ class ModelStages:
     ) -> None:
         self._context, self._last_stage = context, pipeline.last_stage
         self._forwards = pipeline.stage_forwards(model)
+        self._first = ForwardCall(model, is_partitioned=pipeline.partition is not None)
         self._inputs, self.loss_fn, self.buffers = inputs, loss_fn, buffers
         self.metrics = EvalMetrics(model, context.device)
         self._store, self._strategy, self._weights = store, strategy, store.weights
@@ -94,7 +95,8 @@ class ModelStages:
             rng = self._rng.forward(stage, microbatch, training=self.step is not None)
             with self._autocast, rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
-                    out = self._forwards[stage](value)
+                    forward = self._forwards[stage]
+                    out = self._first(forward, value, own) if stage == 0 else forward(value)
                     _refuse_writes(versions)
                     for observer in self.observers:
                         observer.after_forward(stage, microbatch, out)

@@ -25,7 +25,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import batch_size_of, map_batch
 from colossus.data.make_loaders import loaders_of
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
-from colossus.engine.inputs import Inputs, model_input
+from colossus.engine.inputs import ForwardCall, Inputs, model_input
 from colossus.engine.loss_function import loss_of
 from colossus.engine.parameter_groups import ParameterGroups, make_groups
 from colossus.error_place import add_place
@@ -202,6 +202,7 @@ class _MicrobatchRun:
         self._inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
         given = map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
         self._batch = self._inputs.split(given, 1)
+        self._first = ForwardCall(model, is_partitioned=is_chain(model) and not has_hooks(model))
         self._loss_fn, self._context, self._fake, self._split = loss_of(model, None), context, fake, split_backward
         self._parallel = model_parallel_of(context)
         self._recorder = TraceRecorder(context)
@@ -262,7 +263,7 @@ class _MicrobatchRun:
             live = fake.mark()
             self._recorder.take()
             for number, call in enumerate(calls):
-                value = call(value)
+                value = self._first(call, value, own) if number == 0 else call(value)
                 passed = back = 0
                 if number + 1 < len(calls):
                     passed, back = self._pass_on(number, value)

@@ -11,7 +11,7 @@ from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import map_batch
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
-from colossus.engine.inputs import Inputs, model_input
+from colossus.engine.inputs import ForwardCall, Inputs, model_input
 from colossus.engine.parameter_groups import make_groups
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.planner.balanced_experts import balanced_experts
@@ -50,11 +50,14 @@ def _values(config: Config, context: ParallelContext, batch: Any) -> dict[int, V
         inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
         step = inputs.split(map_batch(lambda x: torch.empty(x.shape, dtype=x.dtype), batch), pipeline.num_microbatches)
         with parallel.batch(step.info), context.precision.autocast(context.device):
-            value = inputs.mark_tokens(model_input(inputs.local(step.microbatches[0])), step.microbatches[0])
+            own, first = inputs.local(step.microbatches[0]), ForwardCall(model, is_partitioned=True)
+            value = inputs.mark_tokens(model_input(own), step.microbatches[0])
+            is_first = True
             for stage in range(pipeline.last_stage):
                 for run in runs_of(model, partition.blocks_of(stage)):
                     for call in run.shown:
-                        value = call(value)
+                        value = first(call, value, own) if is_first else call(value)
+                        is_first = False
                 given, tensors = flatten_value(value, parallel, f"stage {stage}")
                 found[stage] = given
                 value, _ = unflatten_value(given, tensors, parallel)
