@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
@@ -29,7 +30,8 @@ from colossus.nest import tensors
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
 from colossus.sharded_tensor.placement import Place
-from colossus.sharded_tensor.regions import with_sequence
+from colossus.sharded_tensor.regions import for_loss, sequence_place, with_sequence
+from colossus.sharded_tensor.tensor import ShardedTensor
 
 #: a label that losses ignore
 IGNORED = -100
@@ -146,11 +148,21 @@ class Inputs:
         return map_batch(lambda x: x.to(self._dtype) if x.is_floating_point() else x, microbatch)
 
     def mark_tokens(self, given: Any, microbatch: Any) -> Any:
-        """What the model, but no loss function, is given: what holds a part of the tokens is a `ShardedTensor`."""
-        if self._sequence is None:
-            return given
-        whole, parallel = model_input(microbatch), model_parallel_of(self._context)
-        num_tokens = sequence_length(microbatch)
+        """What the model is given: what holds a part of the tokens is a `ShardedTensor`."""
+        return given if self._sequence is None else self._marked(given, model_input(microbatch), microbatch)
+
+    def for_loss(self, outputs: Any, local: Any, microbatch: Any) -> tuple[Any, Any]:
+        """The outputs of the model and this rank's part of a microbatch, as a loss function is given them.
+
+        Both are plain where the model has made its outputs plain (`colossus.layers.local`), and takes care of tokens.
+        """
+        if self._sequence is None or not any(map(sequence_place, tree_leaves(outputs))):
+            return outputs, local
+        batch = map_batch(for_loss, self._marked(local, microbatch, microbatch))
+        return tree_map_only(ShardedTensor, for_loss, outputs), batch
+
+    def _marked(self, given: Any, whole: Any, microbatch: Any) -> Any:
+        parallel, num_tokens = model_parallel_of(self._context), sequence_length(microbatch)
         are_split = iter([_holds_tokens(x, num_tokens) for _, x in tensors(whole)])
         return map_batch(lambda x: with_sequence(x, Place(1) if next(are_split) else None, parallel), given)
 

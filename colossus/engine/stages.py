@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.strategy import BackwardKind, Strategy
@@ -27,8 +26,6 @@ from colossus.random import GlobalRng, hash_key
 from colossus.schedule.executor import StepObserver, WgradTasks
 from colossus.schedule.partition import MUST_NAME_ALL, MetaTensorGuard
 from colossus.schedule.pipeline import PipelineRuntime
-from colossus.sharded_tensor.regions import without_sequence
-from colossus.sharded_tensor.tensor import ShardedTensor
 
 
 class ModelStages:
@@ -101,10 +98,10 @@ class ModelStages:
                     for observer in self.observers:
                         observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
-                        outputs = tree_map_only(ShardedTensor, without_sequence, out)
-                        out = checked_sum(self.loss_fn(outputs, own))
+                        outputs, of_batch = self._inputs.for_loss(out, own, batch)
+                        out = checked_sum(self.loss_fn(outputs, of_batch))
                         if self.step is None:
-                            self.metrics.add(outputs, own)
+                            self.metrics.add(outputs, of_batch)
                 except AttributeError as error:
                     if self._is_partitioned:
                         error.add_note(f"An attribute of a module may be on another stage. {MUST_NAME_ALL}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of
@@ -45,8 +45,6 @@ from colossus.planner.trace import Trace
 from colossus.planner.trace_recorder import TraceRecorder
 from colossus.registry import MODELS
 from colossus.schedule.transport import flatten_value
-from colossus.sharded_tensor.regions import without_sequence
-from colossus.sharded_tensor.tensor import ShardedTensor
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
@@ -268,7 +266,7 @@ class _MicrobatchRun:
                 if number + 1 < len(calls):
                     passed, back = self._pass_on(number, value)
                 else:
-                    value = self._loss_fn(tree_map_only(ShardedTensor, without_sequence, value), own)[0]
+                    value = self._loss_fn(*self._inputs.for_loss(value, own, self._batch.microbatches[0]))[0]
                 kept, peak = fake.live - live, fake.peak - live
                 live = fake.mark()
                 self._begun.append(_Begun(self._recorder.take(), kept, peak, passed, back, live))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -135,6 +135,7 @@ class Placement:
         places: role -> where that is, of what plain tensors have whole.
         num_features: features of all shards, when the last shard is padded (a vocabulary that does not divide).
         standard_ndim: the number of dims for which `standard` made it; 0 of any other.
+        is_of_loss: whether a loss function has it: what it sums over the tokens of a rank is added up over ranks.
     """
 
     parallel: HasRegions
@@ -143,6 +144,7 @@ class Placement:
     places: tuple[tuple[str, Place], ...] = ()
     num_features: int | None = None
     standard_ndim: int = field(default=0, compare=False)
+    is_of_loss: bool = False
 
     @classmethod
     def standard(
@@ -174,7 +176,8 @@ class Placement:
     def moved(self, activation: Activation, ndim: int, num_features: int | None = None) -> Placement:
         """Of what a layer makes of this: laid out as ``activation``, of the same tokens, to the same layout back."""
         sequence = self.place("sequence")
-        return Placement.standard(self.parallel, activation, self.return_layout, ndim, sequence, num_features)
+        made = Placement.standard(self.parallel, activation, self.return_layout, ndim, sequence, num_features)
+        return replace(made, is_of_loss=True) if self.is_of_loss else made
 
     def place(self, role: str) -> Place | None:
         for name, place in self.places:

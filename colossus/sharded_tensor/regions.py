@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -43,9 +44,9 @@ def local(x: Tensor) -> Tensor:
     return plain(x)
 
 
-def without_sequence(x: Tensor) -> Tensor:
-    """A rank's part of the tokens of a whole activation as a plain tensor; what else is split stays as it is."""
-    return plain(x) if isinstance(x, ShardedTensor) and x.placement.is_whole else x
+def for_loss(x: Tensor) -> Tensor:
+    """What a loss function is given of a tensor: where a rank has a part of the tokens, sums of it are addends."""
+    return x if sequence_place(x) is None else mark(x, replace(x.placement, is_of_loss=True))  # type: ignore[attr-defined]
 
 
 def to_whole(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colossus.sharded_tensor import view_rules
+from colossus.sharded_tensor import loss_rules, view_rules
 from colossus.sharded_tensor.operators import Call
 from colossus.sharded_tensor.placement import MixesPartsError, Place, avoid, without
 from colossus.sharded_tensor.view_rules import At, Rule, aligned, found, require_one
@@ -192,7 +192,14 @@ _ROWS: list[tuple[Rule, str]] = [
     (_joined, "cat"),
     (_stacked, "stack"),
     (lambda at, call: aligned(at, call.get("tensors", "self")), "broadcast_tensors"),
-    (_reduced, "norm linalg_norm linalg_vector_norm logsumexp argmax argmin all any count_nonzero aminmax median"),
+    (loss_rules.summed, "sum nansum count_nonzero"),
+    (loss_rules.loss_of_classes, "cross_entropy nll_loss"),
+    (
+        loss_rules.loss_of_elements,
+        "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+        "poisson_nll_loss gaussian_nll_loss soft_margin_loss",
+    ),
+    (_reduced, "norm linalg_norm linalg_vector_norm logsumexp argmax argmin all any aminmax median"),
     (_reduced, "var std var_mean std_mean"),
     (_normalized, "layer_norm rms_norm"),
     (_along(), "softmax log_softmax cumsum cumprod logcumsumexp flip roll"),
@@ -224,6 +231,13 @@ RANDOM = {
 def refusal(name: str, error: MixesPartsError, x: Any) -> str:
     spoken = _SPOKEN.get(name, name)
     given = f"{spoken} {error}. Its input is a rank's part of a tensor ({x!r}), so it would be wrong in silence."
+    if x.placement.is_of_loss:
+        return (
+            f"{given} parallel.sequence gives a loss function the tokens of one rank. The sum over all elements "
+            f"(x.sum(), reduction='sum') and their number, which it returns, are added up over ranks; labels are "
+            f"shifted in the data, before they are split; colossus.layers.local(x) gives the rank's part as a plain "
+            f"tensor"
+        )
     if not x.placement.is_whole:
         return f"{given} Call colossus.layers.to_whole(x) before it.{_HINTS.get(name, '')}"
     return (

@@ -182,17 +182,19 @@ def _placement_of_result(
             raise MixesPartsError(
                 "meets a parameter inside of an autograd function: its gradient would lack the parts of other ranks"
             )
-    places = []
+    is_of_loss = any(x.placement.is_of_loss for x in operands)
+    places: list[tuple[str, Place]] = []
     for role in ROLES:
         if not any(x.placement.place(role) for x in operands):
             continue
         if is_elementwise:
-            place = aligned(At(role), [*args, *kwargs.values()])
-            place = place.at(place.dim + max(x.dim() for x in tensors))
+            aligned_at = aligned(At(role), [*args, *kwargs.values()])
+            place: Place | None = aligned_at.at(aligned_at.dim + max(x.dim() for x in tensors))
         else:
-            place = _ruled(call, At(role))
-        places.append((role, place))
-    return replace(base, places=tuple(places), standard_ndim=0)
+            place = _ruled(call, At(role, is_of_loss=is_of_loss))
+        if place is not None:
+            places.append((role, place))
+    return replace(base, places=tuple(places), standard_ndim=0, is_of_loss=is_of_loss)
 
 
 def _base(name: str, operands: list[ShardedTensor]) -> Placement:
@@ -217,8 +219,8 @@ def _bound(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return bind(func, args, kwargs)
 
 
-def _ruled(call: Call, at: At) -> Place:
-    """Where the split dim of one role is in the result; from the right where the rule says it so."""
+def _ruled(call: Call, at: At) -> Place | None:
+    """Where the split dim of one role is in the result, if it is; from the right where the rule says it so."""
     rule = RULES.get(call.name) or (RULES["norm"] if call.is_reduction else None)
     if rule is None:
         raise MixesPartsError("is not known to work on each part by itself")
@@ -230,7 +232,7 @@ def _ruled(call: Call, at: At) -> Place:
 
 def _mark(x: Any, placement: Placement) -> Any:
     """What a function gave, marked in place: a view of it would cost an operation, in backward, too."""
-    if isinstance(x, Tensor):
+    if isinstance(x, Tensor) and (placement.places or not placement.is_of_loss):
         if any(place.dim < 0 for _, place in placement.places):
             ndim = _ndim(x)
             places = tuple((role, p if p.dim >= 0 else p.at(p.dim + ndim)) for role, p in placement.places)

@@ -22,17 +22,21 @@ class At:
     Attributes:
         parts: whether ranks hold contiguous parts of the dim, which may be cut into groups: not of a sequence, whose
             ranks hold tokens in the order of its attention.
+        gives_addends: whether a sum over all of a rank's elements is added up over the ranks: of the tokens in a loss
+            function.
     """
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, *, is_of_loss: bool = False) -> None:
         self.role, self.parts = role, role != "sequence"
+        self.gives_addends = is_of_loss and not self.parts
 
     def __call__(self, x: Any) -> Place | None:
         placement = None if type(x) is Tensor else getattr(x, "placement", None)
         return None if placement is None else placement.place(self.role)
 
 
-Rule = Callable[[At, Call], Place]
+#: None: of what is not split any more, an addend of a loss
+Rule = Callable[[At, Call], Place | None]
 
 
 def found(at: At, x: Any) -> Place:
@@ -160,6 +164,8 @@ def indexed(at: At, call: Call) -> Place:
             return found(at, index)  # rows of a table
         raise MixesPartsError("indexes a plain tensor, which is whole, by what is split")
     place, parts = found(at, x), index if isinstance(index, tuple) else (index,)
+    if at.gives_addends and isinstance(index, Tensor) and index.dtype == torch.bool and at(index) == place:
+        return Place(0)  # some of a rank's tokens
     dim = out = arrays = 0
     answer = None
     for part in _without_ellipsis(parts, x.dim()):

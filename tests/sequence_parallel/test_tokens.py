@@ -50,8 +50,8 @@ def _train(rank: int, parallel: dict[str, Any]) -> Any:
     outputs: dict[str, Tensor] = {}
 
     def loss(found: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        assert all(type(out) is Tensor for out in (*found.values(), *batch.values()))
-        outputs.update({name: out.detach() for name, out in found.items()})
+        assert all(isinstance(out, layers.ShardedTensor) for out in (*found.values(), *batch.values()))
+        outputs.update({name: layers.local(out.detach()) for name, out in found.items()})
         return loss_of(found, batch)
 
     settings = dict(
