@@ -16,14 +16,6 @@ from colossus.sequence_parallel import ring_attention
 from colossus.sequence_parallel.modes import zigzag_order
 
 
-class _Group(AxisGroup):
-    """A ring of ranks that are no processes."""
-
-    @property
-    def name(self) -> str:
-        return f"one process, {self.size} ranks"
-
-
 class OneProcessRing:
     """
     Args:
@@ -46,11 +38,8 @@ class OneProcessRing:
         """Output, dq, dk and dv of each rank."""
         results, shares = [], [[torch.zeros_like(x) for x in inputs[1:]] for inputs in self.inputs]
         for rank in range(self.num_ranks):
-            group = _Group(("sequence",), tuple(range(self.num_ranks)), rank, None)
-            with (
-                patch.object(ring_attention, "rotate", self._rotate(rank, shares)),
-                patch.object(ring_attention, "group_named", lambda name, group=group: group),
-            ):
+            group = AxisGroup(("sequence",), tuple(range(self.num_ranks)), rank, None)
+            with patch.object(ring_attention, "rotate", self._rotate(rank, shares)):
                 q, k, v = (x.detach().requires_grad_() for x in self.inputs[rank])
                 out = ring_attention.ring_attention(q, k, v, group, causal=True, documents=self.documents[rank])
                 out.backward(self.dout[rank])

@@ -91,6 +91,10 @@ class Channel:
         self._open = wait
         return wait
 
+    def close(self) -> None:
+        for peer in self.peers.values():
+            peer.close()
+
     def _mismatch(self, rank: int, mine: tuple[int, ...], theirs: tuple[int, ...]) -> str:
         def name(header: tuple[int, ...]) -> str:
             return f" ({subject_name(header[3])})" if mine[3] != theirs[3] else ""

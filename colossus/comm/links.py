@@ -6,7 +6,6 @@ accelerator goes through the host (`host_staging`).
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import select
 import time
@@ -15,7 +14,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -27,8 +25,6 @@ from colossus.comm.shared_memory import map_segments
 from colossus.context.groups import AxisGroup
 
 _BUFFER_BYTES = 16 << 20
-#: round the ring of each group
-_rings: WeakKeyDictionary[AxisGroup, Links] = WeakKeyDictionary()
 
 Wait = Callable[[], None]
 
@@ -196,6 +192,8 @@ class Links:
             sender.close()
         for receiver in self._receivers.values():
             receiver.close()
+        self._senders.clear()
+        self._receivers.clear()
 
     def _receive_up_to(self, source: int, wanted: Incoming) -> None:
         """Read messages of a source up to the one that is wanted, and meanwhile those that come from others."""
@@ -270,7 +268,7 @@ def rotate(tensors: list[Tensor], group: AxisGroup, description: str) -> Callabl
     Returns:
         A function that waits for both, and returns what was received.
     """
-    links = _ring_of(group, tensors[0].device)
+    links = ring_of(group, tensors[0].device)
     following, preceding = (group.index + 1) % group.size, (group.index - 1) % group.size
     if links.has_batches:
         return links.exchange(following, preceding, tensors, description)
@@ -285,11 +283,13 @@ def rotate(tensors: list[Tensor], group: AxisGroup, description: str) -> Callabl
     return wait
 
 
-def _ring_of(group: AxisGroup, device: torch.device) -> Links:
-    """The links round this group. All of its ranks make them, at the first call."""
-    if group not in _rings:
-        pairs = [(index, (index + 1) % group.size) for index in range(group.size)]
-        # of a copy: links that refer to the group itself would keep their own entry alive
-        _rings[group] = links = Links(dataclasses.replace(group), pairs, device)
-        finalize(group, links.close)
-    return _rings[group]
+class Ring(Links):
+    """The links round a group."""
+
+    def __init__(self, group: AxisGroup, device: torch.device) -> None:
+        super().__init__(group, [(index, (index + 1) % group.size) for index in range(group.size)], device)
+
+
+def ring_of(group: AxisGroup, device: torch.device) -> Ring:
+    """Return the links round this group. All of its ranks make them, at the first call."""
+    return group.opened(Ring, lambda: Ring(group, device))

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ _BACKLOG = 4096
 #: a connection takes microseconds
 _CONNECT_SECONDS = 5.0
 
-_channels: WeakKeyDictionary[AxisGroup, Channel | None] = WeakKeyDictionary()
 _maps: WeakSet[mmap.mmap] = WeakSet()
 #: those whose memory this rank has made
 _allocated: WeakSet[mmap.mmap] = WeakSet()
@@ -69,9 +68,7 @@ def channel_for(x: Tensor, group: AxisGroup) -> Channel | None:
     """The group's channel when ``x`` can go through it, else None. All ranks of the group must ask alike."""
     if x.device.type != "cpu" or x.nbytes > SLOT_BYTES or x.dtype not in DTYPES:
         return None
-    if group not in _channels:
-        _channels[group] = _open_channel(group)
-    channel = _channels[group]
+    channel = group.opened(Channel, lambda: _open_channel(group))
     return channel if channel is not None and x.nbytes <= channel.slot_bytes else None
 
 

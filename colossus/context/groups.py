@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from colossus.context.program import Program
 
-_by_name: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_by_key: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictionary()
+
+
+class Connection(Protocol):
+    """What the ranks of a group have opened between them: a channel, links."""
+
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound="Connection | None")
 
 
 @dataclass(eq=False)
@@ -26,6 +38,7 @@ class AxisGroup:
         process_group: None when the group has one rank; collectives over it are then the identity.
         is_on_host: its ranks exchange tensors of the host alone (gloo); see `comm.host_staging`.
         program: what its collectives were of.
+        key: of this object alone, in this process: see `group_of`.
     """
 
     axes: tuple[str, ...]
@@ -34,11 +47,13 @@ class AxisGroup:
     process_group: dist.ProcessGroup | None
     is_on_host: bool = field(init=False)
     program: Program = field(init=False, default_factory=Program, repr=False)
+    key: str = field(init=False)
+    _opened: dict[type, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.is_on_host = self.process_group is not None and dist.get_backend(self.process_group) == dist.Backend.GLOO
-        if self.process_group is not None:
-            _by_name[self.name] = self
+        self.key = f"{self}/{next(_numbers)}"
+        _by_key[self.key] = self
 
     @property
     def size(self) -> int:
@@ -50,6 +65,31 @@ class AxisGroup:
         assert self.process_group is not None
         return self.process_group.group_name
 
+    def opened(self, kind: type, make: Callable[[], T]) -> T:
+        """Return the group's connection of this kind, made at the first call, which all of its ranks must make.
+
+        It belongs to the group and is closed with it. None, where none can be made, is remembered too.
+        """
+        if kind not in self._opened:
+            self._opened[kind] = make()
+        connection: T = self._opened[kind]
+        return connection
+
+    def close(self) -> None:
+        """Close what has been opened, and let go of the process group, which whoever made it destroys: it keeps its
+        threads and sockets for as long as anybody has it. Its use is an error from here on."""
+        for connection in self._opened.values():
+            if connection is not None:
+                connection.close()
+        self._opened.clear()
+        if self.size > 1:
+            del self.process_group  # None would be all ranks, for torch
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "process_group":
+            raise RuntimeError(f"the group of ranks over {self} is closed, with the engine or the context that made it")
+        raise AttributeError(name)
+
     def __deepcopy__(self, memo: dict[int, object]) -> AxisGroup:
         return self
 
@@ -57,10 +97,9 @@ class AxisGroup:
         return "x".join(self.axes) if self.axes else "self"
 
 
-def group_named(name: str) -> AxisGroup:
-    """The group with this c10d name, for operators of torch, which take tensors, numbers and strings alone; one of a
-    single rank for an empty name."""
-    return _by_name[name] if name else AxisGroup((), (0,), 0, None)
+def group_of(key: str) -> AxisGroup:
+    """Return the group with this key, for operators of torch, which take tensors, numbers and strings alone."""
+    return _by_key[key]
 
 
 def new_process_group(

@@ -232,13 +232,15 @@ class ParallelContext:
         return dist.PrefixStore(f"context{self._number}", store_of(dist.group.WORLD))
 
     def close(self) -> None:
-        """Destroy every group this context made. Safe to call twice."""
+        """Close what ranks have opened within its groups, and destroy those it made. Safe to call twice."""
         if self.closed:
             return
         self.closed = True
         if self in _stack:
             _stack.remove(self)
         _joined[:] = [reference for reference in _joined if reference() not in (None, self)]
+        for axis_group in self._groups.values():
+            axis_group.close()
         if dist.is_initialized():
             if self._owns_world:
                 dist.destroy_process_group()

@@ -178,3 +178,9 @@ class Loaders:
     description: str
     validation_missing: str | None = None
     tokenizer: DatasetTokenizer | None = None
+
+    def close(self) -> None:
+        """End worker processes; nothing is read after that."""
+        self.train.source.close()
+        if self.validation is not None:
+            self.validation.source.close()

@@ -41,6 +41,10 @@ class Source(ABC):
     def seek(self, step: int) -> None:
         """Make ``step`` the next one to be read."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """End worker processes; nothing is read after that."""
+
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
 
@@ -76,6 +80,9 @@ class MapSource(Source):
         if step != self.step:
             self._workers = None
         self.step = step
+
+    def close(self) -> None:
+        self._workers = None
 
     def _read_from_workers(self) -> Batch:
         if self._workers is None:

@@ -146,6 +146,9 @@ class StreamSource(Source):
         self.step, self._epoch, self._offset, self._has_ended, self._iterator = step, epoch, offset, False, None
         self._next_state = list(user_state)
 
+    def close(self) -> None:
+        self._iterator, self._has_ended = None, True
+
     def seek(self, step: int) -> None:
         if step < self.step or not step:  # a first step may have failed, and taken items
             if not self._has_one_pass:

@@ -70,7 +70,7 @@ class Engine:
         self.group_rules = group_rules
         self.observers, self.loss_scaler = stages.observers, optimizer_step.loss_scaler
         self._stages, self._optimizer_step = stages, optimizer_step
-        #: the process as it was before, and its groups
+        #: what has been made beside it, and how the process was before
         self._closing = closing
         #: why no step or evaluation may begin
         self._ended: str | None = None
@@ -289,9 +289,9 @@ class Engine:
 
     def close(self) -> None:
         """Wait for a save under way, and for replicas of an asynchronous strategy that are not through yet unless
-        something has failed; close the links between ranks, and destroy the process groups."""
+        something has failed; undo what the engine has made: hooks on its parameters, loader workers, links between
+        ranks, process groups."""
         self._ended = "this engine is closed; make a new one"
         self.checkpoints.close()
         self.strategy.close()
-        self.pipeline.close()
         self._closing.close()

@@ -103,7 +103,8 @@ def make_engine(
         require_factory(optimizer, config)
     log.resize(config.comm.log_size)
     shared_memory.enable(config.comm.shared_memory)
-    with ExitStack() as closing:  # the parts of an engine, in the order in which they need each other
+    with ExitStack() as failing:  # the parts of an engine, in the order in which they need each other
+        closing = failing.enter_context(ExitStack())
         closing.enter_context(deterministic_algorithms(config.train.deterministic))  # before CUDA starts
         device = pick_device(config.device, config.comm.backend)
         context = ParallelContext.from_config(config, device=device, on_join=partial(require_same_settings, config))
@@ -112,14 +113,16 @@ def make_engine(
         loaders = None
         if data is not None:
             loaders = loaders_of(config, data, data_rank=index, data_size=size, device=context.device)
+            closing.callback(loaders.close)
         pipeline = PipelineRuntime(config, context)
+        closing.callback(pipeline.close)
         strategy = STRATEGIES.build(config.parallel.data_strategy)
         parallel = model_parallel_of(context)
         parallel.replicas_differ = not strategy.exact
         parallel.samples_interact = parallel.interleaves_microbatches = config.train.samples_interact
         module, whole = _build_model(config, context, model, strategy, pipeline, optimizer is not None)
         loss = loss_of(module, loss_fn)
-        store = _store_parameters(config, context, module, strategy, pipeline, loaders)
+        store = _store_parameters(config, context, module, strategy, pipeline, loaders, closing)
         tables = {id(table.param) for table in strategy.tables or ()}
         holders = holders_of(module, context, strategy.summed_axes, tables)
         updates, config = build_optimizer(config, optimizer, strategy.trained, holders, tables, whole.groups)
@@ -131,7 +134,9 @@ def make_engine(
         executor = pipeline.make_executor(stages, parallel, stages.observers)
         run = Run(config, context, module, updates, store, strategy, step.watch, step.loss_scaler, loaders)
         rules = () if whole.groups is None else whole.groups.met
-        return Engine(run, step, pipeline, stages, executor, inputs, whole.num_parameters, closing.pop_all(), rules)
+        engine = Engine(run, step, pipeline, stages, executor, inputs, whole.num_parameters, closing, rules)
+        failing.pop_all()
+        return engine
 
 
 class WholeModel(NamedTuple):
@@ -194,6 +199,7 @@ def _store_parameters(
     strategy: Strategy,
     pipeline: PipelineRuntime,
     loaders: Loaders | None,
+    closing: ExitStack,
 ) -> ParameterStore:
     """The parameters as they are stored, which the strategy may cut."""
     parts = ModelParts(
@@ -203,6 +209,7 @@ def _store_parameters(
         pipeline.tied_parameters(module),
         config.comm.bucket_mb,
         partial(_syncs_after, config, loaders is not None and loaders.validation is not None),
+        closing,
     )
     store = ParameterStore(module, context, model_parallel_of(context).weights, lambda: pipeline.chain(module))
     strategy.setup(store, parts)

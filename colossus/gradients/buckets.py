@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -143,6 +144,7 @@ class StageBuckets:
         axes_of: the axes over which the gradient of a parameter is summed, once they are decided.
         sum_of: how a bucket is summed over its axes.
         on_gradient: called with each parameter when its gradient has been accumulated.
+        closing: ends that.
     """
 
     def __init__(
@@ -153,10 +155,11 @@ class StageBuckets:
         axes_of: Callable[[nn.Parameter], tuple[str, ...]],
         sum_of: SumFactory,
         on_gradient: Callable[[nn.Parameter], None],
+        closing: ExitStack,
     ) -> None:
         self._params, self._context = list(params), context
         self._bucket_bytes, self._axes_of, self._sum_of = bucket_bytes, axes_of, sum_of
-        self._on_gradient = on_gradient
+        self._on_gradient, self._closing = on_gradient, closing
         self._buckets: list[Bucket] | None = None
         #: id of a parameter -> index of its bucket
         self._bucket_of: dict[int, int] = {}
@@ -234,7 +237,7 @@ class StageBuckets:
             for chunk in _chunks(group, limit // dtype.itemsize):
                 buckets.append(Bucket(chunk, self._sum_of(chunk, axes, dtype), dtype))
                 for param in chunk:
-                    param.register_post_accumulate_grad_hook(self._on_gradient)
+                    self._closing.callback(param.register_post_accumulate_grad_hook(self._on_gradient).remove)
         # sorted by when backward fills them
         order = {id(param): index for index, param in enumerate(params)}
         buckets.sort(key=lambda bucket: max(order[id(param)] for param in bucket.params))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ class ModelParts:
         bucket_mb: how many MB of gradients one collective takes.
         syncs_after: whether all replicas wait for each other after so many completed steps: because of an evaluation
             or a checkpoint that is due, or since they are the last.
+        closing: what is undone when the engine is closed: hooks on its parameters, which would keep it in memory.
     """
 
     context: ParallelContext
@@ -36,6 +38,7 @@ class ModelParts:
     tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]]
     bucket_mb: float
     syncs_after: Callable[[int], bool] = lambda completed: False
+    closing: ExitStack = field(default_factory=ExitStack)
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
@@ -68,7 +71,7 @@ class GradientReduction:
 
         limit = int(parts.bucket_mb * 2**20)
         self._buckets = {
-            stage: StageBuckets(params, context, limit, axes_of, sum_of or flat_sum, self._on_gradient)
+            stage: StageBuckets(params, context, limit, axes_of, sum_of or flat_sum, self._on_gradient, parts.closing)
             for stage, params in parts.parameters_by_stage.items()
         }
         self._tied = TiedGradients(parts.tied, context)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colossus.comm.autograd import first_order
 from colossus.comm.links import rotate
-from colossus.context.groups import AxisGroup, group_named
+from colossus.context.groups import AxisGroup, group_of
 from colossus.error_place import located_error
 from colossus.sequence_parallel.kernels import AttentionTile, attention_tiles, block_backward, block_forward
 
@@ -79,10 +79,9 @@ class _RingAttention(torch.autograd.Function):
         causal: bool,
         scale: float,
     ) -> Tensor:
-        name = group.name if group.size > 1 else ""
-        out, lse = RING_ATTENTION(q, k, v, documents, name, causal, scale)
+        out, lse = RING_ATTENTION(q, k, v, documents, group.key, causal, scale)
         ctx.save_for_backward(q, k, v, documents, out, lse)
-        ctx.options = name, causal, scale
+        ctx.options = group.key, causal, scale
         return out
 
     @staticmethod
@@ -94,14 +93,14 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, name: str, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_key: str, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The output [batch, heads, s, head_dim] and its log-sum-exp [batch, heads, s]; see `_RingAttention`.
 
     One operation for torch: selective checkpointing can keep its results as a whole, and what happens inside, such as
     the merging in place, is not recorded.
     """
-    group = group_named(name)
+    group = group_of(group_key)
     out = _wide_zeros(q)
     lse = torch.full_like(out[..., 0], float("-inf"))
     for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group):
@@ -128,7 +127,7 @@ def _backward(
     documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    name: str,
+    group_key: str,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,7 +135,7 @@ def _backward(
 
     Sums are kept in at least float32; messages have the dtype of the keys.
     """
-    group = group_named(name)
+    group = group_of(group_key)
     dq = _wide_zeros(q)
 
     def add_tile(tile: AttentionTile, keys: Tensor, values: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -228,7 +227,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: Axi
 
 
 def _shapes(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, name: str, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_key: str, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """What `_forward` gives, without values."""
     out = _wide_zeros(q)
@@ -243,7 +242,7 @@ def _shapes_of_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any)
 # torch.library.custom_op would do the same, but imports torch._dynamo (4 s) at its first call
 _library = torch.library.Library("colossus", "FRAGMENT")
 _arguments = "Tensor q, Tensor k, Tensor v, Tensor? documents"
-_options = "str group, bool causal, float scale"
+_options = "str group_key, bool causal, float scale"
 _library.define(f"ring_attention({_arguments}, {_options}) -> (Tensor, Tensor)")
 _saved = f"{_arguments}, Tensor out, Tensor lse"
 _library.define(f"ring_attention_backward(Tensor dout, {_saved}, {_options}) -> (Tensor, Tensor, Tensor)")

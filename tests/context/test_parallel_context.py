@@ -186,7 +186,10 @@ def _errors(rank: int) -> list[str]:
             said.append(str(error))
     context = ParallelContext(grid(tensor=2), rank)
     dist.barrier()
+    group = context.group("tensor")
     context.close()
+    with pytest.raises(RuntimeError, match="over tensor is closed, with the engine"):
+        all_gather(torch.tensor([rank]), group)
     for axes in ("tensor", "data"):
         try:
             context.group(axes)

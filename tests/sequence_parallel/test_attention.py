@@ -222,7 +222,9 @@ def _exact_as_on_an_accelerator(context: ParallelContext, cases: list[Case], til
     kernels.MASKED_TILE = tile
     if context.size("ring") > 1:
         shared_memory.enable(False)
-        links._ring_of(context.group("ring"), torch.device("cpu")).has_batches = True
+        links.ring_of(context.group("ring"), torch.device("cpu")).has_batches = True
+        for alone in ("send", "receive"):
+            setattr(links.Links, alone, None)
     _exact(context, cases)
 
 

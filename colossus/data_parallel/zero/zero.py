@@ -75,7 +75,8 @@ class Zero(Strategy):
                 if not block.is_transient:
                     for param in one.params:
                         self._reduced_with[id(param)] = one
-                        param.register_post_accumulate_grad_hook(self._on_gradient)
+                        hook = param.register_post_accumulate_grad_hook(self._on_gradient)
+                        parts.closing.callback(hook.remove)
         store.runs.on_backward = self._on_backward
         self._started: deque[RowGradients] = deque()
         #: of parameters whose gradient the last backward has made
