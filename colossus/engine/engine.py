@@ -123,7 +123,7 @@ class Engine:
         Raises:
             ValueError: when the batch does not divide or is not of the ramp's size, ranks that share a batch were given
                 different ones, the loss function does not return (sum, count), or gradients are turned off.
-            NonFiniteGradients: on all ranks, see ``train.on_nonfinite``.
+            NonFiniteGradients: on all ranks, see ``train.on_nonfinite``: the step is complete.
             ReplicasDiffer, LossSpike: on all ranks, see ``train.check_replicas_every`` and ``train.on_spike``.
         """
         if not torch.is_grad_enabled():
@@ -152,6 +152,7 @@ class Engine:
         self.run.completed_steps = result.step
         with self._ends_if_it_fails():
             self._optimizer_step.look_at(result)
+        self._optimizer_step.watch.raise_failure()
         return result
 
     def accumulate_gradients(self, batch: StepBatch) -> StepTotals:

@@ -16,7 +16,7 @@ from colossus.config.training import LossScale, Train
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.inputs import model_input
 from colossus.gradients.gradient_norm import GradientNorm
-from colossus.gradients.host_transfer import LateValue
+from colossus.gradients.host_transfer import HostRead
 from colossus.layout.parameter import spec_of
 from colossus.nest import tensors
 
@@ -30,9 +30,10 @@ _MOST = 4
 
 
 class NonFiniteGradients(FloatingPointError):
-    """A step had gradients that are not finite, and was not to be skipped. Its parameters are those from before it.
+    """A step had gradients that are not finite, and was not to be skipped. It counts, and changed no parameter.
 
-    Raised on all ranks with the same words: a loop that catches it may go on with the next batch.
+    Raised on all ranks with the same words, once a step is complete: that one, or on an accelerator, where nothing
+    waits for the norm, the next. So a loop that catches it goes on with the next batch, and has lost none.
 
     Attributes:
         step: number of the step, from 1.
@@ -57,11 +58,12 @@ class _Numbers(NamedTuple):
 
 
 class GradientWatch:
-    """Looks at the norm of each step: raises on all ranks, or has the step skipped on all of them.
+    """Looks at the norm of each step, has the step skipped on all ranks where it is not finite, and then reports that
+    or raises.
 
     All ranks see the same norm. Only where it is not finite they exchange what each has found. On an accelerator
-    nothing waits for the norm: the step is skipped there, and the report, and what is raised, come with the step after;
-    after the last step of ``train.steps`` it is waited for. Under an inexact strategy the ranks are those of a replica.
+    nothing waits for the norm: the report, and what is raised, come with the step after; after the last step of
+    ``train.steps``, and before a save, it is waited for. Under an inexact strategy the ranks are those of a replica.
 
     Args:
         axes: over which a step's numbers are summed.
@@ -83,8 +85,11 @@ class GradientWatch:
     ) -> None:
         self._train, self._group, self._norm = train, context.group(axes), norm
         self._order, self._scaler = order, scaler
-        self._is_late, self._late_found = context.device.type != "cpu", LateValue()
-        self._last: _Numbers | None = None
+        self._is_late = context.device.type != "cpu"
+        #: of the last step, where nobody knows yet whether its gradients were finite: that, on its way to the host
+        self._unread: tuple[_Numbers, HostRead] | None = None
+        #: what is to be raised once the step that runs is complete
+        self._failure: NonFiniteGradients | None = None
         self._num_in_row = 0
         self._has_told_of_empty = False
         self.num_skipped: int | Tensor = 0
@@ -99,37 +104,52 @@ class GradientWatch:
 
         Returns:
             Whether the step is to change nothing, bool scalar; None where it is known that it may.
+        """
+        scale = None if self._scaler is None else self._scaler.scale.clone()
+        numbers = _Numbers(step, loss_sum, self._norm.norms, scale)
+        is_empty = count == 0
+        skipped = norm.isfinite().logical_not() | is_empty
+        read = HostRead(torch.stack((skipped, is_empty)))
+        self._read_last()
+        self._unread = numbers, read
+        if self._is_late:
+            self.num_skipped = self.num_skipped + skipped
+            if step == self._train.steps:
+                self._read_last()
+            return skipped
+        self._read_last()
+        self.num_skipped += int(skipped)
+        return skipped if skipped else None
+
+    def raise_failure(self) -> None:
+        """Raise what has been found, between two steps.
 
         Raises:
             NonFiniteGradients: on all ranks.
         """
-        scale = None if self._scaler is None else self._scaler.scale.clone()
-        last, self._last = self._last, _Numbers(step, loss_sum, self._norm.norms, scale)
-        if not self._is_late:
-            if count.item() == 0:
-                self._tell_of_empty(step)
-            elif math.isfinite(norm.item()):
-                self._num_in_row = 0
-                return None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def settle(self) -> None:
+        """Wait until it is known whether the gradients of the last step were finite, so that a save has it. Collective.
+
+        Raises:
+            NonFiniteGradients: on all ranks.
+        """
+        self._read_last()
+        self.raise_failure()
+
+    def _read_last(self) -> None:
+        if self._unread is not None:
+            (numbers, read), self._unread = self._unread, None
+            is_skipped, is_empty = read.wait().tolist()
+            if is_empty:
+                self._tell_of_empty(numbers.step)
+            elif is_skipped:
+                self._skip_or_raise(numbers)
             else:
-                self._skip_or_raise(self._last)
-            self.num_skipped += 1
-            return torch.ones((), dtype=torch.bool)
-        is_empty = count == 0
-        found = norm.isfinite().logical_not() & ~is_empty
-        skipped = found | is_empty
-        self.num_skipped = self.num_skipped + skipped
-        late = self._late_found.push(found + 2.0 * is_empty)
-        if late == 1.0:
-            assert last is not None
-            self._skip_or_raise(last)
-        elif late:
-            self._tell_of_empty(step - 1)
-        elif late is not None:
-            self._num_in_row = 0
-        if step == self._train.steps and bool(found):
-            self._skip_or_raise(self._last)
-        return skipped
+                self._num_in_row = 0
 
     def state_dict(self) -> dict[str, int]:
         """Waits for the device."""
@@ -138,9 +158,11 @@ class GradientWatch:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Take back what `state_dict` gave; what it does not have is 0."""
         self.num_skipped, self._num_in_row = state.get("num_skipped", 0), state.get("num_skipped_in_row", 0)
+        self._unread = self._failure = None  # of a step that the run has left
 
     def _skip_or_raise(self, numbers: _Numbers) -> None:
-        """All ranks know that the gradients of a step were not finite. Collective over them."""
+        """All ranks know that the gradients of a step were not finite: report it, or note what is to be raised.
+        Collective over them."""
         step, most, scale = numbers.step, self._train.max_skips, numbers.loss_scale
         norms = [] if numbers.norms is None else numbers.norms.tolist()
         bad = [
@@ -170,7 +192,7 @@ class GradientWatch:
             self._warn(f"{words}: the step is skipped ({self._num_in_row} in a row, train.max_skips = {most})")
             return
         anomaly = "; torch.autograd.set_detect_anomaly(True) names the operation"
-        raise NonFiniteGradients(words + remedy + anomaly, step, parameters)
+        self._failure = self._failure or NonFiniteGradients(words + remedy + anomaly, step, parameters)
 
     def _tell_of_empty(self, step: int) -> None:
         if not self._has_told_of_empty:

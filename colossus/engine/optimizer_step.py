@@ -72,7 +72,7 @@ class OptimizerStep:
         self._counts_norm = all(at[axis] == 0 for axis in summed_axes - set(self._norm.axes))
 
     def look_at(self, result: StepResult) -> None:
-        """What is compared after a step.
+        """Compare what is to be compared after a step.
 
         Raises:
             ReplicasDiffer, LossSpike: on all ranks.
@@ -95,7 +95,6 @@ class OptimizerStep:
 
         Raises:
             ValueError: on all ranks alike, when ranks that share a batch were given different ones.
-            NonFiniteGradients: see `GradientWatch.check`.
         """
         scaler, strategy, context = self.loss_scaler, self._strategy, self._context
         loss_scale = None if scaler is None else scaler.scale.clone()

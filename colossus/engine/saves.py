@@ -69,9 +69,13 @@ class Saves:
 
         Returns:
             What can be waited for; it raises there what went wrong.
+
+        Raises:
+            NonFiniteGradients: on all ranks, on an accelerator, of the last step: nothing is saved.
         """
         self.take_weights()
         self._require_own_parameters()
+        self._run.gradient_watch.settle()
         background = self._config.background if background is None else background
         self._run.strategy.sync_point()
         self.finish()
@@ -129,6 +133,7 @@ class Saves:
         assert self._memory is not None
         self.take_weights()
         self._require_own_parameters()
+        self._run.gradient_watch.settle()
         self._run.strategy.sync_point()
         began = time.perf_counter()
         if self._memory_writer is None:

@@ -25,6 +25,12 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+class Watch(Stateful, Protocol):
+    """What looks at each step, and may learn late what an accelerator has found."""
+
+    def settle(self) -> None: ...
+
+
 @dataclass
 class Run:
     """The parts of a run that have a state, and how far it is. An engine has one and moves it on; checkpoints save it.
@@ -44,7 +50,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     store: ParameterStore
     strategy: Strategy
-    gradient_watch: Stateful
+    gradient_watch: Watch
     loss_scaler: Stateful | None
     loaders: Loaders | None
     completed_steps: int = 0

@@ -12,9 +12,13 @@ from helpers.fake_cuda import Waits, batch_on_device, files_of, run_fake_ranks
 from helpers.long import long
 from helpers.training import BATCH, batch_of, config_of
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import colossus
 from colossus import layers
+from colossus.engine import nonfinite
+from colossus.engine.nonfinite import NonFiniteGradients
+from colossus.gradients.host_transfer import HostRead
 
 STEPS = 5
 ONE_BLOCK = dict(model=dict(num_layers=1))
@@ -129,6 +133,36 @@ def test_each_step_reads_numbers_of_the_step_before_and_of_no_other(name: str) -
     world, case, files = BOUNDED[name]
     (found,) = run_fake_ranks(world, bounds, case)
     assert found == [[], *[[(1, file) for file in files]] * 3]
+
+
+class Verdict(HostRead):
+    """Of each step, whether its gradients were not finite: of the second they were not, nor of the last."""
+
+    COMING = iter([False, True, False, True])
+
+    def wait(self) -> Tensor:
+        with _disable_current_modes():
+            return torch.tensor([next(self.COMING), False])
+
+
+def told_late(rank: int) -> list[tuple[str, int, int]]:
+    """Return where what is raised is caught: in which call, of which step, and how many steps are complete then."""
+    nonfinite.HostRead = Verdict  # type: ignore[misc]
+    engine = colossus.initialize(config_of({}, 9, "fp32", device="cuda", **ONE_BLOCK))
+    batch, told = batch_on_device(batch_of(0)), []
+    for call in ["step"] * 4 + ["save"]:
+        try:
+            with Waits(allowed=True):
+                engine.train_step(batch) if call == "step" else engine.checkpoints.save()
+        except NonFiniteGradients as error:
+            told.append((call, error.step, engine.completed_steps))
+    return told
+
+
+def test_what_is_raised_late_is_raised_between_two_steps() -> None:
+    """Of the second step behind the third, which is complete; of the last before it is saved."""
+    (told,) = run_fake_ranks(1, told_late)
+    assert told == [("step", 2, 3), ("save", 4, 4)]
 
 
 # -- steps that wait ----------------------------------------------------------------------------------------------

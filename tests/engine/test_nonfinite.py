@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def _skip_and_raise(rank: int, parallel: dict[str, Any], kind: str, places: list
     assert raised.value.step == BAD + 1
     _same(faulty.state(), before)
     faulty.step(2)  # a loop that caught it goes on
-    assert faulty.engine.completed_steps == 2
+    assert faulty.engine.completed_steps == 3
     faulty.engine.close()
     return messages.lines, str(raised.value)
 
@@ -215,21 +216,10 @@ def test_a_replica_skips_alone_under_an_inexact_strategy() -> None:
 # -- on an accelerator ----------------------------------------------------------------------------------------
 
 
-class OneLate:
-    """As `LateValue` on an accelerator."""
-
-    def __init__(self) -> None:
-        self._kept: float | None = None
-
-    def push(self, value: Tensor) -> float | None:
-        late, self._kept = self._kept, value.item()
-        return late
-
-
 def late(faulty: Faulty) -> None:
     """The watch's numbers come as from an accelerator."""
     watch: Any = faulty.engine.run.gradient_watch
-    watch._is_late, watch._late_found = True, OneLate()
+    watch._is_late = True
 
 
 def test_where_nothing_waits_the_report_is_one_step_late() -> None:
@@ -245,15 +235,58 @@ def test_where_nothing_waits_the_report_is_one_step_late() -> None:
     told = "the gradient of blocks.0.mlp.up.bias is not finite, the loss is finite: the step is skipped (1 in a row"
     assert [line[: 8 + len(told)] for line in messages.lines] == [f"step 2: {told}", f"step 4: {told}"]
 
-    faulty = Faulty(settings({}, on_nonfinite="raise"))
-    late(faulty)
-    faulty.step(0)
-    before = faulty.state()
-    faulty.step(1, bad)
-    _same(faulty.state(), before)
-    with pytest.raises(NonFiniteGradients, match=r"^step 2: the gradient of blocks\.0\.mlp\.up\.bias is"):
-        faulty.step(2)
-    _same(faulty.state(), before)
+
+BIAS = "blocks.0.mlp.up.bias"
+RAISED = dict(on_nonfinite="raise")
+#: ranks, plan, steps (from 0) with gradients that are not finite, more of ``train``, whether each step is saved
+LOOPS: dict[str, tuple[int, dict[str, Any], list[int], dict[str, Any], bool]] = {
+    "raised": (1, {}, [1], RAISED, False),
+    "the last": (2, dict(data=2), [STEPS - 1], RAISED, False),
+    "two in a row, fp16": (1, {}, [1, 2], RAISED | dict(precision="fp16", loss_scale=dict(init=2.0**-15)), False),
+    "too many": (2, dict(data=2, zero=2), [0, 1, 2], dict(max_skips=1), False),
+    "pipeline": (2, dict(pipeline=2), [0, 2], RAISED, False),
+    "saved": (2, dict(data=2), [0, 2], RAISED, True),
+    "saved, skipped": (1, {}, [1, 2], dict(max_skips=5), True),
+}
+
+
+def _loop(rank: int, is_late: bool, folder: Path, name: str) -> tuple[list[int], list[Any], dict[str, Tensor]]:
+    """A loop that catches what is raised and goes on: the steps that were told of, what was saved, and the end."""
+    _, parallel, bad, train, saves = LOOPS[name]
+    config = settings(parallel, **train) | dict(checkpoint=dict(dir=str(folder), every=1, background=False))
+    faulty, told = Faulty(config), []
+    engine = faulty.engine
+    if is_late:
+        late(faulty)
+    saved = []
+    for step in range(STEPS):
+        places = [(rank, BIAS)] if step in bad and BIAS in dict(engine.model.named_parameters()) else ()
+        try:
+            faulty.step(step, places)
+            if saves:
+                engine.checkpoints.after_step()
+                train_state = engine.run.gradient_watch.state_dict()
+                saved.append((engine.completed_steps, train_state))
+        except NonFiniteGradients as error:
+            told.append(error.step)
+    assert engine.completed_steps == STEPS
+    state = faulty.state() | {"skipped": torch.as_tensor(engine.run.gradient_watch.state_dict()["num_skipped"])}
+    engine.close()
+    return told, saved, state
+
+
+@pytest.mark.rest("pipeline", "too many", "saved, skipped")
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_catches_it_trains_the_same_on_an_accelerator(name: str, tmp_path: Path) -> None:
+    """The step counts, its batch and the next are used once, and a save says what is known on a CPU."""
+    world, _, bad, _, _ = LOOPS[name]
+    at_once, late = (
+        run_ranks(world, _loop, is_late, tmp_path / str(is_late), name, with_context=False) for is_late in (False, True)
+    )
+    for mine, wanted in zip(late, at_once, strict=True):
+        assert mine[:2] == wanted[:2]
+        _same(mine[2], wanted[2])
+        assert mine[2]["skipped"] == len(bad)
 
 
 @pytest.mark.parametrize(
