@@ -6,6 +6,7 @@ from colossus import config_module  # noqa: F401  # finds config files for proce
 from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from colossus import checkpoint, data, data_parallel, engine, hf, inference, layers, server  # noqa: F401
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext, current_context
     from colossus.convert.parallelize import parallelize
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["ParallelContext", "average", "build", "current_context", "initialize", "parallelize", "plain"]
+
+#: with public names of their own: ``import colossus`` is enough for ``colossus.hf.save``
+_PACKAGES = ("checkpoint", "data", "data_parallel", "engine", "hf", "inference", "layers", "server")
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -26,5 +30,6 @@ __getattr__, __dir__ = lazy_names(
         "build": "construct.build_model",
         "parallelize": "convert.parallelize",
         "plain": "convert.plain",
+        **{name: name for name in _PACKAGES},
     },
 )

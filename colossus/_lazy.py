@@ -11,7 +11,8 @@ from typing import Any
 def lazy_names(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` for ``package``: public name -> the submodule that defines it.
 
-    A name that starts with a dot is relative to this package's parent.
+    A name that starts with a dot is relative to this package's parent. The name of a submodule itself is that
+    submodule: where ``names`` has its own name for it.
     """
 
     def getattribute(name: str) -> Any:
@@ -19,7 +20,8 @@ def lazy_names(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], 
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = names[name]
         path = f"{package.rpartition('.')[0]}{module}" if module.startswith(".") else f"{package}.{module}"
-        value = getattr(importlib.import_module(path), name)
+        found = importlib.import_module(path)
+        value = found if module == name else getattr(found, name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -119,11 +119,16 @@ def conversion_of(model: nn.Module) -> Conversion | None:
 
 
 def _without_cache(factory: Callable[[], nn.Module]) -> nn.Module:
-    """Return its model. What a cache of keys and values would keep, a train step never reads."""
+    """Return its model. What a cache of keys and values would keep, a train step never reads; `colossus.hf.save` writes
+    the configs as they came."""
     model = factory()
+    cached: list[Any] = []
     for module in model.modules() if isinstance(model, nn.Module) else ():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            module.config.use_cache = False  # type: ignore[union-attr]
+        if getattr(config := getattr(module, "config", None), "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
+            cached.append(config)
+    if cached:
+        vars(model)["_colossus_cached"] = cached
     return model
 
 

@@ -23,7 +23,7 @@ from colossus.checkpoint.weight_sources import GENERATION, TOKEN_IDS, Assets, re
 from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, split_into_shards
 from colossus.hf.family import Family, Row, family_of
 from colossus.hf.hf_folder import CONFIG, INDEX, SINGLE, listed
-from colossus.hf.native import native_rows
+from colossus.hf.native import native_config, native_rows
 from colossus.registry import MODEL_OPTIONS
 from colossus.state.replicas import common_weights
 
@@ -94,8 +94,8 @@ def save(
         is_writer = context.is_logging_rank
         kind = kind or type(engine.model).__name__
         assets, theirs = engine.checkpoints.assets, getattr(engine.model, "config", None)
-        if options is None and theirs is not None and hasattr(theirs, "to_dict"):  # of transformers' own code
-            config = {**theirs.to_dict(), "architectures": [type(engine.model).__name__]}
+        if options is None and hasattr(theirs, "to_dict"):  # of transformers' own code
+            config = {**native_config(engine.model), "architectures": [type(engine.model).__name__]}
             plan = plan_native(config, known, dtype, max_shard_bytes, assets)
         else:
             plan = plan_folder(kind, options, known, dtype, max_shard_bytes, assets)

@@ -64,3 +64,15 @@ def is_transposed(config: Mapping[str, Any], name: str) -> bool:
 def native_rows(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list[Row]:
     """The tensors of a folder with a model whose parameters have transformers' own names."""
     return [Row(name, (Part(name, shape),), is_transposed(config, name)) for name, shape in shapes.items()]
+
+
+def native_config(model: Any) -> dict[str, Any]:
+    """Return the ``config.json`` of a model of transformers' own code, as it came to `colossus.parallelize`."""
+    cached = vars(model).get("_colossus_cached", ())
+    for config in cached:
+        config.use_cache = True
+    said: dict[str, Any] = model.config.to_dict()
+    for config in cached:
+        config.use_cache = False
+    said.pop("_name_or_path", None)  # of this machine
+    return said

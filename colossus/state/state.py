@@ -19,7 +19,7 @@ from colossus.checkpoint.saved_averages import HOOK_STATE
 from colossus.checkpoint.tensor_box import RankState, TensorBox, entries_of
 from colossus.checkpoint.tensor_file import host_bytes
 from colossus.checkpoint.values import encode
-from colossus.checkpoint.weight_sources import Assets, read_assets
+from colossus.checkpoint.weight_sources import Assets, assets_of_model, read_assets
 from colossus.checkpoint.writer import About
 from colossus.config import as_dict
 from colossus.config.plans import describe_zero
@@ -88,8 +88,8 @@ class State:
         self.hooks: Sequence[SavedHook] = ()
         #: the options of the optimizer's groups as it was made
         self._made = group_options(run.optimizer)
-        #: what came with the weights that were loaded
-        self._loaded = Assets()
+        #: what came with the weights that were loaded, or that the model was made with
+        self._loaded = assets_of_model(run.model) if run.context.is_logging_rank else Assets()
 
     def about(self) -> About:
         run, assets = self.run, self.assets
