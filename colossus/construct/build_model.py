@@ -123,7 +123,8 @@ def replace_tensors(
 ) -> None:
     """Replace every tensor of a model by ``replace`` of it, once each, so that tied ones stay tied.
 
-    Parameters and buffers come first, then tensors on meta that are attributes of modules.
+    Parameters and buffers come first, then tensors on meta that are attributes of modules, or in lists, dicts and
+    tuples that are.
 
     Args:
         replace: takes a tensor, the name of the module that holds it first, and its name there.
@@ -142,13 +143,41 @@ def replace_tensors(
             held += [(module, path, leaf, value) for leaf, value in attributes if value.is_meta]
     #: by id, with the tensor itself, so that no other object gets its id
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
-    for module, path, leaf, tensor in held:
+
+    def value_for(tensor: Tensor, path: str, leaf: str) -> Tensor:
         if id(tensor) in dropped:
-            continue
+            return tensor
         if id(tensor) not in replaced:
             replaced[id(tensor)] = tensor, replace(tensor, path, leaf)
-        if (value := replaced[id(tensor)][1]) is not tensor:
+        return replaced[id(tensor)][1]
+
+    for module, path, leaf, tensor in held:
+        if (value := value_for(tensor, path, leaf)) is not tensor:
             setattr(module, leaf, value)  # a recurrent module of torch keeps a list of its parameters, too
+    for path, module in modules:
+        for leaf, nest in [*vars(module).items()] if "_colossus_on_meta" not in vars(module) else ():
+            if isinstance(nest, list | dict | tuple) and leaf not in ("_parameters", "_buffers", "_modules"):
+                vars(module)[leaf] = _replaced_inside(nest, path, leaf, value_for, set())
+
+
+def _replaced_inside(
+    nest: Any, path: str, name: str, replace: Callable[[Tensor, str, str], Tensor], seen: set[int]
+) -> Any:
+    """Return a nest of lists, dicts and tuples whose tensors on meta are replaced; lists and dicts stay the same."""
+    if isinstance(nest, Tensor):
+        return replace(nest, path, name) if nest.is_meta else nest
+    if not isinstance(nest, list | dict | tuple) or id(nest) in seen:
+        return nest
+    seen.add(id(nest))
+    entries = [*nest.items()] if isinstance(nest, dict) else [*enumerate(nest)]
+    new = {key: _replaced_inside(value, path, f"{name}.{key}", replace, seen) for key, value in entries}
+    changed = {key: new[key] for key, value in entries if new[key] is not value}
+    if isinstance(nest, tuple):
+        kind = getattr(type(nest), "_make", type(nest))  # of a named one
+        return kind(new.values()) if changed else nest
+    for key, value in changed.items():
+        nest[key] = value
+    return nest
 
 
 def wide_parameters(model: nn.Module) -> dict[int, nn.Parameter]:

@@ -206,9 +206,9 @@ class InitTrace(TorchDispatchMode):
         for shape, ref in made:
             if not ref.expired():
                 raise ValueError(
-                    f"a tensor of shape {shape} made in the constructor is held where it gets no values (a list or a "
-                    f"dict, an object that is no module, a function): keep it as a buffer, register_buffer(.., "
-                    f"persistent=False), or as an attribute of a module"
+                    f"a tensor of shape {shape} made in the constructor is held where it gets no values (an object "
+                    f"that is no module, a function): keep it as a buffer, register_buffer(.., persistent=False), or "
+                    f"as an attribute of a module, also in a list or a dict"
                 )
 
     def _run_connected(self, key: int) -> None:

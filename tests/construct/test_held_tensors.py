@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ class Slotted:
     [
         lambda module: setattr(module, "slotted", Slotted(module.base * 4)),
         lambda module: setattr(module, "closure", (lambda held: lambda: held)(module.base * 2)),
-        lambda module: setattr(module, "listed", [module.base * 3]),
+        lambda module: setattr(module, "in_a_set", {module.base * 3}),
         lambda module: setattr(module, "unregistered", [nn.Linear(3, 5)]),
     ],
 )
@@ -44,6 +44,32 @@ def test_tensors_in_no_attribute_are_refused(hide: Any) -> None:
 
     with pytest.raises(ValueError, match=r"a tensor of shape \(.*\) made in the constructor is held where"):
         build(Hides, ParallelContext(grid(), seed=3))
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: int
+
+
+def test_tensors_in_lists_and_dicts_have_their_values() -> None:
+    """As the adapters of peft keep them; what is held twice stays one, in a tuple, too."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.drawn = nn.Linear(2, 2), torch.rand(3)
+            self.config = {"default": {"ids": torch.arange(3), "drawn": [self.drawn, None]}}
+            self.pairs = (Pair(torch.arange(2.0) + 1, 7), [torch.rand(2)])
+            self.known = [*self.linear.parameters()]
+            self.config["self"] = self.config  # type: ignore[assignment]
+
+    one, other = (build(Keeps, ParallelContext(grid(), seed=3)) for _ in range(2))
+    assert torch.equal(one.config["default"]["ids"], torch.arange(3))
+    assert one.config["default"]["drawn"][0] is one.drawn
+    assert torch.equal(one.pairs[0].first, torch.tensor([1.0, 2.0]))
+    assert one.pairs[0].second == 7
+    assert torch.equal(one.pairs[1][0], other.pairs[1][0])
+    assert one.known[0] is one.linear.weight
 
 
 class Hooked(nn.Module):
