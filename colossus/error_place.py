@@ -72,7 +72,7 @@ def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
             file = frame.f_code.co_filename
             if file in _DOORS:
                 break
-            if not line and _is_users(file):
+            if not line and is_users(file):
                 source = linecache.getline(file, number).strip()[:_MAX_SOURCE]
                 line = f"at {file.removeprefix(os.getcwd() + os.sep)}:{number}{source and f': {source}'}"
             owner = frame.f_locals.get("self")
@@ -94,8 +94,8 @@ def _name(modules: list[Any]) -> str:
     return ""
 
 
-def _is_users(file: str) -> bool:
-    """Whether a file is neither ours, nor torch's, nor Python's own."""
+def is_users(file: str) -> bool:
+    """Return whether a file is neither ours, nor torch's, nor Python's own."""
     torch_file = getattr(sys.modules.get("torch"), "__file__", None)
     torch_folder = os.path.dirname(torch_file) + os.sep if torch_file else "<frozen"
     if file.startswith((_PACKAGE, torch_folder, "<frozen", "<eval_with_key>")):

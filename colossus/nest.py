@@ -7,6 +7,7 @@ lists of a user's own class (the BatchEncoding of transformers, say) for leaves,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -43,3 +44,13 @@ def leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def tensors(nest: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a nest with the path that leads to it."""
     return ((where, leaf) for where, leaf in leaves(nest, path) if isinstance(leaf, Tensor))
+
+
+def tensors_within(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor of a model's output, also those in fields of dataclasses."""
+    for _, leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in fields(leaf):
+                yield from tensors_within(getattr(leaf, field.name))

@@ -75,10 +75,12 @@ class GlobalRng:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
 
-    def seed(self, seed: int) -> None:
+    def seed(self, seed: int, for_program: int | None = None) -> None:
+        """Start from ``seed``; Python's and numpy's generators from ``for_program``, if that is given."""
         for device in self.devices:
             _torch_generator(device).manual_seed(seed)
         if not self.torch_only:
+            seed = seed if for_program is None else for_program
             random.seed(seed)
             np.random.seed(seed % 2**32)
 
@@ -92,6 +94,22 @@ class GlobalRng:
             yield
         finally:
             self.set_state(state)
+
+
+@contextmanager
+def drawing_aside(name: str, number: int, device: torch.device) -> Iterator[None]:
+    """Draw random numbers inside from streams of their own, which depend on where the generators are and on the name.
+
+    Outside nothing is drawn: the generators go on as if there had been no inside.
+    """
+    rng = GlobalRng(("cpu",) if device.type == "cpu" else ("cpu", device))
+    state = rng.get_state()
+    of_torch, of_program = _torch_generator("cpu").initial_seed(), random.getrandbits(63)
+    try:
+        rng.seed(hash_key(of_torch, name, number), hash_key(of_program, name, number))
+        yield
+    finally:
+        rng.set_state(state)
 
 
 def _torch_generator(device: torch.device | str) -> torch.Generator:

@@ -1,4 +1,4 @@
-"""What depends on what in one forward of a model that is not changed: which parameters it uses when, and for what."""
+"""A forward of a model on the meta device, what it uses of the model, and modules that stand in for others."""
 
 from __future__ import annotations
 
@@ -25,54 +25,31 @@ _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class ForwardFlow(TorchDispatchMode):
-    """Inside, follows what is computed from parameters, by storages; for a forward under ``no_grad``.
+    """Inside, a model on the meta device runs; for a forward under ``no_grad``.
 
     Of a model on the meta device what does not depend on its tensors has its values (masks, positions), so that a
     forward may branch on them; all else is on meta, whatever device its operands are on. Where values of that are asked
     for (which tokens go to an expert), they are zeros.
 
     Attributes:
-        time: the caller's clock, of ``uses``.
-        uses: name of a parameter or a buffer -> the times when an operation took it.
-        after_last: whether the last block has returned.
+        uses: names of the parameters and buffers that operations took.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         held = [*model.named_parameters(), *model.named_buffers()]
         self._names = {key_of(tensor): name for name, tensor in held}
-        self._parameters = {key_of(parameter) for parameter in model.parameters()}
-        self._dependent, self._stale = set(self._parameters), set[int]()
-        #: no other storage may get the key of one that is gone
-        self._alive: list[torch.UntypedStorage] = []
-        self.time, self.after_last = 0, False
-        self.uses: dict[str, list[int]] = {}
+        self.uses: set[str] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """False: else torch imports torch._dynamo at the first operation."""
         return False
 
-    def depends(self, tensor: Tensor) -> bool:
-        """Whether it is a parameter or is computed from one."""
-        return key_of(tensor) in self._dependent
-
-    def is_stale(self, tensor: Tensor) -> bool:
-        """Whether it is computed from what depended on parameters before the last block returned."""
-        return key_of(tensor) in self._stale
-
-    def mark(self, tensor: Tensor, *, stale: bool) -> Tensor:
-        """Say that a tensor depends on parameters."""
-        self._alive.append(tensor.untyped_storage())
-        self._dependent.add(key_of(tensor))
-        if stale:
-            self._stale.add(key_of(tensor))
-        return tensor
-
     def count(self, tensor: Tensor) -> None:
         """Take note that a tensor is used, if it is a parameter or a buffer."""
         if name := self._names.get(key_of(tensor)):
-            self.uses.setdefault(name, []).append(self.time)
+            self.uses.add(name)
 
     @contextmanager
     def not_counting(self, tensors: Iterable[Tensor]) -> Iterator[None]:
@@ -93,7 +70,7 @@ class ForwardFlow(TorchDispatchMode):
         if func.overloadpacket in _SHAPE_ONLY:
             given = []
             args = (_to_zeros(args[0]), *args[1:])
-        on_meta = any(_is_meta(tensor) or self.depends(tensor) for tensor in given)  # weights may be there already
+        on_meta = any(map(_is_meta, given))
         if kwargs.get("device") is not None or (on_meta and "device" in kwargs):
             kwargs["device"] = _META if on_meta else _CPU if kwargs["device"] == _META else kwargs["device"]
         written = list(tensors_written(func, args, kwargs))
@@ -103,11 +80,6 @@ class ForwardFlow(TorchDispatchMode):
         out = _on_meta(func, args, kwargs) if on_meta else func(*args, **kwargs)
         if func.overloadpacket in _EMPTY:
             out.zero_()
-        if any(map(self.depends, given)):
-            stale = not self.after_last or any(map(self.is_stale, given))
-            for leaf in tree_leaves((out, written)):
-                if isinstance(leaf, Tensor) and key_of(leaf) not in self._parameters:
-                    self.mark(leaf, stale=stale)
         return out
 
 
@@ -165,3 +137,8 @@ def standing_in(model: nn.Module, calls: Mapping[str, Callable[..., Any]]) -> It
     finally:
         for owner, leaf, module in places:
             owner._modules[leaf] = module
+
+
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call a model with its input: a dict is its keyword arguments."""
+    return model(**inputs) if isinstance(inputs, dict) else model(inputs)

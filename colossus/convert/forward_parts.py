@@ -1,76 +1,44 @@
-"""The pipeline blocks of a model that is not changed: what its forward does before, in and after a list of blocks.
+"""The pipeline blocks of a model that is not changed: its forward, cut between calls of its blocks.
 
-Each rank runs the forward of the whole model with other functions in the place of modules. What lies before the first
-block runs until that is called. What a block is called with beside the hidden states (masks, positions) is recorded in
-a forward without blocks. What follows the last block runs in one where the last block returns what has arrived.
+A rank runs the forward of the whole model up to where its part ends. Before its part, modules that were called there
+are left out: zeros take the place of what they return, and of parameters that the rank does not have. So masks and
+positions, which depend on no parameter, are computed anew, and random numbers drawn anew. What is computed from
+parameters and is needed later arrives with the cut, and takes the place of zeros where a module took or returned it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from colossus.convert.forward_flow import standing_in
+from colossus.convert.forward_cuts import CONSTANTS, Carried, Cuts, Event
+from colossus.convert.forward_flow import call_model, standing_in
+from colossus.convert.zeros import zeros_of
 from colossus.layers.pipeline_block import PipelineBlock
+from colossus.random import drawing_aside
 
-#: what goes from block to block: hidden states, the model's input, and `ForwardChain.before`'s record
-Value = tuple[Tensor, Any, list[Any]]
+#: tensors that are carried over a cut, the model's input, and of each call that is left out from there on its module's
+#: name and its results' shapes and dtypes
+Value = tuple[list[Tensor], Any, list[list[Any]]]
 
-
-class _Reached(Exception):
-    """Ends a forward at a block."""
-
-    def __init__(self, result: Any = None) -> None:
-        super().__init__("the end of a part of a model was reached")
-        self.result = result
+#: has the hooks with which models of transformers record hidden states in a forward
+_RECORDING = "transformers.utils.output_capturing"
 
 
-@dataclass(frozen=True)
-class BlockCall:
-    """How the forward calls a block.
-
-    Attributes:
-        name: of the module.
-        slot: of the hidden states among the leaves of (args, kwargs).
-        extras: the block returns a tuple: how many elements follow the hidden states in it; None: it returns them.
-    """
-
-    name: str
-    slot: int
-    extras: int | None
-
-    def result(self, hidden: Any) -> Any:
-        """What stands for the block's result where only the hidden states matter."""
-        return hidden if self.extras is None else (hidden, *(None,) * self.extras)
-
-
-@dataclass(frozen=True)
-class Discarded:
-    """A module before the blocks whose result matters for the first block's hidden states alone."""
-
-    name: str
-    structure: TreeSpec
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Discarded:
-        return self  # torch warns where a structure is copied
+class _Ended(Exception):
+    """Ends a forward at a cut."""
 
 
 class ForwardChain:
-    """``model.pipeline_blocks`` of a model that is not changed: returns the blocks.
-
-    Args:
-        blocks: in order.
-        discarded: not run but before the first block; elsewhere zeros of the same shapes take their results' place.
-        parameters: names of those that are used outside of the blocks, before them and after them.
-        buffers: the same of those that nothing else needs.
-        shapes: of the parameters that are used before the blocks.
+    """``model.pipeline_blocks`` of a model that is not changed: returns the segments of its forward as blocks.
 
     Attributes:
         takes_names: the first block takes a dict of the forward's arguments.
@@ -78,147 +46,205 @@ class ForwardChain:
 
     takes_names = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[BlockCall],
-        discarded: Sequence[Discarded],
-        owned: tuple[Sequence[str], Sequence[str]],
-        shapes: Mapping[str, torch.Size],
-    ) -> None:
-        self._model, self._blocks, self._discarded = model, blocks, discarded
-        self._owned, self._shapes = owned, shapes
-        #: of the last record: its blocks' arguments
-        self._record: list[Any] | None = None
-        self._arguments: list[Any] = []
+    def __init__(self, model: nn.Module, cuts: Cuts) -> None:
+        self.model, self.cuts = model, cuts
+        self._placeholders: list[tuple[dict[str, Any], str, Tensor]] | None = None
 
     def __call__(self) -> list[PipelineBlock]:
-        before, after = self._owned
-        blocks = [
-            PipelineBlock(partial(self.block, number), self._model.get_submodule(block.name))
-            for number, block in enumerate(self._blocks)
-        ]
-        first, last = self._blocks[0].name, self._blocks[-1].name
-        return [
-            PipelineBlock(self.before, *before, name=f"before {first}"),
-            *blocks,
-            PipelineBlock(self.after, *after, name=f"after {last}"),
-        ]
-
-    def before(self, inputs: Any) -> Value:
-        """The hidden states that the first block is called with.
-
-        The record says what shapes and dtypes the discarded results have, and the parameters' dtypes.
-        """
-        results: list[Any] = []
-
-        def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            out = module(*args, **kwargs)
-            results.append(
-                [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in tree_flatten(out)[0]]
-            )
-            return out
-
-        first = self._blocks[0]
-
-        def reached(*args: Any, **kwargs: Any) -> Any:
-            raise _Reached(tree_flatten((args, kwargs))[0][first.slot])
-
-        calls = {each.name: partial(recorded, self._model.get_submodule(each.name)) for each in self._discarded}
-        hidden = self._run(inputs, {**calls, first.name: reached})
-        dtypes = [parameter_of(self._model, name).dtype for name in self._shapes]
-        return hidden, inputs, [results, dtypes]
-
-    def block(self, number: int, value: Value) -> Value:
-        """One block."""
-        hidden, inputs, record = value
-        if self._record is not record:
-            self._arguments = self._replay(value, None)
-            self._record = record
-        block, (leaves, tree) = self._blocks[number], self._arguments[number]
-        args, kwargs = tree_unflatten([*leaves[: block.slot], hidden, *leaves[block.slot + 1 :]], tree)
-        out = self._model.get_submodule(block.name)(*args, **kwargs)
-        return first_of(out), inputs, record
-
-    def after(self, value: Value) -> Any:
-        """The model's output."""
-        return self._replay(value, lambda: value[0])
-
-    def _replay(self, value: Value, final: Callable[[], Tensor] | None) -> Any:
-        """A forward in which no block runs, and nothing that is discarded.
-
-        Args:
-            final: gives what the last block returns; None ends the forward there.
-
-        Returns:
-            The model's output, or of each block the leaves and the structure of its arguments.
-        """
-        arrived, inputs, (results, dtypes) = value
-        arguments: list[Any] = []
-        given = iter(results)
-
-        def discarded(each: Discarded, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if len(arguments) == len(self._blocks):
-                return module(*args, **kwargs)
-            leaves = [self._zeros(arrived, *leaf) if isinstance(leaf, tuple) else leaf for leaf in next(given)]
-            return tree_unflatten(leaves, each.structure)
-
-        def block(number: int, *args: Any, **kwargs: Any) -> Any:
-            each, (leaves, tree) = self._blocks[number], tree_flatten((args, kwargs))
-            hidden, leaves[each.slot] = leaves[each.slot], None
-            arguments.append((leaves, tree))
-            if number < len(self._blocks) - 1:
-                return each.result(self._passed(hidden))
-            if final is None:
-                raise _Reached(arguments)
-            return each.result(final())
-
-        calls: dict[str, Callable[..., Any]] = {
-            each.name: partial(discarded, each, self._model.get_submodule(each.name)) for each in self._discarded
-        }
-        calls |= {each.name: partial(block, number) for number, each in enumerate(self._blocks)}
-        with self._placeholders(dtypes, arrived), torch.set_grad_enabled(final is not None and torch.is_grad_enabled()):
-            return self._run(inputs, calls)
-
-    def _passed(self, hidden: Tensor) -> Tensor:
-        """What a block returns that does not run."""
-        return hidden
-
-    def _zeros(self, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return like.new_zeros(shape, dtype=dtype)
-
-    def _run(self, inputs: Any, calls: Mapping[str, Callable[..., Any]]) -> Any:
-        """The forward, without the hooks of the model as a whole; what ends it early, or its output."""
-        with standing_in(self._model, calls):
-            try:
-                return call_model(self._model.forward, inputs)
-            except _Reached as reached:
-                return reached.result
+        blocks, starts = self.cuts.blocks, self.cuts.first_blocks
+        made = []
+        for segment, (start, stop) in enumerate(zip((0, *starts), (*starts, len(blocks)), strict=True)):
+            names = list(dict.fromkeys(blocks[start:stop]))
+            name = ", ".join(names) or (f"before {blocks[0]}" if segment == 0 else f"after {blocks[-1]}")
+            modules = map(self.model.get_submodule, names)
+            part = ForwardPart(self, segment, segment + 1)
+            made.append(PipelineBlock(part, *modules, *self.cuts.owned[segment], name=name))
+        return made
 
     @contextmanager
-    def _placeholders(self, dtypes: Sequence[torch.dtype], like: Tensor) -> Iterator[None]:
-        """Inside, zeros are in the place of parameters before the blocks that this rank does not hold."""
-        with ExitStack() as stack:
-            for (name, shape), dtype in zip(self._shapes.items(), dtypes, strict=True):
-                path, _, leaf = name.rpartition(".")
-                held = self._model.get_submodule(path)._parameters
-                if leaf not in held:
-                    held[leaf] = like.new_zeros((), dtype=dtype).expand(shape)  # type: ignore[assignment]
-                    stack.callback(held.pop, leaf)
+    def placeholders(self, device: torch.device) -> Iterator[None]:
+        """Inside, zeros are in the place of parameters that this rank does not have: a forward may ask their dtype."""
+        if self._placeholders is None:
+            self._placeholders = list(self._make_placeholders(device))
+        for parameters, leaf, zeros in self._placeholders:
+            parameters[leaf] = zeros
+        try:
             yield
+        finally:
+            for parameters, leaf, _ in self._placeholders:
+                del parameters[leaf]
+
+    def _make_placeholders(self, device: torch.device) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+        missing: list[tuple[dict[str, Any], str, torch.Size, torch.dtype]] = []
+        dtypes: dict[torch.dtype, torch.dtype] = {}  # of the run
+        for name, (shape, dtype) in self.cuts.shapes.items():
+            path, _, leaf = name.rpartition(".")
+            parameters: dict[str, Any] = self.model.get_submodule(path)._parameters
+            if leaf in parameters:
+                dtypes.setdefault(dtype, getattr(self.model.get_submodule(path), leaf).dtype)
+            elif not parameters or not path:  # a layer of colossus may have others
+                missing.append((parameters, leaf, shape, dtype))
+        for parameters, leaf, shape, dtype in missing:
+            yield parameters, leaf, zeros_of(shape, dtypes.get(dtype, dtype), device)
 
 
-def call_model(model: Callable[..., Any], inputs: Any) -> Any:
-    """A model called with its input: a dict is its keyword arguments."""
-    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+@dataclass(frozen=True)
+class ForwardPart:
+    """Some segments of a forward, one after the other: from ``start`` up to, and not with, ``stop``."""
+
+    chain: ForwardChain
+    start: int
+    stop: int
+
+    #: draws what a stage draws from the stream of the forward as a whole
+    draws_as_whole = True
+
+    def joined(self, after: Any) -> ForwardPart | None:
+        """Return this part and the one after it as one, where that is the next one of the same forward."""
+        is_next = isinstance(after, ForwardPart) and after.chain is self.chain and after.start == self.stop
+        return replace(self, stop=after.stop) if is_next else None
+
+    def __call__(self, value: Any) -> Any:
+        return _Run(self.chain, self.start, self.stop, value).run()
 
 
-def first_of(out: Any) -> Any:
-    """The hidden states in what a block returns."""
-    return out[0] if isinstance(out, tuple) else out
+class _Run:
+    """One run of a part of a forward.
+
+    Args:
+        value: the model's input where the part is the first one, else a `Value`.
+    """
+
+    def __init__(self, chain: ForwardChain, start: int, stop: int, value: Any) -> None:
+        self._chain, self._model, self._cuts, self._start, self._stop = chain, chain.model, chain.cuts, start, stop
+        carried, self._inputs, calls = value if start else ([], value, [])
+        self._calls, self._left_out = list(calls), iter(calls)
+        #: what has arrived
+        self._arrived = dict(zip(self._cuts.carried[start - 1] if start else (), carried, strict=True))
+        #: what is needed from the cuts on
+        self._wanted = {*self._arrived, *(self._cuts.carried[stop - 1] if not self._is_last else ())}
+        self._seen: dict[Carried, Tensor] = {}
+        self._numbers = Counter[str]()
+        self._segment, self._is_inside = 0, False
+        tensors = [tensor for tensor in (*carried, *tree_flatten(self._inputs)[0]) if isinstance(tensor, Tensor)]
+        self._like = tensors[0] if tensors else torch.zeros(())
+
+    @property
+    def _is_last(self) -> bool:
+        return self._stop > len(self._cuts.first_blocks)
+
+    def run(self) -> Any:
+        """Return the value of the cut where the part ends, or the model's output."""
+        names = dict.fromkeys(name for name, _ in self._cuts.events)
+        calls: dict[str, Callable[..., Any]] = {
+            name: partial(self._call, name, self._model.get_submodule(name)) for name in names
+        }
+        with self._chain.placeholders(self._like.device), standing_in(self._model, calls):
+            try:
+                out = call_model(self._model.forward, self._inputs)
+            except _Ended:
+                return self._value()
+        if not self._is_last:
+            self._refuse("its forward ended before it called the blocks of the next stage")
+        return out
+
+    def _value(self) -> Value:
+        carried = self._cuts.carried[self._stop - 1]
+        if missing := [each for each in carried if each not in self._seen]:
+            self._refuse(f"{missing[0].name} was not called")
+        return [self._seen[each] for each in carried], self._inputs, self._calls
+
+    # -- calls of modules -------------------------------------------------------------------------------------
+
+    def _call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside:
+            return module(*args, **kwargs)
+        event = self._cuts.events.get((name, self._numbers[name]))
+        self._numbers[name] += 1
+        if event is None:
+            self._refuse(f"{name} is called more often than with the example")
+        if event.block is not None:
+            self._enter(event.block)
+        taken = tree_flatten((args, kwargs))[0]
+        for carried in self._wanted_of(event, "taken"):
+            if carried in self._arrived:
+                _overwrite(taken[carried.slot], self._arrived[carried])
+            self._seen[carried] = taken[carried.slot]
+        if self._segment >= self._stop:
+            raise _Ended
+        if self._segment >= self._start:
+            out = self._run_module(event, module, args, kwargs)
+        else:
+            out = self._skip(event, taken)
+            for hook in module._forward_hooks.values():
+                if hook.__module__ == _RECORDING:
+                    hook(module, args, out)
+        if event.block == len(self._cuts.blocks) - 1:
+            self._enter(event.block + 1)
+            if self._segment >= self._stop:
+                raise _Ended
+        return out
+
+    def _enter(self, block: int) -> None:
+        if block in self._cuts.first_blocks:
+            self._segment = self._cuts.first_blocks.index(block) + 1
+
+    def _wanted_of(self, event: Event, side: str) -> list[Carried]:
+        return [
+            each for each in self._wanted if (each.name, each.number, each.side) == (event.name, event.number, side)
+        ]
+
+    def _skip(self, event: Event, taken: Sequence[Any]) -> Any:
+        """The results of a call that another stage has run: zeros, where they did not arrive."""
+        name, *given = next(self._left_out, [""])
+        if name != event.name:
+            self._refuse(f"it calls {event.name} where another stage has called {name or 'nothing'}")
+        leaves: list[Any] = []
+        for slot, leaf in enumerate(given):
+            carried = Carried(event.name, event.number, "given", slot)
+            arrived, alias = self._arrived.get(carried), event.aliases.get(slot)
+            if alias is not None:
+                made = (taken if alias[0] == "taken" else leaves)[alias[1]]
+                if arrived is not None and alias[0] == "taken":
+                    _overwrite(made, arrived)
+            elif arrived is not None:
+                made = arrived
+            else:
+                made = self._like.new_zeros(leaf[0], dtype=leaf[1]) if isinstance(leaf, tuple) else leaf
+            leaves.append(made)
+            if carried in self._wanted:
+                self._seen[carried] = made
+        return tree_unflatten(leaves, event.structure)
+
+    def _run_module(self, event: Event, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._is_inside = True
+        try:
+            # what it draws is its own, whatever stage it is on; what lies before the blocks draws as without a pipeline
+            with drawing_aside(event.name, event.number, self._like.device) if self._segment else nullcontext():
+                out = module(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        leaves, structure = tree_flatten(out)
+        if structure != event.structure or not all(isinstance(leaf, (Tensor, *CONSTANTS)) for leaf in leaves):
+            self._refuse(f"{event.name} returned {structure}, not {event.structure} as with the example")
+        described = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._calls.append([event.name, *described])
+        for carried in self._wanted_of(event, "given"):
+            self._seen[carried] = leaves[carried.slot]
+        return out
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"{type(self._model).__name__} under a pipeline: {what}. Its forward must call the same modules, in the "
+            f"same order, for each batch and on each rank (no layerdrop, no early exit), as it does with the example "
+            f"in training mode"
+        )
 
 
-def parameter_of(model: nn.Module, name: str) -> Tensor:
-    path, _, leaf = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(path), leaf)
-    return found
+def _overwrite(zeros: Tensor, arrived: Tensor) -> None:
+    """Give a tensor that others may hold, too, the values and the graph of what has arrived."""
+    if zeros.shape != arrived.shape:
+        raise ValueError(f"a tensor of shape {list(zeros.shape)} arrived as {list(arrived.shape)}")
+    if zeros.requires_grad and not zeros._is_view():
+        zeros.detach_()  # of what else has arrived it is no function
+    zeros.copy_(arrived)

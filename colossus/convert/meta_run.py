@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from colossus.construct.allocate import construct_again, has_values
-from colossus.convert.forward_flow import ForwardFlow, standing_in
-from colossus.convert.forward_parts import call_model
+from colossus.convert.forward_flow import ForwardFlow, call_model, standing_in
 from colossus.random import GLOBAL_RNG
 
 
@@ -35,7 +34,7 @@ def with_trials(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Callable[[
             GLOBAL_RNG.set_state(state)
             trial = None if any(map(has_values, model.parameters())) else construct_again(factory)
             if trial is None or {*map(id, trial.modules())} & {*map(id, model.modules())}:
-                trial = _copied_to_meta(model)
+                trial = copied_to_meta(model)
         if _shapes(trial) != _shapes(model):
             raise ValueError(
                 f"{type(model).__name__}: a second call of its factory gives a model with other parameters. The "
@@ -48,7 +47,8 @@ def with_trials(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Callable[[
     return model, make_trial
 
 
-def _copied_to_meta(model: nn.Module) -> nn.Module:
+def copied_to_meta(model: nn.Module) -> nn.Module:
+    """Return a copy whose parameters are on the meta device."""
     with _disable_current_modes():
         memo: dict[int, Any] = {
             id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -82,16 +82,21 @@ def run_on_meta(
 
 
 @contextmanager
-def running_on_meta(example: Any) -> Iterator[Any]:
+def trying(example: Any) -> Iterator[Any]:
     """Inside, forwards of a model leave nothing behind but in it: in random numbers, in a build that runs.
 
     Yields:
         The example, ones in the place of tensors on meta.
     """
     with _disable_current_modes(), GLOBAL_RNG.preserved():
-        example = tree_map(_with_values, example)
-        with _HideDevice():
-            yield example
+        yield tree_map(_with_values, example)
+
+
+@contextmanager
+def running_on_meta(example: Any) -> Iterator[Any]:
+    """As `trying`, for a model on the meta device: its tensors say that they are on the CPU."""
+    with trying(example) as example, _HideDevice():
+        yield example
 
 
 class _HideDevice(TorchFunctionMode):

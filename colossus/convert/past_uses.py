@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colossus.convert.forward_flow import ForwardFlow
-from colossus.convert.forward_parts import call_model
+from colossus.convert.forward_flow import ForwardFlow, call_model
 from colossus.convert.meta_run import running_on_meta
 from colossus.convert.swap import holders_of, row_for
 

@@ -89,7 +89,9 @@ class ModelStages:
                 observer.before_forward(stage, microbatch, samples)
             self._store.begin_action()
             self._store.gather_lasting()
-            rng = self._rng.forward(stage, microbatch, training=self.step is not None)
+            # where stages repeat what those before them have drawn, they draw from one stream
+            stream = 0 if getattr(self._forwards[stage], "draws_as_whole", False) else stage
+            rng = self._rng.forward(stage, microbatch, stream, training=self.step is not None)
             with self._autocast, rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
                     forward = self._forwards[stage]
@@ -166,14 +168,14 @@ class ForwardRng:
         self._evaluations: dict[int, int] = {}
 
     @contextmanager
-    def forward(self, stage: int, microbatch: int, *, training: bool) -> Iterator[None]:
-        """Around a forward of a stage at the current step."""
+    def forward(self, stage: int, microbatch: int, stream: int, *, training: bool) -> Iterator[None]:
+        """Around a forward of a stage at the current step, which draws from a stream of the microbatch."""
         if training:
             self._evaluations.clear()
-            position: tuple[object, ...] = self._context.rng.step, microbatch, stage
+            position: tuple[object, ...] = self._context.rng.step, microbatch, stream
         else:
             count = self._evaluations[stage] = self._evaluations.get(stage, 0) + 1
-            position = "evaluation", self._context.rng.step, count, stage
+            position = "evaluation", self._context.rng.step, count, stream
         seed = self._context.rng.seed
         of_torch, of_python, of_numpy = self._torch.get_state(), random.getstate(), get_bit_generator()
         self._torch.seed(hash_key(seed, "torch", *self._shard_index, *position))

@@ -57,9 +57,18 @@ class NamedBlock:
     buffers: tuple[str, ...]
 
 
+def joined_blocks(calls: Iterable[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
+    """Return what computes blocks one after the other: those that say so (``joined``) run together."""
+    made: list[Callable[[Any], Any]] = []
+    for call in calls:
+        both = made[-1].joined(call) if made and hasattr(made[-1], "joined") else None
+        made[-1:] = [*made[-1:], call] if both is None else [both]
+    return made
+
+
 def run_blocks(blocks: Iterable[Callable[[Any], Any]], x: Any) -> Any:
-    """What the last block returns when each takes what the one before returned."""
-    for block in blocks:
+    """Return what the last block returns when each takes what the one before returned."""
+    for block in joined_blocks(blocks):
         x = block(x)
     return x
 

@@ -12,7 +12,7 @@ from colossus.comm.links import Links
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import ModelParallel
-from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks, run_blocks
+from colossus.layers.pipeline_block import NamedBlock, is_chain, joined_blocks, pipeline_blocks, run_blocks
 from colossus.schedule.actions import Action, placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.executor import Executor, Stages, StepObserver, forward_only
@@ -101,7 +101,8 @@ class PipelineRuntime:
         if self.partition is None:
             return {0: model}
         stages = self.partition.stages_on(self.rank)
-        return {stage: partial(run_blocks, [b.call for b in self.partition.blocks_of(stage)]) for stage in stages}
+        calls = {stage: joined_blocks([block.call for block in self.partition.blocks_of(stage)]) for stage in stages}
+        return {stage: of[0] if len(of) == 1 else partial(run_blocks, of) for stage, of in calls.items()}
 
     def parameters_on(self, stage: int, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that a stage of this rank uses."""

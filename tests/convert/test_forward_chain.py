@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from helpers import chained
 from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.training import assert_close_states, packed, relative, unpacked
@@ -156,10 +157,44 @@ def images(step: int) -> dict[str, Any]:
 
 
 def loss_fn(outputs: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    if "labels" not in batch:  # of two towers
+        return outputs.logits_per_text.square().sum(), torch.tensor(len(outputs.logits_per_text))
+    if isinstance(outputs, chained.Output):
+        outputs = torch.stack([outputs.logits, *outputs.records])
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
     labels = batch["labels"]
+    if labels.dim() == 2 and logits.shape[:-1] != labels.shape:  # of points
+        return logits.square().sum(), torch.tensor(len(labels))
     total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
     return total, (labels != -100).sum()
+
+
+def translations(step: int) -> dict[str, Any]:
+    batch = with_mask(step)
+    return batch | {"inputs": batch["inputs"] | {"decoder_input_ids": ids_of(step + 9)[:, :-1]}}
+
+
+def points(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "inputs": torch.randn(BATCH, chained.WIDTH, generator=generator, dtype=torch.float64),
+        "labels": ids_of(step),
+    }
+
+
+def clip() -> nn.Module:
+    sizes: dict[str, Any] = dict(_SIZES, num_hidden_layers=2)
+    text = dict(sizes, vocab_size=VOCAB, max_position_embeddings=16, eos_token_id=2, projection_dim=8)
+    vision = dict(sizes, image_size=8, patch_size=4, projection_dim=8)
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+
+
+def pairs(step: int) -> dict[str, Any]:
+    return {"inputs": with_mask(step)["inputs"] | {"pixel_values": images(step)["inputs"]["pixel_values"][..., :8]}}
+
+
+def albert() -> nn.Module:
+    return transformers.AlbertForMaskedLM(transformers.AlbertConfig(**_LM, **_NO_DROPOUT, embedding_size=16))
 
 
 @dataclass(frozen=True)
@@ -183,7 +218,18 @@ CASES = {
     "neox": Case(neox, with_mask),
     "middle": Case(Middle, tokens),
     "masked": Case(Masked, tokens),
-}
+    "t5": Case(lambda: t5(dropout_rate=0.0), translations),
+    "clip": Case(clip, pairs),
+    "albert": Case(albert, with_mask),
+    "cache": Case(lambda: llama(use_cache=True), tokens),
+    "all hidden": Case(lambda: masked_lm(output_hidden_states=True), with_mask),
+} | {
+    kind.__name__.lower(): Case(kind, points)
+    for kind in (
+        chained.Skips, chained.Residual, chained.Conditioned, chained.Recurrent, chained.Transformed, chained.Repeated,
+        chained.Recorded,
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,6 +257,7 @@ class Plan:
 
 PLANS = {
     "1f1b, 2": Plan(("gpt2", "llama, eager", "bert", "vit", "masked")),
+    "gpipe, more": Plan(("t5", "albert", "clip", *(kind for kind in CASES if CASES[kind].batch is points)), "gpipe"),
     "1f1b, 3": Plan(("bert", "middle"), microbatches=3),
     "interleaved": Plan(("llama, eager",), "interleaved"),
     "zb-h1": Plan(("gpt2",), "zb-h1", 3),
@@ -253,15 +300,15 @@ def assert_is_itself(trained: tuple[Any, list[float], list[Any], Any], case: Cas
     for step in range(STEPS):
         batch = case.batch(step)
         optimizer.zero_grad()
-        total, count = 0.0, (batch["labels"] != -100).sum()
+        total, count = 0.0, 0
         for part in range(microbatches):
             rows = slice(part * BATCH // microbatches, (part + 1) * BATCH // microbatches)
             inputs = batch["inputs"]
             out = model(**{k: x[rows] for k, x in inputs.items()}) if isinstance(inputs, dict) else model(inputs[rows])
-            loss, _ = loss_fn(out, {"labels": batch["labels"][rows]})
+            loss, number = loss_fn(out, {key: value[rows] for key, value in batch.items() if key == "labels"})
             loss.backward()
-            total += loss.item()
-        assert relative(losses[step], total / count.item()) < 1e-10
+            total, count = total + loss.item(), count + int(number)
+        assert relative(losses[step], total / count) < 1e-10
         for parameter in model.parameters():  # divided late: the norm of a Llama rounds its gradients to float32
             if parameter.grad is not None:
                 parameter.grad /= count
@@ -288,75 +335,28 @@ def test_a_model_as_it_is_trains_under_a_pipeline_as_in_one_process(name: str) -
             assert other[number][1] == first[number][1]
 
 
-class Skips(nn.Module):
-    """As of a UNet: ``where`` what an early block returned is used again."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.body = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.head, self.where = nn.Linear(6, 2), where
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = [x := self.body[0](x)]
-        x = self.body[1](x)
-        x = self.body[2](x + kept.pop() if self.where == "in a block" else x)
-        x = self.body[3](x)
-        return self.head(x + kept.pop() if self.where == "behind the blocks" else x)
-
-
-class Residual(nn.Module):
-    """The loop over the blocks adds what they return, as that of x-transformers does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.body:
-            x = x + block(x)
-        return x
-
-
-class Alternates(nn.Module):
-    """Its one list holds two classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.ModuleList(kind() for _ in range(2) for kind in (lambda: nn.Linear(6, 6), nn.Tanh))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.body:
-            x = block(x)
-        return x
-
-
-POINTS = torch.randn(4, 6)
-BOTH = {"input_ids": ids_of(0), "decoder_input_ids": ids_of(1)}
+POINTS = torch.randn(4, chained.WIDTH)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
-    "t5": (
-        t5,
-        BOTH,
-        r"decoder\.block\.0 takes encoder_hidden_states, which is computed from parameters, beside its hid",
-    ),
-    "shared bias": (
-        lambda: t5().encoder,
-        ids_of(0),
-        r"block\.1 takes position_bias, which is computed from parameters",
-    ),
-    "cache": (lambda: llama(use_cache=True), ids_of(0), r"layers\.0 takes a DynamicCache \(past_key_values\)"),
-    "all hidden": (
-        lambda: masked_lm(output_hidden_states=True),
-        ids_of(0),
-        "its output holds what is recorded of single",
-    ),
-    "skip in": (lambda: Skips("in a block"), POINTS, r"body\.2 does not take what body\.1 returned as it is"),
-    "skip out": (
-        lambda: Skips("behind the blocks"),
+    "kept": (
+        chained.Kept,
         POINTS,
-        r"the last block \(body\.3\) did not return: a connection",
+        r"before body\.1: a tensor that was computed inside of body\.0 \(.*chained\.py:\d+\) is used again by "
+        r".*chained\.py:\d+, but no module returned it as it is",
     ),
-    "residual": (Residual, POINTS, r"body\.1 does not take what body\.0 returned as it is"),
-    "classes": (Alternates, POINTS, r"no ModuleList or Sequential holds modules of one class that are called in order"),
+    "forces": (chained.Forces, POINTS, r"fails where it is cut: RuntimeError: .* \(.*chained\.py:\d+: return torch\."),
+    "counts": (chained.Counts, POINTS, r"it writes to the buffer seen \(.*chained\.py:\d+\), which each stage would"),
+    "no list": (chained.NoList, POINTS, r"no ModuleList or Sequential holds modules that are called one after the"),
+    "fails": (
+        chained.Fails,
+        POINTS,
+        r"its forward fails on the example .*RuntimeError: .*chained\.py:\d+: return x @",
+    ),
+    "attentions": (
+        lambda: masked_lm(output_attentions=True, attn_implementation="eager"),
+        ids_of(0),
+        r"before bert\.encoder\.layer\.1: a tensor that was computed inside of bert\.encoder\.layer\.0 .* the model's",
+    ),
+    "no example": (chained.NoList, None, r"no example of its input is given \(example="),
 }
 
 
@@ -372,15 +372,15 @@ def test_a_forward_that_is_no_chain_is_refused_with_what_was_found(name: str) ->
 
 
 def test_blocks_that_are_named() -> None:
-    for blocks in ("body", ["body.0", "body.1", "body.2", "body.3"], ["body.1", "body.2"]):
-        model = Alternates()
+    for blocks in ("body", ["body.0", "body.1", "body.2", "body.3", "body.4", "body.5"], ["body.1", "body.2"]):
+        model = chained.Residual()
         make_chain(model, POINTS, blocks)
         chain = pipeline_blocks(model)
-        names = [f"body.{number}" for number in range(4)] if blocks == "body" else list(blocks)
+        names = [f"body.{number}" for number in range(6)] if blocks == "body" else list(blocks)
         assert [block.name for block in chain] == [f"before {names[0]}", *names, f"after {names[-1]}"]
         assert torch.equal(run_blocks([block.call for block in chain], POINTS), model(POINTS))
     with pytest.raises(ValueError, match=r"blocks=\['body.1', 'body.0'\] are called as \['body.0', 'body.1'\]"):
-        make_chain(Alternates(), POINTS, ["body.1", "body.0"])
+        make_chain(chained.Residual(), POINTS, ["body.1", "body.0"])
     whole = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     make_chain(whole, POINTS)  # is a chain as it is
     assert not hasattr(whole, "pipeline_blocks")

@@ -98,11 +98,10 @@ def _x_transformer(layers: str, **options: Any) -> nn.Module:
     return x_transformers.TransformerWrapper(num_tokens=VOCAB, max_seq_len=TOKENS, attn_layers=made)
 
 
-_NO_LIST = {"pipeline": "no ModuleList or Sequential"}
 _x = partial(partial, _x_transformer)
-outside("x-transformers decoder", _x("Decoder", rotary_pos_emb=False), _ids, refused=_NO_LIST, example=True)
-outside("x-transformers encoder", _x("Encoder", use_rmsnorm=True, ff_glu=True), _ids, refused=_NO_LIST, example=True)
+outside("x-transformers decoder", _x("Decoder", rotary_pos_emb=False), _ids, example=True)
+outside("x-transformers encoder", _x("Encoder", use_rmsnorm=True, ff_glu=True), _ids, example=True)
 outside(
     "x-transformers grouped rotary decoder", _x("Decoder", rotary_pos_emb=True, attn_kv_heads=2), _ids,
-    refused=_NO_LIST, example=True,
+    example=True,
 )  # fmt: skip

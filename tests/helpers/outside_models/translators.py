@@ -17,13 +17,12 @@ _T5: dict[str, Any] = dict(
     d_model=WIDTH, d_kv=6, d_ff=INNER, num_layers=2, num_heads=HEADS, vocab_size=VOCAB, dropout_rate=0.0,
     use_cache=False, relative_attention_num_buckets=8, decoder_start_token_id=0,
 )  # fmt: skip
-_CROSS = {"pipeline": "takes encoder_hidden_states"}
 
-text("T5", maker("T5", "ForConditionalGeneration", **_T5, feed_forward_proj="gated-gelu"), translations, refused=_CROSS)
-text("mT5", maker("MT5", "ForConditionalGeneration", **_T5), translations, refused=_CROSS)
-text("BART", maker("Bart", "ForConditionalGeneration", **_BART), translations, refused=_CROSS)
-text("Marian", maker("Marian", "MTModel", **_BART, forced_eos_token_id=0), translations, refused=_CROSS)
-text("Pegasus", maker("Pegasus", "ForConditionalGeneration", **_BART), translations, refused=_CROSS)
+text("T5", maker("T5", "ForConditionalGeneration", **_T5, feed_forward_proj="gated-gelu"), translations)
+text("mT5", maker("MT5", "ForConditionalGeneration", **_T5), translations)
+text("BART", maker("Bart", "ForConditionalGeneration", **_BART), translations)
+text("Marian", maker("Marian", "MTModel", **_BART, forced_eos_token_id=0), translations)
+text("Pegasus", maker("Pegasus", "ForConditionalGeneration", **_BART), translations)
 
 _sounds = vectors("input_features", 8, 2 * TOKENS)
 whisper = maker(
@@ -39,4 +38,4 @@ def _transcripts(step: int) -> dict[str, Any]:
     return batch
 
 
-outside("Whisper", whisper, _transcripts, example=True, refused=_CROSS)
+outside("Whisper", whisper, _transcripts, example=True)

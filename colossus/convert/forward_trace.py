@@ -1,0 +1,280 @@
+"""One forward of a model on zeros in the place of its parameters: which operations and modules ran, and on what."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
+
+from colossus.construct.init_trace import tensors_written
+from colossus.convert.forward_flow import call_model, standing_in
+from colossus.convert.zeros import ASKS, compute, off_meta, put_zeros
+from colossus.error_place import is_users
+from colossus.nest import tensors_within
+
+_aten = torch.ops.aten
+_CPU = torch.device("cpu")
+#: take nothing of their tensor but its shape and dtype
+_SHAPE_ONLY = {
+    _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones,
+    _aten.new_full, _aten.new_empty, _aten.new_empty_strided, _aten.rand_like, _aten.randn_like, _aten.randint_like,
+}  # fmt: skip
+_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_ASKING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.item}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation on what is computed from parameters.
+
+    Attributes:
+        reads, makes, writes: keys of storages that depend on parameters; ``makes`` and ``writes`` do from now on.
+        asks: Python gets values of what is read, or a shape by them.
+        line: of the model's code.
+    """
+
+    time: int
+    reads: frozenset[int]
+    makes: frozenset[int]
+    writes: frozenset[int]
+    asks: bool
+    line: str
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor among the arguments or results of a module.
+
+    Attributes:
+        slot: its index among the leaves.
+        is_whole: it holds each element of its storage once.
+    """
+
+    slot: int
+    key: int
+    shape: torch.Size
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a module.
+
+    Attributes:
+        began, ended: times.
+        taken, given: tensors among its arguments and its results.
+        others: types of what else its results are.
+        draws: it draws random numbers of Python or numpy.
+    """
+
+    name: str
+    began: int
+    ended: int
+    taken: tuple[Leaf, ...]
+    given: tuple[Leaf, ...]
+    others: frozenset[type]
+    structure: TreeSpec
+    draws: bool
+
+
+@dataclass
+class ForwardTrace:
+    """What a forward did, with a clock that ticks at each operation and at both ends of a module's call.
+
+    Attributes:
+        calls: in the order in which they began.
+        dependent: key of a storage that depends on parameters -> since when; without those of parameters.
+        uses: name of a parameter or a buffer -> the times when an operation took it.
+        rewrites: name, time and line of writes to buffers.
+        draws: times of draws of torch's generators.
+        output: keys of the storages of the model's output.
+        parameters: key of the storage of a parameter -> its name.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    dependent: dict[int, int] = field(default_factory=dict)
+    uses: dict[str, list[int]] = field(default_factory=dict)
+    rewrites: list[tuple[str, int, str]] = field(default_factory=list)
+    draws: list[int] = field(default_factory=list)
+    output: frozenset[int] = frozenset()
+    parameters: dict[int, str] = field(default_factory=dict)
+
+
+def trace_forward(model: nn.Module, example: Any) -> tuple[ForwardTrace, Any, Any, OnZeros]:
+    """Run the forward of a model that nobody needs afterwards: its parameters and buffers become zeros on the CPU.
+
+    All tensors are on the CPU, whatever device they would be on. What does not depend on a parameter has its values
+    (masks, positions), so that a forward may branch on them.
+
+    Returns:
+        The trace, the model's input and output, and the mode in which further forwards of the model run.
+    """
+    put_zeros(model)
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    example = tree_map(partial(_in_dtype, dtypes[0] if dtypes else None), example)  # as an engine casts its batches
+    mode = OnZeros(model)
+    trace = mode.trace
+    calls: dict[str, Callable[..., Any]] = {
+        name: partial(_call, mode, name, module) for name, module in model.named_modules() if name
+    }
+    with standing_in(model, calls), _Asked(mode), mode:
+        output = call_model(model.forward, example)
+        trace.output = mode.use(tensors_within(output))
+    trace.calls.sort(key=lambda call: call.began)
+    return trace, example, output, mode
+
+
+def _in_dtype(dtype: torch.dtype | None, leaf: Any) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _call(mode: OnZeros, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    began, taken, state = mode.tick(), tree_leaves((args, kwargs)), _state_of_program()
+    out = module(*args, **kwargs)
+    given, structure = tree_flatten(out)
+    others = frozenset(type(leaf) for leaf in given if not isinstance(leaf, Tensor))
+    draws = state != _state_of_program()
+    both = mode.leaves_of(taken), mode.leaves_of(given)
+    mode.trace.calls.append(Call(name, began, mode.tick(), *both, others, structure, draws))
+    return out
+
+
+def _state_of_program() -> tuple[Any, Any]:
+    of_numpy: Any = np.random.get_state(legacy=False)
+    return random.getstate(), (of_numpy["state"]["pos"], of_numpy["state"]["key"].tobytes(), of_numpy["gauss"])
+
+
+class OnZeros(TorchDispatchMode):
+    """Inside, operations see zeros in the place of parameters, and are recorded in ``trace``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.trace = ForwardTrace()
+        held = [*model.named_parameters(), *model.named_buffers()]
+        self._names = {self.key_of(tensor): name for name, tensor in held}
+        self.trace.parameters = {self.key_of(parameter): name for name, parameter in model.named_parameters()}
+        #: no other storage may get the key of one that is gone
+        self._alive: list[Any] = [tensor.untyped_storage() for _, tensor in held]
+        self._time = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: else torch imports torch._dynamo at the first operation."""
+        return False
+
+    def tick(self) -> int:
+        self._time += 1
+        return self._time
+
+    def key_of(self, tensor: Tensor) -> int:
+        """Return what is equal for views of one tensor."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        try:
+            return tensor.untyped_storage()._cdata
+        except NotImplementedError:  # of sparse tensors
+            self._alive.append(tensor)
+            return id(tensor)
+
+    def use(self, tensors: Iterable[Tensor]) -> frozenset[int]:
+        """Record that tensors are used now, and return their keys."""
+        time, keys = self.tick(), frozenset(map(self.key_of, tensors))
+        for name in (self._names[key] for key in keys if key in self._names):
+            self.trace.uses.setdefault(name, []).append(time)
+        return keys
+
+    def depends(self, key: int) -> bool:
+        return key in self.trace.dependent or key in self.trace.parameters
+
+    def leaves_of(self, values: list[Any]) -> tuple[Leaf, ...]:
+        return tuple(
+            Leaf(slot, self.key_of(value), value.shape, _is_whole(value))
+            for slot, value in enumerate(values)
+            if isinstance(value, Tensor)
+        )
+
+    def ask(self, tensor: Tensor) -> None:
+        """Record that Python gets a tensor's values."""
+        if self.depends(key := self.key_of(tensor)):
+            self._record(frozenset({key}), (), (), asks=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map(off_meta, (args, dict(kwargs or {})))
+        assert kwargs is not None
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _CPU
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        keys = self.use(given)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.trace.draws.append(self._time)
+        reads = frozenset[int]()
+        if func.overloadpacket not in _SHAPE_ONLY:
+            reads = frozenset(filter(self.depends, keys))
+        written = list(tensors_written(func, args, kwargs))
+        for key in filter(self._names.get, map(self.key_of, written)):
+            if key not in self.trace.parameters:
+                self.trace.rewrites.append((self._names[key], self._time, _line()))
+        out = compute(func, args, kwargs) if reads and not written else func(*args, **kwargs)
+        if func.overloadpacket in _EMPTY:
+            out.zero_()
+        if reads:
+            made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            self._record(reads, made, written, asks=bool(ASKS.intersection(func.tags)))
+        return out
+
+    def _record(self, reads: frozenset[int], made: Any, written: Any, *, asks: bool) -> None:
+        dependent, taken = self.trace.dependent, self.trace.parameters.keys()
+        makes = frozenset(self.key_of(tensor) for tensor in made) - reads - taken
+        writes = frozenset(self.key_of(tensor) for tensor in written) - taken
+        self._alive += [tensor.untyped_storage() for tensor in (*made, *written) if tensor.layout == torch.strided]
+        for key in makes | writes:
+            dependent.setdefault(key, self._time)
+        self.trace.operations.append(Operation(self._time, reads, makes - writes, writes, asks, _line()))
+
+
+class _Asked(TorchFunctionMode):
+    """Inside, values that Python gets past torch's operators are recorded, too; no tensor says that it is on meta."""
+
+    def __init__(self, mode: OnZeros) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ASKING and isinstance(args[0], Tensor):
+            self._mode.ask(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return storage.nbytes() == tensor.numel() * tensor.itemsize and 0 not in tensor.stride()
+
+
+def _line() -> str:
+    return next(_users_lines(), "")
+
+
+def _users_lines() -> Iterator[str]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            yield f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
