@@ -18,6 +18,7 @@ from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.forward_buffers import ForwardBuffers
 from colossus.engine.inputs import ForwardCall, Inputs, model_input
 from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum
+from colossus.engine.loss_parameters import FirstLoss
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
@@ -59,6 +60,9 @@ class ModelStages:
         self._forwards = pipeline.stage_forwards(model)
         self._first = ForwardCall(model, is_partitioned=pipeline.partition is not None)
         self._inputs, self.loss_fn, self.buffers = inputs, loss_fn, buffers
+        self._first_loss: FirstLoss | None = FirstLoss(
+            context, is_partitioned=pipeline.partition is not None, num_microbatches=pipeline.num_microbatches
+        )
         self.metrics = EvalMetrics(model, context.device)
         self._store, self._strategy, self._weights = store, strategy, store.weights
         self._parameters, self._is_partitioned = strategy.parts.parameters_by_stage, pipeline.partition is not None
@@ -101,9 +105,14 @@ class ModelStages:
                         observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
                         outputs, of_batch = self._inputs.for_loss(out, own, batch)
-                        out = checked_sum(self.loss_fn(outputs, of_batch))
                         if self.step is None:
+                            out = checked_sum(self.loss_fn(outputs, of_batch))
                             self.metrics.add(outputs, of_batch)
+                        elif self._first_loss is not None:
+                            out = self._first_loss.call(self.loss_fn, outputs, of_batch)
+                            self._first_loss = None
+                        else:
+                            out = checked_sum(self.loss_fn(outputs, of_batch))
                 except AttributeError as error:
                     if self._is_partitioned:
                         error.add_note(f"An attribute of a module may be on another stage. {MUST_NAME_ALL}")

@@ -68,7 +68,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", but(("2d", "zero 2", "data"), PLANS))
+@pytest.mark.parametrize("name", but(("2d", "zero 2", "data", "sequence", "fp16"), PLANS))
 def test_a_step_without_labels_changes_nothing(name: str) -> None:
     world, parallel, more = PLANS[name]
     precision = "fp16" if name == "fp16" else "fp64"

@@ -167,7 +167,7 @@ class Refused(nn.Module):
         return x if self.kind == "penalty" else F.linear(x, self.table.weight)
 
     def loss(self, x: Tensor, batch: Any) -> tuple[Tensor, int]:
-        return x.sum() + (self.table.weight.square().sum() if self.kind == "penalty" else 0), x.shape[0]
+        return x.sum() + (x.shape[0] * self.table.weight.square().sum() if self.kind == "penalty" else 0), x.shape[0]
 
 
 @pytest.mark.parametrize(

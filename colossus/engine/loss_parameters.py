@@ -1,0 +1,167 @@
+"""Parameters that a loss function reads itself, beside the model's outputs: counted as in one process, or refused.
+
+A loss function is called for each microbatch on each rank that has samples or tokens of its own, and what it returns is
+added up. A penalty on weights would be added as often, and a rank may have a part of a weight, or of the model. The
+first loss of a run is looked at, and computed again where it reads a parameter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.data.batch import batch_size_of, repeat_batch
+from colossus.engine.loss_function import LossFunction, checked_sum
+from colossus.error_place import located_error
+from colossus.gradients.buckets import gradient_sum_axes
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.layout.parameter import spec_of
+from colossus.layout.split_parameter import SplitParameter
+
+_ADVICE = (
+    "Take weight_decay of the optimizer; or let a module of the model compute with its parameters in its forward, and "
+    "the model return the result"
+)
+#: what takes no values of a tensor
+_SHAPES_ALONE = {
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "requires_grad_"),
+}
+
+
+class FirstLoss:
+    """Calls a loss function for the first time in a run, with a look at the parameters that it reads.
+
+    Args:
+        is_partitioned: whether other ranks have other stages of the model.
+        num_microbatches: of a step.
+    """
+
+    def __init__(self, context: ParallelContext, *, is_partitioned: bool, num_microbatches: int) -> None:
+        self._context, self._is_partitioned = context, is_partitioned
+        split = model_parallel_of(context).regions.whole.shard_axes
+        self._axes = tuple(axis for axis in context.grid.names if axis in split and context.grid.sizes[axis] > 1)
+        self._num_calls = num_microbatches * context.size(self._axes)
+
+    def call(self, loss_fn: LossFunction, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the sum and the count.
+
+        Raises:
+            ValueError: for a parameter whose share of the loss would not be that of one process.
+        """
+        with _ParametersRead() as read:
+            result = checked_sum(loss_fn(outputs, batch))
+        params = list(read.places)
+        if params and (self._num_calls > 1 or self._context.world_size > 1):
+            try:
+                why = self._why_not(params, loss_fn, outputs, batch)
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                why = f"and could not be computed again, with each sample given twice, to see how ({error}). {_ADVICE}"
+            if why:
+                names = ", ".join(spec_of(param).name for param in params[:3]) + ", .." * (len(params) > 3)
+                raise ValueError(f"the loss function reads {names} itself, {why}{read.places[params[0]]}")
+        return result
+
+    def _why_not(self, params: Sequence[nn.Parameter], loss_fn: LossFunction, outputs: Any, batch: Any) -> str:
+        """Return why the loss would not be that of one process; empty where it would be."""
+        if any(isinstance(param, SplitParameter) for param in params):
+            return f"of which this rank has a part. {_ADVICE}"
+        once = _beside_outputs(params, loss_fn, outputs, batch)
+        if self._is_partitioned:
+            halved = tree_map_only(Tensor, lambda x: x * 0.5 if x.is_floating_point() else x, outputs)
+            if _are_equal(once[1:], _beside_outputs(params, loss_fn, halved, batch)[1:]):
+                return (
+                    f"whatever the outputs are: under a pipeline the last stage, which computes the loss, has only its "
+                    f"own parameters. {_ADVICE}"
+                )
+        for param in (param for param in params if param.requires_grad):
+            axes = gradient_sum_axes(param, self._context)
+            if axes != self._axes:
+                return (
+                    f"and its gradient is summed over {_said(axes)}, the loss over {_said(self._axes)}: what the loss "
+                    f"adds to it would be counted wrongly. {_ADVICE}"
+                )
+        if self._num_calls == 1:
+            return ""
+        size = batch_size_of(batch)
+
+        def repeated(x: Tensor) -> Tensor:
+            return torch.cat((x, x)) if x.dim() and x.shape[0] % size == 0 else x
+
+        twice = _beside_outputs(params, loss_fn, tree_map_only(Tensor, repeated, outputs), repeat_batch(batch, 2))
+        if _are_equal([2 * value for value in once], twice):
+            return ""
+        return (
+            f"and what it adds for that does not grow with the samples: a step calls it {self._num_calls} times, for "
+            f"each microbatch and on each rank that has samples or tokens of its own, and would count that as often. "
+            f"Weight a penalty by the count: return total + 0.01 * count * penalty, count; or take weight_decay of the "
+            f"optimizer"
+        )
+
+
+def _beside_outputs(params: Sequence[nn.Parameter], loss_fn: LossFunction, outputs: Any, batch: Any) -> list[Tensor]:
+    """Return the sum, and its gradient of each trained parameter as far as it does not come through the outputs."""
+    with torch.enable_grad():
+        total, _ = checked_sum(loss_fn(tree_map_only(Tensor, Tensor.detach, outputs), batch))
+        trained = [param for param in params if param.requires_grad]
+        if not total.requires_grad:
+            return [total, *map(torch.zeros_like, trained)]
+        gradients = torch.autograd.grad(total, trained, allow_unused=True, materialize_grads=True)
+    return [total.detach(), *gradients]
+
+
+def _are_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Return whether the tensors are the same up to rounding."""
+    for one, other in zip(first, second, strict=True):
+        tolerance = min(0.1, 16 * torch.finfo(one.dtype).eps ** 0.5)
+        if (one.double() - other.double()).norm() > tolerance * one.double().norm():
+            return False
+    return True
+
+
+def _said(axes: Sequence[str]) -> str:
+    return ", ".join(axes) or "no axis"
+
+
+class _ParametersRead(TorchFunctionMode):
+    """Notes the parameters of a model whose values are read outside of the forward of a module that holds them.
+
+    Attributes:
+        places: parameter -> where it was read, as an error says it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[nn.Parameter, str] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling() or getattr(func, "__name__", "") in _SHAPES_ALONE:
+            return out
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
+            for leaf in tree_leaves((args, kwargs)):
+                spec = getattr(leaf, "_colossus_spec", None) if isinstance(leaf, nn.Parameter) else None
+                if spec is not None and spec.name and leaf not in self.places and not _is_of_running_module(leaf):
+                    self.places[leaf] = str(located_error(""))
+        return out
+
+
+def _is_of_running_module(param: nn.Parameter) -> bool:
+    """Return whether this is inside of the forward of a module that holds the parameter."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(module, nn.Module) and any(param is each for each in module.parameters()):
+            return True
+        frame = frame.f_back
+    return False
