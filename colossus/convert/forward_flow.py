@@ -63,7 +63,10 @@ class ForwardFlow(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():  # what a backward has saved comes as the type that it is
+            return self._follow(func, args, dict(kwargs or {}))
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in given:
             self.count(tensor)

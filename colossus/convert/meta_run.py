@@ -77,7 +77,7 @@ def run_on_meta(
         calls: name of a module -> what is called in its place.
     """
     flow = ForwardFlow(model)
-    with torch.no_grad(), running_on_meta(example) as example, standing_in(model, calls or {}), flow:
+    with torch.enable_grad(), running_on_meta(example) as example, standing_in(model, calls or {}), flow:
         return call_model(model, example), flow
 
 

@@ -35,6 +35,7 @@ from colossus.convert.swap import (
 )
 from colossus.layers.linear import Linear, share_input
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.pipeline_block import is_chain
 from colossus.registry import nearest
 
 #: how transformers' plans of tensor parallelism call what we call column and row
@@ -72,8 +73,8 @@ def parallelize(
             it, and what is in it, as it is, whole on each rank. The first that meets a name counts, before what is
             found. A pair whose sizes do not divide is an error then.
         example: of what the model is called with, of a few samples: a tensor, or a dict of arguments, with masks if
-            batches have them. It is needed for pairs to be found, and for a pipeline; of transformers' models it is
-            made from their config, in 3D with masks: there an attention can be of pairs only without them.
+            batches have them. It is needed for pairs to be found, and for a pipeline; of transformers' models two are
+            made from their config, with and without masks, and pairs hold in both.
         blocks: for a pipeline: the name of the list of blocks, or the names of the blocks; by default the list of one
             class with the most parameters.
 
@@ -140,11 +141,16 @@ def _converted(
     blocks: str | Sequence[str] | None,
 ) -> nn.Module:
     context = current_context()
-    regions = model_parallel_of(context).regions
-    if example is None:  # where samples move between ranks a mask decides what they can do
-        example = example_of(model, is_padded=regions.whole.batch != regions.inner.batch)
-    if context.size("pipeline") > 1:
-        make_chain(model, example, blocks, trial=make_trial())
+    examples = [*([] if example is None else [example]), *examples_of(model)]
+    if context.size("pipeline") > 1 and (blocks is not None or not is_chain(model)):
+        if not examples:
+            raise ValueError(
+                f"{type(model).__name__}: parallel.pipeline = {context.size('pipeline')} finds the blocks of a model "
+                f"in a run of it, for which it needs an example of what it is called with, of a few samples: "
+                f"example=torch.zeros(2, ..), or a dict of arguments, for colossus.parallelize or in the config's "
+                f"model = dict(type='torch', ..). Or let the model say what its blocks are (def pipeline_blocks)"
+            )
+        make_chain(model, examples[0], blocks, trial=make_trial())
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     experts = [name for name, module in model.named_modules() if is_experts(module)]
     given = _by_rules(rules, [name for name, _ in model.named_modules()], linears, experts)
@@ -152,7 +158,7 @@ def _converted(
         given = {name: TORCH for name, module in model.named_modules() if isinstance(module, TABLES)}
     found, note = Pairs(), ""
     if context.size("tensor") > 1:
-        found, note = _found_pairs(model, make_trial, example, linears, given)
+        found, note = _found_pairs(model, make_trial, examples, linears, given)
     over_ranks = dict.fromkeys(experts, EXPERTS) if context.grid.expert_axes else {}
     used_past = {name: TORCH for name in found.used_past if given.get(name, WHOLE) == WHOLE}
     kinds = {**over_ranks, **found.splits, **given, **used_past}
@@ -179,28 +185,24 @@ def as_reference() -> Iterator[None]:
         _is_reference.reset(token)
 
 
-def example_of(model: nn.Module, *, is_padded: bool = False) -> dict[str, Tensor] | None:
-    """What a model of transformers can be called with, two samples, on the meta device; None of any other.
+def examples_of(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Return what a model of transformers can be called with: two samples, of tokens without masks and with masks.
 
-    Args:
-        is_padded: with masks of its tokens.
-    """
+    Of any other model it is nothing."""
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
-        return None
+        return []
     if name == "pixel_values" and hasattr(config, "num_channels"):
         size = getattr(config, "image_size", 224)  # a network of convolutions takes any
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        return {name: torch.zeros(2, config.num_channels, height, width, device="meta")}
+        return [{name: torch.zeros(2, config.num_channels, height, width, device="meta")}]
     if name != "input_ids":
-        return None
+        return []
     ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
     example = {name: ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {name: ids}
-    if is_padded:
-        mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-        example |= {each.replace("input_ids", "attention_mask"): mask for each in example}
-    return example
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    return [example, example | {each.replace("input_ids", "attention_mask"): mask for each in example}]
 
 
 def _by_rules(
@@ -232,15 +234,15 @@ def _by_rules(
 def _found_pairs(
     model: nn.Module,
     make_trial: Callable[[], nn.Module],
-    example: Any,
+    examples: Sequence[Any],
     linears: Sequence[str],
     given: Container[str],
 ) -> tuple[Pairs, str]:
     """The pairs of a model beside those that are given, and why they are not looked for in a run of it."""
     why = "no example is given, so no pairs are looked for"
-    if example is not None:
+    if examples:
         try:
-            return find_pairs(make_trial, example, model_parallel_of(current_context()), given), ""
+            return find_pairs(make_trial, examples, model_parallel_of(current_context()), given), ""
         except ValueError as error:
             why = str(error)
     kinds, problem = _by_own_plan(model, linears)

@@ -37,7 +37,7 @@ def weights_used_past(model: nn.Module, example: Any) -> set[str]:
     for module in model.modules():
         if own := [parameter for parameter in module._parameters.values() if parameter is not None]:
             vars(module)["forward"] = _counting_others(module.forward, flow, own)
-    with torch.no_grad(), running_on_meta(example) as example, flow, _SizesCounted(flow):
+    with torch.enable_grad(), running_on_meta(example) as example, flow, _SizesCounted(flow):
         call_model(model, example)
     used = {
         of_any_layer(name)

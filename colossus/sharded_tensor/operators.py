@@ -42,7 +42,7 @@ _ALWAYS_POINTWISE: set[Any] = {
     torch.ones_like,
     torch.full_like,
     *(getattr(Tensor, n) for n in ("clone", "contiguous", "detach", "float", "double", "half", "bfloat16", "bool",
-                                   "int", "long", "to", "type")),
+                                   "int", "long", "to", "type", "type_as")),
 }  # fmt: skip
 
 #: by function: yes, no, or the name of the ATen operator whose overload decides at each call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,13 @@ from colossus.error_place import located_error
 from colossus.sharded_tensor.operators import LIKE_FIRST, PASSED_ON, Call, aten_name, bind, is_pointwise, tensors_of
 from colossus.sharded_tensor.placement import ROLES, MixesPartsError, Place, Placement, local_mask
 from colossus.sharded_tensor.rules import RANDOM, RULES, refusal
+from colossus.sharded_tensor.user_backward import (
+    has_made,
+    note_made,
+    runs_user_backward,
+    split_gradients_of_made,
+    split_hook,
+)
 from colossus.sharded_tensor.view_rules import At, aligned
 
 _WHOLE = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -52,12 +58,14 @@ class ShardedTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__get__":
                 return _property(func, args)
+            if has_made():
+                split_gradients_of_made(mark)
             if name in PASSED_ON or (name in LIKE_FIRST and not isinstance(args[0], ShardedTensor)):
                 return func(*args, **kwargs)
             if len(types) > 1 and any(each not in _WHOLE and not issubclass(each, ShardedTensor) for each in types):
                 return NotImplemented  # a parameter that is split knows better what it may meet
             if name == "register_hook":
-                return func(args[0], _split_hook(args[1], args[0].placement))
+                return func(args[0], split_hook(args[1], args[0].placement, mark))
             if name == "__format__":
                 return repr(args[0])
             is_elementwise = is_pointwise(func, args, kwargs)
@@ -68,12 +76,7 @@ class ShardedTensor(Tensor):
                 try:
                     placement = _placement_of_result(name, func, args, kwargs, tensors, is_elementwise)
                 except MixesPartsError as error:
-                    if (
-                        torch._C._current_graph_task_id() != -1
-                        and not getattr(_hooks, "are_running", False)
-                        and first.placement.is_whole
-                    ):
-                        # the backward of a user's own autograd function: its sums are those of a rank's part
+                    if runs_user_backward() and first.placement.is_whole:  # its sums are those of a rank's part
                         return func(*_plain(args), **_plain(kwargs))
                     raise located_error(refusal(name, error, first)) from None
                 if name == "scaled_dot_product_attention":
@@ -82,6 +85,8 @@ class ShardedTensor(Tensor):
                     args, kwargs = tree_map_only(Tensor, lambda x: _summed_gradient(x, placement), (args, kwargs))
             # torch copies only what it has the type of
             out = func(*args, **kwargs) if name != "__deepcopy__" else func(*_plain(args), **kwargs)
+            if not torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of((args, kwargs))):
+                note_made(out)
         if isinstance(out, (tuple, list)):
             for each in out:
                 _mark(each, placement)
@@ -125,6 +130,8 @@ def plain(x: Tensor) -> Tensor:
     if not isinstance(x, ShardedTensor):
         return x
     with torch._C.DisableTorchFunctionSubclass():
+        if has_made():
+            split_gradients_of_made(mark)
         if torch.compiler.is_compiling():  # knows no `as_subclass` of a type of ours
             return torch.ops.aten.alias.default(x)
         return x.as_subclass(Tensor)
@@ -188,8 +195,9 @@ def _placement_of_result(
         if not any(x.placement.place(role) for x in operands):
             continue
         if is_elementwise:
-            aligned_at = aligned(At(role), [*args, *kwargs.values()])
-            place: Place | None = aligned_at.at(aligned_at.dim + max(x.dim() for x in tensors))
+            met = [args[0]] if name in LIKE_FIRST else [*args, *kwargs.values()]
+            aligned_at = aligned(At(role), met)
+            place: Place | None = aligned_at.at(aligned_at.dim + max(x.dim() for x in tensors_of(met)))
         else:
             place = _ruled(call, At(role, is_of_loss=is_of_loss))
         if place is not None:
@@ -296,21 +304,3 @@ def _property(func: Any, args: tuple[Any, ...]) -> Any:
     if name in ("mT", "mH"):
         return _mark(out, _placement_of_result("mT", Tensor.transpose, (x, -1, -2), {}, [x], False))
     return _mark(out, x.placement)
-
-
-#: whether a hook of a user's runs in backward, in this thread: it is refused what a forward is
-_hooks = threading.local()
-
-
-def _split_hook(hook: Callable[[Tensor], Tensor | None], placement: Placement) -> Callable[[Tensor], Tensor | None]:
-    """The hook, given a gradient that is split as its tensor is."""
-
-    def split_hook(grad: Tensor) -> Tensor | None:
-        _hooks.are_running = True
-        try:
-            changed = hook(mark(grad, placement))
-        finally:
-            _hooks.are_running = False
-        return None if changed is None else plain(changed)
-
-    return split_hook

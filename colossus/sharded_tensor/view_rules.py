@@ -14,6 +14,7 @@ from torch import Tensor
 
 from colossus.sharded_tensor.operators import Call
 from colossus.sharded_tensor.placement import MixesPartsError, Place, as_dims, avoid, regrouped, without
+from colossus.sharded_tensor.user_backward import runs_user_backward
 
 
 class At:
@@ -61,8 +62,11 @@ def aligned(at: At, operands: Sequence[Any]) -> Place:
                     f"together with what is split in dim {place.dim} of shape {tuple(x.shape)}"
                 )
     assert first is not None
+    size = first[0].shape[first[1].dim]
     for x in operands:
-        if isinstance(x, Tensor) and at(x) is None:
+        # in the backward of an autograd function, what has the size of a part is one: what it has returned, say
+        is_part = isinstance(x, Tensor) and x.dim() >= -first[1].dim and x.shape[first[1].dim] == size
+        if isinstance(x, Tensor) and at(x) is None and not (is_part and runs_user_backward()):
             require_one(x, first[1].dim)
     return first[1]
 

@@ -12,20 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers.ranks import grid_of, run_ranks
+from helpers.found_pairs import MODES, of_any_layer, pairs_of
+from helpers.ranks import run_ranks
 from helpers.training import assert_close_states, packed, relative, unpacked
 from torch import Tensor, nn
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.context.grid import LayerOptions
-from colossus.context.parallel_context import ParallelContext
 from colossus.convert.forward_parts import call_model
-from colossus.convert.pairs import Pairs, find_pairs
 from colossus.convert.parallelize import conversion_of
 from colossus.convert.swap import is_conv1d
-from colossus.layers.model_parallel import ModelParallel, model_parallel_of
-from colossus.registry import TENSOR_MODES
 
 transformers.logging.set_verbosity_error()
 
@@ -33,9 +29,9 @@ BATCH, TOKENS, VOCAB = 4, 7, 53
 _SIZES: dict[str, Any] = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=28)
 _LM: dict[str, Any] = dict(**_SIZES, vocab_size=VOCAB, max_position_embeddings=16, use_cache=False)
 _NO_DROPOUT: dict[str, Any] = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-MODES = {"1d": (2,), "2d": (2, 2), "2.5d": (2, 2, 2), "3d": (2, 2, 2)}
 IDS = torch.randint(3, VOCAB, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
 WORDS = {"input_ids": IDS[:2], "attention_mask": torch.tensor([[1] * TOKENS, [1] * 4 + [0] * 3])}
+PADDED = (torch.arange(TOKENS) < torch.tensor([[7], [4], [5], [2]])).long()
 IMAGES = {"pixel_values": torch.ones(2, 3, 8, 12)}
 
 
@@ -65,6 +61,12 @@ def neox() -> nn.Module:
     return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**_LM))
 
 
+def bloom() -> nn.Module:
+    """Its alibi is [heads, 1, tokens], its GELU an autograd function."""
+    sizes: dict[str, Any] = dict(hidden_size=24, n_layer=2, n_head=4, vocab_size=VOCAB, use_cache=False)
+    return transformers.BloomForCausalLM(transformers.BloomConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0))
+
+
 def vit() -> nn.Module:
     sizes: dict[str, Any] = dict(image_size=[8, 12], patch_size=4, num_labels=5)
     config = transformers.ViTConfig(**_SIZES, **_NO_DROPOUT, **sizes)
@@ -92,27 +94,6 @@ class Gated(nn.Module):
         x = x + self.down(self.between(F.silu(self.gate(x)) * self.up(x) * self.scale))
         x = x + self.narrow(self.norm(self.wide(x)))
         return self.head(self.twice(self.twice(x).relu()))
-
-
-def parallel_of(mode: str) -> ModelParallel:
-    plan = grid_of(tensor=dict(zip(TENSOR_MODES.get(mode).axes, MODES[mode], strict=True)))
-    return model_parallel_of(ParallelContext(plan, options=LayerOptions(tensor_mode=mode), connect=False))
-
-
-def pairs_of(make: Callable[[], nn.Module], example: Any, mode: str) -> Pairs:
-    return find_pairs(on_meta(make), example, parallel_of(mode))
-
-
-def on_meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def made() -> nn.Module:
-        with torch.device("meta"):
-            return make()
-
-    return made
-
-
-def of_any_layer(by_name: Any) -> dict[str, str]:
-    return {re.sub(r"\.\d+\.", ".", name): value for name, value in by_name.items()}
 
 
 def columns_and_rows(columns: str, rows: str) -> dict[str, str]:
@@ -197,16 +178,27 @@ def test_tables(name: str, mode: str) -> None:
     make, example, wanted = TABLES[name]
     if mode == "3d" and name in MASKED:  # a mask is of samples that other ranks have inside of a pair
         wanted = {each: role for each, role in wanted.items() if not re.search("attn|attention|Attention", each)}
-    assert of_any_layer(pairs_of(make, example, mode).splits) == wanted
+    assert of_any_layer(pairs_of(make, mode, example).splits) == wanted
 
 
 def test_columns_that_share_their_input() -> None:
     attention, feed_forward = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-    assert pairs_of(llama, IDS[:2], "2d").shared == tuple(
+    assert pairs_of(llama, "2d", IDS[:2]).shared == tuple(
         tuple(f"model.layers.{layer}.{part}.{leaf}" for leaf in leaves)
         for layer in range(2)
         for part, leaves in (("self_attn", attention), ("mlp", feed_forward))
     )
+
+
+def test_pairs_hold_with_and_without_a_mask() -> None:
+    """Heads of a key that meet a mask are repeated, whose number on a rank could be that of another dim."""
+    attention, both = {name for name in _OF_LLAMA if "attn" in name}, (IDS[:2], WORDS)
+    assert attention <= {*of_any_layer(pairs_of(llama, "1d", IDS[:2]).splits)}
+    assert of_any_layer(pairs_of(llama, "1d", *both).splits).keys() == _OF_LLAMA.keys() - attention
+    assert of_any_layer(pairs_of(lambda: llama(num_key_value_heads=4), "1d", *both).splits) == _OF_LLAMA
+    assert of_any_layer(
+        pairs_of(vit, "1d", IMAGES, {**IMAGES, "attention_mask": PADDED}).splits
+    )  # which it cannot take
 
 
 def in_a_row(*sizes: int) -> Callable[[], nn.Module]:
@@ -217,10 +209,10 @@ def in_a_row(*sizes: int) -> Callable[[], nn.Module]:
 
 
 def test_linears_in_a_row_are_pairs_from_the_left() -> None:
-    found = pairs_of(in_a_row(6, 8, 10, 12, 14, 16), torch.ones(2, 6), "1d")
+    found = pairs_of(in_a_row(6, 8, 10, 12, 14, 16), "1d", torch.ones(2, 6))
     assert found.splits == {"0": "column", "2": "row", "4": "column", "6": "row"}
     assert found.reasons == {"8": "its features reach the model's output"}
-    odd = pairs_of(in_a_row(6, 7, 8, 9, 10), torch.ones(2, 6), "1d")
+    odd = pairs_of(in_a_row(6, 7, 8, 9, 10), "1d", torch.ones(2, 6))
     assert odd.splits == {"2": "column", "4": "row"} or odd.splits == {}
     assert odd.reasons["0"] == "out_features = 7 does not divide over the 2 ranks of tensor; 6 or 8 does"
 
@@ -239,7 +231,7 @@ class Reads(nn.Module):
 
 
 def test_reasons() -> None:
-    reasons = pairs_of(Reads, torch.ones(2, 3, 4), "1d").reasons
+    reasons = pairs_of(Reads, "1d", torch.ones(2, 3, 4)).reasons
     assert reasons == {
         "read": "its weight is used past it, where a rank needs all of it",
         "down": reasons["down"],
@@ -247,13 +239,13 @@ def test_reasons() -> None:
         "other": "shares a parameter with tied",
         "idle": "the forward does not call it",
     }
-    reasons = of_any_layer(pairs_of(gpt2, IDS[:2], "3d").reasons)
+    reasons = of_any_layer(pairs_of(gpt2, "3d", IDS[:2]).reasons)
     assert re.match(
         r"split works along dim 2, which is split \(in transformer.h.0.attn \(GPT2Attention\), at .*modeling_gpt2.py",
         reasons["transformer.h.attn.c_attn"],
     )
     assert reasons["lm_head"] == "shares a parameter with transformer.wte"
-    whole = pairs_of(lambda: llama(num_key_value_heads=1), IDS[:2], "1d")
+    whole = pairs_of(lambda: llama(num_key_value_heads=1), "1d", IDS[:2])
     assert "self_attn" not in str(whole.splits)
     assert "takes shape (2, 7, 3), the rank's part, as (2, 7, 0, 6)" in str(
         whole.reasons["model.layers.0.self_attn.k_proj"]
@@ -267,7 +259,7 @@ class NeedsMemory(nn.Module):
 
 def test_a_forward_that_does_not_run_on_meta_is_refused() -> None:
     with pytest.raises(ValueError, match=r"does not run on the meta device, so no pairs are found: no such operation"):
-        pairs_of(lambda: nn.Sequential(nn.Linear(4, 4), NeedsMemory()), torch.ones(2, 4), "1d")
+        pairs_of(lambda: nn.Sequential(nn.Linear(4, 4), NeedsMemory()), "1d", torch.ones(2, 4))
 
 
 # --- the pairs train as in plain torch
@@ -275,12 +267,14 @@ def test_a_forward_that_does_not_run_on_meta_is_refused() -> None:
 
 TRAINED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "llama": (llama, IDS),
+    "llama, padded": (llama, {"input_ids": IDS, "attention_mask": PADDED}),
+    "bloom": (bloom, {"input_ids": IDS, "attention_mask": PADDED}),
     "qwen3": (qwen3, IDS),
     "llama, eager": (lambda: llama(attn_implementation="eager", num_key_value_heads=4), IDS),
     "neox": (neox, IDS),
     "bert": (
         lambda: bert(**_NO_DROPOUT),
-        {"input_ids": IDS, "attention_mask": (torch.arange(TOKENS) < torch.tensor([[7], [4], [5], [2]])).long()},
+        {"input_ids": IDS, "attention_mask": PADDED},
     ),
     "gpt2": (gpt2, IDS),
     "t5": (t5, {"input_ids": IDS, "decoder_input_ids": IDS.flip(0)}),
@@ -306,7 +300,7 @@ def train(rank: int, tensor: dict[str, Any], names: Sequence[str]) -> dict[str, 
     results = {}
     for name in names:
         make, inputs = TRAINED[name]
-        factory = colossus.parallelize(make, example=inputs)
+        factory = colossus.parallelize(make, example=inputs if name == "gated" else None)
         engine = colossus.initialize(config, model=factory, loss_fn=sum_and_count)
         conversion = conversion_of(engine.model)
         assert conversion is not None
@@ -326,7 +320,7 @@ def as_in(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 PLANS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
-    "1d": (2, dict(mode="1d", size=2), ("llama", "t5")),
+    "1d": (2, dict(mode="1d", size=2), ("llama", "llama, padded", "bloom", "t5")),
     "2d": (4, dict(mode="2d", size=4), ("bert", "gated")),
     "3d_2x1x2": (4, dict(mode="3d", shape=(2, 1, 2), size=4), ("bert", "qwen3")),
     **{

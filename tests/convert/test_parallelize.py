@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.modes import BATCH, MODES, own
-from helpers.ranks import run_ranks
+from helpers.ranks import grid, run_ranks
 from torch import Tensor, nn
 
 import colossus
@@ -123,6 +123,15 @@ def refusals(context: ParallelContext, rules: dict[str, str]) -> str:
 )
 def test_rules_that_cannot_be_followed(rules: dict[str, str], words: str) -> None:
     assert words in run_ranks(2, refusals, rules)[0]
+
+
+def test_a_pipeline_without_an_example() -> None:
+    context = ParallelContext(grid(pipeline=2), connect=False)
+    for blocks in (None, "layers"):
+        with pytest.raises(ValueError, match=r"^Words: parallel.pipeline = 2 finds the blocks .* needs an example"):
+            colossus.build(colossus.parallelize(Words, blocks=blocks), context)
+    chain = colossus.build(colossus.parallelize(lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh())), context)
+    assert isinstance(chain, nn.Sequential)
 
 
 def test_outside_of_a_build() -> None:

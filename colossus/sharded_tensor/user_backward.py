@@ -1,0 +1,76 @@
+"""What users' hooks and autograd functions are given in backward: gradients, split as their tensors are."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+#: of each thread: whether a hook of a user's runs, and what forwards of autograd functions may have made
+_thread = threading.local()
+#: makes a tensor one that is split as another
+Mark = Callable[[Tensor, Any], Tensor]
+
+
+def runs_user_backward() -> bool:
+    """Return whether the backward of a user's autograd function runs. A hook is refused what a forward is."""
+    return torch._C._current_graph_task_id() != -1 and not getattr(_thread, "runs_hook", False)
+
+
+def split_hook(
+    hook: Callable[[Tensor], Tensor | None], placement: Any, mark: Mark
+) -> Callable[[Tensor], Tensor | None]:
+    """Return the hook, given a gradient that is split as its tensor is."""
+
+    def call(grad: Tensor) -> Tensor | None:
+        _thread.runs_hook = True
+        try:
+            changed = hook(mark(grad, placement))
+        finally:
+            _thread.runs_hook = False
+        return None if changed is None else _plain(changed)
+
+    return call
+
+
+def note_made(out: Any) -> None:
+    """Note what is split and is computed of what has a graph, but has none: the forward of an autograd function may
+    return it, and then it gets one."""
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+        made = [weakref.ref(x) for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
+        _thread.made = [*getattr(_thread, "made", ()), *made]
+
+
+def has_made() -> bool:
+    """Return whether something is noted that an autograd function may have returned by now."""
+    return not torch.compiler.is_compiling() and bool(getattr(_thread, "made", ())) and torch.is_grad_enabled()
+
+
+def split_gradients_of_made(mark: Mark) -> None:
+    """Let the gradients of what autograd functions have returned be split as it is."""
+    for made in _thread.made:
+        x = made()
+        node = x.grad_fn if x is not None and not x.placement.is_whole else None
+        if isinstance(node, BackwardCFunction):
+            node.register_prehook(partial(_marked, mark, x.output_nr, x.placement))
+            node.register_hook(lambda grads, _: tuple(map(_plain, grads)))
+    _thread.made = ()
+
+
+def _marked(mark: Mark, index: int, placement: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(
+        mark(grad, placement) if number == index and grad is not None else grad for number, grad in enumerate(grads)
+    )
+
+
+def _plain(x: Any) -> Any:
+    if not isinstance(x, Tensor) or type(x) is Tensor:
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
