@@ -135,14 +135,14 @@ def in_buckets(
 ) -> list[tuple[list[int], Exchange]]:
     """Exchanges of some tensors each, which come one after the other, and which tensors (by number) each has.
 
-    The dearest are first. Each bucket has work for all owners, of at most ``limit`` elements for one, or one tensor.
+    The dearest are first. Each bucket has work for all owners: for one at most ``limit`` elements, or one tensor.
     """
     owners = choose_owners(costs, holders.group.size)
     buckets: list[list[int]] = [[]]
     held = [0] * holders.group.size
     for number in sorted(range(len(tensors)), key=lambda each: -costs[each]):
         size = tensors[number].numel
-        if buckets[-1] and held[owners[number]] + size > limit:
+        if held[owners[number]] and held[owners[number]] + size > limit:
             buckets.append([])
             held = [0] * holders.group.size
         buckets[-1].append(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from torch import Tensor
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
+from colossus.context.groups import AxisGroup
 from colossus.optim.muon import orthogonalise
-from colossus.optim.owner_exchange import choose_owners
+from colossus.optim.owner_exchange import choose_owners, in_buckets
 
 MODEL = dict(type="GPT", **{**SIZES, "num_layers": 1})
 
@@ -31,6 +33,19 @@ def test_no_owner_has_more_than_its_share_and_one_tensor(costs: list[float], ran
         given_[owner] += cost
     assert len(owners) == len(costs)
     assert max(given_) <= sum(costs) / ranks + max(costs) * (1 - 1 / ranks) + 1e-9
+
+
+@pytest.mark.parametrize("limit", [1, 11, 12, 24, 100])
+def test_owners_work_at_the_same_time(limit: int) -> None:
+    """Also where a tensor alone is more than an exchange is to have for one of them."""
+    whole = ((0, 3), (0, 4))
+    tensors: list[Any] = [SimpleNamespace(shape=(3, 4), numel=12, boxes=[whole] * 3, own=whole) for _ in range(7)]
+    holders: Any = SimpleNamespace(group=AxisGroup(("data",), (0, 1, 2), 0, None), same_copy=lambda *_: range(3))
+    buckets = in_buckets(tensors, [12.0] * 7, holders, limit)
+    assert [len(numbers) for numbers, _ in buckets] == {24: [6, 1], 100: [7]}.get(limit, [3, 3, 1])
+    assert sorted(k for numbers, _ in buckets for k in numbers) == list(range(7))
+    owned = [len(exchange.owned) for _, exchange in buckets]
+    assert owned == {24: [2, 1], 100: [3]}.get(limit, [1, 1, 1])
 
 
 def count(rank: int, plan: dict[str, Any], name: str) -> tuple[float, float, float, float, list[int]]:
