@@ -144,9 +144,14 @@ class StepResult:
         return self._routing.named(self._reading.wait().tolist()[len(self._names) :])
 
     @property
+    def count(self) -> float:
+        """Valid tokens of the global batch: no whole number where a loss function weighs its samples."""
+        return self.wait()["tokens"]
+
+    @property
     def tokens(self) -> int:
-        """Valid tokens of the global batch."""
-        return round(self.wait()["tokens"])
+        """``count``, rounded."""
+        return round(self.count)
 
     @property
     def replica_tokens(self) -> int | None:

@@ -51,7 +51,7 @@ class Recorder(Hook, StepObserver):
         limit = engine.config.train.clip_grad_norm
         factor = 1.0 if limit is None else min(1.0, limit / (result.grad_norm + 1e-6))
         gradients = [each._replace(value=each.value / factor) for each in self._gradients]
-        numbers = {"count": result.tokens, "loss": result.loss, "norm": result.grad_norm}
+        numbers = {"count": result.count, "loss": result.loss, "norm": result.grad_norm}
         self.step(engine, result.step, numbers, gradients, held_weights(engine))
 
     def start(self, engine: Engine, weights: list[Held]) -> None:

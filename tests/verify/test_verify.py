@@ -236,6 +236,20 @@ WRONG_LOSSES = [
 ]
 
 
+@pytest.mark.long
+def test_a_count_that_is_no_whole_number(verify: Verify) -> None:
+    """A tenth too many in each call is a wrong loss, though it rounds to the same; weights of samples are none."""
+    loss = "F.cross_entropy(outputs, batch[1], reduction='sum')"
+    code, out, _ = verify(NET.replace("_loss(outputs, batch)", f"{loss}, len(outputs) + 0.1"), "parallel.data=2")
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the number of valid samples of the global batch")
+    weighted = (
+        "(F.cross_entropy(outputs, batch[1], reduction='none') * (w := 0.1 + batch[0][:, 0] ** 2)).sum(), w.sum()"
+    )
+    code, out, _ = verify(NET.replace("_loss(outputs, batch)", weighted), "parallel.data=2")
+    assert code == 0, out
+
+
 @pytest.mark.parametrize(("wrong", "named"), WRONG_LOSSES)
 def test_a_wrong_loss_function(verify: Verify, wrong: str, named: str) -> None:
     code, out, _ = verify(NET.replace("_loss(outputs, batch)", wrong), "parallel.data=2")
