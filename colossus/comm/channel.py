@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from colossus.comm.peer_gone import PeerGone
 from colossus.context.groups import AxisGroup
 from colossus.context.program import WHY, subject_name
 from colossus.error_place import located_error
@@ -111,12 +112,12 @@ class Channel:
         try:
             yield
         except TimeoutError as error:
-            raise RuntimeError(
+            raise PeerGone(
                 f"timeout: rank {self._ranks[rank]} did not come to collective #{self._sequence} within "
                 f"{self.peers[rank].gettimeout():.0f} s"
             ) from error
         except OSError as error:
-            raise RuntimeError(f"Connection closed by peer: rank {self._ranks[rank]} is gone ({error})") from error
+            raise PeerGone(f"Connection closed by peer: rank {self._ranks[rank]} is gone ({error})") from error
 
 
 def read_exactly(peer: socket.socket, size: int) -> bytes:

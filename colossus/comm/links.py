@@ -21,6 +21,7 @@ from torch import distributed as dist
 
 from colossus.comm import accounting, host_staging, log
 from colossus.comm.mailbox import Receiver, Sender, message_bytes
+from colossus.comm.peer_gone import PeerGone
 from colossus.comm.shared_memory import map_segments
 from colossus.context.groups import AxisGroup
 
@@ -258,7 +259,7 @@ def _wait(work: dist.Work | None, failure: str) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise RuntimeError(f"{failure}: {error}") from error
+        raise PeerGone(f"{failure}: {error}") from error
 
 
 def rotate(tensors: list[Tensor], group: AxisGroup, description: str) -> Callable[[], list[Tensor]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm.channel import read_exactly
+from colossus.comm.peer_gone import PeerGone
 
 _HEADER = struct.Struct("<QQQQ")  # number of the message, offset in the buffer, bytes, tag
 _ALIGNMENT = 64
@@ -77,7 +78,7 @@ class Sender:
                 return skipped
             if not await_answer(self._peer.fileno()):
                 waited = self._peer.gettimeout()
-                raise RuntimeError(f"timeout: {self._name} made no room for the {label} within {waited:.0f} s")
+                raise PeerGone(f"timeout: {self._name} made no room for the {label} within {waited:.0f} s")
             self._read_answers()
 
     def _read_answers(self) -> None:
@@ -108,17 +109,16 @@ class Receiver:
         """The descriptor that is readable when a message has come."""
         return self._peer.fileno()
 
-    def timeout_error(self, label: str) -> RuntimeError:
+    def timeout_error(self, label: str) -> PeerGone:
         """The error of a wait that took too long."""
-        return RuntimeError(
-            f"timeout: {self._name} did not send the {label} within {self._peer.gettimeout() or 0.0:.0f} s"
-        )
+        return PeerGone(f"timeout: {self._name} did not send the {label} within {self._peer.gettimeout() or 0.0:.0f} s")
 
     def receive(self, into: Sequence[Tensor], label: str, tag: int) -> None:
         """Wait for the next message and copy it into these tensors.
 
         Raises:
-            RuntimeError: when the sender is gone or timed out, or sent something else.
+            PeerGone: when the sender is gone or timed out.
+            RuntimeError: when it sent something else.
         """
         try:
             number, at, size, sent = _HEADER.unpack(read_exactly(self._peer, _HEADER.size))
@@ -148,5 +148,5 @@ def _view(buffer: Tensor, at: int, shape: torch.Size, dtype: torch.dtype) -> Ten
     return buffer[at : at + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
-def _closed_error(name: str, reason: object) -> RuntimeError:
-    return RuntimeError(f"Connection closed by peer: {name} is gone ({reason})")
+def _closed_error(name: str, reason: object) -> PeerGone:
+    return PeerGone(f"Connection closed by peer: {name} is gone ({reason})")

@@ -24,6 +24,7 @@ from colossus.comm.host_staging import BufferPool
 from colossus.comm.listener import Listener, dial
 from colossus.comm.net import Stream, WireError
 from colossus.comm.objects import all_gather_object
+from colossus.comm.peer_gone import PeerGone
 from colossus.context.groups import AxisGroup
 
 _HEAD = struct.Struct("<Hq")  # kind, number; then what goes beside the data
@@ -32,18 +33,6 @@ _INDEX = struct.Struct("<H")
 _LOOK_SECONDS = 0.2
 #: for which a rank that closes waits until what it has sent is with the others
 _CLOSE_SECONDS = 10.0
-
-
-class PeerGone(RuntimeError):
-    """A peer has died: its connection was closed without a farewell.
-
-    Attributes:
-        index: of the peer in the group.
-    """
-
-    def __init__(self, index: int, text: str) -> None:
-        super().__init__(text)
-        self.index = index
 
 
 @dataclass(eq=False)
@@ -109,10 +98,10 @@ class PeerLinks:
             try:
                 self._keep(index, dial(address, key, _INDEX.pack(me), self._timeout))
             except (OSError, WireError) as error:
-                raise RuntimeError(f"{self.name(me)} cannot reach {self.name(index)}: {error}") from error
+                raise PeerGone(f"{self.name(me)} cannot reach {self.name(index)}: {error}", index) from error
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._streams) == self.group.size - 1, self._timeout):
-                raise RuntimeError(f"timeout: some replicas did not connect to {self.name(me)} in {self._timeout:g} s")
+                raise PeerGone(f"timeout: some replicas did not connect to {self.name(me)} in {self._timeout:g} s")
 
     def _take_in(self, stream: Stream) -> None:
         (index,) = _INDEX.unpack(stream.about)
@@ -202,11 +191,12 @@ class PeerLinks:
                     self.waited_seconds += time.monotonic() - began
                     return message
                 if (reason := self._lost.get(source)) is not None:
-                    raise PeerGone(source, f"{self.name(source)} has gone: {reason}")
+                    raise PeerGone(f"{self.name(source)} has gone: {reason}", source)
                 left = began + self._timeout - time.monotonic()
                 if left <= 0:
-                    raise RuntimeError(
-                        f"timeout: {self.name(source)} did not send its message {number} within {self._timeout:g} s"
+                    raise PeerGone(
+                        f"timeout: {self.name(source)} did not send its message {number} within {self._timeout:g} s",
+                        source,
                     )
                 self._changed.wait(min(left, _LOOK_SECONDS))
                 while_waiting()

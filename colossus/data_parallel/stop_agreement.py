@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from colossus.comm import collectives
+from colossus.comm.peer_gone import PeerGone
 from colossus.context.parallel_context import ParallelContext
 
 #: seconds between two looks at the store
@@ -140,7 +141,7 @@ class StopAgreement:
                 since = time.monotonic()
                 self._on_progress()
             elif time.monotonic() - since > self._timeout:
-                raise RuntimeError(
+                raise PeerGone(
                     f"timeout: this replica waits for replica {', '.join(map(str, missing))}, of which none has made a "
                     f"step for {self._timeout:g} s (comm.timeout_seconds)"
                 )

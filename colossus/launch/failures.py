@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from colossus.comm.peer_gone import PeerGone
 from colossus.config import Config, ConfigError
 
 Kind = Literal["error", "config", "communication", "stuck"]
@@ -29,25 +30,13 @@ _MACHINERY = tuple(
     str(Path(__file__).parents[1] / room) + os.sep for room in ("cli", "doctor", "launch", "monitor", "verify")
 )
 
-# From the messages of torch's backends when a peer is gone or silent. A rank that raises one of them is a victim.
-_COMMUNICATION_ERRORS = (
-    "gloo/transport",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "connectFullMesh failed",
-    "Timed out waiting",
-    "did not come to",
-    "did not send",
-    "did not take the",
-    ") has gone: ",
-    " is gone: ",
-    "timeout: not all replicas",
-    "Socket Timeout",
-    "wait timeout",
-    "Broken pipe",
-    "recvValue failed",
-    "sendBytes failed",
-    "failed to recv, got 0 bytes",
+#: where gloo's own errors, `RuntimeError`s, come from: each names the file of its source
+_GLOO = "gloo/transport"
+#: torch's types of errors of a connection, and of a store in which another rank's key is awaited
+_CONNECTION_ERRORS = ("torch.distributed.DistNetworkError", "torch.distributed.DistStoreError")
+#: NCCL's, which has others of this rank itself, and what of them speaks of others
+_NCCL_ERROR = "torch.distributed.DistBackendError"
+_NCCL_SAYS = (
     "NCCL communicator was aborted",
     "ncclRemoteError",
     "ncclSystemError",
@@ -97,19 +86,30 @@ class FailureRecord:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of an error; a communication error anywhere in its chain of causes decides."""
+    """Return the kind of an error; a communication error anywhere in its chain of causes decides.
+
+    What has raised it decides, never its words alone: a user's "Broken pipe" is of their own connection to something.
+    """
     if isinstance(error, ConfigError):
         return "config"
-    for cause in _chain(error):
-        # Python's own ConnectionError is an OSError: a user's loader talking to some server, not our collectives
-        if isinstance(cause, RuntimeError) and is_communication(str(cause)):
-            return "communication"
-    return "error"
+    return "communication" if any(map(_is_of_a_peer, _chain(error))) else "error"
+
+
+def _is_of_a_peer(error: BaseException) -> bool:
+    if isinstance(error, PeerGone):
+        return True
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
+    if _NCCL_ERROR in names:
+        return any(words in str(error) for words in _NCCL_SAYS)
+    return any(name in names for name in _CONNECTION_ERRORS) or (type(error) is RuntimeError and _GLOO in str(error))
 
 
 def is_communication(text: str) -> bool:
-    """Whether the text of an error says that a peer has gone, or is silent."""
-    return any(word in text for word in _COMMUNICATION_ERRORS)
+    """Return whether a traceback as text is of an error that says that a peer has gone, or is silent."""
+    if f"{_NCCL_ERROR}: " in text:
+        return any(words in text for words in _NCCL_SAYS)
+    names = (*_CONNECTION_ERRORS, "colossus.comm.peer_gone.PeerGone", "colossus.server.frames.ServerGone")
+    return _GLOO in text or any(f"{name}: " in text for name in names)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from colossus.comm.peer_gone import PeerGone
 from colossus.server.frames import Reply
 from colossus.server.rpc_client import Handle, RpcClient
 from colossus.server.shard import ShardSpec, check_optimizer
@@ -249,7 +250,7 @@ class Servers:
         """The result of what depends on other workers.
 
         Raises:
-            RuntimeError: some did not come in time; it names them.
+            PeerGone: some did not come in time; it names them.
             ServerGone, Refused: as `Handle.wait` has it.
         """
         while True:
@@ -259,7 +260,7 @@ class Servers:
                 if waits := self.waiting_for():  # else the servers are at work
                     ranks = ", ".join(map(str, sorted({worker for _, workers, _ in waits for worker in workers})))
                     server, _, words = waits[0]
-                    raise RuntimeError(
+                    raise PeerGone(
                         f"timeout: rank {ranks} did not come to the servers within {seconds:g} s "
                         f"(comm.timeout_seconds): server {server} waits for those that {words}"
                     ) from error

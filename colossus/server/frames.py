@@ -17,11 +17,12 @@ from torch import Tensor
 
 from colossus.comm.host_staging import BufferPool
 from colossus.comm.net import Stream
+from colossus.comm.peer_gone import PeerGone
 
 _ALIGNMENT = 64
 
 
-class ServerGone(RuntimeError):
+class ServerGone(PeerGone):
     """A server has ended, has failed, or gives no sign of life.
 
     Attributes:
@@ -29,8 +30,7 @@ class ServerGone(RuntimeError):
     """
 
     def __init__(self, index: int, address: str, reason: str) -> None:
-        self.index = index
-        super().__init__(f"server {index} at {address} is gone: {reason}")
+        super().__init__(f"server {index} at {address} is gone: {reason}", index)
 
 
 class Refused(RuntimeError):

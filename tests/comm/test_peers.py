@@ -14,7 +14,8 @@ from helpers.ranks import grid, run_ranks
 
 from colossus.comm import accounting
 from colossus.comm.objects import all_gather_object
-from colossus.comm.peers import PeerGone, PeerLinks
+from colossus.comm.peer_gone import PeerGone
+from colossus.comm.peers import PeerLinks
 from colossus.context.local_ranks import run_local_ranks
 from colossus.context.parallel_context import ParallelContext
 

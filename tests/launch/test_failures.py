@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
+from colossus.comm.peer_gone import PeerGone
 from colossus.config import ConfigError, load_config
 from colossus.context.grid import RankGrid
 from colossus.launch import failures, rank_failure
@@ -84,9 +86,17 @@ def test_a_run_that_was_only_stopped(exits: dict[int, RankExit], error: Exceptio
         (ValueError("boom"), "error"),
         (RuntimeError(PEER), "communication"),
         # a rank that waits for another's key in the store
-        (RuntimeError("wait timeout after 20000ms, keys: /colossus/1/data"), "communication"),
-        (RuntimeError("timeout: rank 1 did not send the gradient of microbatch 0 within 4 s"), "communication"),
+        (DistStoreError("wait timeout after 20000ms, keys: /colossus/1/data"), "communication"),
+        (DistNetworkError("sendBytes failed on SocketImpl(fd=4): Broken pipe"), "communication"),
+        (PeerGone("timeout: rank 1 did not send the gradient of microbatch 0 within 4 s"), "communication"),
+        (DistBackendError("NCCL communicator was aborted on rank 1"), "communication"),
+        (DistBackendError("ncclUnhandledCudaError: an illegal memory access was encountered"), "error"),
         (RuntimeError("shape mismatch"), "error"),
+        # the words of a user are no collective of ours
+        (RuntimeError("the tokenizer's server: Broken pipe"), "error"),
+        (RuntimeError("Connection closed by peer"), "error"),
+        (RuntimeError("timeout: the loader did not send the batch"), "error"),
+        (raised(ValueError("wait timeout of the database"), BrokenPipeError("Broken pipe")), "error"),
         # a user's own network access is no collective of ours
         (ConnectionResetError("Connection reset by peer"), "error"),
         (ConfigError("parallel.data: too many"), "config"),

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from colossus.comm import log
 from colossus.comm.objects import all_gather_object
-from colossus.comm.peers import Message, PeerGone, PeerLinks
+from colossus.comm.peer_gone import PeerGone
+from colossus.comm.peers import Message, PeerLinks
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.gossip.push_sum import MIX, InFlight, PushSum
 from colossus.data_parallel.options.gossip_options import DPSGDOptions, GossipOptions, GraphOptions, SGPOptions
@@ -49,7 +50,7 @@ class GraphStrategy(PerReplica):
         """Wait for a message.
 
         Raises:
-            RuntimeError: its sender has died.
+            PeerGone: its sender has died.
         """
         assert self.links is not None
         try:
@@ -87,8 +88,8 @@ class GraphStrategy(PerReplica):
             self.links.close()
 
 
-def _death_of(replica: int, reason: str) -> RuntimeError:
-    return RuntimeError(f"replica {replica} has died: {reason}. Start the run again from its last checkpoint")
+def _death_of(replica: int, reason: str) -> PeerGone:
+    return PeerGone(f"replica {replica} has died: {reason}. Start the run again from its last checkpoint")
 
 
 def _require_same(graph: Graph, context: ParallelContext) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from colossus.comm.peer_gone import PeerGone
 from colossus.engine import Hook
 
 _SAMPLES = 64
@@ -39,7 +40,7 @@ class _Model(torch.nn.Module):
             time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
             if self.calls == 3 and os.environ.get("TROUBLE") == "slow culprit":
                 if os.environ["RANK"] == "0":  # a victim, which is faster
-                    raise RuntimeError("Connection closed by peer")
+                    raise PeerGone("Connection closed by peer")
                 time.sleep(0.25)
                 raise ValueError("the culprit")
             if self.calls == 3 and os.environ["RANK"] == os.environ.get("TROUBLED_RANK", "1"):
