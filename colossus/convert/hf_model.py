@@ -12,9 +12,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.convert.derived_classes import torch_class_of
 from colossus.convert.parallelize import parallelize
-from colossus.convert.swap import HEAD, holders_of, is_linear, why_not_its_class
+from colossus.convert.swap import HEAD, is_linear
 from colossus.hf.hf_folder import listed, stored_tensors
 from colossus.layers.loss import cross_entropy
 
@@ -64,7 +63,7 @@ def hf_model(
             _take_weights(model, Path(weights).expanduser())
         head = getattr(model, "get_output_embeddings", lambda: None)()
         for name, module in model.named_modules():
-            if is_linear(module) and module is head and _may_be_split(model, module):
+            if is_linear(module) and module is head:
                 with_head.setdefault(name, HEAD)  # the last rule, so that one of the user's counts before it
         return model
 
@@ -76,14 +75,6 @@ def hf_model(
 def loss_of_logits(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(sum, count) of the cross-entropy of ``outputs.logits`` [.., classes], which may be split over classes."""
     return cross_entropy(outputs.logits, batch["labels"])
-
-
-def _may_be_split(model: nn.Module, head: Any) -> bool:
-    """Return whether a head can give its part of the logits: its weight is its own, or that of tables which are split,
-    too. A table of a class with a forward of its own (Gemma's, which scales) stays whole, and so does its head."""
-    holders = holders_of(model)[id(head.weight)]
-    tables = [other for _, other, _ in holders if other is not head]
-    return all(torch_class_of(table) is nn.Embedding and not why_not_its_class(table) for table in tables)
 
 
 def _take_weights(model: Any, folder: Path) -> None:

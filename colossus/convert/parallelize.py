@@ -160,7 +160,7 @@ def _converted(
     if context.size("tensor") > 1:
         found, note = _found_pairs(model, make_trial, examples, linears, given)
     over_ranks = dict.fromkeys(experts, EXPERTS) if context.grid.expert_axes else {}
-    used_past = {name: TORCH for name in found.used_past if given.get(name, WHOLE) == WHOLE}
+    used_past = {name: TORCH for name in found.used_past if given.get(name) not in (COLUMN, ROW)}
     kinds = {**over_ranks, **found.splits, **given, **used_past}
     swapper = Swapper(model, kinds, found.reasons)
     model = swapper.run()

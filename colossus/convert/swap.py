@@ -142,13 +142,13 @@ class Swapper:
         try:
             made = None if why else self._layer(module, row, kind)
         except ValueError as error:
-            if kind != WHOLE:
+            if kind in (COLUMN, ROW):
                 raise
             why, made = str(error).partition(": ")[2] or str(error), None
         if made is None:
-            if kind != WHOLE:
+            if kind in (COLUMN, ROW):
                 raise ValueError(f"{name} ({was}) cannot be {kind!r}: {why}")
-            return Swap(was, "", why)
+            return Swap(was, "", why)  # a head that gives all of the logits, which the loss takes, too
         self._put(module, made)
         split = f"({kind})" if kind in (COLUMN, ROW) else ""
         return Swap(was, type(made).__name__ + split, self._reasons.get(name, "") if kind == WHOLE else "")

@@ -155,6 +155,32 @@ def test_these_alone_are_left() -> None:
     assert run_ranks(2, left)[0] == {kind.__name__: names for kind, names in USES.items()}
 
 
+class Headed(Tied):
+    """A head, and the table that it is tied to, of which the forward adds rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 12)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.words.weight[0]
+        return self.head(x + self.down(torch.tanh(self.up(x))))
+
+
+def headed(context: ParallelContext, rules: dict[str, str]) -> set[str]:
+    model = colossus.build(colossus.parallelize(Headed, rules, example=EXAMPLE), context)
+    conversion = conversion_of(model)
+    assert conversion is not None
+    assert model(EXAMPLE).shape == (2, TOKENS, 12)
+    return {name for name, each in conversion.swaps.items() if not each.became}
+
+
+@pytest.mark.parametrize("kind", ["head", "whole"])
+def test_a_rule_that_splits_a_weight_gives_way(kind: str) -> None:
+    assert run_ranks(2, headed, {"head": kind})[0] == {"words", "head"}
+
+
 # -- the rule ---------------------------------------------------------------------------------------------------
 
 
