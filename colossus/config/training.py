@@ -198,6 +198,9 @@ class Train(Section):
     eval_batch_size: Count | None = None
     #: a smaller batch at the beginning of the run, dict(start=, steps=, increment=)
     batch_ramp: BatchRamp | None = None
+    #: key of an entry of a batch -> its dim of the samples, where that is not 0 (position_ids of shape [3, samples,
+    #: tokens]); None: the entry has no samples
+    batch_dims: dict[str, CountOrZero | None] = Field(default_factory=dict)
     #: samples of a microbatch look at each other (`colossus.layers.gather_samples`), or change buffers: microbatches,
     #: and batches of an evaluation, then have the same samples under every plan
     samples_interact: bool = False

@@ -7,7 +7,8 @@ numpy arrays count as tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,10 @@ def batch_size_of(batch: Batch) -> int:
     sizes = {shape[0] for _, shape in shapes}
     if len(sizes) > 1:
         listing = ", ".join(f"{path} {list(shape)}" for path, shape in shapes)
-        raise ValueError(f"cannot tell the batch size: tensors differ in dim 0, that of the samples ({listing})")
+        raise ValueError(
+            f"cannot tell the batch size: tensors differ in dim 0, that of the samples ({listing}); "
+            f"train.batch_dims says which dim of an entry is that of the samples"
+        )
     return sizes.pop()
 
 
@@ -128,6 +132,77 @@ def shard_of_batch(batch: Batch, index: int, count: int) -> Batch:
         )
     rows = size // count
     return _slice(batch, slice(index * rows, (index + 1) * rows), size)
+
+
+@dataclass(frozen=True)
+class WholeEntry:
+    """An entry of a batch that has no samples: it goes into every slice as it is."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class SampleDims:
+    """Which dim of which entry of a batch counts the samples, where that is not dim 0 (``train.batch_dims``).
+
+    Args:
+        dims: key of an entry -> its dim of the samples, of which tokens follow; None: it has no samples.
+    """
+
+    dims: Mapping[str, int | None] = field(default_factory=dict)
+
+    def first(self, batch: Batch) -> Batch:
+        """Return the batch with the samples in dim 0 of each entry (views), as all else here wants it.
+
+        Raises:
+            ValueError: for an entry without this dim, and a key that is not in the batch.
+        """
+        return self._mapped(batch, self._with_samples_first)
+
+    def restored(self, batch: Batch) -> Batch:
+        """Return the batch, or a part of its samples, as it was before `first`."""
+        return self._mapped(batch, self._as_given)
+
+    def cut(self, batch: Batch, start: int, stop: int) -> Batch:
+        """Return the samples ``start`` to ``stop`` of a batch as it is given."""
+        return self.restored(slice_batch(self.first(batch), start, stop))
+
+    def token_dim(self, key: str) -> int:
+        """Return the dim after that of the samples."""
+        return (self.dims.get(key) or 0) + 1
+
+    def _mapped(self, batch: Batch, change: Callable[[str, Any], Any]) -> Batch:
+        if not self.dims:
+            return batch
+        if isinstance(batch, Mapping):
+            return {
+                key: change(key, value) if key in self.dims else self._mapped(value, change)
+                for key, value in batch.items()
+            }
+        if isinstance(batch, list | tuple):
+            parts = [self._mapped(value, change) for value in batch]
+            return parts if isinstance(batch, list) else type(batch)(*parts) if hasattr(batch, "_fields") else (*parts,)
+        return batch
+
+    def _with_samples_first(self, key: str, entry: Any) -> Any:
+        dim = self.dims[key]
+        if dim is None:
+            return WholeEntry(entry)
+        if not isinstance(entry, torch.Tensor | np.ndarray) or entry.ndim <= dim:
+            what = f"shape {list(entry.shape)}" if hasattr(entry, "shape") else f"type {type(entry).__name__}"
+            raise ValueError(f"train.batch_dims: {key!r} of a batch has no dim {dim}: it is of {what}")
+        return torch.as_tensor(entry).permute(_samples_first(dim, entry.ndim))
+
+    def _as_given(self, key: str, entry: Any) -> Any:
+        if isinstance(entry, WholeEntry):
+            return entry.value
+        order = _samples_first(self.dims[key] or 0, entry.ndim)
+        return entry.permute([order.index(dim) for dim in range(entry.ndim)])
+
+
+def _samples_first(dim: int, ndim: int) -> list[int]:
+    """The dims of the samples, of the tokens behind them, and the others."""
+    return [*range(dim, min(dim + 2, ndim)), *range(dim), *range(dim + 2, ndim)]
 
 
 def _has_one_per_sample(value: Any, size: int) -> bool:

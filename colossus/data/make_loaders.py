@@ -119,6 +119,7 @@ def build_loaders(
     device: torch.device | str = "cpu",
     eval_batch_size: int | None = None,
     batch_ramp: BatchRamp | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
 ) -> Loaders:
     """Loaders for whatever a config holds under ``data``.
 
@@ -138,6 +139,7 @@ def build_loaders(
             those for training, or data of any kind above.
         eval_batch_size: samples of a validation batch over all data ranks, ``global_batch_size`` when not given.
         batch_ramp: of training batches that grow to ``global_batch_size``.
+        batch_dims: ``train.batch_dims``.
 
     Raises:
         ValueError: sizes that do not divide, unknown names or options, data that cannot be read as stated.
@@ -154,7 +156,8 @@ def build_loaders(
     spec = parse_data(data)
     if pairs is not None and (given := spec.options.get("pairs", pairs)) != pairs:
         raise ValueError(f"data.pairs = {given}, but model.pairs = {pairs}: leave data.pairs out")
-    train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, endless=True, ramp=batch_ramp)
+    dims = batch_dims or {}
+    train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, True, batch_ramp, dims)
     train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
     _check_vocabulary(train_data, vocab_size)
     train = Loader(_make_source(train_data, train_shard, spec.reading_options), shard=train_shard, device=device)
@@ -169,7 +172,7 @@ def build_loaders(
             f"{global_batch_size}: give more data, or set train.global_batch_size to {train.source.num_samples} or less"
         )
 
-    eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False)
+    eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False, batch_dims=dims)
     source, eval_data, missing = _validation(spec, {**defaults, "split": "validation"}, eval_shard)
     _check_vocabulary(eval_data, vocab_size)
     if eval_data is train_data and isinstance(source, StreamSource) and source.stateful is not None:
@@ -206,6 +209,7 @@ def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, dev
         device=device,
         eval_batch_size=train.eval_batch_size,
         batch_ramp=train.batch_ramp,
+        batch_dims=train.batch_dims,
     )
 
 

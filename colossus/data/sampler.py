@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class BatchShard:
     endless: bool
     #: of training batches that grow; each size divides by ``data_size``
     ramp: BatchRamp | None = None
+    #: ``train.batch_dims``
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
 
     @functools.cached_property
     def sizes(self) -> BatchSizes:

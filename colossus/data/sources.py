@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from torch.utils.data import default_collate as torch_collate
 
 from colossus.config.schema import ReadingOptions
-from colossus.data.batch import Batch, slice_batch
+from colossus.data.batch import Batch, SampleDims
 from colossus.data.sampler import BatchShard, SampleOrder
 from colossus.data.tokens import BatchedDataset
 from colossus.data.workers import require_sendable, start_workers
@@ -133,7 +133,7 @@ class _Batches(Dataset[Any]):
     def __getitem__(self, step: int) -> Batch:
         start, stop = self._order.span(step)
         if start == stop:  # no sample: a batch of one without it, which looks as others do
-            return slice_batch(self._read(step, (0, 1)), 0, 0)
+            return SampleDims(self._order.shard.batch_dims).cut(self._read(step, (0, 1)), 0, 0)
         return self._read(step, (start, stop))
 
     def _read(self, step: int, span: tuple[int, int]) -> Batch:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import default_collate as torch_collate
 
 from colossus.config.schema import ReadingOptions
-from colossus.data.batch import Batch, batch_size_of, slice_batch
+from colossus.data.batch import Batch, SampleDims, batch_size_of
 from colossus.data.sampler import BatchShard
 from colossus.data.sources import EndOfData, Source
 from colossus.random import GLOBAL_RNG, derive_seeds
@@ -215,7 +215,7 @@ class SampleStream(StreamSource):
         if not endless:
             start, stop = self._span(size)
             if start == stop:  # no sample: a batch of one without it, which looks as others do
-                return slice_batch(self._collated(samples[:1], start), 0, 0)
+                return SampleDims(self.shard.batch_dims).cut(self._collated(samples[:1], start), 0, 0)
             samples = samples[start:stop]
         return self._collated(samples, start)
 
@@ -266,11 +266,12 @@ class BatchStream(StreamSource):
             batches, _ = self._take(1, range(1), wrap=endless)
             if not batches:
                 raise EndOfData
-            size = batch_size_of(batches[0])
+            dims = SampleDims(self.shard.batch_dims)
+            size = batch_size_of(dims.first(batches[0]))
             if size != self._whole:
                 self._require_last(size)
             if size == self._whole or not endless:
-                return batches[0] if self.per_rank else slice_batch(batches[0], *self._span(size))
+                return batches[0] if self.per_rank else dims.cut(batches[0], *self._span(size))
 
     def _require_last(self, size: int) -> None:
         """A batch that is not whole is right as the last one of a pass only, and in training not as its only one."""

@@ -136,6 +136,7 @@ class Engine:
                 "no step can be trained inside of averaged(), strategy.evaluation() or export(), where parameters are "
                 "an average: leave that block first"
             )
+        batch = self.inputs.dims.first(batch)
         if self.config.train.batch_ramp is not None or self.config.train.samples_interact:
             self._require_size(batch)
         step_batch = self.inputs.split(batch, self.pipeline.microbatches_at(self.completed_steps))
@@ -258,7 +259,7 @@ class Engine:
         metrics = self._stages.metrics
         sums = torch.zeros(1 + len(metrics.names), 2, dtype=torch.float64, device=self.device)
         try:
-            interact = self._parallel.samples_interact
+            interact, batch = self._parallel.samples_interact, self.inputs.dims.first(batch)
             batches = self.inputs.in_one(batch) if interact else [*self.inputs.split_evenly(batch, most)]
             if spread.size > 1:
                 count = torch.tensor(len(batches), device=self.device)

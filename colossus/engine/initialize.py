@@ -18,6 +18,7 @@ from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
 from colossus.context.world import pick_device
+from colossus.data.batch import SampleDims
 from colossus.data.loader import Loaders
 from colossus.data.make_loaders import loaders_of
 from colossus.data_parallel.strategy import Strategy
@@ -128,7 +129,8 @@ def make_engine(
         updates, config = build_optimizer(config, optimizer, strategy.trained, holders, tables, whole.groups)
         strategy.optimizer_made(updates)
         step = OptimizerStep(config, module, updates, store, strategy, Routers(whole.routers, module, strategy))
-        inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
+        dims = SampleDims(config.train.batch_dims)
+        inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad, dims=dims)
         buffers = ForwardBuffers(module, parallel, config.train.buffers)
         stages = ModelStages(context, module, pipeline, store, strategy, inputs, loss, buffers)
         executor = pipeline.make_executor(stages, parallel, stages.observers)

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import (
+    SampleDims,
+    WholeEntry,
     batch_size_of,
     map_batch,
     repeat_batch,
@@ -26,7 +28,7 @@ from colossus.data.batch import (
 from colossus.engine.consistency import fingerprint
 from colossus.gradients.host_transfer import send_to
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
-from colossus.nest import tensors
+from colossus.nest import leaves, tensors
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
 from colossus.sharded_tensor.placement import Place
@@ -58,23 +60,29 @@ class StepBatch:
         return fingerprint(self.whole)
 
 
+_FIRST = SampleDims()
+
+
 class Inputs:
     """From the batches of a data rank to what the model of this rank is called with.
 
     Args:
         dtype: precision of the run.
         pad: sequences that do not divide over the sequence ranks are padded.
+        dims: which dim of an entry is that of the samples. Here batches have it first, until `local`.
     """
 
-    def __init__(self, context: ParallelContext, dtype: torch.dtype, *, pad: bool = False) -> None:
-        self._context, self._dtype, self._pad = context, dtype, pad
+    def __init__(
+        self, context: ParallelContext, dtype: torch.dtype, *, pad: bool = False, dims: SampleDims = _FIRST
+    ) -> None:
+        self._context, self._dtype, self._pad, self.dims = context, dtype, pad, dims
         self._sequence = model_parallel_of(context).sequence
         #: what the samples of a microbatch must be a multiple of
         mode = TENSOR_MODES.get(context.options.tensor_mode)
         self._ways = mode.batch_ways(context.grid.sizes) if context.size("tensor") > 1 else 1
 
     def split(self, batch: Any, num_microbatches: int) -> StepBatch:
-        """A batch cut into microbatches along dim 0, with what layers may ask about it.
+        """A batch, with the samples in dim 0, cut into microbatches, with what layers may ask about it.
 
         Raises:
             ValueError: when the samples do not divide, or there are no tokens to split over the sequence ranks.
@@ -135,17 +143,28 @@ class Inputs:
         Raises:
             ValueError: when samples or tokens do not divide.
         """
-        samples = self.local_samples(microbatch)
-        return samples if self._sequence is None else _local_tokens(samples, self._sequence, self._pad)
+        samples = self._local_samples(microbatch)
+        if self._sequence is not None:
+            samples = _local_tokens(samples, self._sequence, self._pad)
+        return self._as_given(samples)
 
     def local_samples(self, microbatch: Any) -> Any:
         """The samples of `local` with all their tokens."""
-        axes, device = batch_axes(self._context), self._context.device
-        if axes:
+        return self._as_given(self._local_samples(microbatch))
+
+    def _as_given(self, samples: Any) -> Any:
+        return map_batch(self._placed, self.dims.restored(samples)) if self.dims.dims else samples
+
+    def _placed(self, x: Tensor) -> Tensor:
+        """A tensor on this rank's device, in the precision of the run."""
+        if self._context.device.type != "cpu" and x.device.type == "cpu":  # of a loop of one's own
+            x = send_to(self._context.device, x)
+        return x.to(self._dtype) if x.is_floating_point() else x
+
+    def _local_samples(self, microbatch: Any) -> Any:
+        if axes := batch_axes(self._context):
             microbatch = shard_of_batch(microbatch, self._context.index(axes), self._context.size(axes))
-        if device.type != "cpu":  # of a loop of one's own
-            microbatch = map_batch(lambda x: send_to(device, x) if x.device.type == "cpu" else x, microbatch)
-        return map_batch(lambda x: x.to(self._dtype) if x.is_floating_point() else x, microbatch)
+        return map_batch(self._placed, microbatch)
 
     def mark_tokens(self, given: Any, microbatch: Any) -> Any:
         """What the model is given: what holds a part of the tokens is a `ShardedTensor`."""
@@ -163,8 +182,15 @@ class Inputs:
 
     def _marked(self, given: Any, whole: Any, microbatch: Any) -> Any:
         parallel, num_tokens = model_parallel_of(self._context), sequence_length(microbatch)
-        are_split = iter([_holds_tokens(x, num_tokens) for _, x in tensors(whole)])
-        return map_batch(lambda x: with_sequence(x, Place(1) if next(are_split) else None, parallel), given)
+        places: list[Place | None] = []
+        for path, x in leaves(whole):
+            if isinstance(x, Tensor):
+                dim = self.dims.token_dim(path.rpartition("['")[2][:-2])
+                places.append(Place(dim) if _holds_tokens(x, num_tokens) else None)
+            elif isinstance(x, WholeEntry):
+                places += [None for _ in tensors(x.value)]
+        place_of = iter(places)
+        return map_batch(lambda x: with_sequence(x, next(place_of), parallel), given)
 
 
 def batch_axes(context: ParallelContext) -> tuple[str, ...]:
