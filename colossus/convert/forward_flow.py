@@ -124,7 +124,10 @@ def stand_in_for(module: nn.Module, call: Callable[..., Any]) -> nn.Module:
 
 @contextmanager
 def standing_in(model: nn.Module, calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, in place of the modules of these names these functions are called, wherever the model holds them."""
+    """Inside, in place of the modules of these names these functions are called, wherever the model holds them.
+
+    Hooks that the forward puts on what stands in are on the modules afterwards.
+    """
     modules = {name: model.get_submodule(name) for name in calls}
     stand_ins = {id(module): stand_in_for(module, calls[name]) for name, module in modules.items()}
     places = [
@@ -140,6 +143,10 @@ def standing_in(model: nn.Module, calls: Mapping[str, Callable[..., Any]]) -> It
     finally:
         for owner, leaf, module in places:
             owner._modules[leaf] = module
+        for module in modules.values():
+            for name, hooks in vars(stand_ins[id(module)]).items():
+                if "hooks" in name and hooks:
+                    vars(module)[name].update(hooks)
 
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
