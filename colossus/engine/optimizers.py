@@ -50,8 +50,22 @@ def torch_optimizer(name: str, params: Iterable[Any], **options: Any) -> Any:
     params, kind = list(params), OPTIMIZERS.get(name)
     held = [param for each in params for param in (each["params"] if isinstance(each, dict) else [each])]
     if name in _FUSED and not options.get("foreach") and not any(param.is_complex() for param in held):
-        options.setdefault("fused", True)  # torch's fused kernels know no complex numbers
-    return without_dynamo(kind)(params, **options)
+        # torch's fused kernels know no complex numbers, and no momentum whose first step is another one
+        options.setdefault("fused", name != "SGD" or not options.get("dampening"))
+    optimizer = without_dynamo(kind)(params, **options)
+    if name == "SGD":
+        optimizer.register_step_pre_hook(_begin_momentum)
+    return optimizer
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Give parameters whose first gradient has come momentum of zeros: SGD's fused kernel takes that of all or of none.
+    What it then is, without dampening, is the gradient, as in torch's other ones."""
+    for group in optimizer.param_groups:
+        if group["momentum"] and group["fused"] and not group["dampening"]:
+            for param in group["params"]:
+                if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
+                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 
 def require_factory(factory: Any, config: Config) -> None:

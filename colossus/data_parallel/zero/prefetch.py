@@ -153,7 +153,9 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
 
 
 def _nodes(nest: Any, device: torch.device | None = None) -> list[Node]:
-    """What made the tensors of a nest (on one device), whatever types these are."""
+    """Return what made the tensors of a nest (on one device), whatever types these are, and what these are views of: an
+    in-place function that follows takes the view's own node out of the graph."""
     with torch._C.DisableTorchFunctionSubclass():
         found = [tensor for _, tensor in tensors(nest) if device is None or tensor.device == device]
-        return [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
+        made = [*found, *(tensor._base for tensor in found if tensor._base is not None)]
+        return [tensor.grad_fn for tensor in made if tensor.grad_fn is not None]
