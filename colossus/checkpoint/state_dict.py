@@ -138,11 +138,12 @@ def _own(model: nn.Module, *, gradients: bool) -> dict[str, _Shard]:
                 own[name] = entry, entry.held
             continue
         parameter = entry.held.parameter
-        buffer = parameter.grad if gradients else parameter.data
-        if buffer is not None and buffer.is_sparse:  # of some rows of a table
-            buffer = buffer.to_dense()
-        if buffer is not None:
-            own[name] = entry, entry.held.local(buffer)
+        with as_shards():
+            buffer = parameter.grad if gradients else parameter.data
+            if buffer is not None and buffer.is_sparse:  # of some rows of a table
+                buffer = buffer.to_dense()
+            if buffer is not None:
+                own[name] = entry, entry.held.local(buffer)
     return own
 
 

@@ -253,7 +253,8 @@ class InitTrace(TorchDispatchMode):
             raise located_error(
                 f"the values of a {self._sharded[_key(leaf)].description} are used while the model is built (copied, "
                 f"or computed with), but it has none yet: they are drawn afterwards, from its name and full shape. "
-                f"Make each layer by its constructor instead of copy.deepcopy, and compute with weights after the build"
+                f"Make each layer by its constructor instead of copy.deepcopy, and compute with weights after the "
+                f"build; what computes with weights (parametrizations, weight_norm) goes around a layer of torch.nn"
             )
         if _key(leaf) not in self._values:
             raise located_error("a tensor made while the model was built has no value: it was made on the meta device")

@@ -18,7 +18,7 @@ from colossus.convert.derived_classes import torch_class_of
 from colossus.convert.meta_run import run_on_meta
 from colossus.convert.swap import COLUMN, ROW, weight_shape
 from colossus.layers.model_parallel import ModelParallel
-from colossus.sharded_tensor.operators import tensors_of
+from colossus.layout.operators import tensors_of
 from colossus.sharded_tensor.tensor import ShardedTensor, plain, wrap
 from colossus.tensor_parallel.choose_sharding import IndivisibleSize
 

@@ -38,6 +38,7 @@ from colossus.engine.stages import ModelStages
 from colossus.gradients.reduction import ModelParts
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import num_parameters
+from colossus.layout.split_parameter import as_shards
 from colossus.random import GlobalRng
 from colossus.registry import MODELS, STRATEGIES
 from colossus.schedule.pipeline import PipelineRuntime
@@ -214,7 +215,8 @@ def _store_parameters(
         closing,
     )
     store = ParameterStore(module, context, model_parallel_of(context).weights, lambda: pipeline.chain(module))
-    strategy.setup(store, parts)
+    with as_shards():
+        strategy.setup(store, parts)
     return store
 
 

@@ -18,6 +18,7 @@ from colossus.engine.nonfinite import GradientWatch, LossScaler
 from colossus.engine.replica_check import ReplicaCheck
 from colossus.engine.results import Routing, StepResult
 from colossus.engine.routers import Routers
+from colossus.error_place import located_error
 from colossus.gradients.gradient_norm import GradientNorm
 from colossus.gradients.host_transfer import LateValue
 from colossus.layers.model_parallel import model_parallel_of
@@ -51,6 +52,9 @@ class OptimizerStep:
     ) -> None:
         train, parts, context = config.train, strategy.parts, strategy.parts.context
         self._optimizer, self._strategy, self._train, self._context = optimizer, strategy, train, context
+        self._is_running = False
+        if context.world_size > 1:
+            optimizer.register_step_pre_hook(self._refuse_step_by_hand)
         self._norm = GradientNorm(
             store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere}
         )
@@ -107,7 +111,9 @@ class OptimizerStep:
             own, scale = self._sum(totals, stop, mark)
             found_inf = self.watch.check(step + 1, own[2], own[1], totals.loss_sum)
             lr = self.learning_rate.set(step)
+            self._is_running = True
             strategy.step(self._optimizer, scale, before_update, found_inf, self._train.clip_grad_value)
+            self._is_running = False
             strategy.after_step(step)
             numbers = strategy.reduce_scalars(step, own)
             stops = strategy.agree_on_stop(step, self._late_stops.push(own[3]) or 0.0)
@@ -127,6 +133,15 @@ class OptimizerStep:
             routing=None if routing is None else Routing(self.routers.sizes, routing),
             own_tokens=None if strategy.exact or context.size("data") == 1 else own[1],
         )
+
+    def _refuse_step_by_hand(self, *_: object) -> None:
+        if not self._is_running:
+            raise located_error(
+                f"the optimizer was stepped by hand, but {self._context.world_size} ranks share the model: the "
+                f"gradients of a loss.backward() are of this rank's samples and shards alone, and nothing has summed "
+                f"them. engine.train_step(batch) does forward, backward, sums, clipping and the update; what a loop "
+                f"adds to a loss belongs into loss_fn"
+            )
 
     def _sum(self, totals: StepTotals, stop: float, mark: Tensor | None) -> tuple[Tensor, Tensor]:
         """The step's numbers in one small all-reduce over all axes, and what the gradients are to be multiplied by.

@@ -15,6 +15,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.bucket_sum import BucketSum, SumFactory
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import spec_of
+from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
@@ -92,10 +93,11 @@ class Bucket:
     def take(self, param: nn.Parameter) -> None:
         """Copy a complete gradient in; of one dtype with the bucket, ``grad`` is a view of it from then on."""
         index = self._position[id(param)]
-        assert param.grad is not None
-        self.views[index].copy_(param.grad)
-        if not self._is_cast:
-            param.grad = self.views[index]
+        with as_shards():
+            assert param.grad is not None
+            self.views[index].copy_(param.grad)
+            if not self._is_cast:
+                param.grad = self.views[index]
         self._present.add(index)
 
     def start(self) -> None:

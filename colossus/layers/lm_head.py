@@ -85,7 +85,8 @@ class LMHead(MatmulLayer):
             return self.bias
         target = Layout(self.sharding.gathered_weight.dims[:1])
         gathered = tuple(axis for axis in self.bias_layout.shard_axes if axis not in target.shard_axes)
-        return redistribute(self.bias, self.bias_layout, replace(target, grad_partial=gathered), self.context)
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+            return redistribute(self.bias, self.bias_layout, replace(target, grad_partial=gathered), self.context)
 
     def extra_repr(self) -> str:
         where = f", weight {self.sharding.weight}" if self.sharding else ""

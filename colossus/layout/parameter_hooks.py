@@ -88,11 +88,12 @@ class PartHook:
         self.hook, self._spec = hook, spec_of(parameter)
 
     def __call__(self, tensor: Tensor) -> Any:
-        gradient = tensor.grad if isinstance(tensor, nn.Parameter) else tensor
-        if gradient is None or gradient.numel() == self._spec.num_elements:
-            return self.hook(tensor)
-        with _Elementwise(self, gradient), _NoSizes(self, gradient):
-            return self.hook(tensor)
+        with torch._C.DisableTorchFunctionSubclass():  # a `ParameterPart` would refuse less
+            gradient = tensor.grad if isinstance(tensor, nn.Parameter) else tensor
+            if gradient is None or gradient.numel() == self._spec.num_elements:
+                return self.hook(tensor)
+            with _Elementwise(self, gradient), _NoSizes(self, gradient):
+                return self.hook(tensor)
 
     def refuse(self, what: str) -> ValueError:
         """Return the error for what a hook asks of the gradient."""

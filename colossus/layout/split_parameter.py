@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.error_place import located_error
-from colossus.layout.parameter import attach, spec_of
+from colossus.layout.layout import Layout
+from colossus.layout.parameter import ParameterSpec, attach, spec_of
 from colossus.layout.parameter_hooks import guard_hooks, guarded
+from colossus.layout.part_rules import split_dims_of_result
 
 Function = Callable[..., Any]
 
@@ -35,8 +39,9 @@ _CALL_THE_BLOCK = (
 _CALL_THE_LAYER = (
     "Call the layer; a head with the weight of an embedding is colossus.layers.LMHead(hidden_size, vocab_size, "
     "tied_to=embedding). A penalty on weights belongs to the optimizer (weight_decay); numbers for a log come from "
-    "colossus.checkpoint.full_state_dict(model, context); a parameter that is only used by hand is a "
-    "torch.nn.Parameter, which every rank has whole. colossus.parallelize leaves a module whole by the rule 'torch'"
+    "colossus.checkpoint.full_state_dict(model, context). A parameter that is used by hand is a torch.nn.Parameter, or "
+    "of a layer of torch.nn (under colossus.parallelize by the rule 'torch'), which every rank has whole; norms of "
+    "gradients are those of train.clip_grad_norm"
 )
 
 
@@ -56,11 +61,10 @@ class SplitParameter(nn.Parameter):
         return attach(copied, spec_of(self))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return (
-            f"SplitParameter({spec_of(self).name}: this rank holds {self.hidden})"
-            if self.hidden
-            else super().__repr__()
-        )
+        if self.hidden:
+            return f"SplitParameter({spec_of(self).name}: this rank holds {self.hidden})"
+        with as_shards():
+            return super().__repr__()
 
     def register_hook(self, hook: Function) -> Any:
         """Register a hook on what this rank has of the gradient (`PartHook`)."""
@@ -78,32 +82,132 @@ class SplitParameter(nn.Parameter):
         if func in _ABOUT:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if func in _BACKWARD:  # outside of the block below: under checkpointing this runs a user's forward
+            wanted = kwargs.get("inputs", args[1] if len(args) > 1 and func is torch.autograd.grad else ())
+            wanted = [wanted] if isinstance(wanted, Tensor) else wanted or ()
+            for param in wanted:
+                if isinstance(param, SplitParameter) and spec_of(param).layout.stored:  # compute has another tensor
+                    raise located_error(_refusal(param, func))
             args, kwargs = tree_map_only(SplitParameter, get_gradient_edge, (args, kwargs))
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            for param, gradient in zip(wanted, out or (), strict=False):
+                if isinstance(param, SplitParameter):
+                    _as_part(gradient, spec_of(param), _split_dims(param))
+            return out
+        if func in _HANDED_OUT and not (args[0].hidden and func == Tensor.detach):
+            return _handed_out(func, args[0])
         leaves = tree_leaves((args, kwargs))
         hidden = [leaf for leaf in leaves if isinstance(leaf, SplitParameter) and leaf.hidden]
         is_of_its_shape = func in _OF_ITS_SHAPE and args[0] is args[1]
         if hidden and not is_of_its_shape:
             raise located_error(_refusal(hidden[0], func))
-        # products with an output are those of compiled graphs, whose layers were checked when they were traced
-        is_of_graph = "out" in kwargs and not torch.is_grad_enabled()
-        if func in _VALUES or is_of_graph or (func not in _PRODUCTS and not torch.is_grad_enabled()):
+        if is_of_its_shape:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
-        parameter = next(leaf for leaf in leaves if isinstance(leaf, SplitParameter))
-        with torch._C.DisableTorchFunctionSubclass():
-            if is_of_its_shape:
-                return func(*args, **kwargs)
-            try:
-                out = None if func in _PRODUCTS else func(*args, **kwargs)
-            except (RuntimeError, IndexError) as error:
-                if getattr(func, "__name__", "").rstrip("_") + "_" == getattr(func, "__name__", ""):
-                    raise  # in place where gradients are wanted: torch says so
-                raise located_error(_refusal(parameter, func)) from error
-            known = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-            new = (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and id(leaf) not in known)
-            if func in _PRODUCTS or any(leaf.requires_grad for leaf in new):
-                raise located_error(_refusal(parameter, func))
-        return out
+        return _checked(func, types, args, kwargs, leaves)
+
+
+class ParameterPart(Tensor):
+    """A tensor that has this rank's part of the values of a parameter, of its gradient, or of what is computed of them.
+
+    Functions that are right on each part by itself give such a tensor again (`part_rules`), all others raise.
+
+    Attributes:
+        spec: of the parameter.
+        split_dims: those of which this rank has a part, from the right.
+    """
+
+    spec: ParameterSpec
+    split_dims: frozenset[int]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with as_shards():
+            return _as_part(self.as_subclass(Tensor).__deepcopy__(memo), self.spec, self.split_dims)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be saved as a plain tensor: what a rank has."""
+        with as_shards():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with as_shards():
+            return f"ParameterPart({self.spec.name}, stored as {self.spec.layout}: {self.as_subclass(Tensor)!r})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ABOUT:
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        if func in _HANDED_OUT:
+            return _handed_out(func, args[0])
+        return _checked(func, types, args, kwargs, tree_leaves((args, kwargs)))
+
+
+def _split_dims(x: Any) -> frozenset[int]:
+    """The dims of which a rank has a part, from the right."""
+    if isinstance(x, ParameterPart):
+        return x.split_dims
+    return _split_dims_of(spec_of(x).layout)
+
+
+@lru_cache(maxsize=256)
+def _split_dims_of(layout: Layout) -> frozenset[int]:
+    """Those of a parameter of this layout."""
+    split = {dim - len(layout.dims) for dim, axes in enumerate(layout.dims) if axes}
+    return frozenset(split | {-len(layout.dims)} if layout.stored else split)
+
+
+def _as_part(x: Any, spec: ParameterSpec, split_dims: frozenset[int]) -> Any:
+    """Mark plain tensors in place, and return them."""
+    for leaf in tree_leaves(x):
+        if type(leaf) is Tensor:
+            leaf.__class__ = ParameterPart
+            leaf.spec, leaf.split_dims = spec, split_dims  # type: ignore[attr-defined]
+    return x
+
+
+def _handed_out(getter: Function, x: Any) -> Any:
+    """The values of a part, or its gradient, as a tensor of its own: the gradient itself stays plain for our code."""
+    with as_shards():
+        out, split_dims = getter(x), _split_dims(x)
+        return _as_part(out.as_subclass(Tensor), _spec(x), split_dims) if type(out) is Tensor and split_dims else out
+
+
+def _checked(func: Function, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
+    """Call a function with parts among its arguments, if it is right on each part by itself."""
+    name = getattr(func, "__name__", "")
+    # what runs without gradients, and as an operator or with an output, is a compiled graph: its layers were checked
+    # when they were traced
+    is_of_graph = isinstance(func, OpOverload) or (kwargs.get("out") is not None and not torch.is_grad_enabled())
+    is_sent = str(getattr(func, "__module__", "")).startswith("torch.distributed.")  # by hand, among ranks with parts
+    if (
+        is_of_graph
+        or is_sent
+        or (name.startswith(("_foreach_", "_fused_")) and not name.startswith(_FOREACH_REDUCTIONS))
+    ):
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+    parts = [leaf for leaf in leaves if isinstance(leaf, SplitParameter | ParameterPart)]
+    with as_shards():
+        split = split_dims_of_result(func, args, kwargs, [(part, _split_dims(part)) for part in parts])
+        if split is None or not _PLAIN.issuperset(types):
+            raise located_error(_refusal(parts[0], func))
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            if name.rstrip("_") + "_" == name and torch.is_grad_enabled():
+                raise  # in place where gradients are wanted: torch says so
+            raise located_error(_refusal(parts[0], func)) from error
+        # a parameter is used by its layer: what is computed of it by hand would train with its part alone
+        by_hand = [part for part in parts if isinstance(part, SplitParameter)] if func != Tensor.clone else []
+        known = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        new = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and id(leaf) not in known]
+        if by_hand and any(leaf.requires_grad for leaf in new):
+            raise located_error(_refusal(by_hand[0], func))
+        return _as_part(out, _spec(parts[0]), split)
+
+
+def _spec(part: Any) -> ParameterSpec:
+    return part.spec if isinstance(part, ParameterPart) else spec_of(part)
 
 
 def mark_split(parameter: nn.Parameter) -> nn.Parameter:
@@ -128,10 +232,12 @@ def show_values(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
     parameter.__class__ = kind
 
 
-def _refusal(parameter: SplitParameter, func: Function) -> str:
-    spec = spec_of(parameter)
-    held = parameter.hidden or f"{' x '.join(map(str, parameter.shape))}, stored as {spec.layout}"
+def _refusal(parameter: SplitParameter | ParameterPart, func: Function) -> str:
+    spec, hidden = _spec(parameter), getattr(parameter, "hidden", "")
+    with as_shards():
+        held = hidden or f"{' x '.join(map(str, parameter.shape))}, stored as {spec.layout}"
     remedy = _CALL_THE_BLOCK if spec.layout.stored or held == FREED else _CALL_THE_LAYER
+    of_it = "" if isinstance(parameter, SplitParameter) else ", its gradient or what is computed of them"
     if held == OWNED:
         held = f"the {parameter.shape[0]} of {spec.shards[0].shape[0]} rows that it owns"
         remedy = (
@@ -141,16 +247,9 @@ def _refusal(parameter: SplitParameter, func: Function) -> str:
         )
     return (
         f"{spec.name or 'parameter'} ({spec.description}): {getattr(func, '__name__', func)} was called with the "
-        f"parameter itself, of which this rank holds {held}; the result would be wrong. {remedy}"
+        f"parameter itself{of_it}, of which this rank holds {held}; the result would be wrong. {remedy}"
     )
 
-
-#: functions for which a shard is wrong whether or not gradients are wanted
-_PRODUCTS: set[Any] = {
-    F.linear, F.bilinear, F.embedding, F.embedding_bag, torch.einsum, F.conv1d, F.conv2d, F.conv3d, F.layer_norm,
-    *(getattr(torch, name) for name in ("matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "tensordot")),
-    *(getattr(Tensor, name) for name in ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm")),
-}  # fmt: skip
 
 _BACKWARD: set[Any] = {torch.autograd.backward, torch.autograd.grad}
 
@@ -160,7 +259,7 @@ _OF_ITS_SHAPE: set[Any] = {Tensor.view_as, Tensor.expand_as}
 #: what only tells or sets something about a tensor, and what makes others of its shape or kind
 _ABOUT: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in (
-        "shape", "dtype", "device", "grad", "data", "requires_grad", "is_leaf", "grad_fn", "is_meta", "layout", "ndim",
+        "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "is_meta", "layout", "ndim",
         "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "is_cpu", "is_cuda", "grad_dtype", "is_sparse",
         "is_sparse_csr", "is_quantized", "is_nested", "itemsize", "nbytes", "output_nr", "retains_grad", "_base",
         "_grad")),
@@ -176,8 +275,14 @@ _ABOUT: set[Any] = {
         "full_like", "rand_like", "randn_like")),
 }  # fmt: skip
 
-#: what hands out its values
-_VALUES: set[Any] = {Tensor.detach, Tensor.clone}
+#: what hands out its values, and its gradient
+_HANDED_OUT: set[Any] = {*(getattr(Tensor, name).__get__ for name in ("data", "grad")), Tensor.detach}
+
+#: of lists of tensors, what does not work element by element
+_FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+
+#: types that parts may meet
+_PLAIN = {Tensor, nn.Parameter, nn.Buffer, FakeTensor, SplitParameter, ParameterPart}
 
 # as torch.distributed does for DTensor: else an optimizer on CUDA takes these parameters one by one
-torch_optimizer._foreach_supported_types += [SplitParameter]
+torch_optimizer._foreach_supported_types += [SplitParameter, ParameterPart]

@@ -6,7 +6,7 @@ plain scalar; a mean, or a sum for each sample, is not.
 
 from __future__ import annotations
 
-from colossus.sharded_tensor.operators import Call
+from colossus.layout.operators import Call
 from colossus.sharded_tensor.placement import MixesPartsError, Place, as_dims, avoid, without
 from colossus.sharded_tensor.view_rules import At, aligned, found
 

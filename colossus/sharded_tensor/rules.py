@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from colossus.layout.operators import Call
 from colossus.sharded_tensor import loss_rules, view_rules
-from colossus.sharded_tensor.operators import Call
 from colossus.sharded_tensor.placement import MixesPartsError, Place, avoid, without
 from colossus.sharded_tensor.view_rules import At, Rule, aligned, found, require_one
 

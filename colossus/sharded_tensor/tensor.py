@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from colossus.comm.conjugate import conjugate
 from colossus.error_place import located_error
-from colossus.sharded_tensor.operators import LIKE_FIRST, PASSED_ON, Call, aten_name, bind, is_pointwise, tensors_of
+from colossus.layout.operators import LIKE_FIRST, PASSED_ON, Call, aten_name, bind, is_pointwise, tensors_of
 from colossus.sharded_tensor.placement import ROLES, MixesPartsError, Place, Placement, local_mask
 from colossus.sharded_tensor.rules import RANDOM, RULES, refusal
 from colossus.sharded_tensor.user_backward import (

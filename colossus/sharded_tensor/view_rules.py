@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.sharded_tensor.operators import Call
+from colossus.layout.operators import Call
 from colossus.sharded_tensor.placement import MixesPartsError, Place, as_dims, avoid, regrouped, without
 from colossus.sharded_tensor.user_backward import runs_user_backward
 

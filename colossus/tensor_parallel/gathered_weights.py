@@ -73,7 +73,8 @@ class WgradDeferral:
         for hook in list((weight._backward_hooks or {}).values()):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
-        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         if self._accumulated is None:
             run_grad_hooks(weight)
         else:

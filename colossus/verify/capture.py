@@ -19,6 +19,7 @@ from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.layout import Box
 from colossus.layout.parameter import LogicalParameter
+from colossus.layout.split_parameter import as_shards
 from colossus.nest import tensors
 from colossus.schedule.executor import StepObserver
 from colossus.sharded_tensor.regions import local, to_whole
@@ -56,11 +57,14 @@ def held_weights(engine: Engine) -> list[Held]:
 def held_parameters(engine: Engine, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Held]:
     """This rank's boxes of parameters, or of their gradients where there are some."""
     for each in parameter_boxes(engine.model, engine.context, (), replicas_differ=False):
-        whole = tensor_of(each.parameter)
-        if whole is not None:
+        with as_shards():
+            whole = tensor_of(each.parameter)
+            if whole is None:
+                continue
             value = each.logical.local(whole.to_dense() if whole.is_sparse else whole).detach()
             value = value[tuple(slice(0, stop - start) for start, stop in each.box)]  # without padding
-            yield Held(each.name, each.box, value.cpu().clone(), each.logical)
+            held = Held(each.name, each.box, value.cpu().clone(), each.logical)
+        yield held
 
 
 # -- outputs ----------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
 from colossus.gradients.buckets import gradient_sum_axes
+from colossus.layout.split_parameter import as_shards
 
 HIDDEN, HEADS, WIDE, RANK = 24, 6, 36, 6
 PLAIN = Mode("1d", (1,))
@@ -282,7 +283,8 @@ def listened(context: ParallelContext) -> dict[str, Any]:
     block.zero_grad()
     heard = moved()
     heard_again = moved()
-    same = all(torch.equal(grads[name], p.grad) for name, p in block.named_parameters())
+    with as_shards():
+        same = all(torch.equal(grads[name], p.grad) for name, p in block.named_parameters())
     return {
         "moved": (alone, alone_again, heard, heard_again), "same": same, "shapes": shapes,
         "counts": counts, "names": [name for name, _ in block.named_modules()],

@@ -24,6 +24,14 @@ class WeightNorm(Stack):
         super().__init__(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), Block(kit))
 
 
+@user_model(features, classify, refused=NO_TOKENS, differs=OF_A_FORWARD)
+class SpectralNorm(Stack):
+    """Its buffers follow the weight, at every forward in training."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), Block(kit))
+
+
 @user_model(features, classify, refused=NO_TOKENS, differs=OF_A_FORWARD | OF_A_RANK)
 class BatchNorm(Stack):
     def __init__(self, kit: Any) -> None:
