@@ -229,7 +229,7 @@ def test_order_gradient_and_bytes() -> None:
 
 
 class OfTokens(nn.Module):
-    """Its statistics are of a token of all samples, and its output is of whole sequences of all samples."""
+    """Its statistics are of a token of all samples, and it looks at whole sequences of all samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,8 +238,7 @@ class OfTokens(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x).tanh()
         x = x - mean_over_samples(x)
-        every = gather_samples(x)
-        return every.cumsum(1).square().mean(1)
+        return x + gather_samples(x).cumsum(1).square().mean((0, 1))
 
 
 @pytest.mark.parametrize("parallel", [dict(sequence=2, data=2), *long(dict(sequence=4), dict(
@@ -249,7 +248,8 @@ def test_tokens_that_ranks_split_come_together(parallel: dict[str, Any]) -> None
     x = draw(0, 4, 7, WIDTH)
 
     def loss(out: Tensor, batch: Any) -> tuple[Tensor, int]:
-        return (out @ out.T).logsumexp(-1).mean() * len(batch), len(batch)
+        every = gather_samples(out).cumsum(1).square().mean(1)
+        return (every @ every.T).logsumexp(-1).mean() * len(batch), len(batch)
 
     def body(rank: int, parallel: dict[str, Any]) -> Any:
         section = parallel.get("sequence")
