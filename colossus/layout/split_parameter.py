@@ -170,7 +170,9 @@ def _handed_out(getter: Function, x: Any) -> Any:
     """The values of a part, or its gradient, as a tensor of its own: the gradient itself stays plain for our code."""
     with as_shards():
         out, split_dims = getter(x), _split_dims(x)
-        return _as_part(out.as_subclass(Tensor), _spec(x), split_dims) if type(out) is Tensor and split_dims else out
+        if type(out) is not Tensor or not split_dims or out.is_sparse:  # of some rows of a table
+            return out
+        return _as_part(out.as_subclass(Tensor), _spec(x), split_dims)
 
 
 def _checked(func: Function, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
