@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.error_place import located_error
 from colossus.layout.layout import Layout
+from colossus.layout.operators import LIKE_FIRST
 from colossus.layout.parameter import ParameterSpec, attach, spec_of
 from colossus.layout.parameter_hooks import guard_hooks, guarded
 from colossus.layout.part_rules import split_dims_of_result
@@ -189,6 +190,8 @@ def _checked(func: Function, types: Any, args: tuple[Any, ...], kwargs: dict[str
     ):
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
     parts = [leaf for leaf in leaves if isinstance(leaf, SplitParameter | ParameterPart)]
+    if name in LIKE_FIRST and len(args) > 1 and args[1] is parts[-1]:  # it says a device and a dtype
+        return args[0].to(parts[-1].device, parts[-1].dtype, *args[2:], **kwargs)
     with as_shards():
         split = split_dims_of_result(func, args, kwargs, [(part, _split_dims(part)) for part in parts])
         if split is None or not _PLAIN.issuperset(types):
