@@ -39,7 +39,8 @@ def make_chain(
         model: on the meta device, as in the factory of a model, or with values; its modules may be swapped afterwards.
         example: an input of the model: a tensor, or a dict of its keyword arguments; a small one will do.
         blocks: the name of the list, or the names of the blocks in the order in which they are called; by default the
-            modules of the largest ModuleList or Sequential of one class, and of others called before or after it.
+            modules of the largest ModuleList or Sequential of one class, and of others called before or after it;
+            without lists the children of a module.
         trial: a model like it, which is of no use afterwards; by default a copy.
 
     Raises:
@@ -109,26 +110,21 @@ def _find_blocks(model: nn.Module, trace: ForwardTrace, given: str | Sequence[st
         if [*dict.fromkeys(call.name for call in calls)] != names or not calls_in_turn(calls):
             refuse(model, f"blocks={names} are called as {[call.name for call in calls]}, not one after the other")
         return calls
-    for same_class in (True, False):
+    kinds = (_lists(model, same_class=True), _lists(model, same_class=False), _children_of_all(model))
+    for kind, lists in enumerate(kinds):
         chosen: list[Call] = []
         largest = 0
-        for names in sorted(_lists(model, same_class), key=lambda names: -_num_elements(model, names)):
+        sized = [(_num_elements(model, names, beside_largest=kind == 2), names) for names in lists]
+        for size, names in sorted(sized, key=lambda pair: -pair[0]):
             calls = [call for call in trace.calls if call.name in names]
-            size = _num_elements(model, names)
-            if len(calls) > 1 and calls_in_turn(calls) and size >= _SMALLEST * largest:
-                if same_class and {call.name for call in calls} != {*names}:
-                    continue
+            is_whole = kind > 0 or {call.name for call in calls} == {*names}
+            if len(calls) > 1 and is_whole and calls_in_turn(calls) and size >= _SMALLEST * largest:
                 together = sorted([*chosen, *calls], key=lambda call: call.began)
                 if calls_in_turn(together):
                     chosen, largest = together, largest or size
         if chosen:
             return chosen
-    kinds = [f"{names[0].rpartition('.')[0]} ({len(names)})" for names in _lists(model, True)]
-    refuse(
-        model,
-        f"no ModuleList or Sequential holds modules that are called one after the other (lists of one class: "
-        f"{', '.join(kinds) or 'none'})",
-    )
+    refuse(model, "it holds no modules that are called one after the other")
 
 
 def _children(model: nn.Module, name: str) -> list[str]:
@@ -136,15 +132,22 @@ def _children(model: nn.Module, name: str) -> list[str]:
     return [f"{name}.{leaf}" for leaf, child in children if child is not None]
 
 
-def _lists(model: nn.Module, same_class: bool) -> Iterator[list[str]]:
+def _children_of_all(model: nn.Module) -> Iterator[list[str]]:
+    for name, module in model.named_modules():
+        yield [f"{name}.{leaf}".removeprefix(".") for leaf, child in module._modules.items() if child is not None]
+
+
+def _lists(model: nn.Module, *, same_class: bool) -> Iterator[list[str]]:
     for name, module in model.named_modules():
         kinds = {type(child) for child in module.children()}
         if isinstance(module, nn.ModuleList | nn.Sequential) and name and kinds and (len(kinds) == 1 or not same_class):
             yield _children(model, name)
 
 
-def _num_elements(model: nn.Module, names: Sequence[str]) -> int:
-    return sum(param.numel() for name in names for param in model.get_submodule(name).parameters())
+def _num_elements(model: nn.Module, names: Sequence[str], *, beside_largest: bool) -> int:
+    """The elements of modules, without those of the largest one, which no cut divides."""
+    sizes = [sum(param.numel() for param in model.get_submodule(name).parameters()) for name in names]
+    return sum(sizes) - (max(sizes, default=0) if beside_largest else 0)
 
 
 def refuse(model: nn.Module, found: str, cause: Exception | None = None) -> NoReturn:

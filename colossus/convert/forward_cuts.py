@@ -6,7 +6,7 @@ import itertools
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Event:
     Attributes:
         number: of its module's such calls.
         block: number among the calls of blocks; None of a module that is none.
+        records: slot of a result -> its class, a dataclass that can be empty.
         aliases: slot of a result -> ("taken" or "given", slot) of the argument or the earlier result that it is.
     """
 
@@ -32,6 +33,7 @@ class Event:
     number: int
     block: int | None
     structure: TreeSpec
+    records: Mapping[int, type]
     aliases: Mapping[int, tuple[str, int]]
 
 
@@ -139,7 +141,7 @@ class CutFinder:
     def _can_be_left_out(self, call: Call) -> bool:
         if any(call is block for block in self.blocks):
             return True
-        if not call.given or not all(issubclass(kind, CONSTANTS) for kind in call.others):
+        if not call.given or not all(issubclass(kind, CONSTANTS) for _, kind in call.others):
             return False
         if not all(self._depends(leaf.key, call.ended) for leaf in call.given):
             return False
@@ -280,8 +282,20 @@ class CutFinder:
         numbers = Counter[str]()
         blocks = {id(call): number for number, call in enumerate(self.blocks)}
         for call in self.events:
-            yield Event(call.name, numbers[call.name], blocks.get(id(call)), call.structure, _aliases(call))
+            number, block = numbers[call.name], blocks.get(id(call))
+            yield Event(call.name, number, block, call.structure, _records(call), _aliases(call))
             numbers[call.name] += 1
+
+
+def _records(call: Call) -> dict[int, type]:
+    records = {slot: kind for slot, kind in call.others if not issubclass(kind, CONSTANTS)}
+    for kind in records.values():
+        if not is_dataclass(kind) or any(each.default is each.default_factory is MISSING for each in fields(kind)):
+            raise NotCarriedError(
+                f"{call.name} returns a {kind.__name__}, which is neither a tensor nor a tuple, list or dict of them, "
+                f"nor a dataclass whose fields have defaults"
+            )
+    return records
 
 
 def _aliases(call: Call) -> dict[int, tuple[str, int]]:

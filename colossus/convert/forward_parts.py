@@ -209,6 +209,8 @@ class _Run:
                     _overwrite(made, arrived)
             elif arrived is not None:
                 made = arrived
+            elif slot in event.records:
+                made = event.records[slot]()
             else:
                 made = self._like.new_zeros(leaf[0], dtype=leaf[1]) if isinstance(leaf, tuple) else leaf
             leaves.append(made)
@@ -225,9 +227,14 @@ class _Run:
         finally:
             self._is_inside = False
         leaves, structure = tree_flatten(out)
-        if structure != event.structure or not all(isinstance(leaf, (Tensor, *CONSTANTS)) for leaf in leaves):
-            self._refuse(f"{event.name} returned {structure}, not {event.structure} as with the example")
-        described = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        described: list[Any] = []
+        for slot, leaf in enumerate(leaves):
+            is_known = isinstance(leaf, (Tensor, *CONSTANTS)) or slot in event.records
+            if not is_known or structure != event.structure:
+                self._refuse(f"{event.name} returned {structure} of other values than with the example")
+            described.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf)
+        for slot in event.records:
+            described[slot] = None  # no other stage needs it
         self._calls.append([event.name, *described])
         for carried in self._wanted_of(event, "given"):
             self._seen[carried] = leaves[carried.slot]

@@ -73,7 +73,7 @@ class Call:
     Attributes:
         began, ended: times.
         taken, given: tensors among its arguments and its results.
-        others: types of what else its results are.
+        others: (slot, type) of what else its results are.
         draws: it draws random numbers of Python or numpy.
     """
 
@@ -82,7 +82,7 @@ class Call:
     ended: int
     taken: tuple[Leaf, ...]
     given: tuple[Leaf, ...]
-    others: frozenset[type]
+    others: tuple[tuple[int, type], ...]
     structure: TreeSpec
     draws: bool
 
@@ -143,7 +143,7 @@ def _call(mode: OnZeros, name: str, module: nn.Module, *args: Any, **kwargs: Any
     began, taken, state = mode.tick(), tree_leaves((args, kwargs)), _state_of_program()
     out = module(*args, **kwargs)
     given, structure = tree_flatten(out)
-    others = frozenset(type(leaf) for leaf in given if not isinstance(leaf, Tensor))
+    others = tuple((slot, type(leaf)) for slot, leaf in enumerate(given) if not isinstance(leaf, Tensor))
     draws = state != _state_of_program()
     both = mode.leaves_of(taken), mode.leaves_of(given)
     mode.trace.calls.append(Call(name, began, mode.tick(), *both, others, structure, draws))

@@ -227,7 +227,7 @@ CASES = {
     kind.__name__.lower(): Case(kind, points)
     for kind in (
         chained.Skips, chained.Residual, chained.Conditioned, chained.Recurrent, chained.Transformed, chained.Repeated,
-        chained.Recorded,
+        chained.Recorded, chained.Attributes,
     )
 }  # fmt: skip
 
@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     ),
     "forces": (chained.Forces, POINTS, r"fails where it is cut: RuntimeError: .* \(.*chained\.py:\d+: return torch\."),
     "counts": (chained.Counts, POINTS, r"it writes to the buffer seen \(.*chained\.py:\d+\), which each stage would"),
-    "no list": (chained.NoList, POINTS, r"no ModuleList or Sequential holds modules that are called one after the"),
+    "single": (chained.Single, POINTS, r"it holds no modules that are called one after the other"),
     "fails": (
         chained.Fails,
         POINTS,
@@ -356,7 +356,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         ids_of(0),
         r"before bert\.encoder\.layer\.1: a tensor that was computed inside of bert\.encoder\.layer\.0 .* the model's",
     ),
-    "no example": (chained.NoList, None, r"no example of its input is given \(example="),
+    "no example": (chained.Single, None, r"no example of its input is given \(example="),
 }
 
 

@@ -163,6 +163,34 @@ class Recorded(nn.Module):
         return Output(x + sum(records), records)
 
 
+@dataclass
+class Record:
+    """What x-transformers' blocks return beside their hidden states."""
+
+    scores: Tensor | None = None
+
+
+class Attributes(nn.Module):
+    """Blocks that no list holds, which return a record of their own class."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Record]:
+            scores = self.own(x)
+            return x + scores.tanh(), Record(scores)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = self.Block(), self.Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(self.stem(x))[0])[0])
+
+
 # -- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -220,13 +248,13 @@ class Counts(nn.Module):
         return x
 
 
-class NoList(nn.Module):
+class Single(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.one = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x))
+        return self.one(x)
 
 
 class Fails(nn.Module):
