@@ -31,15 +31,12 @@ from colossus.convert.swap import (
     Swap,
     Swapper,
     is_linear,
-    weight_shape,
 )
 from colossus.layers.linear import Linear, share_input
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import is_chain
 from colossus.registry import nearest
 
-#: how transformers' plans of tensor parallelism call what we call column and row
-_KIND_OF_PLAN = {"colwise": COLUMN, "rowwise": ROW}
 #: what a rule of a kind names, where that is no linear
 _WHAT = {EXPERTS: "modules of experts", TORCH: "modules"}
 
@@ -158,7 +155,7 @@ def _converted(
         given = {name: TORCH for name, module in model.named_modules() if isinstance(module, TABLES)}
     found, note = Pairs(), ""
     if context.size("tensor") > 1:
-        found, note = _found_pairs(model, make_trial, examples, linears, given)
+        found, note = _found_pairs(make_trial, examples, given)
     over_ranks = dict.fromkeys(experts, EXPERTS) if context.grid.expert_axes else {}
     used_past = {name: TORCH for name in found.used_past if given.get(name) not in (COLUMN, ROW)}
     kinds = {**over_ranks, **found.splits, **given, **used_past}
@@ -232,39 +229,15 @@ def _by_rules(
 
 
 def _found_pairs(
-    model: nn.Module,
-    make_trial: Callable[[], nn.Module],
-    examples: Sequence[Any],
-    linears: Sequence[str],
-    given: Container[str],
+    make_trial: Callable[[], nn.Module], examples: Sequence[Any], given: Container[str]
 ) -> tuple[Pairs, str]:
-    """The pairs of a model beside those that are given, and why they are not looked for in a run of it."""
-    why = "no example is given, so no pairs are looked for"
-    if examples:
-        try:
-            return find_pairs(make_trial, examples, model_parallel_of(current_context()), given), ""
-        except ValueError as error:
-            why = str(error)
-    kinds, problem = _by_own_plan(model, linears)
-    what = problem or ("those of the model's own plan are taken" if kinds else "")
-    return Pairs(kinds), "; ".join(filter(None, (why, what)))
-
-
-def _by_own_plan(model: nn.Module, linears: Sequence[str]) -> tuple[dict[str, str], str]:
-    """What transformers' models say of themselves, ``{"layers.*.mlp.up_proj": "colwise"}``; or why it is not taken."""
-    plan = getattr(model, "_tp_plan", None) or {}
-    shardings = model_parallel_of(current_context()).shardings
-    assert shardings is not None
-    kinds: dict[str, str] = {}
-    for pattern, theirs in plan.items():
-        for name in linears:
-            if (kind := _KIND_OF_PLAN.get(theirs)) and fnmatchcase(name, pattern):
-                kinds[name] = kind
-                out_features, in_features = weight_shape(model.get_submodule(name))
-                problems = shardings.choose(kind, in_features, {"": out_features})
-                if isinstance(problems, list):
-                    return {}, f"the model's own plan has {name} as {theirs}, but {problems[0]}"
-    return kinds, ""
+    """Return the pairs of a model beside those that are given, and why none are looked for."""
+    if not examples:
+        return Pairs(), "no example is given, so no pairs are looked for"
+    try:
+        return find_pairs(make_trial, examples, model_parallel_of(current_context()), given), ""
+    except ValueError as error:  # what a plan of the model's own says is not tried: a step could refuse it
+        return Pairs(), str(error)
 
 
 def _name_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
