@@ -100,7 +100,7 @@ def groups_of(*plans: MovePlan) -> tuple[AxisGroup, ...]:
 
 def note_weight(groups: Sequence[AxisGroup], weight: Tensor) -> None:
     """Tell these groups that the collectives which follow belong to products of ``weight``."""
-    if torch.compiler.is_compiling():
+    if not groups or torch.compiler.is_compiling():
         return
     subject = spec_of(weight).subject
     for group in groups:
