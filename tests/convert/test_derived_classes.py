@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.long import long
 from helpers.ranks import run_ranks
 from helpers.user_models.cases import BATCH, WIDTH, UserModel, classify, features, integers
 from helpers.user_models.table import fill, twins
@@ -80,7 +81,7 @@ NORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", ["data 2", "2d 4"])
+@pytest.mark.parametrize("plan", ["data 2", *long("data 2 zero 3", "2d 4")])
 def test_batch_norms_take_the_statistics_of_all_ranks(plan: str) -> None:
     for cell in fill(NORMS, [plan], twins(NORMS)):
         assert cell.outcome == "equal", f"{cell.model}: {cell.words}"
@@ -204,8 +205,9 @@ def _tokens(step: int) -> dict[str, Any]:
     return {"inputs": integers(step, 11, BATCH, 4), "labels": integers(step + 1, 11, BATCH, 4)}
 
 
-def test_and_compute_what_they_did() -> None:
+@pytest.mark.parametrize("plan", ["1d 2", *long("data 2 zero 3", "2d 4")])
+def test_and_compute_what_they_did(plan: str) -> None:
     example = torch.ones(2, 4, dtype=torch.long)
     linears = unchanged("linears", Linears, _tokens, classify, example=example)
-    for cell in fill([linears], ["data 2 zero 3", "1d 2", "2d 4"], twins([linears])):
+    for cell in fill([linears], [plan], twins([linears])):
         assert cell.outcome == "equal", f"{cell.plan}: {cell.words}"

@@ -71,8 +71,17 @@ HOOKED = UserModel("hooked", lambda kit: Hooked() if kit is PlainKit else swappe
 
 
 STEP = Plan(2, dict(tensor=dict(mode="1d", size=2, weights="step")), dict(type="1f1b", microbatches=2))
-OFTEN = ["microbatches 2", "data 2 zero 3", "1d 2", "2d 4", "1d 2 step"]
-SELDOM = ["one process", "data 2", "data 2 zero 1", "pipeline 2 zb-h1", "3d 4 (2,1,2)", "2.5d 8", "data 2 x 1d 2"]
+OFTEN = ["microbatches 2", "data 2 zero 3", "1d 2", "1d 2 step"]
+SELDOM = [
+    "one process",
+    "2d 4",
+    "data 2",
+    "data 2 zero 1",
+    "pipeline 2 zb-h1",
+    "3d 4 (2,1,2)",
+    "2.5d 8",
+    "data 2 x 1d 2",
+]
 
 
 @pytest.mark.parametrize("plans", [OFTEN, pytest.param(SELDOM, marks=pytest.mark.long)], ids=["often", "seldom"])
