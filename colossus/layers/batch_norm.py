@@ -85,8 +85,8 @@ class _BatchNorm(Layer):
         self.register_buffer("num_batches_tracked", torch.tensor(0, dtype=torch.long) if tracked else None)
         self.parallel.interleaves_microbatches = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self._checked(to_whole(x))
+    def forward(self, input: Tensor) -> Tensor:
+        x = self._checked(to_whole(input))
         self.record_uses(self.parallel.regions.whole)
         of_batch = self.training or self.running_mean is None
         is_updated = self.training and self.running_mean is not None and not is_recomputation()

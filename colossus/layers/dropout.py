@@ -33,11 +33,11 @@ class Dropout(Layer):
             raise located_error(f"Dropout: p = {p} is not in [0, 1)")
         self.p = p
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0.0 or not x.numel():
-            return x
-        placement = placement_of(x)
-        return wrap(self.drop(plain(x), placement or self.parallel.whole_placement), placement)
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0 or not input.numel():
+            return input
+        placement = placement_of(input)
+        return wrap(self.drop(plain(input), placement or self.parallel.whole_placement), placement)
 
     def drop(self, x: Tensor, placement: Placement) -> Tensor:
         """A plain local tensor that is split as ``placement`` says, some elements zero, the others over 1 - p."""

@@ -86,11 +86,11 @@ class Embedding(Layer):
         self._looked_up = looked_up
         self.decide_gradients(self.weight, looked_up)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.sharding is not None:
-            self.require_batch(ids)
-        target, place = self.return_layout, sequence_place(ids)
-        y = self._rows(local(ids), target)
+            self.require_batch(input)
+        target, place = self.return_layout, sequence_place(input)
+        y = self._rows(local(input), target)
         return wrap(y, Placement.standard(self.parallel, target, target, y.dim(), place))
 
     def _rows(self, ids: Tensor, target: Activation) -> Tensor:

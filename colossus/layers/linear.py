@@ -138,16 +138,16 @@ class Linear(MatmulLayer):
         ways = self.context.size(features) if features else 1
         self.local_outputs = [out // ways for out in self.outputs.values()]
 
-    def forward(self, x: Tensor) -> Any:
-        local, at = unwrap(x, self.parallel)
+    def forward(self, input: Tensor) -> Any:
+        local, at = unwrap(input, self.parallel)
         if self.sharding is None:
             y = self._outputs(product(local, self.weight, self.bias))
             return tuple(wrap(output, at) for output in y) if self.is_fused else wrap(y, at)
         self.require_batch(local)
         target = self.parallel.regions.inner if self.split == "column" else at.return_layout
         source = at.activation
-        if self.shared_input is not None and x.requires_grad and torch.is_grad_enabled():
-            local, source = self.shared_input.take(x, local, source, self), self.sharding.x
+        if self.shared_input is not None and input.requires_grad and torch.is_grad_enabled():
+            local, source = self.shared_input.take(input, local, source, self), self.sharding.x
         y = self._product(local, source, target)
         placement = at.moved(target, local.dim())
         if not self.is_fused:

@@ -68,10 +68,10 @@ class LMHead(MatmulLayer):
         tied = None if tied_to is None else tied_to.weight
         self.make_weights(hidden_size, {"": vocab_size}, bias, self.bias_layout, tied=tied, **inits)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.sharding is None:
-            return product(x, self.weight, self.bias)
-        local, at = unwrap(x, self.parallel)
+            return product(input, self.weight, self.bias)
+        local, at = unwrap(input, self.parallel)
         self.require_batch(local)
         inner = self.parallel.regions.inner
         y = self.multiply(local, self._gathered_bias(), at.activation, inner)

@@ -108,6 +108,9 @@ class LayerNorm(_Norm):
         self.weight = self._parameter(1.0, init, dtype) if elementwise_affine else None
         self.bias = self._parameter(0.0, bias_init, dtype) if elementwise_affine and bias else None
 
+    def forward(self, input: Tensor) -> Tensor:  # as torch's argument is called
+        return super().forward(input)
+
     def _normalize(self, x: Tensor) -> Tensor:
         # the kernel computes in float32 inside, but on accelerators under autocast it returns that, too
         weight, bias = _as_wide_as(x, self.weight), _as_wide_as(x, self.bias)

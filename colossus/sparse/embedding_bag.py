@@ -79,9 +79,9 @@ class EmbeddingBag(Layer):
         self.weight = self.make_parameter({"": (num_embeddings, embedding_dim)}, layout, init, dtype=dtype)
         self.decide_gradients(self.weight, self.looked_up)
 
-    def forward(self, ids: Tensor, offsets: None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        place = require_whole_bags(ids, offsets, self.title)
-        ids, user = local(ids), self.parallel.regions.whole
+    def forward(self, input: Tensor, offsets: None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        place = require_whole_bags(input, offsets, self.title)
+        ids, user = local(input), self.parallel.regions.whole
         if row_source(self.weight) is None:
             check_range(ids, self.num_embeddings, f"{self.title}: ids")
         if per_sample_weights is not None:
