@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.error_place import located_error
 from colossus.layout.layout import Layout
-from colossus.layout.operators import LIKE_FIRST
+from colossus.layout.operators import LIKE_FIRST, PASSED_ON
 from colossus.layout.parameter import ParameterSpec, attach, spec_of
 from colossus.layout.parameter_hooks import guard_hooks, guarded
 from colossus.layout.part_rules import split_dims_of_result
@@ -182,6 +182,12 @@ def _checked(func: Function, types: Any, args: tuple[Any, ...], kwargs: dict[str
     # what runs without gradients, and as an operator or with an output, is a compiled graph: its layers were checked
     # when they were traced
     is_of_graph = isinstance(func, OpOverload) or (kwargs.get("out") is not None and not torch.is_grad_enabled())
+    if name in PASSED_ON:
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+    if name == "__get__":  # of a property that is no tensor, as a compiler asks for
+        told = torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        if not isinstance(told, Tensor):
+            return told
     is_sent = str(getattr(func, "__module__", "")).startswith("torch.distributed.")  # by hand, among ranks with parts
     if (
         is_of_graph
