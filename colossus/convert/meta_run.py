@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from colossus.construct.allocate import construct_again, has_values
 from colossus.convert.forward_flow import ForwardFlow, call_model, standing_in
@@ -105,8 +105,22 @@ class _HideDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:  # it compares devices before any operator is called
+            args, kwargs = _on_one_device(args, kwargs)
+        out = func(*args, **kwargs)
         return torch.device("cpu") if isinstance(out, torch.device) and out.type == "meta" else out
+
+
+def _on_one_device(args: Any, kwargs: Any) -> Any:
+    """Return the arguments, all on the meta device if one is: what was written to a ``new_empty`` is not."""
+    with torch._C.DisableTorchFunction():  # a build hides the device
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        with_values = {id(tensor) for tensor in tensors if tensor.device.type != "meta"}
+    if len(with_values) == len(tensors):
+        return args, kwargs
+    with _disable_current_modes():  # else one that depends on no parameter keeps its values
+        return tree_map(lambda leaf: leaf.to("meta") if id(leaf) in with_values else leaf, (args, kwargs))
 
 
 def _with_values(leaf: Any) -> Any:
