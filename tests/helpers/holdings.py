@@ -17,7 +17,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 #: of the allocator's memory some megabytes come with the first engines and stay
-ALLOWANCE = 6 << 20
+ALLOWANCE = 8 << 20
 _libc = ctypes.CDLL(None)
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8
 
