@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -116,6 +117,6 @@ def _stoppable(run: Callable[[], int]) -> int:
         print("colossus: stopped by Ctrl-C", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has gone; nothing is left to say, also not at exit.
+        # the reader (head, less) has gone: nothing is left to say, also not at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 128 + signal.SIGPIPE

@@ -27,7 +27,8 @@ overrides are section.key=value and win over the file:
 EXIT_CODES = (
     "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 3 verify or diff found a\n"
     "            difference, 130 stopped by Ctrl-C, 129 by a hang-up, 143 by SIGTERM, SIGUSR1 or SIGUSR2 (a\n"
-    "            batch system); under torchrun the exit code is torchrun's own, 1 whatever the rank's was\n"
+    "            batch system); 141 what reads the output has ended (not of a run that trains, which goes\n"
+    "            on without); under torchrun the exit code is torchrun's own, 1 whatever the rank's was\n"
 )
 
 #: what a command line calls a checkpoint, for ``--help``

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from colossus.config import Config
 from colossus.context.grid import build_grid
 from colossus.launch.agent import Job, kept_signals, run_workers
+from colossus.launch.lasting_output import lasting_output
 from colossus.launch.memory_folder import made_memory_folder
 from colossus.launch.outcome import Outcome
 from colossus.launch.report import report
@@ -14,6 +15,7 @@ from colossus.launch.restarts import Restarts
 from colossus.launch.resume import RunStart
 
 
+@lasting_output()
 def run_attempts(job: Job, config: Config, begin: Callable[[], RunStart]) -> int:
     """Run this node's workers until they are through, or have failed for the last time; print how each attempt ended.
 

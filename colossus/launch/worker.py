@@ -24,6 +24,7 @@ from colossus.config import Config, ConfigError, Named, load_config
 from colossus.context.grid import build_grid
 from colossus.launch import failures, run_folder
 from colossus.launch.checks import is_on_cuda, ranks_may_share
+from colossus.launch.lasting_output import lasting_output
 from colossus.launch.rank_failure import RankRun, fail, flush, watch_nccl, write_hard_end
 from colossus.launch.report import stopped_line
 from colossus.launch.restarts import note_restart, order_of_restart
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     return run_worker(config, overrides, run_dir=run_dir, resume=resume or None)
 
 
+@lasting_output()
 def run_worker(
     config_path: str,
     overrides: Sequence[str],

@@ -236,7 +236,7 @@ def test_ranks_end_with_what_has_started_them(rotary: WeightSource, tmp_path: Pa
     wait_for(lambda: not any(map(is_running, ranks)), *ranks)
 
 
-def test_a_reader_that_goes_is_no_error(rotary: WeightSource, tmp_path: Path) -> None:
+def test_a_reader_that_goes_leaves_an_exit_code_and_no_traceback(rotary: WeightSource, tmp_path: Path) -> None:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:  # a process whose standard output nobody reads
@@ -251,7 +251,7 @@ def test_a_reader_that_goes_is_no_error(rotary: WeightSource, tmp_path: Path) ->
     os.close(write)
     assert os.read(read, 8).startswith(b"abc")
     os.close(read)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGPIPE
     assert "Traceback" not in (tmp_path / "err").read_text()
 
 

@@ -1,0 +1,53 @@
+"""Standard output and errors of a run, which goes on when nobody can be written to any more."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Let no write to standard output or to standard errors raise inside of the block.
+
+    The reader of a pipe may end before the run (``| head``, a ``tee`` that Ctrl-C has killed), a disk may be full, a
+    stream may have been closed from the start (``>&-``). A run that trains is not to end by what it says of itself.
+    """
+    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+    try:
+        for name, stream in streams.items():
+            setattr(sys, name, _lasting(stream))
+        yield
+    finally:
+        for name, stream in streams.items():
+            setattr(sys, name, stream)
+
+
+class _LastingFile(io.FileIO):
+    """A descriptor that leads to the null device from the first write on that fails."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            return len(data)
+
+
+def _lasting(stream: Any) -> Any:
+    """Return the stream with a descriptor that lasts; a stream of a test without a descriptor as it is."""
+    if stream is None:  # closed before the process began
+        return open(os.devnull, "w")  # noqa: SIM115
+    try:
+        stream.flush()
+        file = _LastingFile(stream.fileno(), "w", closefd=False)
+    except (OSError, ValueError, AttributeError):
+        return stream
+    # unbuffered, as Python's own under -u: a print of a process that is killed later is not lost
+    return io.TextIOWrapper(file, stream.encoding, "backslashreplace", write_through=True)  # type: ignore[type-var]
