@@ -18,6 +18,7 @@ import re
 import shutil
 import stat
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from colossus.checkpoint.durable import flush_folder, remove, write_flushed
@@ -71,13 +72,32 @@ def named(root: Path) -> dict[Path, int]:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The folders in ``root`` with the name and the manifest of a checkpoint, the oldest first: by the time of the
-    manifest, not by the step, since a run may have gone back. Whether they are intact is not looked at."""
-    found = []
+    """Return the folders in ``root`` with the name and the manifest of a checkpoint, the oldest first. Whether they are
+    intact is not looked at.
+
+    They are ordered by when they were saved, since a run may have gone back, as their manifests say: a copy of a folder
+    need not keep the times of its files.
+    """
+    dated = []
     for path, step in named(root).items():
         with contextlib.suppress(OSError):
-            found.append(((path / MANIFEST).stat().st_mtime, step, path))
-    return [path for _, _, path in sorted(found)]
+            dated.append((_saved_at(path, (path / MANIFEST).stat().st_mtime_ns), step, path))
+    return [path for _, _, path in sorted(dated)]
+
+
+def newer(path: Path) -> list[Path]:
+    """Return the checkpoints beside ``path`` that were saved after it, the oldest first."""
+    ordered = checkpoints(path.parent)
+    return ordered[ordered.index(path) + 1 :] if path in ordered else []
+
+
+@lru_cache(maxsize=1024)
+def _saved_at(path: Path, modified_ns: int) -> float:
+    """Return when a checkpoint was saved, in seconds since 1970; of one whose manifest is damaged the file's time."""
+    try:
+        return read_manifest(path).saved_at
+    except CheckpointError:
+        return modified_ns / 1e9
 
 
 def find_latest(
@@ -236,7 +256,7 @@ def prune(root: Path, keep_last: int, keep_every: int) -> None:
     """Remove those that were replaced by one of the same step, and old ones: all but the ``keep_last`` newest, those
     whose step is a multiple of ``keep_every``, and those that ``best`` names.
 
-    What ``latest`` names counts as the newest, whatever the clock says. One that is damaged does not count.
+    What ``latest`` names counts as the newest. One that is damaged does not count.
 
     Args:
         keep_last: 0 keeps all.

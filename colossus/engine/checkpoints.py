@@ -285,6 +285,13 @@ class Checkpoints(Saves):
             if self.goes_on and self._config.every and self._run.context.is_logging_rank:
                 # perhaps an older one: a run that is killed before its next save goes on with this branch
                 folder.name_latest(found)
+                if left := folder.newer(found):
+                    log.warning(
+                        "%s goes on from %s, but holds newer checkpoints: %s. Saves of this run replace those of the "
+                        "same step, and remove them as old ones by checkpoint.keep_last = %d; copy what you want to "
+                        "keep, or give another --run-dir",
+                        found.parent, found.name, ", ".join(path.name for path in left), self._config.keep_last,
+                    )  # fmt: skip
         return found
 
     def _read_newest(

@@ -43,7 +43,7 @@ class _LastingFile(io.FileIO):
 def _lasting(stream: Any) -> Any:
     """Return the stream with a descriptor that lasts; a stream of a test without a descriptor as it is."""
     if stream is None:  # closed before the process began
-        return open(os.devnull, "w")  # noqa: SIM115
+        return open(os.devnull, "w")
     try:
         stream.flush()
         file = _LastingFile(stream.fileno(), "w", closefd=False)
