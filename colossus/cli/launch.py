@@ -23,7 +23,9 @@ def make_parser() -> Parser:
     )
     parser.add_file()
     parser.add_nproc("processes on each node (default: the product of the sizes over the nodes)")
-    parser.add_argument("--run-dir", metavar="DIR", help="folder of metrics and config (default: runs/<name>-<time>)")
+    parser.add_argument(
+        "--run-dir", metavar="DIR", help="folder of metrics and config (default: runs/<name>-<time>, UTC)"
+    )
     parser.add_argument(
         "--nnodes",
         type=_node_range,

@@ -29,7 +29,9 @@ LOCK, RANK_LOCK = "run.lock", "rank.lock"
 
 
 def default_folder(name: str, root: Path = Path("runs"), *, make: bool = False) -> Path:
-    """``runs/<name>-<YYYYmmdd-HHMMSS>``, with ``-2``, ``-3`` after it when that is taken already.
+    """Return ``runs/<name>-<YYYYmmdd-HHMMSS>``, with ``-2``, ``-3`` after it when that is taken already.
+
+    The time is UTC: a container and its host, whose local times may differ, agree which run is the newest.
 
     Args:
         make: make it; no other launch can have made the same then.
@@ -37,7 +39,7 @@ def default_folder(name: str, root: Path = Path("runs"), *, make: bool = False) 
     Raises:
         ConfigError: when it cannot be made.
     """
-    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     for number in itertools.count(1):
         folder = root / (stem if number == 1 else f"{stem}-{number}")
         if folder.exists():

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from helpers.launching import (
     LAUNCH,
     TINY,
@@ -82,3 +83,16 @@ def test_ctrl_c_while_the_config_is_checked_is_one_line(tmp_path: Path) -> None:
         assert (process.returncode, err) == (130, "colossus: stopped by Ctrl-C\n")
         (tmp_path / "begun").unlink()
     assert not (tmp_path / "runs").exists()
+
+
+def test_default_names_follow_each_other_in_every_time_zone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container in UTC, then its host some hours behind."""
+    try:
+        for zone in ("UTC", "XYZ+9"):  # 9 hours behind
+            monkeypatch.setenv("TZ", zone)
+            time.tzset()
+            folder = run_folder.default_folder("words", tmp_path, make=True)
+            assert run_folder.of_name("words", tmp_path)[0] == folder
+    finally:
+        monkeypatch.undo()
+        time.tzset()
