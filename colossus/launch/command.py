@@ -61,7 +61,10 @@ def run(
     if max_restarts is not None:
         overrides = [*overrides, f"launch.restarts.max={max_restarts}"]
     try:
-        joined = worker_variables(os.environ)
+        if nnodes[1] > 1 and slurm.is_one_of_a_node(os.environ):
+            joined, rdzv_endpoint = None, rdzv_endpoint or slurm.meeting_point(os.environ)
+        else:
+            joined = worker_variables(os.environ)
         if joined is not None:
             if dry_run:
                 raise ConfigError("--dry-run starts nothing: give it without torchrun or srun")
@@ -107,15 +110,24 @@ def run(
 
 
 def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """torch's variables when torchrun or srun has started this process as one of the ranks, else None.
+    """Return torch's variables when torchrun or srun has started this process as one of the ranks, else None.
 
     Raises:
-        ConfigError: when SLURM's variables cannot be understood.
+        ConfigError: when SLURM's variables cannot be understood; when mpirun has started it as one of several.
     """
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if all(name in environ for name in needed):
         return {name: environ[name] for name in (*needed, "LOCAL_WORLD_SIZE") if name in environ}
-    return slurm.torch_variables(environ) if slurm.is_task(environ) else None
+    if slurm.is_task(environ):
+        return slurm.torch_variables(environ)
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # of Open MPI; of MPICH, Intel MPI
+        if environ.get(name, "1") != "1":
+            raise ConfigError(
+                f"mpirun has started this command {environ[name]} times, as runs of their own ({name}): start it once, "
+                f"without mpirun, with --nproc {environ[name]}; on several nodes once on each, with --nnodes and "
+                f"--rdzv-endpoint; or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process"
+            )
+    return None
 
 
 def _join(

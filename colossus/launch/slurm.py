@@ -43,6 +43,22 @@ def is_task(environ: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environ and "SLURM_LOCALID" in environ and int(tasks) > 1
 
 
+def is_one_of_a_node(environ: Mapping[str, str]) -> bool:
+    """Return whether srun has started one task on each node, which can start the ranks of its node."""
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    return is_task(environ) and {*tasks_per_node(counts)} == {1}
+
+
+def meeting_point(environ: Mapping[str, str]) -> str:
+    """Return host:port at which the nodes of a job step meet: a port of their first node.
+
+    Raises:
+        ConfigError: as `torch_variables`.
+    """
+    variables = torch_variables(environ)
+    return f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
+
+
 def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of this task; set ones are kept.
 

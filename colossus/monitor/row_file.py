@@ -13,7 +13,8 @@ from typing import Any
 
 
 class RowFile:
-    """Rows are appended. A disk that takes none is one warning, and training goes on without them.
+    """Rows are appended. A disk that takes none is one warning, and training goes on without them; a file that somebody
+    has removed is made again, after a warning.
 
     Args:
         last_step: of a run that goes on: the rows behind it come again, so they are cut off. None leaves all.
@@ -21,14 +22,15 @@ class RowFile:
 
     def __init__(self, path: Path, last_step: int | None = None) -> None:
         self._path, self._has_warned = path, False
-        path.parent.mkdir(parents=True, exist_ok=True)
         if last_step is not None:
             _keep_rows(path, last_step)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = self._open()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Whatever happens next, the line is in the file."""
+        """Append a row: whatever happens next, its line is in the file."""
         try:
+            if os.fstat(self._file).st_nlink == 0:
+                self._make_again()
             append_whole(self._file, (json.dumps(row) + "\n").encode())
         except OSError:
             if not self._has_warned:
@@ -37,9 +39,18 @@ class RowFile:
                 print(f"colossus: {told}", file=sys.stderr)
 
     def flush(self) -> None:
-        """To the disk."""
+        """Write what was appended to the disk."""
         with suppress(OSError):
             os.fsync(self._file)
+
+    def _open(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def _make_again(self) -> None:
+        removed, self._file = self._file, self._open()
+        os.close(removed)
+        print(f"colossus: {self._path} was removed: a new one has the rows from here on", file=sys.stderr)
 
 
 def append_whole(file: int, line: bytes) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from helpers.launching import finish, rows_of, start_slurm_tasks
 
 from colossus.config import ConfigError
 from colossus.launch import slurm
@@ -95,3 +98,22 @@ def test_a_missing_variable_says_what_to_set(missing: str, hint: str) -> None:
     environ = {key: value for key, value in TASK.items() if key != missing}
     with pytest.raises(ConfigError, match=f"{missing} is not set: {hint}"):
         worker_variables(environ)
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_what_mpirun_starts_several_times_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"mpirun has started this command 2 times.*{name}.*--nproc 2"):
+        worker_variables({name: "2"})
+    assert worker_variables({name: "1"}) is None
+    assert worker_variables({name: "2", **TORCHRUN}) == TORCHRUN
+
+
+def test_one_task_of_a_node_starts_its_ranks(tmp_path: Path) -> None:
+    """``srun --ntasks-per-node 1 colossus launch FILE --nnodes 2 --nproc 2``, both nodes being this machine."""
+    tasks = start_slurm_tasks(
+        tmp_path, "--nnodes", "2", "--nproc", "2", "--run-dir", "run", "parallel.data=4", "train.steps=3",
+        SLURM_TASKS_PER_NODE="1(x2)",
+    )  # fmt: skip
+    ended = [finish(task) for task in tasks]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3]

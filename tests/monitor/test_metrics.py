@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from colossus.comm import accounting
 from colossus.engine.fit import fit
 from colossus.monitor.display import Display
 from colossus.monitor.metrics import Metrics
+from colossus.monitor.row_file import RowFile
 
 KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "memory_bytes", "time"]
 
@@ -74,6 +76,20 @@ def test_a_disk_that_is_full_for_a_while_leaves_whole_rows(
     assert [row["step"] for row in rows_of(path)] == [1, 4]
     told = f"colossus: rows are missing in {path} (is the disk full?); training goes on\n"
     assert capfd.readouterr().err == told
+
+
+@pytest.mark.parametrize("removed", ["file", "folder"])
+def test_a_file_that_somebody_has_removed_is_made_again(
+    removed: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    file = RowFile(path)
+    for step in (1, 2, 3, 4):
+        file.append({"step": step})
+        if step == 2:
+            path.unlink() if removed == "file" else shutil.rmtree(path.parent)
+    assert [row["step"] for row in rows_of(path)] == [3, 4]
+    assert capfd.readouterr().err == f"colossus: {path} was removed: a new one has the rows from here on\n"
 
 
 def test_plain_lines(tmp_path: Path) -> None:
