@@ -112,14 +112,19 @@ class BlockRuns:
 
 
 def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
-    """Gather a block that is freed within a step before its module's forward and backward, and let it go after each."""
+    """Gather a block that is freed within a step before its module's forward and backward, and let it go after each.
+
+    A copy of the module has the same hooks, which do nothing there: its parameters are rows, which refuse to be used.
+    """
 
     #: of the last forward: what stands for it, whether the gradients of its inputs tell that its backward is over, and
     #: the number of the first node that it makes
     call, is_left_by_input, first_node = object(), False, 0
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(called: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal call, is_left_by_input, first_node
+        if called is not module:
+            return
         runs.gather(block)
         first_node = torch._C._autograd._get_sequence_nr()
         if torch.is_grad_enabled() and not block.in_backward:
@@ -131,7 +136,9 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
             for node in nodes:
                 node.register_prehook(lambda _: runs.leave_backward(block, this))
 
-    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def after(called: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if called is not module:
+            return
         if torch.is_grad_enabled():
             this, is_seen = call, is_left_by_input
             nodes = _nodes(output)
