@@ -28,6 +28,7 @@ class _Buffer:
     """A buffer by its place, since a forward may put another tensor there.
 
     Attributes:
+        home: the tensor that was there when the step began.
         seen: the tensor that was there at the last look, and how often it had been written to.
         value: a copy of it, where values are compared: of what is written as ``buffer.data`` torch counts nothing.
         is_written: its value has changed although torch counted nothing.
@@ -36,6 +37,7 @@ class _Buffer:
     module: nn.Module
     name: str
     path: str
+    home: Tensor | None = None
     seen: tuple[Tensor | None, int] = (None, 0)
     value: Tensor | None = None
     is_written: bool = False
@@ -58,14 +60,19 @@ class _Buffer:
         self.is_written = self.value is not None and not torch.equal(x, self.value)
         return self.is_written
 
-    def put(self, value: Tensor) -> None:
-        """Give it a value: in place, but where a forward has put a new tensor, which its backward may have saved."""
-        x = self.tensor
-        if x is None or x is not self.seen[0] or x.is_inference():
-            self.module._buffers[self.name] = value.clone()
-        else:
-            x.copy_(value)
+    def put(self, new: Tensor) -> None:
+        """Let a new tensor take its place: the backward of an earlier microbatch may have saved the one that is there."""
+        self.module._buffers[self.name] = new
         self.look(keep_value=self.value is not None)
+
+    def go_home(self) -> None:
+        """Write its value into the tensor that was there when the step began: others may refer to that."""
+        x, home = self.tensor, self.home
+        if x is None or home is None or x is home or home.is_inference() or x.shape != home.shape:
+            return
+        home.copy_(x)
+        self.module._buffers[self.name] = home
+        self.look()
 
 
 class ForwardBuffers:
@@ -89,6 +96,7 @@ class ForwardBuffers:
     def begin(self) -> None:
         """Begin a step or an evaluation: what has been written since the last one is not a forward's."""
         for buffer in self._buffers:
+            buffer.home = buffer.tensor
             buffer.look(keep_value=self._is_first_step)
 
     def sync(self) -> None:
@@ -99,8 +107,7 @@ class ForwardBuffers:
         """Bring together what the last forward, or one that was recomputed, has changed."""
         self.sync()
         self._is_first_step = False
-        for buffer in self._buffers:
-            buffer.value = None
+        self._settle()
 
     def end_evaluation(self) -> None:
         """Bring together what an evaluation has changed, of which ranks may have had no sample. Collective."""
@@ -108,6 +115,14 @@ class ForwardBuffers:
             own = {buffer.path for buffer in self._buffers if buffer.has_changed()}
             paths = set[str]().union(*all_gather_object(own, self._group))
             self._sync([buffer for buffer in self._buffers if buffer.path in paths])
+            self._settle()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        for buffer in self._buffers:
+            buffer.value = None
+            buffer.go_home()
+            buffer.home = None
 
     @torch.no_grad()
     def _sync(self, changed: list[_Buffer]) -> None:
@@ -116,13 +131,14 @@ class ForwardBuffers:
             if (x := buffer.tensor) is not None:
                 by_dtype.setdefault(x.dtype, []).append((buffer, x))
         differing: list[str] = []
+        new: dict[int, Tensor] = {}  # by id of the old one: a buffer of two modules stays one
         for pairs in by_dtype.values():
             common = self._common(torch.cat([x.reshape(-1) for _, x in pairs]))
             for (buffer, x), part in zip(pairs, common.split([x.numel() for _, x in pairs]), strict=True):
                 if buffer.path not in self._known:  # once: to compare waits for a device
                     self._known.add(buffer.path)
                     differing += [] if torch.equal(x.reshape(-1), part) else [buffer.path]
-                buffer.put(part.view(x.shape))
+                buffer.put(new.setdefault(id(x), part.view(x.shape).clone()))
         if differing and self._logs:
             what = "averaged over them" if self._how == "average" else "taken from the first of them"
             log.warning(
