@@ -13,7 +13,7 @@ from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data_parallel.zero.blocks import by_block, in_buckets
-from colossus.data_parallel.zero.prefetch import BlockRuns, run_around
+from colossus.data_parallel.zero.prefetch import BlockRuns, ModuleHook, run_around
 from colossus.data_parallel.zero.row_gradients import RowGradients
 from colossus.data_parallel.zero.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
@@ -127,8 +127,8 @@ class ParameterStore:
         if root:
             self.blocks.insert(0, ShardedBlock(root, group_of, context, "step", stage, offload))
         self._lasting = [block for block in self.blocks if not block.is_transient]
-        self._model.register_forward_pre_hook(lambda *_: self._before_model(), prepend=True)
-        self._model.register_forward_hook(lambda *_: self._after_model())
+        self._model.register_forward_pre_hook(ModuleHook(lambda *_: self._before_model()), prepend=True)
+        self._model.register_forward_hook(ModuleHook(lambda *_: self._after_model()))
         for block in self.blocks:
             self._stored_as |= block.stored
             self._summed_as |= block.summed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -111,6 +111,25 @@ class BlockRuns:
         self._ahead = None
 
 
+class ModuleHook:
+    """A hook of ZeRO on a user's module. A copy of the module shares it; a pickle of the module is refused."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(
+            "a model under parallel.zero cannot be pickled: this rank has rows of its parameters. Pickle "
+            "colossus.plain(engine), which is the model in one process, or save a checkpoint (engine.checkpoints.save)"
+        )
+
+
 def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
     """Gather a block that is freed within a step before its module's forward and backward, and let it go after each.
 
@@ -155,8 +174,8 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
         block.after_forward()
         runs.after_release()
 
-    module.register_forward_pre_hook(uncompiled(before), with_kwargs=True, prepend=True)
-    module.register_forward_hook(uncompiled(after), with_kwargs=True)
+    module.register_forward_pre_hook(ModuleHook(uncompiled(before)), with_kwargs=True, prepend=True)
+    module.register_forward_hook(ModuleHook(uncompiled(after)), with_kwargs=True)
 
 
 def _nodes(nest: Any, device: torch.device | None = None) -> list[Node]:
