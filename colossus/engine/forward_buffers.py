@@ -61,7 +61,7 @@ class _Buffer:
         return self.is_written
 
     def put(self, new: Tensor) -> None:
-        """Let a new tensor take its place: the backward of an earlier microbatch may have saved the one that is there."""
+        """Put a new tensor there: the backward of an earlier microbatch may have saved the one that is there."""
         self.module._buffers[self.name] = new
         self.look(keep_value=self.value is not None)
 

@@ -127,8 +127,9 @@ class ParameterStore:
         if root:
             self.blocks.insert(0, ShardedBlock(root, group_of, context, "step", stage, offload))
         self._lasting = [block for block in self.blocks if not block.is_transient]
-        self._model.register_forward_pre_hook(ModuleHook(lambda *_: self._before_model()), prepend=True)
-        self._model.register_forward_hook(ModuleHook(lambda *_: self._after_model()))
+        model = self._model
+        model.register_forward_pre_hook(ModuleHook(model, lambda *_: self._before_model()), prepend=True)
+        model.register_forward_hook(ModuleHook(model, lambda *_: self._after_model()))
         for block in self.blocks:
             self._stored_as |= block.stored
             self._summed_as |= block.summed

@@ -112,38 +112,40 @@ class BlockRuns:
 
 
 class ModuleHook:
-    """A hook of ZeRO on a user's module. A copy of the module shares it; a pickle of the module is refused."""
+    """A hook of ZeRO on a user's module. A copy of the module has it, too, and so is refused when it is called: its
+    parameters are rows that nothing gathers. A pickle is refused."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self._module, self._function = module, function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+    def __call__(self, called: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if called is not self._module:
+            raise ValueError(_refusal("a copy of a model under parallel.zero cannot be called"))
+        return self._function(called, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise ValueError(
-            "a model under parallel.zero cannot be pickled: this rank has rows of its parameters. Pickle "
-            "colossus.plain(engine), which is the model in one process, or save a checkpoint (engine.checkpoints.save)"
-        )
+        raise ValueError(_refusal("a model under parallel.zero cannot be pickled"))
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"{what}: this rank has rows of its parameters. Take colossus.plain(engine), which is the model in one process, "
+        f"or save a checkpoint (engine.checkpoints.save)"
+    )
 
 
 def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
-    """Gather a block that is freed within a step before its module's forward and backward, and let it go after each.
-
-    A copy of the module has the same hooks, which do nothing there: its parameters are rows, which refuse to be used.
-    """
+    """Gather a block that is freed within a step before its module's forward and backward, and let it go after each."""
 
     #: of the last forward: what stands for it, whether the gradients of its inputs tell that its backward is over, and
     #: the number of the first node that it makes
     call, is_left_by_input, first_node = object(), False, 0
 
-    def before(called: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal call, is_left_by_input, first_node
-        if called is not module:
-            return
         runs.gather(block)
         first_node = torch._C._autograd._get_sequence_nr()
         if torch.is_grad_enabled() and not block.in_backward:
@@ -155,9 +157,7 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
             for node in nodes:
                 node.register_prehook(lambda _: runs.leave_backward(block, this))
 
-    def after(called: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if called is not module:
-            return
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             this, is_seen = call, is_left_by_input
             nodes = _nodes(output)
@@ -174,8 +174,8 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
         block.after_forward()
         runs.after_release()
 
-    module.register_forward_pre_hook(ModuleHook(uncompiled(before)), with_kwargs=True, prepend=True)
-    module.register_forward_hook(ModuleHook(uncompiled(after)), with_kwargs=True)
+    module.register_forward_pre_hook(ModuleHook(module, uncompiled(before)), with_kwargs=True, prepend=True)
+    module.register_forward_hook(ModuleHook(module, uncompiled(after)), with_kwargs=True)
 
 
 def _nodes(nest: Any, device: torch.device | None = None) -> list[Node]:
