@@ -190,7 +190,7 @@ def _copied(rank: int) -> None:
             engine.train_step(batch(engine, 1))
             found = full_state_dict(copied, engine.context)
             assert all(torch.equal(found[name], value) for name, value in wanted.items()), (parallel, habit)
-            with pytest.raises(ValueError, match="a copy of a model under parallel.zero cannot be called"):
+            with pytest.raises(ValueError, match=r"a copy of a model under parallel\.zero cannot be called"):
                 copied(batch(engine, 0)[0])
         engine.close()
 

@@ -132,8 +132,8 @@ class ModuleHook:
 
 def _refusal(what: str) -> str:
     return (
-        f"{what}: this rank has rows of its parameters. Take colossus.plain(engine), which is the model in one process, "
-        f"or save a checkpoint (engine.checkpoints.save)"
+        f"{what}: this rank has rows of its parameters. Take colossus.plain(engine), which is the model in one "
+        f"process, or save a checkpoint (engine.checkpoints.save)"
     )
 
 
