@@ -50,4 +50,4 @@ def _lasting(stream: Any) -> Any:
     except (OSError, ValueError, AttributeError):
         return stream
     # unbuffered, as Python's own under -u: a print of a process that is killed later is not lost
-    return io.TextIOWrapper(file, stream.encoding, "backslashreplace", write_through=True)  # type: ignore[type-var]
+    return io.TextIOWrapper(file, stream.encoding, "backslashreplace", write_through=True)
