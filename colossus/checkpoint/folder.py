@@ -85,12 +85,6 @@ def checkpoints(root: Path) -> list[Path]:
     return [path for _, _, path in sorted(dated)]
 
 
-def newer(path: Path) -> list[Path]:
-    """Return the checkpoints beside ``path`` that were saved after it, the oldest first."""
-    ordered = checkpoints(path.parent)
-    return ordered[ordered.index(path) + 1 :] if path in ordered else []
-
-
 @lru_cache(maxsize=1024)
 def _saved_at(path: Path, modified_ns: int) -> float:
     """Return when a checkpoint was saved, in seconds since 1970; of one whose manifest is damaged the file's time."""
@@ -234,8 +228,24 @@ def put_in_place(temporary_folder: Path, root: Path, step: int) -> None:
 
 
 def name_latest(path: Path) -> None:
-    """Let ``latest`` name a checkpoint that is there: a run goes on from it, and newer ones are of another branch."""
+    """Let ``latest`` name a checkpoint that is there."""
     _point(path.parent / LATEST, [path.name])
+
+
+def go_on_from(path: Path, keep_last: int) -> None:
+    """Let ``latest`` name the checkpoint from which a run goes on, with a warning where it will remove newer ones.
+
+    Args:
+        keep_last: of `prune`.
+    """
+    name_latest(path)
+    ordered = checkpoints(path.parent)
+    if path in ordered and (newer := ordered[ordered.index(path) + 1 :]):
+        log.warning(
+            "%s goes on from %s, but holds newer checkpoints: %s. Saves of this run replace those of the same step, and "
+            "remove them as old ones by checkpoint.keep_last = %d; copy what you want to keep, or give another --run-dir",
+            path.parent, path.name, ", ".join(each.name for each in newer), keep_last,
+        )  # fmt: skip
 
 
 def name_best(root: Path, steps: Sequence[int]) -> None:

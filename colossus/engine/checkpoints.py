@@ -284,14 +284,7 @@ class Checkpoints(Saves):
             self._saved_step = self._run.completed_steps if self.goes_on else None
             if self.goes_on and self._config.every and self._run.context.is_logging_rank:
                 # perhaps an older one: a run that is killed before its next save goes on with this branch
-                folder.name_latest(found)
-                if left := folder.newer(found):
-                    log.warning(
-                        "%s goes on from %s, but holds newer checkpoints: %s. Saves of this run replace those of the "
-                        "same step, and remove them as old ones by checkpoint.keep_last = %d; copy what you want to "
-                        "keep, or give another --run-dir",
-                        found.parent, found.name, ", ".join(path.name for path in left), self._config.keep_last,
-                    )  # fmt: skip
+                folder.go_on_from(found, self._config.keep_last)
         return found
 
     def _read_newest(

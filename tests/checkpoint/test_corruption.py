@@ -76,6 +76,17 @@ def test_the_newest_was_saved_last_whatever_times_files_have(root: Path, has_lat
     assert sorted({*os.listdir(root)} - {"latest"}) == ["step-00000002"]
 
 
+def test_a_run_that_goes_on_from_an_older_one_says_what_it_will_remove(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.go_on_from(root / "step-00000002", 3)
+    assert not caplog.records
+    folder.go_on_from(root / "step-00000001", 3)
+    assert "goes on from step-00000001, but holds newer checkpoints: step-00000002." in caplog.text
+    assert "checkpoint.keep_last = 3" in caplog.text
+    assert latest_step(root, 2) == 1
+
+
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(root: Path) -> None:
     """The one that had been put aside when a former run was killed is kept until then."""
     shutil.copytree(root / "step-00000001", root / "step-00000002.replaced")
