@@ -242,8 +242,9 @@ def go_on_from(path: Path, keep_last: int) -> None:
     ordered = checkpoints(path.parent)
     if path in ordered and (newer := ordered[ordered.index(path) + 1 :]):
         log.warning(
-            "%s goes on from %s, but holds newer checkpoints: %s. Saves of this run replace those of the same step, and "
-            "remove them as old ones by checkpoint.keep_last = %d; copy what you want to keep, or give another --run-dir",
+            "%s goes on from %s, but holds newer checkpoints: %s. Saves of this run replace those of the same step, "
+            "and remove the others as old ones by checkpoint.keep_last = %d; copy what you want to keep, or give "
+            "another --run-dir",
             path.parent, path.name, ", ".join(each.name for each in newer), keep_last,
         )  # fmt: skip
 
