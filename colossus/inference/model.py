@@ -23,6 +23,7 @@ from colossus.layers.embedding import PositionEmbedding
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
 from colossus.layers.pipeline_block import run_blocks
+from colossus.layout.split_parameter import as_shards
 from colossus.models.transformer import Transformer
 from colossus.registry import MODELS
 from colossus.schedule.pipeline import PipelineRuntime
@@ -181,7 +182,7 @@ def load_model(
 @torch.no_grad()
 def _load(source: WeightSource, module: nn.Module, context: ParallelContext) -> None:
     world = context.group(context.grid.names)
-    with on_all_ranks(world, lambda: open_weights(source.folder, source.average)) as reader:
+    with as_shards(), on_all_ranks(world, lambda: open_weights(source.folder, source.average)) as reader:
         reader.verify(world)
         boxes = parameter_boxes(module, context, (), replicas_differ=False)
         match = require_same_model(reader, known_weights(module, context))
