@@ -33,6 +33,11 @@ class _Full(Hook):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
+def _of_saves(lines: Lines) -> list[str]:
+    """The log without the warning that the model's batch norm is of a rank's samples."""
+    return [line for line in lines.lines if "buffers" not in line]
+
+
 def _fit(rank: int, root: Path, full: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
     lines, hook = Lines(), _Full(rank, *full)
     engine = make_engine(root, every=1, keep_last=2, **options)
@@ -44,7 +49,7 @@ def _fit(rank: int, root: Path, full: tuple[int, ...], options: dict[str, Any]) 
             said = str(error)
     steps = engine.completed_steps
     engine.close()
-    return [steps, hook.saved, said, lines.lines]
+    return [steps, hook.saved, said, _of_saves(lines)]
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -100,7 +105,7 @@ def _ends_early(rank: int, root: Path, how: str) -> list[Any]:
             engine.checkpoints.after_step()
         engine.close()
         engine.close()
-    return lines.lines
+    return _of_saves(lines)
 
 
 @pytest.mark.parametrize("how", ["closes", "fails"])
