@@ -19,6 +19,7 @@ from colossus.comm import accounting
 from colossus.comm.accounting import Traffic
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.traffic import matmul_traffic
 
@@ -154,7 +155,8 @@ def is_same(mine: Any, other: Any, *, exact: bool) -> bool:
     """To the bit; with more ranks than cores to the last digits, in which two plain runs differ, too."""
     if not isinstance(mine, Tensor):
         mine, other = (torch.tensor(each, dtype=torch.float64) for each in (mine, other))
-    return torch.equal(mine, other) if exact else torch.allclose(mine, other, rtol=1e-12, atol=1e-15)
+    with as_shards():
+        return torch.equal(mine, other) if exact else torch.allclose(mine, other, rtol=1e-12, atol=1e-15)
 
 
 def by_ranks(names: Iterable[str]) -> list[list[str]]:

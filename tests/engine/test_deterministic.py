@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.engine.engine import Engine
+from colossus.layout.split_parameter import as_shards
 
 STEPS = 3
 
@@ -55,8 +56,9 @@ def train(engine: Engine, batch: Any) -> list[bytes]:
     results = [engine.train_step(batch) for _ in range(STEPS)]
     found = [torch.tensor([[each.loss, each.grad_norm] for each in results], dtype=torch.float64)]
     found += [value.detach() for value in engine.model.state_dict().values()]
-    assert all(value.isfinite().all() for value in found)
-    return [value.contiguous().view(torch.uint8).numpy().tobytes() for value in found]
+    with as_shards():
+        assert all(value.isfinite().all() for value in found)
+        return [value.contiguous().view(torch.uint8).numpy().tobytes() for value in found]
 
 
 def switches() -> tuple[bool, bool, bool]:

@@ -13,6 +13,7 @@ from torch import Tensor
 import colossus
 from colossus.engine import ReplicasDiffer
 from colossus.engine.replica_check import checksum
+from colossus.layout.split_parameter import as_shards
 
 STEPS, BAD = 4, 2
 NORM, EMBEDDING = "blocks.1.mlp_norm.weight", "embedding.weight"
@@ -20,7 +21,8 @@ NORM, EMBEDDING = "blocks.1.mlp_norm.weight", "embedding.weight"
 
 def _flip(x: Tensor) -> None:
     """One bit, the last of the first element."""
-    x.detach().view(torch.int32).flatten()[0] ^= 1
+    with as_shards():
+        x.detach().view(torch.int32).flatten()[0] ^= 1
 
 
 def _train(rank: int, plan: dict[str, Any], every: int, name: str, bad_rank: int) -> tuple[Any, ...]:
