@@ -6,6 +6,7 @@ given `sys.path`, on which the file's folder is (`colossus.config.loading`), and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -32,7 +33,9 @@ class _ConfigFinder(MetaPathFinder):
         if not fullname.startswith(_PREFIX):
             return None
         for folder in sys.path:
-            names = os.listdir(folder) if os.path.isdir(folder) else []
+            names: list[str] = []
+            with contextlib.suppress(OSError):  # no folder, or none that may be read
+                names = os.listdir(folder)
             files = [name for name in names if name.endswith(".py") and module_name(name) == fullname]
             if len(files) > 1:
                 raise ImportError(f"{' and '.join(sorted(files))} in {folder} are one module, {fullname}: rename one")

@@ -14,12 +14,8 @@ from torch.overrides import TorchFunctionMode
 from colossus.convert.forward_flow import ForwardFlow, call_model
 from colossus.convert.meta_run import running_on_meta
 from colossus.convert.swap import holders_of, row_for
+from colossus.layout.parameter_hooks import SIZES
 
-#: of a tensor, what a rank's part of it answers otherwise
-_SIZES = {
-    Tensor.shape.__get__,  # type: ignore[attr-defined]
-    Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__,
-}  # fmt: skip
 WHY = "its weight is used past it, where a rank needs all of it"
 
 
@@ -59,7 +55,7 @@ class _SizesCounted(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _SIZES:
+        if func in SIZES:
             self._flow.count(args[0])
         return func(*args, **(kwargs or {}))
 

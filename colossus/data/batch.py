@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from colossus.nest import leaves, map_leaves
+from colossus.registry import nearest
 
 Batch = Any
 
@@ -155,8 +156,12 @@ class SampleDims:
         """Return the batch with the samples in dim 0 of each entry (views), as all else here wants it.
 
         Raises:
-            ValueError: for an entry without this dim, and a key that is not in the batch.
+            ValueError: for an entry without this dim, and a key that is not in the batch, where one much like it is.
         """
+        keys = _keys_of(batch) if self.dims else set[str]()
+        for missing in self.dims.keys() - keys:
+            if close := nearest(missing, sorted(keys - self.dims.keys())):
+                raise ValueError(f"train.batch_dims: a batch has no entry {missing!r}; did you mean {close!r}?")
         return self._mapped(batch, self._with_samples_first)
 
     def restored(self, batch: Batch) -> Batch:
@@ -187,7 +192,7 @@ class SampleDims:
     def _with_samples_first(self, key: str, entry: Any) -> Any:
         dim = self.dims[key]
         if dim is None:
-            return WholeEntry(entry)
+            return WholeEntry(torch.as_tensor(entry) if isinstance(entry, np.ndarray) else entry)
         if not isinstance(entry, torch.Tensor | np.ndarray) or entry.ndim <= dim:
             what = f"shape {list(entry.shape)}" if hasattr(entry, "shape") else f"type {type(entry).__name__}"
             raise ValueError(f"train.batch_dims: {key!r} of a batch has no dim {dim}: it is of {what}")
@@ -198,6 +203,13 @@ class SampleDims:
             return entry.value
         order = _samples_first(self.dims[key] or 0, entry.ndim)
         return entry.permute([order.index(dim) for dim in range(entry.ndim)])
+
+
+def _keys_of(batch: Batch) -> set[str]:
+    """Return the keys of all dicts in a batch."""
+    if isinstance(batch, Mapping):
+        return {str(key) for key in batch}.union(*map(_keys_of, batch.values()))
+    return set[str]().union(*map(_keys_of, batch)) if isinstance(batch, list | tuple) else set()
 
 
 def _samples_first(dim: int, ndim: int) -> list[int]:

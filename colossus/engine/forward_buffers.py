@@ -78,8 +78,9 @@ class _Buffer:
 class ForwardBuffers:
     """The buffers of this rank's stages, see the top.
 
-    What a forward changes is known by torch's count of writes and by identity, in the first step by its value, too.
-    Ranks that split samples run the same program, and so change the same buffers.
+    What a forward changes is known by torch's count of writes and by identity, in the first step by its value, too:
+    what is written as ``buffer.data`` then for the first time is not seen. Ranks that split samples run the same
+    program, and so write to the same buffers; whose values change depends on the samples.
 
     Args:
         how: as ``train.buffers``.
@@ -100,8 +101,12 @@ class ForwardBuffers:
             buffer.look(keep_value=self._is_first_step)
 
     def sync(self) -> None:
-        """Bring together what forwards have changed since the last time. Collective where that is something."""
-        self._sync([buffer for buffer in self._buffers if buffer.has_changed()])
+        """Bring together what forwards have changed since the last time. Collective where that is something, and in the
+        first step."""
+        if self._is_first_step:
+            self._sync_changed_anywhere()
+        else:
+            self._sync([buffer for buffer in self._buffers if buffer.has_changed()])
 
     def end_step(self) -> None:
         """Bring together what the last forward, or one that was recomputed, has changed."""
@@ -111,11 +116,14 @@ class ForwardBuffers:
 
     def end_evaluation(self) -> None:
         """Bring together what an evaluation has changed, of which ranks may have had no sample. Collective."""
+        self._sync_changed_anywhere()
+        self._settle()
+
+    def _sync_changed_anywhere(self) -> None:
         if self._buffers:
             own = {buffer.path for buffer in self._buffers if buffer.has_changed()}
             paths = set[str]().union(*all_gather_object(own, self._group))
             self._sync([buffer for buffer in self._buffers if buffer.path in paths])
-            self._settle()
 
     @torch.no_grad()
     def _settle(self) -> None:

@@ -71,8 +71,10 @@ def native_config(model: Any) -> dict[str, Any]:
     cached = vars(model).get("_colossus_cached", ())
     for config in cached:
         config.use_cache = True
-    said: dict[str, Any] = model.config.to_dict()
-    for config in cached:
-        config.use_cache = False
+    try:
+        said: dict[str, Any] = model.config.to_dict()
+    finally:
+        for config in cached:
+            config.use_cache = False
     said.pop("_name_or_path", None)  # of this machine
     return said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -28,15 +29,16 @@ def lasting_output() -> Iterator[None]:
 
 
 class _LastingFile(io.FileIO):
-    """A descriptor that leads to the null device from the first write on that fails."""
+    """A descriptor that leads to the null device once its reader is gone. A full disk may have room again later."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())
-            os.close(null)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self.fileno())
+                os.close(null)
             return len(data)
 
 

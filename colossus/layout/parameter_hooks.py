@@ -120,12 +120,13 @@ class _NoSizes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _SIZES and tuple(args[0].shape) == self._shape:
+        if func in SIZES and tuple(args[0].shape) == self._shape:
             raise self._hook.refuse("asks for its size")
         return out
 
 
-_SIZES: set[Any] = {
+#: what a part of a tensor answers otherwise than the whole
+SIZES: set[Any] = {
     Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel,
     Tensor.shape.__get__,  # type: ignore[attr-defined]
 }  # fmt: skip

@@ -44,7 +44,8 @@ def note_made(out: Any) -> None:
     return it, and then it gets one."""
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
         made = [weakref.ref(x) for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
-        _thread.made = [*getattr(_thread, "made", ()), *made]
+        alive = [ref for ref in getattr(_thread, "made", ()) if ref() is not None]
+        _thread.made = [*alive, *made]
 
 
 def has_made() -> bool:

@@ -102,6 +102,8 @@ def test_samples_first_and_back() -> None:
     assert dims.restored((first,))[0]["weights"].equal(batch["weights"])
     with pytest.raises(ValueError, match=r"train\.batch_dims: 'weights' of a batch has no dim 1: it is of shape \[4\]"):
         dims.first({"weights": torch.zeros(4)})
+    with pytest.raises(ValueError, match=r"no entry 'position_idz'; did you mean 'position_ids'\?"):
+        SampleDims({"position_idz": 1}).first(batch)
     with pytest.raises(ValueError, match=r"batch_dims"):
         colossus.initialize(
             dict(train=dict(batch_dims={"x": -1}), parallel=dict(data=1)), model=Multimodal, loss_fn=loss_fn

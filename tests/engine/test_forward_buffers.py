@@ -202,6 +202,34 @@ def test_those_of_the_first_rank_by_the_key() -> None:
             assert torch.equal(found["is_positive"], x[1, 0] > 0)
 
 
+def test_what_one_ranks_samples_change_alone_is_averaged() -> None:
+    """Written as ``buffer.data`` in the first step, whose values are looked at."""
+
+    class Hits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("first", torch.zeros(3))
+            self.register_buffer("second", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            buffer = self.first if x[0, 0] > 0 else self.second
+            buffer.data += 2.0
+            return self.layer(x)
+
+    def body(rank: int) -> list[list[float]]:
+        config = dict(
+            parallel=dict(data=2), optimizer=dict(type="SGD", lr=0.1), train=dict(global_batch_size=2), device="cpu"
+        )
+        engine = colossus.initialize(config, model=Hits, loss_fn=lambda x, _: (x.square().sum(), len(x)))
+        engine.train_step(torch.full((1, 2), 1.0 - 2 * rank))
+        values = [engine.model.first.tolist(), engine.model.second.tolist()]
+        engine.close()
+        return values
+
+    assert run_ranks(2, body, with_context=False) == [[[1.0] * 3, [1.0] * 2]] * 2
+
+
 def test_a_checkpoint_says_whose_buffers_it_has(tmp_path: Path) -> None:
     """Where something else than a forward has changed them."""
 
