@@ -1,4 +1,4 @@
-"""What a constructor sees of tensors on meta while a model is built: tensors on the CPU."""
+"""A mode in which a constructor sees tensors on meta as tensors on the CPU, while a model is built."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _by_key: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictiona
 
 
 class Connection(Protocol):
-    """What the ranks of a group have opened between them: a channel, links."""
+    """A connection that the ranks of a group have opened between them: a channel, links."""
 
     def close(self) -> None: ...
 

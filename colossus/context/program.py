@@ -1,4 +1,4 @@
-"""Whose values the collectives of a group move, and in which order: the same on all of its ranks.
+"""The names of what the collectives of a group move, in their order, which is the same on all of its ranks.
 
 Two weights of one shape travel alike. Where a forward chooses between two modules by its data, ranks that choose
 differently would get each other's weights, or sums of gradients of both, in silence.
@@ -43,7 +43,7 @@ class Subject:
 
 
 class Program:
-    """What the collectives of one group were of, on this rank.
+    """The record of what the collectives of one group have moved on this rank.
 
     Attributes:
         key: of the newest subject; 0 before the first.

@@ -1,4 +1,4 @@
-"""Where the forward of a model may be cut: after which blocks, what is carried over each cut, who needs what."""
+"""The cuts of a forward: before which blocks they may be, what is carried over each, which parameters a part needs."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class CutFinder:
         return bisect_right(starts, around[0]) if around else len(starts)
 
     def _over(self, time: int) -> list[Carried]:
-        """What is carried over a cut at a time."""
+        """Return what is carried over a cut at a time."""
         self._again.clear()
         live = [key for key, since in self.trace.dependent.items() if since < time <= self._last_use.get(key, 0)]
         carriers = {key: self._carriers(key, time, time) for key in live}
@@ -227,7 +227,7 @@ class CutFinder:
         return list(dict.fromkeys(carried for of_key in carriers.values() for carried in of_key))
 
     def _carriers(self, key: int, until: int, cut: int) -> list[Carried]:
-        """Where a tensor is met before ``until``, with the values that it has at the cut.
+        """Return where a tensor is met before ``until``, with the values that it has at the cut.
 
         Where no module takes or returns it, what it was computed from is carried, and it is computed again.
         """
@@ -299,7 +299,7 @@ def _records(call: Call) -> dict[int, type]:
 
 
 def _aliases(call: Call) -> dict[int, tuple[str, int]]:
-    """Which results of a call are its arguments, or earlier results."""
+    """Return which results of a call are its arguments, or earlier results."""
     aliases: dict[int, tuple[str, int]] = {}
     for index, leaf in enumerate(call.given):
         for side, others in (("taken", call.taken), ("given", call.given[:index])):
@@ -314,5 +314,5 @@ def _is_same(leaf: Leaf, others: Sequence[Leaf]) -> bool:
 
 
 def calls_in_turn(calls: Sequence[Call]) -> bool:
-    """Whether no call is within another."""
+    """Return whether no call is within another."""
     return all(call.ended < after.began for call, after in itertools.pairwise(calls))

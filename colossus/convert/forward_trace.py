@@ -89,7 +89,7 @@ class Call:
 
 @dataclass
 class ForwardTrace:
-    """What a forward did, with a clock that ticks at each operation and at both ends of a module's call.
+    """The record of a forward, with a clock that ticks at each operation and at both ends of a module's call.
 
     Attributes:
         calls: in the order in which they began.

@@ -94,7 +94,7 @@ def trying(example: Any) -> Iterator[Any]:
 
 @contextmanager
 def running_on_meta(example: Any) -> Iterator[Any]:
-    """As `trying`, for a model on the meta device: its tensors say that they are on the CPU."""
+    """Try a model on the meta device as `trying` does: its tensors say that they are on the CPU."""
     with trying(example) as example, _HideDevice():
         yield example
 

@@ -144,7 +144,7 @@ class WholeEntry:
 
 @dataclass(frozen=True)
 class SampleDims:
-    """Which dim of which entry of a batch counts the samples, where that is not dim 0 (``train.batch_dims``).
+    """The dims of a batch's entries that count the samples, where these are not dim 0 (``train.batch_dims``).
 
     Args:
         dims: key of an entry -> its dim of the samples, of which tokens follow; None: it has no samples.

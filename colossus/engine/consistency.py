@@ -122,7 +122,7 @@ class ProgramCheck:
         self._late_total = LateValue()
 
     def mark(self) -> float:
-        """What this rank adds to the total."""
+        """Return what this rank adds to the total."""
         total = 0
         for group in self._groups():
             digest = hash_key(group.ranks[0], str(group), group.program.digest, group.program.count) & self._mask

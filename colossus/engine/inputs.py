@@ -167,7 +167,7 @@ class Inputs:
         return map_batch(self._placed, microbatch)
 
     def mark_tokens(self, given: Any, microbatch: Any) -> Any:
-        """What the model is given: what holds a part of the tokens is a `ShardedTensor`."""
+        """Return what the model is given: what holds a part of the tokens is a `ShardedTensor`."""
         return given if self._sequence is None else self._marked(given, model_input(microbatch), microbatch)
 
     def for_loss(self, outputs: Any, local: Any, microbatch: Any) -> tuple[Any, Any]:

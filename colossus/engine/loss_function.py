@@ -102,7 +102,7 @@ def checked_sum(result: Any, what: str = "the loss function") -> tuple[Tensor, T
 
 
 def _described(result: Any) -> str:
-    """What was returned, as an error names it."""
+    """Return the words in which an error names what was returned."""
     if isinstance(result, Tensor):
         return f"one tensor of shape {tuple(result.shape)}"
     if isinstance(result, (tuple, list)):

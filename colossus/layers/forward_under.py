@@ -11,7 +11,7 @@ from colossus.comm.autograd import uncompiled
 
 
 class ForwardUnder:
-    """What stands in the place of ``module.forward``, a user's own too; hooks stay outside.
+    """A function in the place of ``module.forward``, a user's own too; hooks stay outside.
 
     It is an object, so that a copy of the module has one of its own. A subclass says under what the forward runs.
     """

@@ -66,7 +66,7 @@ class SequenceSplit:
         return self._positions[key]
 
     def order(self, num_local: int, device: torch.device) -> Tensor:
-        """Where each token of the sequence is among those of all ranks, put together rank by rank."""
+        """Return where each token of the sequence is among those of all ranks, put together rank by rank."""
         count = self.num_shards
         return torch.cat([self.positions(num_local, index, count, device) for index in range(count)]).argsort()
 

@@ -26,7 +26,7 @@ def loss_of_elements(at: At, call: Call) -> Place | None:
 
 
 def loss_of_classes(at: At, call: Call) -> Place | None:
-    """Of classes in dim 1 (0 of a vector), and labels without that dim or probabilities with it."""
+    """Return the place in a loss of classes in dim 1 (0 of a vector), by labels without it or probabilities with it."""
     x, target = call.get("self"), call.get("target")
     place = at(x)
     if place is None:

@@ -45,7 +45,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def for_loss(x: Tensor) -> Tensor:
-    """What a loss function is given of a tensor: where a rank has a part of the tokens, sums of it are addends."""
+    """Return a tensor as a loss function is given it: where a rank has a part of the tokens, sums of it are addends."""
     return x if sequence_place(x) is None else mark(x, replace(x.placement, is_of_loss=True))  # type: ignore[attr-defined]
 
 

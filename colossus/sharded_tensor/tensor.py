@@ -228,7 +228,7 @@ def _bound(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def _ruled(call: Call, at: At) -> Place | None:
-    """Where the split dim of one role is in the result, if it is; from the right where the rule says it so."""
+    """Return where the split dim of one role is in the result, if it is; from the right where the rule says it so."""
     rule = RULES.get(call.name) or (RULES["norm"] if call.is_reduction else None)
     if rule is None:
         raise MixesPartsError("is not known to work on each part by itself")

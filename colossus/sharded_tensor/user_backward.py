@@ -1,4 +1,4 @@
-"""What users' hooks and autograd functions are given in backward: gradients, split as their tensors are."""
+"""Gradients for users' hooks and autograd functions in backward: split as their tensors are."""
 
 from __future__ import annotations
 

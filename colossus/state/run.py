@@ -26,7 +26,7 @@ class Stateful(Protocol):
 
 
 class Watch(Stateful, Protocol):
-    """What looks at each step, and may learn late what an accelerator has found."""
+    """A watch on each step, which may learn late what an accelerator has found."""
 
     def settle(self) -> None: ...
 
