@@ -269,7 +269,7 @@ def _wants_sum(x: Tensor) -> bool:
 
 def _summed_gradient(x: Tensor, placement: Placement) -> Tensor:
     """A plain tensor whose gradient is summed over the ranks that split what it meets."""
-    if not _wants_sum(x):
+    if not _wants_sum(x) or x.is_meta:  # of a trial on the meta device, where no ranks are
         return x
     return conjugate(x, "identity", "sum", placement.parallel.context.group(placement.split_axes))
 
