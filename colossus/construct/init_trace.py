@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colossus import torch_versions
 from colossus.error_place import located_error
+from colossus.layout.operators import OperatorMode
 from colossus.layout.parameter import ParameterSpec
 from colossus.random import GlobalRng, hash_key
 
@@ -43,7 +44,7 @@ class _RecordedOp:
         return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-class InitTrace(TorchDispatchMode):
+class InitTrace(OperatorMode):
     """Makes every new tensor a meta tensor and records the operations on it.
 
     Where the constructor needs a value at once (``.item()``, a shape that depends on values, a copy to a device, a draw
@@ -67,11 +68,6 @@ class InitTrace(TorchDispatchMode):
         self._stand_ins: dict[int, torch.UntypedStorage] = {}
         #: no other storage may get the key of one that is gone
         self._alive: list[torch.UntypedStorage] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: else torch wraps `__torch_dispatch__` and imports torch._dynamo at its first op (1.6 s a rank)."""
-        return False
 
     def mark_sharded(self, buffer: Tensor, spec: ParameterSpec) -> None:
         """This buffer is drawn from its spec: operations that write to it raise."""

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
+
+from colossus.layout.operators import OperatorMode
 
 _aten = torch.ops.aten
 #: what a class may define, beside plain values, without computing or storing anything else than its base
@@ -58,17 +60,12 @@ _PRODUCTS = {
 }  # fmt: skip
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(OperatorMode):
     """Notes the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[Any] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch imports torch._dynamo at the first operation."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

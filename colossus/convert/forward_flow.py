@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colossus.construct.init_trace import tensors_written
+from colossus.layout.operators import OperatorMode
 
 _aten = torch.ops.aten
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -24,7 +24,7 @@ _EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class ForwardFlow(TorchDispatchMode):
+class ForwardFlow(OperatorMode):
     """Inside, a model on the meta device runs; for a forward under ``no_grad``.
 
     Of a model on the meta device what does not depend on its tensors has its values (masks, positions), so that a
@@ -40,11 +40,6 @@ class ForwardFlow(TorchDispatchMode):
         held = [*model.named_parameters(), *model.named_buffers()]
         self._names = {key_of(tensor): name for name, tensor in held}
         self.uses: set[str] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: else torch imports torch._dynamo at the first operation."""
-        return False
 
     def count(self, tensor: Tensor) -> None:
         """Take note that a tensor is used, if it is a parameter or a buffer."""

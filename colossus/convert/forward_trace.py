@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from colossus.construct.init_trace import tensors_written
 from colossus.convert.forward_flow import call_model, standing_in
 from colossus.convert.zeros import ASKS, compute, off_meta, put_zeros
 from colossus.error_place import is_users
+from colossus.layout.operators import OperatorMode
 from colossus.nest import tensors_within
 
 _aten = torch.ops.aten
@@ -155,7 +155,7 @@ def _state_of_program() -> tuple[Any, Any]:
     return random.getstate(), (of_numpy["state"]["pos"], of_numpy["state"]["key"].tobytes(), of_numpy["gauss"])
 
 
-class OnZeros(TorchDispatchMode):
+class OnZeros(OperatorMode):
     """Inside, operations see zeros in the place of parameters, and are recorded in ``trace``."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -167,11 +167,6 @@ class OnZeros(TorchDispatchMode):
         #: no other storage may get the key of one that is gone
         self._alive: list[Any] = [tensor.untyped_storage() for _, tensor in held]
         self._time = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch imports torch._dynamo at the first operation."""
-        return False
 
     def tick(self) -> int:
         self._time += 1

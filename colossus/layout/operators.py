@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 #: functions that torch has under a second name
 _ALIASES = {
@@ -47,6 +48,15 @@ _ALWAYS_POINTWISE: set[Any] = {
 
 #: by function: yes, no, or the name of the ATen operator whose overload decides at each call
 _verdicts: dict[Any, bool | str] = {}
+
+
+class OperatorMode(TorchDispatchMode):
+    """A mode that sees operators, and imports no compiler."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: else torch imports torch._dynamo at the first operator (1.6 s a rank)."""
+        return False
 
 
 def is_pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from colossus.error_place import located_error
+from colossus.layout.operators import OperatorMode
 from colossus.layout.parameter import spec_of
 
 #: names of the dicts in which a tensor keeps its hooks
@@ -142,7 +142,7 @@ def _is_elementwise(func: Any) -> bool:
     return torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE
 
 
-class _Elementwise(TorchDispatchMode):
+class _Elementwise(OperatorMode):
     """Refuses what is computed from a part otherwise than element by element."""
 
     def __init__(self, hook: PartHook, gradient: Tensor) -> None:
@@ -150,11 +150,6 @@ class _Elementwise(TorchDispatchMode):
         self._hook, self._shape = hook, tuple(gradient.shape)
         #: storages that are computed from the gradient, alive so that no other gets their address
         self._parts = [gradient.untyped_storage()]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch imports torch._dynamo at the first operation."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
