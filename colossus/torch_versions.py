@@ -5,6 +5,7 @@ Developed and tested with torch 2.13; 2.11 lacks what is replaced here. Nothing 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ reduce_scatter_single: Any = first_of(dist, "reduce_scatter_single", "reduce_sca
 make_saved_tensor: Any = first_of(torch._C._autograd, "_make_saved_tensor")
 #: rows times the weight of their group; None: not by one kernel
 grouped_mm: Any = first_of(torch, "_grouped_mm")
+#: whether a batch norm may have a weight without a bias
+batch_norm_has_bias = "bias" in inspect.signature(torch.nn.BatchNorm1d).parameters
 _INPLACE: Any = first_of(torch.Tag, "inplace")
 
 

@@ -21,6 +21,7 @@ from colossus.layers.routed_experts import RoutedExperts
 from colossus.layers.router import Router
 from colossus.sparse.embedding_bag import EmbeddingBag
 from colossus.sparse.sampled_softmax import SampledSoftmax
+from colossus.torch_versions import batch_norm_has_bias
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Row:
 _BIAS = {"bias": "bias"}
 _ROUTER = ("score", "norm_topk", "bias_update", "aux_loss", "z_loss")
 _TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "sparse")
-_BATCH_NORM = ("num_features", "eps", "momentum", "track_running_stats"), {"affine": "weight"}
+_BATCH_NORM = ("num_features", "eps", "momentum", "track_running_stats"), {"affine": "weight", "bias": "bias"}
+_NOT_GIVEN = () if batch_norm_has_bias else ("bias",)
 _HEAD = {"hidden_size": "in_features", "vocab_size": "out_features"}
 #: the first row of a module of torch is the one that stands for it
 ROWS = (
@@ -82,10 +84,10 @@ ROWS = (
     Row(EmbeddingBag, nn.EmbeddingBag, (*_TABLE, "mode"), not_given=("sparse",)),
     Row(LayerNorm, nn.LayerNorm, ("normalized_shape", "eps"), {"elementwise_affine": "weight", "bias": "bias"}),
     Row(RMSNorm, nn.RMSNorm, ("normalized_shape", "eps"), {"elementwise_affine": "weight"}),
-    Row(BatchNorm1d, nn.BatchNorm1d, *_BATCH_NORM),
-    Row(BatchNorm2d, nn.BatchNorm2d, *_BATCH_NORM),
-    Row(BatchNorm3d, nn.BatchNorm3d, *_BATCH_NORM),
-    Row(SyncBatchNorm, nn.SyncBatchNorm, *_BATCH_NORM),
+    Row(BatchNorm1d, nn.BatchNorm1d, *_BATCH_NORM, not_given=_NOT_GIVEN),
+    Row(BatchNorm2d, nn.BatchNorm2d, *_BATCH_NORM, not_given=_NOT_GIVEN),
+    Row(BatchNorm3d, nn.BatchNorm3d, *_BATCH_NORM, not_given=_NOT_GIVEN),
+    Row(SyncBatchNorm, nn.SyncBatchNorm, *_BATCH_NORM, not_given=_NOT_GIVEN),
     Row(Dropout, nn.Dropout, ("p",)),
     Row(RoutedExperts, None, ("hidden_size", "ffn_size", "num_experts")),
     Row(PatchEmbedding, None, ("in_channels", "hidden_size", "patch_size"), _BIAS),

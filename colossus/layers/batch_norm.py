@@ -67,6 +67,7 @@ class _BatchNorm(Layer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         init: Initializer | None = None,
         bias_init: Initializer | None = None,
     ) -> None:
@@ -75,7 +76,8 @@ class _BatchNorm(Layer):
         self.affine, self.track_running_stats = affine, track_running_stats
         shapes, layout = {"": (self.num_features,)}, Layout.whole(1)
         self.weight = self.make_parameter(shapes, layout, init or Constant(1.0), dtype=dtype) if affine else None
-        self.bias = self.make_parameter(shapes, layout, bias_init or Constant(0.0), dtype=dtype) if affine else None
+        has_bias = affine and bias
+        self.bias = self.make_parameter(shapes, layout, bias_init or Constant(0.0), dtype=dtype) if has_bias else None
         self.running_mean: Tensor | None
         self.running_var: Tensor | None
         self.num_batches_tracked: Tensor | None
@@ -140,7 +142,27 @@ class BatchNorm3d(_BatchNorm):
 
 
 class SyncBatchNorm(_BatchNorm):
-    """``torch.nn.SyncBatchNorm``, also on CPU. Input and output [samples, C, ..]."""
+    """``torch.nn.SyncBatchNorm``, also on CPU. Input and output [samples, C, ..].
+
+    Args:
+        process_group: refused: the plan says of whose samples the statistics are.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        if process_group is not None:
+            raise located_error("SyncBatchNorm: its statistics are of all ranks' samples; leave process_group out")
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
 
 
 def statistics_group(parallel: ModelParallel, *, is_training: bool) -> AxisGroup:

@@ -42,6 +42,8 @@ class Embedding(Layer):
     does not belong to the logical parameter.
 
     Args:
+        max_norm, scale_grad_by_freq: refused: rows change in a lookup, or gradients by how often a rank has seen an
+            id, which no other plan repeats.
         device: accepted as torch does, and ignored: the table is made on the device of the context.
         sparse: the gradient is of the rows that were looked up: sparse COO, or what the strategy of an engine makes of
             it. The table is then split by features as activations between blocks are, or replicated where they do not
@@ -62,14 +64,19 @@ class Embedding(Layer):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         init: Initializer | None = None,
-        sparse: bool = False,
         return_layout: Activation | None = None,
     ) -> None:
         super().__init__()
+        if max_norm is not None or scale_grad_by_freq:
+            raise located_error("Embedding: max_norm and scale_grad_by_freq are not there; leave them out")
         self.sparse, self.return_layout = sparse, return_layout or self.parallel.regions.whole
         num_embeddings, embedding_dim = operator.index(num_embeddings), operator.index(embedding_dim)
         if padding_idx is not None and padding_idx < 0:

@@ -59,9 +59,9 @@ class LoRALinear(Layer):
             self.second = nn.Linear(self.rank, outputs, bias=False)
             nn.init.zeros_(self.second.weight)
 
-    def forward(self, x: Tensor) -> Any:
-        y = self.base(x)
-        thin = to_whole(self.first(x if isinstance(self.first, Linear) else to_whole(x)))
+    def forward(self, input: Tensor) -> Any:
+        y = self.base(input)
+        thin = to_whole(self.first(input if isinstance(self.first, Linear) else to_whole(input)))
         added = self.second(thin if self.scale == 1.0 else thin * self.scale)
         if self.is_fused:
             return tuple(self._sum(one, other) for one, other in zip(y, added, strict=True))

@@ -105,8 +105,8 @@ class _UserSum(torch.autograd.Function):
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
+    input: Tensor,
+    target: Tensor,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -119,8 +119,8 @@ def cross_entropy(
     split over ranks costs one all-gather, of 3 numbers per token and rank (4 with smoothing).
 
     Args:
-        logits: [.., vocabulary], plain or with split features.
-        labels: [..] in 0..vocabulary-1, or ``ignore_index``; in the whole layout.
+        input: the logits, [.., vocabulary], plain or with split features.
+        target: the labels, [..] in 0..vocabulary-1, or ``ignore_index``; in the whole layout.
         label_smoothing: as in ``torch.nn.functional.cross_entropy``.
         z_loss: weight of the squared log-partition, which keeps logits from drifting (2204.02311, section 5).
 
@@ -131,9 +131,9 @@ def cross_entropy(
     Raises:
         ValueError: for shapes that do not fit, and for labels outside the vocabulary (checked on CPU).
     """
-    labels = local(labels)
+    labels = local(target)
     count = (labels != ignore_index).sum()  # of the rank's own samples, whichever rows of the logits it has
-    split, labels = local_logits_and_labels(logits, labels)
+    split, labels = local_logits_and_labels(input, labels)
     flat = split.local.reshape(-1, split.local.shape[-1])
     valid = labels != ignore_index
     if split.group is None and z_loss == 0.0:
@@ -217,37 +217,37 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 @torch.no_grad()
-def accuracy(logits: Tensor, labels: Tensor, *, k: int = 1, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+def accuracy(input: Tensor, target: Tensor, *, k: int = 1, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """Number of valid tokens whose label is among the ``k`` highest logits, and the number of valid tokens.
 
     The logits are never gathered: a label is right when fewer than k columns are higher than its own. Of equal logits
     the one with the lower index counts as higher, as in ``torch.argmax``.
 
     Args:
-        logits: [.., vocabulary], plain or with split features.
-        labels: [..] in 0..vocabulary-1, or ``ignore_index``; in the whole layout.
+        input: the logits, [.., vocabulary], plain or with split features.
+        target: the labels, [..] in 0..vocabulary-1, or ``ignore_index``; in the whole layout.
 
     Returns:
         (correct, count): float64 scalars over the samples this rank holds in the whole layout; sum them over the ranks
         that hold other samples.
     """
-    labels = local(labels)
+    labels = local(target)
     count = (labels != ignore_index).sum().double()
-    split, labels = local_logits_and_labels(logits, labels)
+    split, labels = local_logits_and_labels(input, labels)
     columns = split.local[..., : split.stop - split.start]
     valid = labels != ignore_index
     is_local = (labels >= split.start) & (labels < split.stop) & valid
     column = (labels - split.start).masked_fill_(~is_local, 0).unsqueeze(-1)
     if columns.shape[-1]:
-        target = columns.gather(-1, column).squeeze(-1).masked_fill_(~is_local, 0.0)
+        picked = columns.gather(-1, column).squeeze(-1).masked_fill_(~is_local, 0.0)
     else:  # a rank that holds only padding
-        target = torch.zeros(labels.shape, dtype=columns.dtype, device=columns.device)
+        picked = torch.zeros(labels.shape, dtype=columns.dtype, device=columns.device)
     if split.group is not None:
-        target = collectives.all_reduce(target, split.group, owned=True).wait()
-    target = target.unsqueeze(-1)
+        picked = collectives.all_reduce(picked, split.group, owned=True).wait()
+    picked = picked.unsqueeze(-1)
     index = torch.arange(split.start, split.stop, device=labels.device)
     # NaN counts as higher: a model that gives NaN is never right
-    above = ~(columns <= target) | ((columns == target) & (index < labels.unsqueeze(-1)))
+    above = ~(columns <= picked) | ((columns == picked) & (index < labels.unsqueeze(-1)))
     higher = above.sum(-1).double()
     if split.group is not None:
         higher = collectives.all_reduce(higher, split.group, owned=True).wait()

@@ -34,6 +34,7 @@ class EmbeddingBag(Layer):
     Args:
         max_norm, scale_grad_by_freq: refused: rows change in a lookup, or gradients by how often a rank has seen an
             id, which no other plan repeats.
+        include_last_offset: refused, as offsets are.
         device: accepted as torch does, and ignored: the table is made on the device of the context.
 
     Shape:
@@ -53,15 +54,18 @@ class EmbeddingBag(Layer):
         scale_grad_by_freq: bool = False,
         mode: BagMode = "mean",
         sparse: bool = False,
-        *,
+        include_last_offset: bool = False,
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
         init: Initializer | None = None,
     ) -> None:
         super().__init__()
         if max_norm is not None or scale_grad_by_freq:
             raise located_error("EmbeddingBag: max_norm and scale_grad_by_freq are not there; leave them out")
+        if include_last_offset:
+            raise located_error("EmbeddingBag: it takes no offsets; leave include_last_offset out")
         if mode not in ("sum", "mean", "max"):
             raise located_error(f"EmbeddingBag: mode = {mode!r} is none of 'sum', 'mean', 'max'")
         num_embeddings, embedding_dim = operator.index(num_embeddings), operator.index(embedding_dim)

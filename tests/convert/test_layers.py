@@ -31,7 +31,8 @@ class Everything(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sync, self.flat, self.deep = layers.SyncBatchNorm(3), layers.BatchNorm2d(3), layers.BatchNorm3d(1)
+        self.sync, self.flat = layers.SyncBatchNorm(3), layers.BatchNorm2d(3, bias=False)
+        self.deep = layers.BatchNorm3d(1)
         self.tokens = layers.BatchNorm1d(TOKENS, momentum=None)
         self.patches = layers.PatchEmbedding(3, WIDTH, (2, 4))
         self.places = layers.PositionEmbedding(16, WIDTH)

@@ -20,7 +20,8 @@ VOCAB, HIDDEN = 13, 16
 
 
 class Words(nn.Module):
-    """Tied words, a gated pair, a frozen linear, a bias that the model holds too, values set in the constructor."""
+    """Tied words, a gated pair, a frozen linear, a batch norm without a bias, a bias that the model holds too, values
+    set in the constructor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class Words(nn.Module):
         self.again = nn.Embedding(VOCAB, HIDDEN)
         self.gate, self.up, self.down = nn.Linear(HIDDEN, 24), nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN)
         self.norm, self.frozen = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
-        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.head, self.tokens = nn.Linear(HIDDEN, VOCAB), nn.BatchNorm1d(4, bias=False)
         nn.init.normal_(self.up.weight, std=0.3)
         with torch.no_grad():
             self.down.weight.mul_(2.0)
@@ -38,7 +39,7 @@ class Words(nn.Module):
     def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
         x = self.words(ids) + self.again(ids.flip(1)) * scale
         x = x + self.down(F.silu(self.gate(x)) * self.up(x))
-        return self.head(self.frozen(self.norm(x)))
+        return self.head(self.frozen(self.norm(self.tokens(x))))
 
 
 RULES = {"gate": "column", "up": "column", "down": "row"}
@@ -72,6 +73,7 @@ def test_the_model_computes_what_it_is_written_to(mode: str, rules: dict[str, st
     became = MODES[mode].run(body, rules)[0]
     assert became.pop("gate") == became.pop("up") == ("Linear(column)" if rules else "Linear")
     assert became.pop("down") == ("Linear(row)" if rules else "Linear")
+    assert became.pop("tokens") == "BatchNorm1d"
     assert became == {"words": "Embedding", "again": "Embedding", "frozen": "Linear", "head": "LMHead"}
 
 

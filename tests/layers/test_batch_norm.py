@@ -36,6 +36,7 @@ LAYERS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "2d": ("BatchNorm2d", (5, 3, 7), dict(eps=1e-3, momentum=0.3)),
     "3d": ("BatchNorm3d", (3, 3, 1, 5), dict(affine=False)),
     "any": ("SyncBatchNorm", (3, 5), {}),
+    "without a bias": ("BatchNorm1d", (5,), dict(bias=False)),
     "not tracked": ("BatchNorm2d", (3, 3, 3), dict(track_running_stats=False)),
 }
 
