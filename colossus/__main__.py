@@ -2,7 +2,11 @@
 
 import sys
 
-from colossus.cli.main import main
+from colossus.config_module import put_on_path
+
+put_on_path()  # which -m has put before the standard library
+
+from colossus.cli.main import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

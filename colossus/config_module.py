@@ -17,6 +17,9 @@ from importlib.util import spec_from_file_location
 from types import ModuleType
 
 _PREFIX = "colossus_config_"
+_LIBRARY = os.path.dirname(os.__file__)
+#: entries of `sys.path` that are of the standard library
+_PYTHONS_OWN = {_LIBRARY, os.path.join(_LIBRARY, "lib-dynload")}
 
 
 def module_name(file: str | os.PathLike[str]) -> str:
@@ -24,15 +27,30 @@ def module_name(file: str | os.PathLike[str]) -> str:
     return _PREFIX + re.sub(r"\W", "_", os.path.splitext(os.path.basename(file))[0])
 
 
+def put_on_path(folder: str = ".") -> None:
+    """Let modules of a folder be imported before those of other folders, as Python lets those beside a script.
+
+    The standard library comes first: a ``queue.py`` in the folder is not what libraries import by that name.
+    """
+    with contextlib.suppress(FileNotFoundError):  # the current folder has been removed: it has no modules
+        folder = os.path.realpath(folder)
+        others = [entry for entry in _without_pythons_own() if entry != folder]
+        sys.path[:] = [*(entry for entry in sys.path if entry in _PYTHONS_OWN), folder, *others]
+
+
+def _without_pythons_own() -> list[str]:
+    return [entry for entry in sys.path if entry not in _PYTHONS_OWN]
+
+
 class _ConfigFinder(MetaPathFinder):
-    """Finds the file of a config's module in the folders of `sys.path`."""
+    """Finds the file of a config's module in the folders of `sys.path`, but for those of the standard library."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if not fullname.startswith(_PREFIX):
             return None
-        for folder in sys.path:
+        for folder in _without_pythons_own():
             names: list[str] = []
             with contextlib.suppress(OSError):  # no folder, or none that may be read
                 names = os.listdir(folder)

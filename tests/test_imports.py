@@ -56,6 +56,7 @@ LEVELS = {
 LEAVES = {
     "import_path": set(),
     "config_module": set(),
+    "python_process": set(),
     "registry": {"import_path"},
     "_lazy": set(),
     "machine": set(),

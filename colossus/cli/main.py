@@ -14,6 +14,7 @@ from colossus.checkpoint.describe import printable
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.cli.parser import EXIT_CODES
 from colossus.config import ConfigError
+from colossus.config_module import put_on_path
 from colossus.registry import nearest
 
 #: command -> the module that has its parser and runs it
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(command: str, words: list[str]) -> int:
     if command == "config" and "--help" in words[:-1]:  # --help KEY
         words[words.index("--help")] = "--key"
+    put_on_path()
     module = importlib.import_module(f"colossus.cli.{COMMANDS[command]}")
     parser = module.make_parser()
     parse = parser.parse_args if command == "checkpoint" else parser.parse_intermixed_args

@@ -19,7 +19,7 @@ from colossus.config.plans import check_names, resolve_sizes
 from colossus.config.schema import Config
 from colossus.config.section import Named
 from colossus.config.training import Weights
-from colossus.config_module import module_name
+from colossus.config_module import module_name, put_on_path
 from colossus.registry import MODEL_SOURCES, nearest
 
 
@@ -78,9 +78,8 @@ def validate(values: Mapping[str, Any]) -> Config:
 def read_file(path: Path) -> dict[str, Any]:
     """Run the file and return its sections.
 
-    The file's folder goes to the front of ``sys.path``, as when Python runs a script, so modules beside it can be
-    imported, also later. Names with a leading underscore, imported names, modules, functions and classes are the
-    file's own business; any other name that is no section is an error.
+    Modules beside the file can be imported, also later (`put_on_path`). Names with a leading underscore, imported
+    names, modules, functions and classes are the file's own business; any other name that is no section is an error.
     """
     text = _read(path)
     try:
@@ -91,8 +90,7 @@ def read_file(path: Path) -> dict[str, Any]:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(f"{line}{type(error).__name__}: {reason}") from error
 
-    folder = str(path.resolve().parent)
-    sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
+    put_on_path(str(path.parent))
     # A real module, so that classes of the file can be inspected, and pickled for processes that import it.
     module = ModuleType(module_name(path))
     module.__file__ = str(path.resolve())

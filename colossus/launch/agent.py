@@ -148,7 +148,7 @@ class _Agent:
             print("\n".join(told), flush=True)
         if number := num_servers(config, num_nodes):
             self._servers.start(number, folder, config.comm.timeout_seconds, self._nodes)
-        command = ("-m", "colossus.launch.worker", str(folder), resume or "", job.config_path, *overrides)
+        words = (str(folder), resume or "", job.config_path, *overrides)
         variables = {  # as torchrun sets them
             "WORLD_SIZE": str(num_nodes * job.local_ranks),
             "LOCAL_WORLD_SIZE": str(job.local_ranks),
@@ -160,7 +160,7 @@ class _Agent:
         }
         for local, rank in enumerate(ranks):
             of_rank = {**variables, "RANK": str(rank), "LOCAL_RANK": str(local)}
-            self._processes.all[rank] = start_process(command, of_rank)
+            self._processes.all[rank] = start_process("colossus.launch.worker", words, of_rank)
         if self._nodes is not None:
             self._nodes.watch()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from colossus.launch.outcome import Outcome, RankExit
 from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS, RankFiles
+from colossus.python_process import python_words
 
 KILL_SECONDS = GRACE_SECONDS + 0.5
 """From the stop signal, or the last sign of life, to SIGKILL: workers end themselves before, unless they cannot run."""
@@ -39,9 +40,10 @@ def on_stop_signals(call: Callable[[int, Any], None]) -> None:
             signal.signal(signum, call)
 
 
-def start_process(words: Sequence[str], variables: Mapping[str, str]) -> Any:
-    """A rank, which prints where we do. A signal to our process group does not reach it, nor its data loaders."""
-    return subprocess.Popen([sys.executable, *words], env={**os.environ, **variables}, start_new_session=True)
+def start_process(module: str, words: Sequence[str], variables: Mapping[str, str]) -> Any:
+    """Start a rank, which prints where we do. A signal to our process group does not reach it, nor its data loaders."""
+    command = python_words(module, *words)
+    return subprocess.Popen(command, env={**os.environ, **variables}, start_new_session=True)
 
 
 class RankProcesses:

@@ -1,4 +1,4 @@
-"""The worker process: ``python -m colossus.launch.worker RUN_DIR CHECKPOINT CONFIG [section.key=value ...]``.
+"""The worker process, whose words are ``RUN_DIR CHECKPOINT CONFIG [section.key=value ...]``.
 
 One per rank. The launcher starts it with the variables torchrun would set; under torchrun and srun the command
 itself runs ``run_worker`` in their process.
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # a Ctrl-C during the imports ends a rank without a traceback; then `StopSignals` listens
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config, ConfigError, Named, load_config
+from colossus.config_module import put_on_path
 from colossus.context.grid import build_grid
 from colossus.launch import failures, run_folder
 from colossus.launch.checks import is_on_cuda, ranks_may_share
@@ -35,6 +31,7 @@ from colossus.registry import HOOKS
 
 def main(arguments: Sequence[str]) -> int:
     run_dir, resume, config, *overrides = arguments
+    put_on_path()
     return run_worker(config, overrides, run_dir=run_dir, resume=resume or None)
 
 
@@ -201,7 +198,3 @@ def _agree_on_folder(run: RankRun, engine: Any, origin: Callable[[], Origin]) ->
     if problems is not None:
         raise ConfigError(problems)
     run.folder, run.resume = folder, resume
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -12,10 +12,11 @@ import os
 import secrets
 import select
 import subprocess
-import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from colossus.python_process import python_words
 
 #: a JSON list of endpoints, in the order of the servers
 SERVERS = "COLOSSUS_SERVERS"
@@ -98,7 +99,7 @@ class ServerProcess:
         try:
             with contextlib.nullcontext() if log is None else log.open("ab") as output:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-m", "colossus.server.rpc_server", str(theirs)],
+                    python_words("colossus.server.rpc_server", str(theirs)),
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,

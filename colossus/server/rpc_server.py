@@ -1,6 +1,6 @@
 """The end of a server: requests of workers, handed over one after the other; and the process of a server.
 
-``python -m colossus.server.rpc_server STATUS`` is started by `ServerProcess`. It reads what it is from the first line
+`ServerProcess` starts that with the word STATUS. It reads what it is from the first line
 of its input (so that the token is in no list of processes), says where it is through the descriptor STATUS, and ends
 when its input says so or is closed, or when its parent has gone.
 """
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -149,10 +149,17 @@ class RpcServer:
 # -- the process ----------------------------------------------------------------------------------------------
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> NoReturn:
+    code = _serve(int(arguments[0]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of torch need no farewell
+
+
+def _serve(descriptor: int) -> int:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)  # the run ends in order, which is its parent's to see to
-    status = os.fdopen(int(sys.argv[1]), "w")
+    status = os.fdopen(descriptor, "w")
     given: dict[str, Any] = json.loads(sys.stdin.readline())
     with contextlib.suppress(OSError, ValueError):  # each connection is a file
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -179,10 +186,3 @@ def main() -> int:
     failed = server.ended is not None
     server.close(float(sys.stdin.readline() or 0) if last else 0.0)  # for so long it waits for workers
     return int(failed)
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads of torch need no farewell

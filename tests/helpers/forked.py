@@ -161,8 +161,8 @@ def _be_python(args: Sequence[str], env: Mapping[str, str], cwd: Path | None, st
     return code
 
 
-def _start_process(words: Sequence[str], variables: Mapping[str, str]) -> ForkedPython:
-    return ForkedPython([sys.executable, *words], env={**os.environ, **variables}, start_new_session=True)
+def _start_process(module: str, words: Sequence[str], variables: Mapping[str, str]) -> ForkedPython:
+    return ForkedPython([sys.executable, "-m", module, *words], env={**os.environ, **variables}, start_new_session=True)
 
 
 def _warn(

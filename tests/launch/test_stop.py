@@ -17,6 +17,7 @@ from colossus.launch import rank_processes, stop
 from colossus.launch.outcome import Outcome
 from colossus.launch.rank_processes import RankProcesses
 from colossus.launch.stop import STOP_SIGNALS, RankFiles, StopSignals, made_rank_files
+from colossus.python_process import python_words
 
 
 def in_child(body: Callable[[], None]) -> tuple[int, float]:
@@ -82,7 +83,7 @@ def test_a_signal_before_there_is_something_to_save_ends_at_once() -> None:
 
 def test_a_ctrl_c_during_the_imports_of_a_rank_prints_nothing(tmp_path: Path) -> None:
     (tmp_path / "pydantic.py").write_text("import pathlib, time; pathlib.Path('imported').touch(); time.sleep(60)")
-    words = [sys.executable, "-m", "colossus.launch.worker", "run", "", "config.py"]
+    words = python_words("colossus.launch.worker", "run", "", "config.py")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     rank = subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE)
     while not (tmp_path / "imported").exists():
