@@ -18,6 +18,7 @@ from colossus.checkpoint.values import decode
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loader
 from colossus.random import GlobalRng
+from colossus.state.changed_training import NextRate, frozen_names
 from colossus.state.optimizer import ParameterState
 from colossus.state.replicas import ReplicaSource, has_own_parameters, replica_prefix, replica_record
 from colossus.state.run import Run, Stateful
@@ -26,13 +27,14 @@ from colossus.state.whole_state import SUFFIX
 log = logging.getLogger("colossus.engine")
 
 
-def run_values(run: Run) -> dict[str, Any]:
+def run_values(run: Run, next_rate: NextRate) -> dict[str, Any]:
     """What this rank adds, by path; each path is from one rank."""
     context, loaders = run.context, run.loaders
     values: dict[str, Any] = {f"ranks/{context.rank}/rng": _rng_state(context)}
     if _is_first_but_along(run, "pipeline"):
         for name, module in _with_extra_state(run.model).items():
             values[f"modules/{name}"] = module.get_extra_state()
+        values[f"frozen/{context.index('pipeline')}"] = frozen_names(run.model)
     if _is_first_but_along(run, "data"):
         index = context.index("data")
         values[f"strategy_values/{index}"] = run.strategy.state_dict()
@@ -42,7 +44,8 @@ def run_values(run: Run) -> dict[str, Any]:
             with _logged_by_one(context):
                 values[f"loader/{index}"] = loader.trained_state_dict() if is_ours else loader.state_dict()
     for replica in written_for(run):
-        done = {"completed_steps": run.completed_steps, "rolled_back": run.rolled_back}
+        done: dict[str, Any] = {"completed_steps": run.completed_steps, "rolled_back": run.rolled_back}
+        done["learning_rate"] = next_rate.state(run.completed_steps)
         values[f"{replica}train"] = done | run.gradient_watch.state_dict()
         if run.loss_scaler is not None:
             values[f"{replica}loss_scale"] = run.loss_scaler.state_dict()

@@ -24,6 +24,7 @@ from colossus.checkpoint.writer import About
 from colossus.config import as_dict
 from colossus.config.plans import describe_zero
 from colossus.layout.split_parameter import as_shards
+from colossus.state.changed_training import NextRate, tell_changes
 from colossus.state.optimizer import (
     ParameterState,
     group_options,
@@ -88,6 +89,7 @@ class State:
         self.hooks: Sequence[SavedHook] = ()
         #: the options of the optimizer's groups as it was made
         self._made = group_options(run.optimizer)
+        self._next_rate = NextRate(run.config)
         #: what came with the weights that were loaded, or that the model was made with
         self._loaded = assets_of_model(run.model) if run.context.is_logging_rank else Assets()
 
@@ -163,7 +165,8 @@ class State:
             # of the optimizer of each pipeline stage: its class, and the options of its groups
             stage = f"optimizer_groups/{run.context.index('pipeline')}"
             of_optimizer = optimizer_values(run.optimizer, self._made)
-            of_run = {f"{replica}{stage}": of_optimizer for replica in written_for(run, "pipeline")} | run_values(run)
+            of_run = {f"{replica}{stage}": of_optimizer for replica in written_for(run, "pipeline")}
+            of_run |= run_values(run, self._next_rate)
             values.update({path: encode(value, path, tensors) for path, value in of_run.items()})
         state.tensors += [TensorBox.whole(key, tensor) for key, tensor in tensors.items()]
         return state
@@ -219,6 +222,7 @@ class State:
             assets = self._read_assets(reader)
             on_all_ranks(world, lambda: self._take(reader, match, boxes, values, source), _MIXED)
             self._loaded = assets
+            tell_changes(run, self._next_rate, reader, values)
         torch.clear_autocast_cache()
 
     def _take(

@@ -84,13 +84,15 @@ def contents(folder: Path) -> Contents:
         values = {
             path: decode(value, reader.tensor)
             for path, value in reader.manifest.values.items()
-            if not path.startswith(("ranks/", "loader/", "strategy_values/", "optimizer_groups/"))
+            if not path.startswith(("ranks/", "loader/", "strategy_values/", "optimizer_groups/", "frozen/"))
         }
         options = [
             decode(value, reader.tensor)
             for path, value in reader.manifest.values.items()
             if path.startswith("optimizer_groups/")
         ]
+        by_stage = [value for path, value in reader.manifest.values.items() if path.startswith("frozen/")]
+        values["frozen"] = sorted({name for value in by_stage for name in decode(value, reader.tensor)})
         values["groups"] = next(each["now"] for each in options if each)
         return Contents({key: reader.tensor(key) for key in kept}, values, dict(reader.manifest.aliases))
 

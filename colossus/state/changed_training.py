@@ -1,0 +1,114 @@
+"""What a run that goes on does otherwise than its checkpoint would: its learning rate, and which parameters it trains.
+
+A checkpoint has the next learning rate and the names, not the settings alone: a schedule of a user's own is compared,
+too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.comm.objects import all_gather_object
+from colossus.config import Config, as_dict
+from colossus.config.learning_rates import LearningRates
+from colossus.config.printed import by_path
+from colossus.layout.parameter import logical_parameters
+from colossus.state.run import Run
+
+log = logging.getLogger("colossus.engine")
+
+#: keys whose values a curve of learning rates follows from
+_OF_THE_CURVE = ("lr_schedule.", "train.schedule_steps")
+#: names that a message lists
+_MOST = 4
+
+
+class NextRate:
+    """The learning rate of the next step.
+
+    Args:
+        config: of the run, with the learning rate that its schedule starts from.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._rates = config, LearningRates(config)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what is saved of it behind ``step`` steps: None where the schedule is over, and gives none."""
+        try:
+            rate = float(self._rates.at(step))
+        except Exception:  # a scheduler of torch's that knows its number of steps; a save has no need of it
+            rate = None
+        return {"peak": self._config.optimizer.lr, "next": rate}
+
+    def change(self, step: int, saved: Mapping[str, Any], saved_config: Mapping[str, Any]) -> str:
+        """Return the words that tell how it differs from what was saved; empty where only the peak does, if anything.
+
+        Args:
+            saved: as `state` gave it.
+            saved_config: of the run that was saved, as `as_dict` gives it.
+        """
+        own = self.state(step)
+        before, peak, now, own_peak = saved["next"], saved["peak"], own["next"], own["peak"]
+        if now is None or (before is not None and math.isclose(before / peak, now / own_peak, abs_tol=1e-9)):
+            return ""
+        then, keys = dict(by_path(dict(saved_config))), dict(by_path(as_dict(self._config)))
+        changed = {
+            key: f"{key} was {then.get(key)!r} and is {keys.get(key)!r}"
+            for key in (*then, *keys)
+            if key.startswith(_OF_THE_CURVE) and then.get(key) != keys.get(key)
+        }
+        why = ", ".join(changed.values()) or "the code of lr_schedule.type is another"
+        would_be = "there would be none" if before is None else f"it would be {before:.6g}"
+        return (
+            f"the learning rate jumps: that of step {step + 1} is {now:.6g}, with the settings of the checkpoint "
+            f"{would_be} ({why}). Set back what was changed to go on along the curve of the checkpoint"
+        )
+
+
+def frozen_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that this rank does not train."""
+    return [entry.name for entry in logical_parameters(model) if not entry.parameter.requires_grad]
+
+
+def tell_changes(run: Run, next_rate: NextRate, reader: CheckpointReader, values: Mapping[str, Any]) -> None:
+    """Warn, on one rank, of what trains otherwise from here on than the checkpoint would have. Collective.
+
+    Args:
+        run: which goes on behind the checkpoint.
+        values: of the checkpoint, decoded.
+    """
+    by_stage = [names for path, names in values.items() if path.startswith("frozen/")]
+    then, now = {name for names in by_stage for name in names}, set(frozen_names(run.model))
+    names = [entry.name for entry in logical_parameters(run.model)] if by_stage else []  # else of an older version
+    mine = [name for name in names if name in then - now], [name for name in names if name in now - then]
+    by_rank = all_gather_object(mine, run.context.group(run.context.grid.names))
+    if not run.context.is_logging_rank:
+        return
+    thawed, frozen = ([*dict.fromkeys(chain(*lists))] for lists in zip(*by_rank, strict=True))
+    saved_rate = values.get("train", {}).get("learning_rate")
+    if saved_rate and (change := next_rate.change(run.completed_steps, saved_rate, reader.manifest.config)):
+        log.warning("%s", change)
+    if thawed:
+        log.warning(
+            "trained now, and frozen in the checkpoint: %s. The optimizer has no state of them: they begin in the "
+            "middle of the schedule, without a warm-up of their own. Freeze them, or begin a run with the weights "
+            "alone (checkpoint.weights)", _listed(thawed),
+        )  # fmt: skip
+    if frozen:
+        log.warning(
+            "frozen now, and trained in the checkpoint: %s. What the optimizer has kept of them is dropped",
+            _listed(frozen),
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", .. ({len(names)} parameters)" if len(names) > _MOST else ""
+    return ", ".join(names[:_MOST]) + more
