@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -86,6 +87,7 @@ def parameters(kind: str | Callable[..., Any], registry: Registry) -> list[str] 
     return [parameter.name for parameter in found if parameter.kind is not parameter.POSITIONAL_ONLY]
 
 
+@cache
 def _parsed(module: str, name: str) -> list[str] | None:
     top, *below = module.split(".")
     spec = importlib.util.find_spec(top)  # of the whole name, it would import the packages around it

@@ -7,6 +7,7 @@ import inspect
 import typing
 from array import array
 from collections.abc import Callable
+from functools import cache
 from typing import Any, SupportsFloat
 
 from pydantic import ConfigDict, ValidationError, create_model
@@ -171,6 +172,7 @@ def _parameters(shape: Callable[..., Any]) -> list[str]:
         return []
 
 
+@cache
 def _section_of(shape: Callable[..., Any]) -> type[LRSchedule]:
     """The section ``lr_schedule`` with the options of one of our shapes, as its signature has them."""
     kinds = typing.get_type_hints(shape, include_extras=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from colossus.comm import links, shared_memory
 
 OWN_SLOT_BYTES = shared_memory.SLOT_BYTES
-_SMALL = 1 << 20
+_SMALL = 128 << 10
 
 
 def shrink() -> None:
