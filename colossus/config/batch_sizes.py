@@ -65,14 +65,17 @@ class BatchRamp(Section):
 class BatchSizes:
     """Samples of the global batch of each step, from 0. A function of the config alone, not of the plan.
 
+    Args:
+        shift: samples that were read before beyond what steps of these sizes take: a run is resumed with other sizes.
+
     Attributes:
         full: of the whole batch.
         full_from: the first step that has it.
         all: every size, ascending.
     """
 
-    def __init__(self, full: int, ramp: BatchRamp | None = None) -> None:
-        self.full = full
+    def __init__(self, full: int, ramp: BatchRamp | None = None, shift: int = 0) -> None:
+        self.full, self._shift = full, shift
         self._start, self._increment, number = full, 0, 0
         if ramp is not None:
             self._start, self._increment = ramp.start, ramp.increment
@@ -88,4 +91,5 @@ class BatchSizes:
 
     def before(self, step: int) -> int:
         """Of all steps before it together: the place in the data at which it begins."""
-        return self._start * step + self._increment * sum(max(0, step - first) for first in self._grows)
+        grown = sum(max(0, step - first) for first in self._grows)
+        return self._shift + self._start * step + self._increment * grown

@@ -13,12 +13,18 @@ from typing import Any
 import torch
 
 from colossus.data.batch import Batch, to_tensors
-from colossus.data.sampler import BatchShard
 from colossus.data.sources import EndOfData, MapSource, Source
 from colossus.data.tokenizer import DatasetTokenizer
 from colossus.nest import map_leaves
 
 log = logging.getLogger("colossus.data")
+
+#: what a change of these does to a run that is resumed
+_EFFECTS = {
+    "seed": "the data has another order",
+    "num_samples": "the data has another order",
+    "global_batch_size": "the run goes on behind the samples that it has read",
+}
 
 
 class DeviceCopy:
@@ -57,16 +63,16 @@ def _can_be_pinned(leaf: torch.Tensor) -> bool:
 class Loader:
     """Training batches of one data rank, without end for data that can start over.
 
-    Iterating goes on where the last iteration stopped. The batch of a step depends on the seed and the step only, so
-    `set_step` (or `load_state_dict`) continues a run exactly; data that cannot seek is read up to there.
+    Iterating goes on where the last iteration stopped. The batch of a step depends on the seed and the samples before
+    it only, so `load_state_dict` continues a run exactly, and so does `set_step` with a batch that has not changed;
+    data that cannot seek is read up to there.
 
     Attributes:
         num_untrained: batches given since the last train step, which sets it to 0.
     """
 
-    def __init__(self, source: Source, *, shard: BatchShard, device: torch.device) -> None:
+    def __init__(self, source: Source, *, device: torch.device) -> None:
         self.source = source
-        self.shard = shard
         self.num_untrained = 0
         self._copy = DeviceCopy(device)
 
@@ -119,22 +125,21 @@ class Loader:
         return {**state, **self._order_settings(state["step"])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken. Warns when seed, batch size or data are no longer the same."""
-        changed = {key: now for key, now in self._order_settings(state["step"]).items() if state.get(key, now) != now}
-        if "global_batch_size" in changed:
-            changed.pop("samples", None)  # follow from it
-        for key, now in changed.items():
-            log.warning(
-                "the data order changes on resume: %s was %s when the checkpoint was written and is %s now",
-                key, state[key], now,
-            )  # fmt: skip
+        """Continue where the state was taken: behind the samples that were read until then, whatever the batch was.
+
+        Warns when seed, batch size or data are no longer the same.
+        """
+        settings = self._order_settings(state["step"])
+        for key, effect in _EFFECTS.items():
+            if state.get(key, now := settings.get(key)) != now:
+                log.warning("%s was %s when the checkpoint was written and is %s now: %s", key, state[key], now, effect)
         self.num_untrained = 0
         self.source.load_state_dict(state)
 
     def _order_settings(self, step: int) -> dict[str, int]:
-        """What the order of samples follows from, beside the step: of a batch that grows the samples before it, too."""
-        sizes = self.shard.sizes
-        settings = {"seed": self.shard.seed, "global_batch_size": sizes.full, "samples": sizes.before(step)}
+        """What the order of samples follows from, beside the step: the samples before it, too."""
+        shard, sizes = self.source.shard, self.source.shard.sizes
+        settings = {"seed": shard.seed, "global_batch_size": sizes.full, "samples": sizes.before(step)}
         if isinstance(self.source, MapSource):
             settings["num_samples"] = self.source.num_samples
         return settings

@@ -14,10 +14,11 @@ from colossus.config import Config, model_options
 from colossus.config.batch_sizes import BatchRamp
 from colossus.config.schema import ReadingOptions
 from colossus.config.section import Named
+from colossus.data.batch_stream import BatchStream
 from colossus.data.loader import Loader, Loaders, ValidationLoader
 from colossus.data.sampler import BatchShard, local_batch_size
 from colossus.data.sources import MapSource, Source
-from colossus.data.streams import BatchStream, SampleStream, StreamSource
+from colossus.data.streams import SampleStream, StreamSource
 from colossus.data.tokenizer import require_same_tokens, tokenizer_of
 from colossus.data.tokens import TooLittleData
 from colossus.random import check_seed
@@ -160,7 +161,7 @@ def build_loaders(
     train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, True, batch_ramp, dims)
     train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
     _check_vocabulary(train_data, vocab_size)
-    train = Loader(_make_source(train_data, train_shard, spec.reading_options), shard=train_shard, device=device)
+    train = Loader(_make_source(train_data, train_shard, spec.reading_options), device=device)
     if batch_ramp is not None and not isinstance(train.source, MapSource):
         raise ValueError(
             f"train.batch_ramp is for a dataset whose samples are read by number (__getitem__ and __len__), but "

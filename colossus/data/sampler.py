@@ -2,8 +2,8 @@
 
 The samples of all epochs form one endless sequence: position ``p`` is sample ``permutation_of_epoch[p % n]`` of
 epoch ``p // n``, and step ``s`` takes the positions from ``BatchSizes.before(s)`` on, ``s * global_batch_size`` unless
-the batch grows. A global batch may thus straddle two epochs, nothing is dropped, and resuming at any step needs no more
-than its number.
+the batch grows, or was another one when the run was saved. A global batch may thus straddle two epochs, nothing is
+dropped, and resuming at any step needs no more than its number and that of the samples before it.
 
 The permutation of an epoch is never stored. It is a Feistel network with cycle walking (Black and Rogaway,
 "Ciphers with Arbitrary Finite Domains", 2002): a sample number is written as two digits in mixed radix, each round
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,18 @@ class BatchShard:
     ramp: BatchRamp | None = None
     #: ``train.batch_dims``
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    #: of `BatchSizes`
+    shift: int = 0
 
     @functools.cached_property
     def sizes(self) -> BatchSizes:
         """Of the global batch by step."""
-        return BatchSizes(self.global_batch_size, self.ramp)
+        return BatchSizes(self.global_batch_size, self.ramp, self.shift)
+
+    def resumed(self, state: Mapping[str, Any]) -> BatchShard:
+        """Return the shard whose step of ``state`` begins behind the samples that were read when it was saved."""
+        here = self.sizes.before(state["step"])
+        return replace(self, shift=self.shift + state.get("samples", here) - here)
 
     @property
     def size(self) -> int:

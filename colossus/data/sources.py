@@ -11,6 +11,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -29,9 +30,15 @@ class EndOfData(Exception):
 
 
 class Source(ABC):
-    """Batches of this data rank, step after step. ``step`` is the number of the next one."""
+    """Batches of this data rank, step after step.
+
+    Attributes:
+        step: number of the next one.
+        shard: what this data rank reads.
+    """
 
     step: int = 0
+    shard: BatchShard
 
     @abstractmethod
     def read(self) -> Batch:
@@ -48,8 +55,9 @@ class Source(ABC):
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seek(state["step"])
+        """Go on at the place of ``state``: behind the samples that were read, whatever the batch was then."""
 
 
 class MapSource(Source):
@@ -61,8 +69,10 @@ class MapSource(Source):
         self.dataset = dataset
         self.num_samples = len(dataset)
         self.num_steps = None if shard.endless else -(-self.num_samples // shard.global_batch_size)
-        self._shard, self._options = shard, options
+        self.shard, self._options = shard, options
         self._by_step = _Batches(dataset, SampleOrder(shard, self.num_samples), options)
+        #: where the run was resumed: the batch may have been another one before
+        self._first_step = 0
         self._workers: Iterator[Batch] | None = None
 
     def read(self) -> Batch:
@@ -77,9 +87,21 @@ class MapSource(Source):
         return batch
 
     def seek(self, step: int) -> None:
+        if step < self._first_step:
+            self._read_by(replace(self.shard, shift=0), 0)
         if step != self.step:
             self._workers = None
         self.step = step
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._read_by(self.shard.resumed(state), state["step"])
+        self.seek(state["step"])
+
+    def _read_by(self, shard: BatchShard, first_step: int) -> None:
+        self._first_step = first_step
+        if shard != self.shard:
+            self.shard, self._workers = shard, None
+            self._by_step = _Batches(self.dataset, SampleOrder(shard, self.num_samples), self._options)
 
     def close(self) -> None:
         self._workers = None
@@ -89,7 +111,7 @@ class MapSource(Source):
             steps: Iterable[int] = range(self.step, self.num_steps or 0)
             if self.num_steps is None:
                 steps = itertools.count(self.step)
-            seed = derive_seeds(self._shard.seed, (self._shard.data_rank, self.step))[0]
+            seed = derive_seeds(self.shard.seed, (self.shard.data_rank, self.step))[0]
             self._workers = start_workers(self._by_step, steps, self._options, seed)
         workers = self._workers
         try:

@@ -1,4 +1,6 @@
-"""Sources that are read from the front: an iterable of samples (`SampleStream`) or of ready batches (`BatchStream`).
+"""Sources that are read from the front: how a place is found again; an iterable of samples (`SampleStream`).
+
+`colossus.data.batch_stream` has the source of ready batches.
 
 Every rank reads the same stream and keeps its shard of each batch, except where data is per data rank already.
 """
@@ -10,15 +12,16 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
-from itertools import islice
+from dataclasses import replace
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import default_collate as torch_collate
 
 from colossus.config.schema import ReadingOptions
-from colossus.data.batch import Batch, SampleDims, batch_size_of
+from colossus.data.batch import Batch, SampleDims
 from colossus.data.sampler import BatchShard
 from colossus.data.sources import EndOfData, Source
 from colossus.random import GLOBAL_RNG, derive_seeds
@@ -43,21 +46,25 @@ class StreamSource(Source):
         iterable: what is read; an iterator (a generator, say) has one pass only.
         stateful: what may have ``state_dict`` and ``load_state_dict``, the protocol of torchdata's
             `StatefulDataLoader`; without them a place is found again by reading up to it.
-        chunk: items of the iterable that a batch takes; by default its samples.
+        gives_batches: an item is a batch, and no sample.
     """
 
     def __init__(
-        self, iterable: Any, shard: BatchShard, options: ReadingOptions, *, stateful: Any, chunk: int | None = None
+        self, iterable: Any, shard: BatchShard, options: ReadingOptions, *, stateful: Any, gives_batches: bool
     ) -> None:
         self.name = type(iterable).__name__
         self.shard, self.per_rank = shard, options.per_rank
         has_state = all(callable(getattr(stateful, name, None)) for name in ("state_dict", "load_state_dict"))
-        self.stateful: Any = stateful if has_state else None
+        has_buffer = has_state and _has_shuffle_buffer(stateful)
+        self.stateful: Any = stateful if has_state and not has_buffer else None
+        self._lacks_state = "a shuffle buffer, which its state_dict leaves out" if has_buffer else "no state_dict"
         #: samples of a whole batch
         self._whole = shard.size if options.per_rank else shard.global_batch_size
-        self._iterable, self._chunk, self._seeds_items = iterable, chunk or self._whole, options.seeds(iterable)
+        self._iterable, self._gives_batches, self._seeds_items = iterable, gives_batches, options.seeds(iterable)
         self._iterator: Iterator[Any] | None = None
         self._epoch, self._offset = 0, 0  # of the next item; the latter counts those of its pass
+        #: how the items of the pass so far were read: [items at a time, times], which seeds follow from
+        self._reads: list[list[int]] = []
         #: a pass was empty: the data cannot start over
         self._has_ended = False
         #: for certain; a user's iterator class may start over in its __iter__, which shows at the end of a pass
@@ -106,17 +113,25 @@ class StreamSource(Source):
                     if place in keep:
                         kept.append(item)
                     place += 1
-            self._offset += place - before
+            self._count_read(place - before)
             if place < count:
                 self._end_pass()
                 if not wrap:
                     break
         return kept, place
 
+    def _count_read(self, items: int) -> None:
+        self._offset += items
+        if self._reads and self._reads[-1][0] == items:
+            self._reads[-1][1] += 1
+        elif items:
+            self._reads.append([items, 1])
+
     def _rng_seed(self, offset: int) -> int:
         return derive_seeds(self.shard.seed, (self._epoch, offset))[0]
 
     def _begin(self) -> Iterator[Any]:
+        self._end_workers()
         starts_over = self.stateful is None or isinstance(self.stateful, DataLoader)  # when it is iterated
         if not starts_over and not self._first_state:
             self._first_state = [deepcopy(self.stateful.state_dict())]
@@ -140,19 +155,28 @@ class StreamSource(Source):
                 f"{self.name} gave nothing: the data is empty, or it is an iterator already read to its end"
             )
         self._has_ended = not self._offset
-        self._epoch, self._offset, self._iterator = self._epoch + 1, 0, None
+        self._epoch, self._offset, self._reads, self._iterator = self._epoch + 1, 0, [], None
 
-    def _go_to(self, step: int, epoch: int, offset: int, user_state: list[Any]) -> None:
-        self.step, self._epoch, self._offset, self._has_ended, self._iterator = step, epoch, offset, False, None
+    def _end_workers(self) -> None:
+        """End the workers that a DataLoader keeps (``persistent_workers``): generators and datasets in them are where
+        earlier passes have left them, and those of a resumed run are not."""
+        if isinstance(self._iterable, DataLoader) and self.stateful is None:
+            self._iterable._iterator = None
+
+    def _go_to(self, step: int, epoch: int, reads: list[list[int]], user_state: list[Any]) -> None:
+        self.step, self._epoch, self._has_ended, self._iterator = step, epoch, False, None
+        self._reads, self._offset = deepcopy(reads), _total(reads)
         self._next_state = list(user_state)
 
     def close(self) -> None:
         self._iterator, self._has_ended = None, True
+        self._end_workers()
 
     def seek(self, step: int) -> None:
         if step < self.step or not step:  # a first step may have failed, and taken items
             if not self._has_one_pass:
-                self._go_to(0, 0, 0, self._first_state)
+                self.shard = replace(self.shard, shift=0)
+                self._go_to(0, 0, [], self._first_state)
             elif self._epoch or self._offset:
                 raise ValueError(f"{self.name} {_ONE_PASS}")
         if step > self.step:
@@ -164,7 +188,7 @@ class StreamSource(Source):
                 raise ValueError(f"{self.name} ends with batch {self.step}, before batch {step} is reached") from None
 
     def state_dict(self) -> dict[str, Any]:
-        place: dict[str, Any] = {"epoch": self._epoch, "offset": self._offset}
+        place: dict[str, Any] = {"epoch": self._epoch, "offset": self._offset, "reads": deepcopy(self._reads)}
         if self.stateful is not None and (self._iterator is not None or self._next_state or self._epoch):
             user = self._next_state[0] if self._next_state else self.stateful.state_dict()
             place["user"] = deepcopy(user)  # an object may give the very state that it goes on to change
@@ -176,21 +200,54 @@ class StreamSource(Source):
         Raises:
             ValueError: the data has fewer items than were read.
         """
-        if "passes" not in state:  # saved when the data was of another kind
-            self.seek(state["step"])
-            return
-        epoch, offset = state["passes"]["epoch"], state["passes"]["offset"]
-        if self.stateful is not None and "user" in state["passes"]:
-            self._go_to(state["step"], epoch, offset, [state["passes"]["user"]])
-            return
+        shard, step, passes = self.shard.resumed(state), state["step"], state.get("passes")
+        shard, step, passes = self.shard.resumed(state), state["step"], state.get("passes")
+        if passes is None:  # saved when the data was of another kind
+            self.seek(0)
+            self.seek(shard.sizes.before(step) // shard.global_batch_size)
+        elif self.stateful is not None and "user" in passes:
+            self._go_to(step, passes["epoch"], self._reads_of(state), [passes["user"]])
+        else:
+            self._read_again(passes["epoch"], self._reads_of(state))
+        self.shard, self.step = shard, step
+
+    def _read_again(self, epoch: int, reads: list[list[int]]) -> None:
         self.seek(0)
-        self.step, self._epoch = state["step"], epoch
-        if offset:
-            log.warning("%s has no state_dict: reading %d items of pass %d again to resume", self.name, offset, epoch)
-        while self._offset < offset:  # by the chunks of the run, the first of which may have begun in the pass before
-            count = self._chunk if self._offset else offset % self._chunk or self._chunk
+        self._epoch, total = epoch, _total(reads)
+        if total:
+            why = f"{self.name} has {self._lacks_state}"
+            log.warning("%s: reading %d items of pass %d again to resume", why, total, epoch)
+        for count in chain.from_iterable(repeat(count, times) for count, times in reads):
             if self._take(count, range(0), wrap=False)[1] < count:
-                raise ValueError(f"{self.name} has less than the {offset} items that the run had read of pass {epoch}")
+                raise ValueError(f"{self.name} has less than the {total} items that the run had read of pass {epoch}")
+
+    def _reads_of(self, state: dict[str, Any]) -> list[list[int]]:
+        """Return how the pass of ``state`` was read, in items as they are now: batches may be larger or smaller."""
+        size, offset = self.shard.global_batch_size, state["passes"]["offset"]
+        if not self._gives_batches or (old := state.get("global_batch_size", size)) == size:
+            return state["passes"].get("reads", [[offset, 1]])
+        batches, again = divmod(offset * old, size)
+        if again:
+            log.warning("%s: %d samples are read again, which do not fill one of its batches", self.name, again)
+        return [[1, batches]]
+
+
+def _total(reads: list[list[int]]) -> int:
+    return sum(count * times for count, times in reads)
+
+
+def _has_shuffle_buffer(stateful: Any) -> bool:
+    """Return whether it is, or reads, a stream of Hugging Face's ``datasets`` that shuffles by a buffer: its state_dict
+    leaves out the samples in there."""
+    parts = [stateful, getattr(stateful, "dataset", None)]
+    while parts:
+        part = parts.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        if type(part).__module__.startswith("datasets."):
+            parts += [getattr(part, "_ex_iterable", None), getattr(part, "ex_iterable", None)]
+            parts += getattr(part, "ex_iterables", ())
+    return False
 
 
 class SampleStream(StreamSource):
@@ -202,7 +259,7 @@ class SampleStream(StreamSource):
     """
 
     def __init__(self, dataset: IterableDataset[Any], shard: BatchShard, options: ReadingOptions) -> None:
-        super().__init__(dataset, shard, options, stateful=dataset)
+        super().__init__(dataset, shard, options, stateful=dataset, gives_batches=False)
         self._collate = options.collate_fn or torch_collate
         self._seeds_collate = options.seeds_collate
 
@@ -224,68 +281,3 @@ class SampleStream(StreamSource):
             return self._collate(samples)
         with GLOBAL_RNG.preserved(derive_seeds(self.shard.seed, (self.step, start))[0]):
             return self._collate(samples)
-
-
-class BatchStream(StreamSource):
-    """Ready batches, of a DataLoader or any other iterable. They hold ``global_batch_size`` samples, of which each data
-    rank takes its slice; with ``per_rank`` they are those of this data rank.
-
-    A shorter batch at the end of a pass is dropped in training (as ``drop_last=True`` does), and taken in validation;
-    anywhere else it is an error.
-
-    Raises:
-        ValueError: a DataLoader whose batch size or DistributedSampler is not for these data ranks.
-    """
-
-    def __init__(self, batches: Any, shard: BatchShard, options: ReadingOptions) -> None:
-        stateful = batches
-        sampler = None
-        if isinstance(batches, DataLoader):
-            sampler = getattr(batches.batch_sampler, "sampler", batches.sampler)
-            if isinstance(batches.dataset, IterableDataset) and not batches.num_workers:
-                # with workers the dataset that moves on is a copy in another process
-                stateful = batches if hasattr(batches, "state_dict") else batches.dataset
-        if isinstance(sampler, DistributedSampler):
-            if (sampler.num_replicas, sampler.rank) != (shard.data_size, shard.data_rank):
-                raise ValueError(
-                    f"the DataLoader's DistributedSampler has num_replicas={sampler.num_replicas}, "
-                    f"rank={sampler.rank}, but this process is data rank {shard.data_rank} of {shard.data_size}; ranks "
-                    f"of one model must read the same samples: DistributedSampler(dataset, "
-                    f"num_replicas={shard.data_size}, rank={shard.data_rank}), or no DistributedSampler and "
-                    f"batch_size={shard.global_batch_size}"
-                )
-            options = options.model_copy(update={"per_rank": True})
-        super().__init__(batches, shard, options, stateful=stateful, chunk=1)
-        size = getattr(batches, "batch_size", None)
-        if isinstance(batches, DataLoader) and size not in (None, self._whole):
-            raise ValueError(self._wrong_size(size))
-
-    def _read(self) -> Batch:
-        endless = self.shard.endless
-        while True:
-            batches, _ = self._take(1, range(1), wrap=endless)
-            if not batches:
-                raise EndOfData
-            dims = SampleDims(self.shard.batch_dims)
-            size = batch_size_of(dims.first(batches[0]))
-            if size != self._whole:
-                self._require_last(size)
-            if size == self._whole or not endless:
-                return batches[0] if self.per_rank else dims.cut(batches[0], *self._span(size))
-
-    def _require_last(self, size: int) -> None:
-        """A batch that is not whole is right as the last one of a pass only, and in training not as its only one."""
-        is_only = self.shard.endless and self._offset == 1
-        if size > self._whole or is_only or self._take(1, range(0), wrap=False)[1]:
-            raise ValueError(self._wrong_size(size))
-
-    def _wrong_size(self, size: int) -> str:
-        shard, whole = self.shard, self.shard.global_batch_size
-        gives = f"{self.name} gives batches of {size} samples, but {shard.batch_size_name} = {whole}"
-        if shard.data_size == 1:
-            return f"{gives}: set one of them to the other"
-        return (
-            f"{gives} over {shard.data_size} data ranks. Give batches of {whole} that are the same on all ranks (each "
-            f"data rank takes its {shard.size}), or batches of {shard.size} that differ between data ranks, by a "
-            f"DistributedSampler or with data = dict(type=lambda: loader, per_rank=True)"
-        )
