@@ -15,6 +15,7 @@ from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
 _LOOPBACK = "127.0.0.1"
+_REACH_SECONDS = 5.0
 #: the limits of the container that this process is in, if it is in one (cgroup v2)
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -108,6 +109,31 @@ def address_among(own: str, others: Iterable[str]) -> str:
     if not is_loopback(own):
         return own
     return next((found for other in others if not is_loopback(other) and (found := address_towards(other))), own)
+
+
+def is_reachable(address: str) -> bool:
+    """Return whether this machine reaches one of its own addresses: not where the loopback interface is down."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family) as listener, socket.socket(family) as probe:
+        listener.bind((address, 0))
+        listener.listen()
+        probe.settimeout(_REACH_SECONDS)
+        probe.connect(listener.getsockname())
+        return True
+    return False
+
+
+def open_files() -> int | None:
+    """Return how many files a process may have open; None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_open_files() -> None:
+    """Let this process, and those that it starts, open as many files as they are allowed: each connection is one."""
+    with contextlib.suppress(OSError, ValueError):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def peak_resident_bytes() -> int:

@@ -21,7 +21,7 @@ from colossus.config.schema import ReadingOptions
 from colossus.data.batch import Batch, SampleDims
 from colossus.data.sampler import BatchShard, SampleOrder
 from colossus.data.tokens import BatchedDataset
-from colossus.data.workers import require_sendable, start_workers
+from colossus.data.workers import require_sendable, require_shared_memory, start_workers
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 
@@ -119,6 +119,7 @@ class MapSource(Source):
         except BaseException as error:
             self._workers = None  # they were past this step, which is to be read again
             workers._shutdown_workers()  # type: ignore[attr-defined]
+            require_shared_memory(self._options, error)
             if str(error).startswith("DataLoader timed out"):
                 raise TimeoutError(
                     f"data.num_workers = {self._options.num_workers}: no batch came from a data loader worker in "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -26,6 +28,7 @@ from colossus.random import GLOBAL_RNG
 
 #: seconds after which it is seen that a worker has ended
 _LOOK_SECONDS = 1.0
+_SHARED_MEMORY = "/dev/shm"
 
 
 def start_method(options: ReadingOptions) -> str:
@@ -114,12 +117,36 @@ def start_workers(batches: Dataset[Any], steps: Iterable[int], options: ReadingO
     # torch draws the workers' base seed from the global generator
     with GLOBAL_RNG.preserved(seed), nullcontext() if method == "fork" else _blocked_sigterm():
         loader.check_worker_number_rationality()
-        return _Workers(loader)
+        try:
+            return _Workers(loader)
+        except OSError as error:
+            require_shared_memory(options, error)
+            raise
+
+
+def require_shared_memory(options: ReadingOptions, error: BaseException) -> None:
+    """Say so where an error of workers, or of their start, is of shared memory that is used up.
+
+    Raises:
+        RuntimeError: with what of it there is, and how to have more.
+    """
+    is_of_start = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+    if (is_of_start or "shared memory" in str(error)) and os.path.isdir(_SHARED_MEMORY):
+        total, _, free = shutil.disk_usage(_SHARED_MEMORY)
+        raise RuntimeError(
+            f"data.num_workers = {options.num_workers}: workers give batches through {_SHARED_MEMORY}, which is too "
+            f"small: {total / 1e6:.3g} MB, of which {free / 1e6:.3g} MB are free. Start the container with more "
+            f"(docker run --shm-size=8g, or --ipc=host), or set data.num_workers=0"
+        ) from None
 
 
 class _Workers(_MultiProcessingDataLoaderIter):
     """Sees within seconds that a worker has ended. torch looks once, when all its time is over, and hears of a signal
     only where the worker is a child of this process, as one that ``forkserver`` starts is not."""
+
+    def __del__(self) -> None:
+        if hasattr(self, "_workers"):  # torch's would raise where they could not be started
+            super().__del__()
 
     def _try_get_data(self, timeout: float = MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:
         deadline = time.monotonic() + timeout

@@ -10,10 +10,10 @@ import sys
 import torch
 
 import colossus
+from colossus import machine
 from colossus.arithmetic import byte_count
 from colossus.doctor import environment, network
 from colossus.doctor.devices import advise_devices, device_rows, examine_devices
-from colossus.machine import memory_bytes, usable_cores
 
 DEFAULT_PORT = "29500"
 
@@ -35,8 +35,8 @@ def run(nproc: int = 2) -> int:
 
 def examine(nproc: int) -> tuple[list[tuple[str, str]], list[str], bool]:
     """Everything ``doctor`` finds out: lines (what, value), advice, and whether the ranks can talk to each other."""
-    devices, cores, (total, free) = examine_devices(), usable_cores(), memory_bytes()
-    gpus, files, (name, address) = len(devices["devices"]), network.open_files(), network.resolve_own_name()
+    devices, cores, (total, free) = examine_devices(), machine.usable_cores(), machine.memory_bytes()
+    gpus, files, (name, address) = len(devices["devices"]), machine.open_files(), network.resolve_own_name()
     threads = os.environ.get("OMP_NUM_THREADS", "")
     given = os.environ.get("MASTER_PORT", "")
     port = int(given if given.isdecimal() else DEFAULT_PORT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import resource
 import socket
 import sys
 from functools import partial
@@ -72,12 +71,6 @@ def advise_port(port: int) -> list[str]:
         f"port {port} is taken by another process: ranks that torchrun or srun starts would connect to a stranger and "
         f"hang; set MASTER_PORT to a free one. `colossus launch` on one machine picks a free port itself"
     ]
-
-
-def open_files() -> int | None:
-    """How many a process may have; None without a limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def advise_limits(files: int | None, shared: int | None) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore
 
+from colossus import machine
 from colossus.config import ConfigError
 from colossus.launch import failures
 from colossus.launch.auto_plan import Planned
@@ -106,7 +107,7 @@ def _let_signals_raise() -> None:
 class _Agent:
     def __init__(self, job: Job, restarts: Restarts, outcome: Outcome, files: RankFiles) -> None:
         self._job, self._restarts, self._outcome = job, restarts, outcome
-        self._processes = RankProcesses(outcome, files)
+        self._processes, self._files = RankProcesses(outcome, files), files.folder
         self._nodes: Nodes | None = None
         self._servers = Servers()
         self._looked = time.monotonic()
@@ -169,6 +170,11 @@ class _Agent:
 
         def begin() -> Any:
             host = self._nodes.address if self._nodes is not None else "127.0.0.1"
+            if not machine.is_reachable(host):  # torch's store would try for minutes
+                raise RuntimeError(
+                    f"this machine does not reach its own address {host}: is its interface down? (`ip link set lo up`, "
+                    f"of the loopback)"
+                )
             # the kernel picks a free port
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             try:
@@ -214,9 +220,11 @@ class _Agent:
     def conclude(self) -> None:
         """Tell the other nodes how the ranks here ended, and hear how theirs did. The store's node leaves last."""
         nodes, outcome = self._nodes, self._outcome
+        records = (
+            [] if outcome.folder is None else [*failures.read_all(self._files), *failures.read_all(outcome.folder)]
+        )
+        outcome.records = [record for record in records if record.rank in outcome.exits]
         if nodes is not None:
-            records = failures.read_all(outcome.folder) if outcome.folder is not None else []
-            outcome.records = [record for record in records if record.rank in outcome.exits]
             try:
                 nodes.conclude(outcome)
             except _Stopped as stop:

@@ -154,6 +154,7 @@ def _join(
         keys = " and ".join(key for key, is_given in does_nothing.items() if is_given)
         said = f"{keys}: without effect under torchrun and srun, which have restarts of their own"
         print(f"colossus: {said} (with checkpoint.resume=auto they go on)", file=sys.stderr)
+    machine.raise_open_files()
     os.environ.update(joined)
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
     return run_worker(config_path, overrides, run_dir=run_dir, resume=resume)
@@ -165,6 +166,7 @@ def _restarts(config: Config) -> bool:
 
 def _prepare_environment(local_ranks: int, nnodes: int) -> None:
     """What the workers inherit, unless the user has set it."""
+    machine.raise_open_files()
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_rank(local_ranks)))
     # a print of a rank that is killed later should not be lost in a buffer

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from colossus.comm.peer_gone import PeerGone
-from colossus.config import Config, ConfigError
+from colossus.config import ConfigError
 
 Kind = Literal["error", "config", "communication", "stuck"]
 
@@ -45,8 +44,8 @@ _NCCL_SAYS = (
     "Some NCCL operations have failed or timed out",
 )
 
-#: of torch's allocators, CUDA, cuBLAS and cuDNN
-_MEMORY_ERRORS = ("out of memory", "can't allocate memory", "_ALLOC_FAILED")
+#: of this process's own limit, which gloo's errors speak of, too
+OPEN_FILES_ERROR = "Too many open files"
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,8 @@ def kind_of(error: BaseException) -> Kind:
 def _is_of_a_peer(error: BaseException) -> bool:
     if isinstance(error, PeerGone):
         return True
+    if OPEN_FILES_ERROR in str(error):
+        return False
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
     if _NCCL_ERROR in names:
         return any(words in str(error) for words in _NCCL_SAYS)
@@ -106,6 +107,8 @@ def _is_of_a_peer(error: BaseException) -> bool:
 
 def is_communication(text: str) -> bool:
     """Return whether a traceback as text is of an error that says that a peer has gone, or is silent."""
+    if OPEN_FILES_ERROR in text:
+        return False
     if f"{_NCCL_ERROR}: " in text:
         return any(words in text for words in _NCCL_SAYS)
     names = (*_CONNECTION_ERRORS, "colossus.comm.peer_gone.PeerGone", "colossus.server.frames.ServerGone")
@@ -193,39 +196,3 @@ def is_first_to_report(folder: Path | None) -> bool:
         except OSError:
             pass
     return True
-
-
-# -- out of memory --------------------------------------------------------------------------------------------
-
-
-def is_out_of_memory(messages: Iterable[str]) -> bool:
-    """Whether an error, or one behind it, says so."""
-    return any(word in message for message in messages for word in _MEMORY_ERRORS)
-
-
-def memory_advice(config: Config, message: str, step: int | None) -> str:
-    """Lines on what takes less memory than this config, most useful first.
-
-    Args:
-        message: of the error, which has the numbers.
-        step: that was running, None before the first.
-    """
-    train, parallel, microbatches = config.train, config.parallel, config.schedule.microbatches
-    data, stage, size = parallel.data or 1, parallel.zero.stage, parallel.tensor.size
-    ways = []
-    if others := re.findall(r"Process \d+ has ([\d.]+ [KMGT]?i?B) memory in use", message):
-        ways.append(f"other processes hold {', '.join(others)} of this device: `nvidia-smi` names them")
-    if held := re.search(r"([\d.]+ [GT]iB) is reserved by PyTorch but unallocated", message):
-        ways.append(f"{held[1]} are reserved in pieces too small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
-    if step is not None:
-        if train.activation_checkpoint.type != "full":
-            ways.append("train.activation_checkpoint=full: a block's activations are computed again in backward")
-        if train.global_batch_size // data > microbatches:
-            ways.append(f"more schedule.microbatches (now {microbatches}): fewer samples at a time, the same batch")
-        if train.precision.name == "fp32":
-            ways.append("train.precision=bf16: activations of half the size")
-    if data > 1 and stage < 3 and (stage or parallel.strategy.type in ("all_reduce", "hierarchical")):
-        ways.append(f"parallel.zero.stage={stage + 1} (now {stage}): more is sharded over {data} data ranks")
-    ways.append(f"a larger parallel.tensor.size (now {size}) or parallel.pipeline.size (now {parallel.pipeline.size})")
-    when = "while the model was made or loaded" if step is None else f"in step {step}"
-    return "\n".join([f"out of memory {when}; what takes less:", *(f"  - {way}" for way in ways)])

@@ -16,9 +16,10 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config
 from colossus.context.grid import RankGrid
 from colossus.launch import failures, report
+from colossus.launch.advice import advise
 from colossus.launch.failures import FailureRecord
 from colossus.launch.outcome import rank_causes
-from colossus.launch.stop import StopSignals, exit_code
+from colossus.launch.stop import RankFiles, StopSignals, exit_code
 
 LOOK_SECONDS = 0.5
 """Between two looks at NCCL's watchdogs."""
@@ -68,8 +69,8 @@ def fail(run: RankRun, error: BaseException) -> int:
     """Write this rank's record, print what no launcher of ours will print, and return the exit code."""
     run.has_failed = True
     messages, advice = failures.messages_of(error), ""
-    if run.config is not None and failures.is_out_of_memory(messages):
-        advice = failures.memory_advice(run.config, " ".join(messages), run.step)
+    if run.config is not None:
+        advice = advise(messages, run.config, run.step, run.folder)
     record = failures.of_exception(error, run.rank, **run.details(), advice=advice)
     _write(run, record)
     if record.kind == "communication":
@@ -168,8 +169,11 @@ def _write(run: RankRun, record: FailureRecord) -> None:
         return  # the folder may be that of the next attempt already
     try:
         failures.write(run.folder, record)
-    except OSError as error:
-        _print(f"rank {run.rank}: no failure record ({error}):\n{record.traceback}")
+    except OSError as error:  # the disk is full, say: the launcher looks at a second place, too
+        try:
+            failures.write(RankFiles().folder, record)
+        except OSError:
+            _print(f"rank {run.rank}: no failure record ({error}):\n{record.traceback}")
 
 
 def _print(text: str) -> None:

@@ -14,6 +14,7 @@ from colossus.checkpoint.manifest import read_manifest
 from colossus.config import Config
 from colossus.context.grid import RankGrid
 from colossus.launch import failures, run_folder
+from colossus.launch.advice import has_few_open_files, open_files_advice
 from colossus.launch.failures import FailureRecord
 from colossus.launch.outcome import Cause, Outcome, stop_code
 from colossus.launch.recordings import ranks_in_words, who_is_missing
@@ -205,7 +206,7 @@ _DEATHS = {
     "SIGABRT": "a native library gave up; a collective whose shapes or dtypes differ between ranks does this, and "
     "NCCL's watchdog after an error of CUDA, which it prints",
     "SIGSEGV": "a crash in native code; its stacks are above",
-    "SIGBUS": "often a full /dev/shm: see `colossus doctor`",
+    "SIGBUS": "a full /dev/shm is the most likely reason (`df /dev/shm`): docker run --shm-size=8g, or --ipc=host",
 }
 
 
@@ -217,6 +218,8 @@ def describe_death(code: int) -> str:
         return f"ended with exit code {code} without an exception (os._exit or a native library?)"
     known = {each.value: each.name for each in signal.Signals}
     name = known.get(-code, f"signal {-code}")
+    if name == "SIGABRT" and has_few_open_files():
+        return f'was killed by {name}; if it says "{failures.OPEN_FILES_ERROR}" above: {open_files_advice()}'
     return f"was killed by {name}{f': {_DEATHS[name]}' if name in _DEATHS else ''}"
 
 

@@ -107,6 +107,7 @@ class Origin:
             if section.every and section.dir is not None:
                 root = root_of(section.dir, Path())
                 locks.append(run_folder.take(root, "checkpoint.dir"))
+                run_folder.require_room(root, f"checkpoint.dir {root}")
             folder = self.folder or run_folder.default_folder(self.config.name or "run", make=True)
             locks.append(run_folder.prepare(folder, is_own=self.is_own))
             if root is not None:

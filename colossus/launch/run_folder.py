@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -26,6 +27,8 @@ METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.json", "versions.json"
 PROFILE = "profile/summary.json"
 #: locked while a run uses the folder: by its launcher, and by its first rank, which may outlive it
 LOCK, RANK_LOCK = "run.lock", "rank.lock"
+#: that must be free when a run begins
+_ROOM_BYTES = 1 << 20
 
 
 def default_folder(name: str, root: Path = Path("runs"), *, make: bool = False) -> Path:
@@ -121,6 +124,7 @@ def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
         hold(folder).close()
         check(folder, is_own=is_own)
         failures.clear(folder)
+        require_room(folder, f"run folder {folder}")
     except BaseException:
         lock.close()
         raise
@@ -169,12 +173,30 @@ def _lock(path: Path, named: str, is_taken: str, lock: Callable[[TextIO, int], A
             raise ConfigError(f"{is_taken} ({holder}); wait for its end") from None
         except OSError:
             pass
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
-        file.flush()
     except OSError as error:
         raise ConfigError(f"{named}: cannot be written to: {error.strerror or error}") from None
+    with contextlib.suppress(OSError):  # a full disk: a run that is restarted goes on without
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
     return file
+
+
+def require_room(folder: Path, named: str) -> None:
+    """Refuse to begin a run on a disk that is full, or where a quota is used up.
+
+    Raises:
+        ConfigError: with the folder.
+    """
+    probe = folder / f".room-{os.getpid()}"
+    try:
+        probe.write_bytes(bytes(_ROOM_BYTES))
+    except OSError as error:
+        full = f": less than {_ROOM_BYTES >> 20} MB is left; make room, or give another folder"
+        more = full if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise ConfigError(f"{named}: cannot be written to: {error.strerror or error}{more}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 # -- what is written there ------------------------------------------------------------------------------------
@@ -203,8 +225,11 @@ def write_start(folder: Path, config: Config, data: str | None = None, step: int
     folder.mkdir(parents=True, exist_ok=True)
     since = f".{name_of(step)}" if step and (folder / CONFIG).exists() else ""
     for name, value in ((CONFIG, as_dict(config)), (VERSIONS, versions)):
-        path = folder / name
-        path.with_stem(f"{path.stem}{since}").write_text(json.dumps(value, indent=2, default=str) + "\n")
+        path = (folder / name).with_stem(f"{Path(name).stem}{since}")
+        try:
+            path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+        except OSError as error:  # of a run that is restarted, say, while its disk is full
+            print(f"colossus: {path} cannot be written ({error.strerror}); training goes on", file=sys.stderr)
 
 
 def _git_commit() -> str | None:

@@ -7,12 +7,10 @@ when its input says so or is closed, or when its parent has gone.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import queue
-import resource
 import select
 import signal
 import sys
@@ -161,9 +159,7 @@ def _serve(descriptor: int) -> int:
         signal.signal(ignored, signal.SIG_IGN)  # the run ends in order, which is its parent's to see to
     status = os.fdopen(descriptor, "w")
     given: dict[str, Any] = json.loads(sys.stdin.readline())
-    with contextlib.suppress(OSError, ValueError):  # each connection is a file
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    machine.raise_open_files()
     logging.basicConfig(format=f"server {given['index']}: %(message)s")
     torch.set_num_threads(1)
     store = ShardStore()

@@ -16,7 +16,8 @@ from colossus.comm.peer_gone import PeerGone
 from colossus.config import ConfigError, load_config
 from colossus.context.grid import RankGrid
 from colossus.launch import failures, rank_failure
-from colossus.launch.failures import FailureRecord, memory_advice
+from colossus.launch.advice import memory_advice
+from colossus.launch.failures import FailureRecord
 from colossus.launch.outcome import RankExit, rank_causes, stop_code
 from colossus.launch.rank_failure import RankRun
 from colossus.launch.report import block

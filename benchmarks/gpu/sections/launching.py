@@ -26,6 +26,7 @@ from colossus.comm import flight_recorder
 from colossus.context.local_ranks import RanksFailed, run_local_ranks
 from colossus.doctor.devices import examine_devices
 from colossus.launch import failures, rank_failure
+from colossus.launch.advice import is_out_of_memory
 from colossus.launch.rank_failure import RankRun
 from colossus.launch.stop import StopSignals
 
@@ -130,7 +131,7 @@ def _out_of_memory(device: torch.device) -> Figures:
         torch.empty(2 * free, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         messages = failures.messages_of(error)
-    assert failures.is_out_of_memory(messages), messages
+    assert is_out_of_memory(messages), messages
     assert re.search(r"[\d.]+ [KMG]iB is allocated by PyTorch", messages[0]), messages
     assert re.search(r"[\d.]+ [\w]+ is reserved by PyTorch but unallocated", messages[0]), messages
     return {"error": messages[0].partition(":")[0], "held": held.nbytes}
