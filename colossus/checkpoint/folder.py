@@ -12,6 +12,7 @@ A checkpoint is complete when it has its name: everything is written and flushed
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -24,6 +25,7 @@ from pathlib import Path
 from colossus.checkpoint.durable import flush_folder, remove, write_flushed
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from colossus.config.user_path import user_path
 
 log = logging.getLogger("colossus.checkpoint")
 
@@ -47,12 +49,12 @@ def file_of(rank: int) -> str:
 
 def absolute(path: Path | str) -> Path:
     """Where a path that a user gives leads now, whatever the working directory will be: ``~`` is the home."""
-    return Path(os.path.abspath(os.path.expanduser(path)))
+    return Path(os.path.abspath(user_path(path)))
 
 
 def root_of(given: str | None, run_folder: Path) -> Path:
     """The folder of a run's checkpoints: ``checkpoint.dir``, or one in its run folder."""
-    return Path(given).expanduser() if given is not None else run_folder / IN_RUN_FOLDER
+    return user_path(given) if given is not None else run_folder / IN_RUN_FOLDER
 
 
 def temporary(root: Path, step: int, token: str) -> Path:
@@ -80,8 +82,12 @@ def checkpoints(root: Path) -> list[Path]:
     """
     dated = []
     for path, step in named(root).items():
-        with contextlib.suppress(OSError):
+        try:
             dated.append((_saved_at(path, (path / MANIFEST).stat().st_mtime_ns), step, path))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     return [path for _, _, path in sorted(dated)]
 
 
@@ -90,7 +96,7 @@ def _saved_at(path: Path, modified_ns: int) -> float:
     """Return when a checkpoint was saved, in seconds since 1970; of one whose manifest is damaged the file's time."""
     try:
         return read_manifest(path).saved_at
-    except CheckpointError:
+    except DamagedCheckpoint:
         return modified_ns / 1e9
 
 
@@ -155,7 +161,7 @@ def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Pa
 
     ``damaged`` is that of `find_latest`.
     """
-    path = path.expanduser()
+    path = user_path(path)
     try:
         if path.name in (LATEST, BEST):
             path = next((one for name in _names_in(path) if (one := path.parent / name).is_dir()), path)
@@ -190,6 +196,8 @@ def require_files(folder: Path) -> Manifest:
             raise DamagedCheckpoint(f"{folder}: {name} is missing; take another checkpoint") from None
         except OSError as error:
             raise CheckpointError(f"{folder / name}: cannot be read: {error.strerror or error}") from None
+        if not os.access(folder / name, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
+            raise CheckpointError(f"{folder / name}: cannot be read: {os.strerror(errno.EACCES)}")
         if not stat.S_ISREG(found.st_mode) or found.st_size != file.num_bytes:
             raise DamagedCheckpoint(
                 f"{folder / name}: is truncated or changed: it has {found.st_size} bytes and was written with "

@@ -14,6 +14,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import locate
 from colossus.checkpoint.manifest import MANIFEST, TOKENIZER_FILE, Manifest, read_manifest
 from colossus.checkpoint.saved_averages import with_average
+from colossus.config.user_path import user_path
 from colossus.registry import WEIGHT_FORMATS
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def find_weights(path: Path | str, damaged: dict[Path, CheckpointError] | None =
     Args:
         damaged: those that are known not to be whole.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     foreign = _format_of(path)
     if foreign is None:
         return locate(path, damaged)
@@ -63,11 +64,14 @@ def describe_weights(folder: Path) -> str:
 
 
 def _format_of(path: Path) -> Any:
-    """None for what may be ours."""
-    if (path / MANIFEST).exists():
-        return None
-    formats = (WEIGHT_FORMATS.get(name) for name in WEIGHT_FORMATS.names())
-    return next((each for each in formats if each.recognises(path)), None)
+    """Return the format of a folder that is not of ours; None for what may be ours."""
+    try:
+        if (path / MANIFEST).exists():
+            return None
+        formats = (WEIGHT_FORMATS.get(name) for name in WEIGHT_FORMATS.names())
+        return next((each for each in formats if each.recognises(path)), None)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 # -- what lies beside weights -----------------------------------------------------------------------------

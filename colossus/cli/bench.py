@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import Parser, call, positive_integer
+from colossus.cli.parser import Parser, call, path_argument, positive_integer
 
 _EPILOG = """\
 examples:
@@ -34,7 +34,7 @@ def make_parser() -> Parser:
         "along each axis, memory of the fullest rank.",
         _EPILOG,
     )
-    parser.add_argument("file", metavar="FILE", help="config file (Python)")
+    parser.add_argument("file", type=path_argument, metavar="FILE", help="config file (Python)")
     parser.add_argument("plans", metavar="PLAN", nargs="*", help='"section.key=value ..", or "axis=size .."')
     parser.add_argument(
         "--overrides", metavar="section.key=value", nargs="+", default=[], help="overrides for all plans"
@@ -48,9 +48,13 @@ def make_parser() -> Parser:
             f"--{name}", type=positive_integer, metavar="N", default=default, help=f"{what} (default: {default})"
         )
     parser.add_argument(
-        "--json", metavar="FILE", nargs="?", const="-", help="the times of all blocks as JSON; without FILE in the "
-        "place of the table",
-    )  # fmt: skip
+        "--json",
+        type=path_argument,
+        metavar="FILE",
+        nargs="?",
+        const="-",
+        help="the times of all blocks as JSON; without FILE in the place of the table",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, say what would be timed, start nothing"
     )

@@ -19,7 +19,7 @@ from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import IN_RUN_FOLDER, locate, named, require_files
 from colossus.checkpoint.weight_sources import find_weights, manifest_of, open_weights
 from colossus.cli import convert
-from colossus.cli.parser import WHAT, Parser, number_argument, path_of
+from colossus.cli.parser import WHAT, Parser, number_argument, path_argument, path_of
 
 if TYPE_CHECKING:
     from colossus.checkpoint.diff import Difference, TensorDifference
@@ -49,7 +49,7 @@ def make_parser() -> Parser:
         "layers of a list have alike are one row. Only manifest.json is read, which has all of it as JSON.",
         epilog="exit codes: 0 printed, 1 damaged, 2 no checkpoint or wrong usage\n",
     )
-    inspect.add_argument("dir", metavar="DIR", help=WHAT)
+    inspect.add_argument("dir", type=path_argument, metavar="DIR", help=WHAT)
     inspect.add_argument("--all", action="store_true", help="a row for every tensor, optimizer state too")
     inspect.set_defaults(run=_inspect)
     verify = commands.add_parser(
@@ -60,7 +60,7 @@ def make_parser() -> Parser:
         "verified that a run would resume from.",
         epilog="exit codes: 0 whole, 1 damaged: the file is named, 2 no checkpoint or wrong usage, 130 Ctrl-C\n",
     )
-    verify.add_argument("dir", metavar="DIR", help=WHAT)
+    verify.add_argument("dir", type=path_argument, metavar="DIR", help=WHAT)
     verify.add_argument("--all", action="store_true", help="verify every checkpoint of the folder, by step")
     verify.set_defaults(run=_verify)
     diff = commands.add_parser(
@@ -75,8 +75,8 @@ def make_parser() -> Parser:
         "examples:\n  colossus checkpoint diff runs/a runs/b\n"
         "  colossus checkpoint diff runs/plain runs/tensor4 --only 'model/*' --only 'optimizer/*' --tolerance 1e-5\n",
     )
-    diff.add_argument("a", metavar="A", help=WHAT)
-    diff.add_argument("b", metavar="B", help="another one")
+    diff.add_argument("a", type=path_argument, metavar="A", help=WHAT)
+    diff.add_argument("b", type=path_argument, metavar="B", help="another one")
     tolerance = number_argument("a number, 0 or more", lambda value: value >= 0.0)
     diff.add_argument(
         "--tolerance",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import OVERRIDES, Parser, call, positive_integer
+from colossus.cli.parser import OVERRIDES, Parser, call, path_argument, positive_integer
 
 _EPILOG = (
     OVERRIDES
@@ -53,7 +53,9 @@ def make_parser() -> Parser:
         help="run each N times, train.seed one higher each time (default: 1)",
     )
     parser.add_nproc("processes (default: the product of the plan's sizes)")
-    parser.add_argument("--out", metavar="DIR", help="folder of the runs (default: runs/compare-<name>-<time>)")
+    parser.add_argument(
+        "--out", type=path_argument, metavar="DIR", help="folder of the runs (default: runs/compare-<name>-<time>)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
     return parser
 

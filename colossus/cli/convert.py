@@ -20,7 +20,7 @@ from colossus.checkpoint.describe import printable
 from colossus.checkpoint.durable import require_new
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.weight_sources import find_weights, open_weights
-from colossus.cli.parser import WHAT, path_of
+from colossus.cli.parser import WHAT, path_argument, path_of
 from colossus.registry import WEIGHT_WRITERS
 
 #: of ``--dtype``, to torch's names
@@ -45,8 +45,8 @@ def add_parser(commands: Any) -> None:
         "  colossus checkpoint convert models/llama-3.2-1b checkpoints/llama --to colossus\n"
         "  colossus launch config.py checkpoint.weights=checkpoints/llama\n",
     )
-    parser.add_argument("src", metavar="SRC", help=f"{WHAT}, or a model folder of Hugging Face")
-    parser.add_argument("dst", metavar="DST", help="the folder to write, which must not be there")
+    parser.add_argument("src", type=path_argument, metavar="SRC", help=f"{WHAT}, or a model folder of Hugging Face")
+    parser.add_argument("dst", type=path_argument, metavar="DST", help="the folder to write, which must not be there")
     parser.add_argument("--to", required=True, choices=WEIGHT_WRITERS.names(), help="the form that is written")
     parser.add_average()
     parser.add_argument(
@@ -71,7 +71,7 @@ def _num_bytes(text: str) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    target, began = Path(arguments.dst).expanduser(), time.perf_counter()
+    target, began = Path(arguments.dst), time.perf_counter()
     require_new(target)
     damaged: dict[Path, CheckpointError] = {}
     source = find_weights(path_of(arguments.src), damaged)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import EXIT_CODES, Parser, call
+from colossus.cli.parser import EXIT_CODES, Parser, call, path_argument
 
 
 def make_parser() -> Parser:
@@ -17,6 +17,7 @@ def make_parser() -> Parser:
     parser.add_nproc("ranks to measure between (default: 2)", default=2)
     parser.add_argument(
         "--measure",
+        type=path_argument,
         metavar="OUT.json",
         nargs="?",
         const="",

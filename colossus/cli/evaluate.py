@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import WHAT, Parser, call, path_of
+from colossus.cli.parser import WHAT, Parser, call, path_argument, path_of
 
 _EPILOG = """\
 examples:
@@ -34,14 +34,20 @@ def make_parser() -> Parser:
         "and what the model measures itself (accuracy). Everything is checked before a process starts.",
         _EPILOG,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=f"{WHAT}, or a folder of Hugging Face")
+    parser.add_argument(
+        "checkpoint", type=path_argument, metavar="CHECKPOINT", help=f"{WHAT}, or a folder of Hugging Face"
+    )
     parser.add_overrides("of the data, the plan, the precision, ...")
     parser.add_argument(
         "--split", choices=("validation", "train"), default="validation", help="the data (default: validation)"
     )
     parser.add_average()
     parser.add_argument(
-        "--config", metavar="FILE", dest="config_file", help="a config file in the place of what the checkpoint records"
+        "--config",
+        type=path_argument,
+        metavar="FILE",
+        dest="config_file",
+        help="a config file in the place of what the checkpoint records",
     )
     parser.add_nproc(
         "processes (default: those of the plan); 1 leaves the plan out, another number changes parallel.data"

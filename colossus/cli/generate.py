@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import WHAT, Parser, call, path_of, positive_integer
+from colossus.cli.parser import WHAT, Parser, call, path_argument, path_of, positive_integer
 
 _EPILOG = """\
 examples:
@@ -33,7 +33,9 @@ def make_parser() -> Parser:
         "Hugging Face. Text goes to standard output as it comes, facts (speed, plan) to standard error.",
         _EPILOG,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=f"{WHAT}, or a folder of Hugging Face")
+    parser.add_argument(
+        "checkpoint", type=path_argument, metavar="CHECKPOINT", help=f"{WHAT}, or a folder of Hugging Face"
+    )
     parser.add_overrides("of the plan, the precision, the device")
     what = parser.add_argument_group("what is continued")
     what.add_argument(
@@ -72,6 +74,7 @@ def make_parser() -> Parser:
     parser.add_average()
     parser.add_argument(
         "--config",
+        type=path_argument,
         metavar="FILE",
         dest="config_file",
         help="a config file with the model, where that is a class of yours",

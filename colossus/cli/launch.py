@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, number_argument
+from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, number_argument, path_argument
 
 
 def make_parser() -> Parser:
@@ -24,7 +24,10 @@ def make_parser() -> Parser:
     parser.add_file()
     parser.add_nproc("processes on each node (default: the product of the sizes over the nodes)")
     parser.add_argument(
-        "--run-dir", metavar="DIR", help="folder of metrics and config (default: runs/<name>-<time>, UTC)"
+        "--run-dir",
+        type=path_argument,
+        metavar="DIR",
+        help="folder of metrics and config (default: runs/<name>-<time>, UTC)",
     )
     parser.add_argument(
         "--nnodes",

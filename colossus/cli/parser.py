@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 from colossus.arithmetic import parse_bytes
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import find_latest, root_of
-from colossus.config import Config
+from colossus.config import Config, ConfigError
+from colossus.config.user_path import user_path
 from colossus.launch import run_folder
 from colossus.launch.auto_plan import load_planned
 from colossus.registry import nearest
@@ -25,8 +26,8 @@ overrides are section.key=value and win over the file:
 """
 
 EXIT_CODES = (
-    "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 3 verify or diff found a\n"
-    "            difference, 130 stopped by Ctrl-C, 129 by a hang-up, 143 by SIGTERM, SIGUSR1 or SIGUSR2 (a\n"
+    "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 3 verify, diff or plan --check\n"
+    "            found a difference, 130 stopped by Ctrl-C, 129 by a hang-up, 143 by SIGTERM, SIGUSR1 or SIGUSR2 (a\n"
     "            batch system); 141 what reads the output has ended (not of a run that trains, which goes\n"
     "            on without); under torchrun the exit code is torchrun's own, 1 whatever the rank's was\n"
 )
@@ -58,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{hint}\n  see {self.prog} --help\n")
 
     def add_file(self) -> None:
-        self.add_argument("file", metavar="FILE", help="config file (Python)")
+        self.add_argument("file", type=path_argument, metavar="FILE", help="config file (Python)")
         self.add_overrides("override of a key of the file")
 
     def add_overrides(self, help_text: str) -> None:
@@ -93,6 +94,14 @@ def number_argument(wanted: str, is_right: Callable[[float], bool], kind: type[f
         return value
 
     return read
+
+
+def path_argument(text: str) -> str:
+    """Return a path in which ``~`` is the home: the type of an argument."""
+    try:
+        return os.fspath(user_path(text)) if text else text
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 positive_integer = number_argument("a whole number of at least 1", lambda value: value >= 1, int)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.arithmetic import counted, parse_bytes
-from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, positive_integer, size_argument
+from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, path_argument, positive_integer, size_argument
 from colossus.cli.plan_explain import in_milliseconds, render_plan, timeline_title
 from colossus.cli.plan_hardware import MOST_MEASURED, choose_hardware, network_argument
 from colossus.cli.plan_json import as_json
@@ -92,8 +92,10 @@ def make_parser() -> Parser:
         "--check", type=positive_integer, metavar="N", nargs="?", const=1, help="count what ranks of the N-th plan "
         "(default: the best) send and hold, beside the prediction",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="OUT", help="all numbers, in seconds and bytes; - prints them instead")
-    parser.add_argument("--plot", metavar="OUT", help=f"a picture, too ({', '.join(FORMATS)})")
+    parser.add_argument(
+        "--json", type=path_argument, metavar="OUT", help="all numbers, in seconds and bytes; - prints them instead"
+    )
+    parser.add_argument("--plot", type=path_argument, metavar="OUT", help=f"a picture, too ({', '.join(FORMATS)})")
     return parser
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from colossus.arithmetic import counted
 from colossus.chart import Bars, Panel, in_encoding, save_charts, text_chart
-from colossus.cli.parser import Parser, positive_integer
+from colossus.cli.parser import Parser, path_argument, positive_integer
 from colossus.cli.plot_panels import BARS, VIEWS, gaps, make_panels
 from colossus.config import ConfigError
 from colossus.launch import run_folder
@@ -41,6 +41,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "runs",
+        type=path_argument,
         metavar="RUN",
         nargs="+",
         help="a run folder, a metrics.jsonl, or the name of a run (the newest of runs/NAME-*)",
@@ -61,6 +62,7 @@ def make_parser() -> Parser:
     parser.add_argument("--panels", metavar="NAME,...", default="", help="which (default: all that have numbers)")
     parser.add_argument(
         "--out",
+        type=path_argument,
         metavar="FILE",
         help=f"draw into this file instead ({', '.join(FORMATS)}); needs the extra colossus[plot]",
     )

@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, load, number_argument, positive_integer
+from colossus.cli.parser import (
+    EXIT_CODES,
+    OVERRIDES,
+    Parser,
+    call,
+    load,
+    number_argument,
+    path_argument,
+    positive_integer,
+)
 from colossus.config import Config, ConfigError
 from colossus.launch import run_folder
 
@@ -47,7 +56,9 @@ def make_parser() -> Parser:
         "--ranks", type=_ranks, default=(0,), metavar="N,N", help="ranks that are traced, or all (default: 0)"
     )
     parser.add_nproc("processes (default: the product of the plan's sizes)")
-    parser.add_argument("--out", metavar="DIR", help="the run folder (default: runs/profile-<name>-<time>)")
+    parser.add_argument(
+        "--out", type=path_argument, metavar="DIR", help="the run folder (default: runs/profile-<name>-<time>)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
     return parser
 

@@ -8,7 +8,7 @@ import itertools
 import shutil
 
 from colossus.arithmetic import aligned, counted
-from colossus.cli.parser import OVERRIDES, Parser, load, size_argument
+from colossus.cli.parser import OVERRIDES, Parser, load, path_argument, size_argument
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import describe_plan, describe_processes, name_of, strategy_options, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
@@ -51,11 +51,17 @@ def make_parser() -> Parser:
         "--timeline",
         nargs="?",
         const="",
+        type=path_argument,
         metavar="OUT",
         help=f"draw the pipeline schedule over time; with OUT ({', '.join(FORMATS)}) into this file, too",
     )
     parser.add_argument(
-        "--lr", nargs="?", const="", metavar="OUT", help="draw the learning rate by step; with OUT into this file, too"
+        "--lr",
+        type=path_argument,
+        nargs="?",
+        const="",
+        metavar="OUT",
+        help="draw the learning rate by step; with OUT into this file, too",
     )
     parser.add_argument("--graph", action="store_true", help="peers of a gossip strategy by step, steps to consensus")
     parser.add_argument("--strategy", action="store_true", help="what the data-parallel strategy sends, by parameter")

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from colossus.checkpoint.errors import CheckpointError
+from colossus.config.user_path import user_path
 from colossus.convert.parallelize import parallelize
 from colossus.convert.swap import HEAD, is_linear
 from colossus.hf.hf_folder import listed, stored_tensors
@@ -60,7 +61,7 @@ def hf_model(
     def make() -> nn.Module:
         model: Any = kind.from_config(theirs) if hasattr(kind, "from_config") else kind(theirs)
         if weights is not None:
-            _take_weights(model, Path(weights).expanduser())
+            _take_weights(model, user_path(weights))
         head = getattr(model, "get_output_embeddings", lambda: None)()
         for name, module in model.named_modules():
             if is_linear(module) and module is head:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from colossus.checkpoint.manifest import BYTES
+from colossus.config.user_path import user_path
 from colossus.data.tokenizer import dataset_tokenizer
 from colossus.data.tokens import TokenWindows, check_split
 
@@ -130,7 +131,7 @@ class TextFolder(_TextWindows):
         validation_fraction: float = 0.05,
         tokenizer: str | os.PathLike[str] | None = None,
     ) -> None:
-        root = Path(path).expanduser()
+        root = user_path(path)
         if not root.is_dir():
             what = "is a file, not a folder" if root.exists() else "does not exist"
             raise ValueError(f"TextFolder: {str(path)!r} {what} (looked from {os.getcwd()}); set data.path to a folder")

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
+from colossus.config.errors import ConfigError
+from colossus.config.user_path import user_path
 
 #: changes what is kept on the disk: files of another number are not read
 _VERSION = 2
@@ -108,7 +110,7 @@ def dataset_tokenizer(given: str | os.PathLike[str] | None, title: str) -> Datas
         return None
     if given == BYTES:
         return DatasetTokenizer(BYTES)
-    path = Path(given).expanduser()
+    path = user_path(given)
     file = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         content = file.read_bytes()
@@ -131,7 +133,7 @@ def tokenizer_of(data: Any) -> DatasetTokenizer | None:
     named = getattr(data, "tokenizer", None)
     if isinstance(named, DatasetTokenizer):
         return named
-    if named == BYTES or (isinstance(named, str | os.PathLike) and Path(named).expanduser().exists()):
+    if named == BYTES or (isinstance(named, str | os.PathLike) and user_path(named).exists()):
         return dataset_tokenizer(named, f"the attribute of {type(data).__name__}")
     return None
 
@@ -150,9 +152,13 @@ def require_same_tokens(train: DatasetTokenizer | None, validation: Any) -> None
 def kept_ids(key: str, make: Callable[[], Ids]) -> Ids:
     """What ``make`` gives, [ids] uint16 or uint32; memory-mapped where it has been made for this key before.
 
-    Kept in ``$XDG_CACHE_HOME/colossus/tokens`` (``~/.cache``); a file that cannot be read is made again.
+    Kept in ``$XDG_CACHE_HOME/colossus/tokens`` (``~/.cache``), where the home is known; a file that cannot be read is
+    made again.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "colossus" / "tokens"
+    try:
+        folder = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "colossus" / "tokens"
+    except ConfigError:  # nobody knows the home
+        return make()
     kept = folder / f"{key}.npy"
     with contextlib.suppress(Exception):  # numpy raises many: EOFError, ValueError, tokenize.TokenError, ..
         found: Ids = np.load(kept, mmap_mode="r", allow_pickle=False)

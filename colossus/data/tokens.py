@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from colossus.config.user_path import user_path
 from colossus.data.batch import map_batch
 from colossus.data.tokenizer import dataset_tokenizer
 
@@ -164,7 +165,7 @@ class TokenFile(TokenWindows):
         name = f"TokenFile {str(path)!r}"
         check_split(split, validation_fraction, name)
         self.tokenizer = dataset_tokenizer(tokenizer, name)
-        self._file = Path(path).expanduser()
+        self._file = user_path(path)
         self._dtype = dtype
         tokens = _open(self._file, dtype, name)
         cut = len(tokens) - round(len(tokens) * validation_fraction)

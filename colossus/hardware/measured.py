@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from colossus.arithmetic import counted
+from colossus.config.user_path import user_path
 from colossus.hardware.data_sheets import peak_flops
 from colossus.hardware.hardware import OPERATIONS, Hardware, Link, bytes_sent, fit_link, ranks_at_once, steps
 from colossus.hardware.interpolation import Curve, ProductGrid
@@ -215,7 +216,7 @@ def load_measured(path: str | Path, network: Link | None = None) -> Measured:
     """
     again = "`colossus doctor --measure OUT.json` writes one"
     try:
-        found: Any = json.loads(Path(path).read_text())
+        found: Any = json.loads(user_path(path).read_text())
     except (OSError, ValueError) as error:
         raise MeasuredFileError(f"{path}: cannot be read as a file of measured times ({error}); {again}") from None
     if not isinstance(found, dict) or "version" not in found:

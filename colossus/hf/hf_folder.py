@@ -47,7 +47,7 @@ def is_hf_folder(path: Path) -> bool:
         return True
     try:
         return "model_type" in read_json(path / CONFIG)
-    except CheckpointError:
+    except DamagedCheckpoint:
         return False
 
 
@@ -56,9 +56,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: there is none.
+        CheckpointError: it may not be read.
     """
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
+    except PermissionError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: cannot be read: {error}") from None
     if not isinstance(body, dict):

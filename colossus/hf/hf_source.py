@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.checkpoint.manifest import TOKENIZER_FILE, Manifest
+from colossus.config.user_path import user_path
 from colossus.hf.hf_folder import CONFIG, is_hf_folder, read_folder, read_json, spec_of
 from colossus.hf.native import is_native, resolve_native
 
@@ -30,7 +31,7 @@ def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, str
     path, weights = given.pop("path", None), given.pop("weights", True)
     if not isinstance(path, str) or not path:
         raise ValueError(f'needs the path of a model folder: dict(type="hf", path="models/gpt2"), got path = {path!r}')
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if not is_hf_folder(folder):
         if folder.is_dir():
             raise ValueError(f"path = {path!r}: has no {CONFIG} with a model_type")

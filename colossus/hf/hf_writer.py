@@ -21,6 +21,7 @@ from colossus.checkpoint.state_dict import WholeTensor, stream_state_dict, whole
 from colossus.checkpoint.tensor_file import DTYPES, make_header, write_file
 from colossus.checkpoint.weight_sources import GENERATION, TOKEN_IDS, Assets, read_assets, write_assets
 from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, split_into_shards
+from colossus.config.user_path import user_path
 from colossus.hf.family import Family, Row, family_of
 from colossus.hf.hf_folder import CONFIG, INDEX, SINGLE, listed
 from colossus.hf.native import native_config, native_rows
@@ -84,7 +85,7 @@ def save(
         CheckpointError: on all ranks: the model is none of Hugging Face's that colossus writes, the folder is there, or
             it cannot be written.
     """
-    target = Path(target).expanduser()
+    target = user_path(target)
     with common_weights(engine):
         context = engine.context
         world = context.group(context.grid.names)

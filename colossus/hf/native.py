@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from colossus.checkpoint.manifest import TOKENIZER_FILE
+from colossus.config.user_path import user_path
 from colossus.hf.family import Part, Row, Shape
 from colossus.hf.hf_folder import CONFIG, is_hf_folder, read_json
 
@@ -42,7 +42,7 @@ def resolve_native(options: Mapping[str, Any]) -> tuple[dict[str, Any], None, st
         path, weights = weights, True
     config = dict(options.get("config") or {})
     if path is not None:
-        folder = Path(str(path)).expanduser()
+        folder = user_path(str(path))
         if not is_hf_folder(folder):
             raise ValueError(f"path = {path!r}: is no model folder of Hugging Face (a {CONFIG} with a model_type)")
         config = read_json(folder / CONFIG) | config
@@ -51,7 +51,7 @@ def resolve_native(options: Mapping[str, Any]) -> tuple[dict[str, Any], None, st
         raise ValueError('needs path="models/qwen3", or config=dict(model_type="qwen3", ..) with a model type')
     spec = {"type": "hf", "native": True, "config": config, "weights": path if weights else None}
     spec |= {key: options[key] for key in ("architecture", "rules", "blocks") if options.get(key) is not None}
-    has_tokenizer = path is not None and (Path(str(path)).expanduser() / TOKENIZER_FILE).is_file()
+    has_tokenizer = path is not None and (user_path(str(path)) / TOKENIZER_FILE).is_file()
     return spec, None, path if has_tokenizer else None
 
 

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
 from colossus.config import ConfigError
+from colossus.config.user_path import user_path
 from colossus.data.tokenizer import load_tokenizer
 from colossus.inference.config import WeightSource
 
@@ -107,7 +108,7 @@ def tokenizer_of(source: WeightSource, given: str | None) -> Tokenizer:
         )
     if name == BYTES:
         return byte_tokenizer()
-    file = Path(name).expanduser() if given is not None else source.folder / name
+    file = user_path(name) if given is not None else source.folder / name
     file = file / TOKENIZER_FILE if file.is_dir() else file
     # as the model has seen text begin: Hugging Face's with its template, our datasets' without
     is_theirs = source.is_foreign or (bool(source.token_ids) and source.manifest.is_weights_only)

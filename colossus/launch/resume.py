@@ -17,6 +17,7 @@ from colossus.checkpoint.folder import checkpoints, find_latest, locate, root_of
 from colossus.checkpoint.manifest import read_manifest
 from colossus.checkpoint.weight_sources import find_weights, manifest_of
 from colossus.config import Config, ConfigError
+from colossus.config.user_path import user_path
 from colossus.launch import run_folder
 from colossus.launch.checks import check_weights
 
@@ -122,7 +123,7 @@ class Origin:
             raise
         resume = AUTO if self.is_latest else None
         if resume is None and self.checkpoint is not None:
-            resume = os.path.abspath(os.path.expanduser(section.resume or self.checkpoint))
+            resume = os.path.abspath(user_path(section.resume or self.checkpoint))
         return RunStart(folder, resume, tuple(locks))
 
     def describe(self) -> str:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from colossus.config import ConfigError
+
 
 class RowFile:
     """Rows are appended. A disk that takes none is one warning, and training goes on without them; a file that somebody
@@ -18,13 +20,19 @@ class RowFile:
 
     Args:
         last_step: of a run that goes on: the rows behind it come again, so they are cut off. None leaves all.
+
+    Raises:
+        ConfigError: for a file that may not be written, such as another user's.
     """
 
     def __init__(self, path: Path, last_step: int | None = None) -> None:
         self._path, self._has_warned = path, False
-        if last_step is not None:
-            _keep_rows(path, last_step)
-        self._file = self._open()
+        try:
+            if last_step is not None:
+                _keep_rows(path, last_step)
+            self._file = self._open()
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written to: {error.strerror or error}{_whose(path)}") from None
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append a row: whatever happens next, its line is in the file."""
@@ -51,6 +59,14 @@ class RowFile:
         removed, self._file = self._file, self._open()
         os.close(removed)
         print(f"colossus: {self._path} was removed: a new one has the rows from here on", file=sys.stderr)
+
+
+def _whose(path: Path) -> str:
+    """Return in words that a file is another user's, where it is."""
+    with suppress(OSError):
+        if (owner := path.stat().st_uid) != os.getuid():
+            return f" (it is of user {owner}, this run of user {os.getuid()}); move it away, or give another folder"
+    return ""
 
 
 def append_whole(file: int, line: bytes) -> None:

@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.permissions import permissions_count
 from helpers.ranks import run_ranks
 from helpers.training import BATCH, batch_of, config_of
 
 import colossus
 from colossus.checkpoint import diff as diffing
 from colossus.checkpoint.describe import describe
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.checkpoint.folder import find_latest
 from colossus.checkpoint.manifest import MANIFEST, read_manifest
 from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.weight_sources import find_weights
 from colossus.cli.main import main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -60,6 +64,40 @@ def checkpoint(*words: object) -> int:
 
 
 Captured = pytest.CaptureFixture[str]
+
+
+# permissions
+
+
+@pytest.mark.parametrize("name", ["", MANIFEST, "rank-00000.safetensors"])
+@pytest.mark.parametrize("has_pointer", [True, False])
+def test_what_may_not_be_read_is_not_called_damaged(name: str, has_pointer: bool, runs: Path, capsys: Captured) -> None:
+    """Nor is an older one taken in its place."""
+    root = step(runs / "one").parent
+    if not has_pointer:
+        (root / "latest").unlink()
+    (step(runs / "one") / name).chmod(0o000)
+    with permissions_count():
+        for command in (("verify",), ("inspect",), ("convert", runs / "new", "--to", "colossus")):
+            assert checkpoint(command[0], runs / "one", *command[1:]) == 2
+            err = capsys.readouterr().err
+            assert "Permission denied" in err
+            assert "damaged" not in err
+        with pytest.raises(CheckpointError, match=r"step-00000002.*: cannot be read: Permission denied") as refused:
+            find_latest(root)
+    assert not isinstance(refused.value, DamagedCheckpoint)
+    (step(runs / "one") / name).chmod(0o700)
+    assert find_latest(root) == step(runs / "one")
+
+
+def test_a_model_folder_that_may_not_be_read(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "config.json").chmod(0o000)
+    with permissions_count():
+        assert checkpoint("inspect", tmp_path) == 2
+        assert f"{tmp_path / 'config.json'}: cannot be read: Permission denied" in capsys.readouterr().err
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            find_weights(tmp_path)
 
 
 # inspect

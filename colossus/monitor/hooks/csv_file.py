@@ -6,9 +6,9 @@ import csv
 import io
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
+from colossus.config.user_path import user_path
 from colossus.monitor.hooks.options import CSVOptions
 from colossus.monitor.hooks.tracker import TrackedRun, Tracker, numbers_of
 from colossus.monitor.row_file import append_whole
@@ -28,7 +28,7 @@ class CSV(Tracker):
         self._file: int | None = None
 
     def start(self, run: TrackedRun) -> None:
-        self.path = Path(self._path).expanduser() if self._path else run.folder / "metrics.csv"
+        self.path = user_path(self._path) if self._path else run.folder / "metrics.csv"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in self._read() if int(row["step"]) <= run.step] if run.is_resumed else []
         self._columns = list(kept[0]) if kept else []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm import collectives
+from colossus.config.user_path import user_path
 from colossus.context.precision import LOW
 from colossus.engine.engine import Engine
 from colossus.engine.fit import Hook
@@ -54,7 +55,7 @@ class Histograms(Hook, StepObserver):
         if context.is_logging_rank:
             path, checkpoints = self.options.path, engine.checkpoints
             goes_on = checkpoints.resumed_from is not None or checkpoints.is_restart
-            file = Path(path).expanduser() if path else (run.folder or Path()) / "histograms.jsonl"
+            file = user_path(path) if path else (run.folder or Path()) / "histograms.jsonl"
             self._file = RowFile(file, engine.completed_steps if goes_on else None)
 
     def on_step_start(self, engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from colossus.config.user_path import user_path
 from colossus.monitor.hooks.options import TensorBoardOptions
 from colossus.monitor.hooks.tracker import Histogram, TrackedRun, Tracker, charts_of
 
@@ -23,7 +24,9 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         purged = run.step + 1 if run.is_resumed else None
-        self._writer = SummaryWriter(self._log_dir or str(run.folder / "tensorboard"), purge_step=purged)
+        self._writer = SummaryWriter(
+            str(user_path(self._log_dir) if self._log_dir else run.folder / "tensorboard"), purge_step=purged
+        )
 
     def write(self, row: Mapping[str, Any]) -> None:
         for name, number in charts_of(row).items():

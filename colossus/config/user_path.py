@@ -1,0 +1,25 @@
+"""A path as a user gives it: in a config, on a command line, in a call."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from colossus.config.errors import ConfigError
+
+
+def user_path(given: str | os.PathLike[str]) -> Path:
+    """Return a path in which ``~`` is the home: a shell leaves it as it is in ``--run-dir=~/x``.
+
+    Raises:
+        ConfigError: where the home is not known, since HOME is not set and the user has no name, as in containers.
+    """
+    text = os.fspath(given)
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        whose = path.partition("/")[0]
+        why = f"HOME is not set, and user {os.getuid()} has no name here" if whose == "~" else "there is no such user"
+        raise ConfigError(
+            f"{text}: {whose} is not known: {why}; write the whole path, or ./{text} for one of this name"
+        )
+    return Path(path)
