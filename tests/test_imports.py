@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -109,6 +110,15 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[t
                 yield node.lineno, str(first.value)
 
 
+@cache
+def imports_of(file: Path, package: Path) -> tuple[str, list[tuple[int, str]]]:
+    """The name of a module of the package in this folder, and what it imports."""
+    parts = file.relative_to(package.parent).with_suffix("").parts
+    is_package = parts[-1] == "__init__"
+    module = ".".join(parts[:-1] if is_package else parts)
+    return module, list(imported_modules(ast.parse(file.read_text()), module, is_package))
+
+
 def wrong_arrow(source: str, target: str) -> str | None:
     """Why a module of room ``source`` must not import room ``target``, or None when it may."""
     if source == target or target in ("registry", "_lazy"):
@@ -143,11 +153,8 @@ def late_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def violations(package: Path) -> list[str]:
     found = []
     for file in sorted(package.rglob("*.py")):
-        parts = file.relative_to(package.parent).with_suffix("").parts
-        is_package = parts[-1] == "__init__"
-        module = ".".join(parts[:-1] if is_package else parts)
-        tree = ast.parse(file.read_text())
-        for line, target in imported_modules(tree, module, is_package):
+        module, imported = imports_of(file, package)
+        for line, target in imported:
             if target.split(".")[0] != "colossus":
                 continue
             why = wrong_arrow(room_of(module), room_of(target))
@@ -162,14 +169,10 @@ def test_no_arrow_runs_back() -> None:
 
 def test_no_circle_among_files() -> None:
     """Not even one of names that a type checker alone imports, but for the faces of packages."""
-    files = {}
-    for file in PACKAGE.rglob("*.py"):
-        parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
-        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    imported: dict[str, set[str]] = {}
-    for module, file in files.items():
-        names = {name for _, name in imported_modules(ast.parse(file.read_text()), module, file.name == "__init__.py")}
-        imported[module] = names & files.keys() - {module, "colossus"}
+    files = dict(imports_of(file, PACKAGE) for file in PACKAGE.rglob("*.py"))
+    imported = {
+        module: {name for _, name in names} & files.keys() - {module, "colossus"} for module, names in files.items()
+    }
     assert max(map(len, imported.values())) > 10
     try:
         tuple(TopologicalSorter(imported).static_order())

@@ -196,7 +196,7 @@ CASES: dict[str, Case] = {
     ),
     "zero 2": Case(2, dict(data=2, zero=2), own=True, is_long=True),
     "zero 3": Case(2, dict(data=2, zero=3)),
-    "zero 2 fp16": Case(2, dict(data=2, zero=2), train=FP16),
+    "zero 2 fp16": Case(2, dict(data=2, zero=2), train=FP16, is_long=True),
     "local steps": Case(2, dict(data=2, strategy=dict(type=LocalSteps, every=2))),
     "2d": Case(4, dict(tensor=dict(mode="2d", size=4))),
     "3d": Case(4, dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),

@@ -75,13 +75,15 @@ def scheduled(name: str) -> dict[str, Any]:
 REORDERED = ("tensor", "sequence", "data", "pipeline")
 #: every mode once, pipelines that tie weights over stages, and other numbers of ranks
 CHAIN: list[tuple[int, Plan, dict[str, Any] | None]] = [
-    (8, dict(data=2, pipeline=2, tensor=dict(mode="2d", shape=(2, 1)), zero=2), scheduled("interleaved")),
-    (8, dict(tensor=dict(mode="3d", size=8)), None),
+    (4, dict(pipeline=2, tensor=dict(mode="2d", shape=(2, 1))), scheduled("interleaved")),
+    (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2))), None),
     (4, dict(pipeline=2, tensor=dict(size=2, sequence_sharded=True)), scheduled("zb-v")),
     (4, dict(sequence=dict(size=2, mode="ring"), data=2, zero=3, rank_order=REORDERED), None),
     (1, dict(), None),
 ]
 LONG_CHAIN: list[tuple[int, Plan, dict[str, Any] | None]] = [
+    (8, dict(data=2, pipeline=2, tensor=dict(mode="2d", shape=(2, 1)), zero=2), scheduled("interleaved")),
+    (8, dict(tensor=dict(mode="3d", size=8)), None),
     (8, dict(tensor=dict(mode="2.5d", size=8, depth=2)), None),
     (8, dict(data=4, zero=dict(stage=3, shard=2), tensor=2, rank_order=REORDERED), None),
     (8, dict(sequence=dict(size=4, mode="hybrid"), pipeline=2), scheduled("zb-h1")),

@@ -43,7 +43,7 @@ def test_refused(arguments: list[str], words: list[str], capsys: pytest.CaptureF
 def test_plans_are_timed_side_by_side_and_one_that_fails_is_told(tmp_path: Path) -> None:
     plans = ["data=1", "data=2", "data=4", "data=1"]
     line = [*BENCH, *plans, "--warmup", "1", "--steps", "2", "--blocks", "3", "--json", "bench.json"]
-    code, out, err = finish(start(line, tmp_path, new_python=True, TROUBLE="raise", TROUBLED_RANK="3"))
+    code, out, err = finish(start(line, tmp_path, TROUBLE="raise", TROUBLED_RANK="3"))
     assert code == 1, err
     assert "data=4 failed: rank 3" in err
     assert "tiny.py" in err  # the traceback

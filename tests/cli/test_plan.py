@@ -349,7 +349,13 @@ def test_hosts_that_nobody_names() -> None:
 
 # with the search itself
 
-KEPT = ["--keep", "tensor=1", "schedule=dict(type='1f1b', microbatches=4)", "train.activation_checkpoint=none"]
+KEPT = [
+    "--keep",
+    "sequence=1",
+    "tensor=1",
+    "schedule=dict(type='1f1b', microbatches=4)",
+    "train.activation_checkpoint=none",
+]
 
 
 def test_what_is_found_can_be_launched(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ from colossus.layers.pipeline_block import pipeline_blocks, run_blocks
 
 transformers.logging.set_verbosity_error()
 
-BATCH, TOKENS, VOCAB, LABELS, STEPS = 6, 11, 53, 5, 5
+BATCH, TOKENS, VOCAB, LABELS, STEPS = 6, 11, 53, 5, 3
 _NO_DROPOUT: dict[str, Any] = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 _SIZES: dict[str, Any] = dict(hidden_size=24, num_hidden_layers=3, num_attention_heads=4, intermediate_size=28)
 _LM: dict[str, Any] = dict(**_SIZES, vocab_size=VOCAB, max_position_embeddings=16, use_cache=False)
@@ -234,7 +234,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Which models run under a plan, in five steps."""
+    """Which models run under a plan, in some steps."""
 
     cases: tuple[str, ...]
     schedule: str = "1f1b"

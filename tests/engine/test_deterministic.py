@@ -73,7 +73,7 @@ def of_one_process() -> dict[str, Any]:
     before = switches()
     batch = torch.randn(8, 2400, generator=torch.Generator().manual_seed(0))
     runs, during = set(), set()
-    for _ in range(8):
+    for _ in range(5):
         engine = engine_of(Lookup)
         during.add(switches())
         runs.add(tuple(train(engine, batch)))

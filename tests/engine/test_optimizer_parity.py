@@ -105,7 +105,7 @@ def plain(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("plan", [pytest.param(plan, marks=[pytest.mark.long] * (plan in LONG)) for plan in PLANS])
-@pytest.mark.rest("1d", "zero3")
+@pytest.mark.rest("data2_pipeline2", "zero3")
 def test_ten_steps_are_those_of_plain_torch(plan: str) -> None:
     world, parallel = PLANS[plan]
     for found in run_ranks(world, train, parallel, with_context=False) if world > 1 else [alone()]:

@@ -274,10 +274,8 @@ def bytes_of(counted: Counted, operation: str, axes: str, dtype: torch.dtype | N
 def test_weights_travel_in_half_the_bytes() -> None:
     """On the axis on which nothing but weights is gathered, and their gradients are reduce-scattered."""
     plan = dict(tensor=dict(mode="3d", shape=(2, 1, 2)))
-    wide, narrow, reduced = (
-        run_ranks(4, _count, settings(precision, plan, {}), with_context=False)[0]
-        for precision in ("fp32", "bf16", dict(compute="bf16", reduce="bf16"))
-    )
+    configs = [settings(each, plan, {}) for each in ("fp32", "bf16", dict(compute="bf16", reduce="bf16"))]
+    wide, narrow, reduced = run_ranks(4, lambda rank: [_count(rank, each) for each in configs], with_context=False)[0]
     assert bytes_of(narrow, "all_gather", "i") == bytes_of(wide, "all_gather", "i") / 2 > 0
     assert bytes_of(narrow, "all_gather", "i", torch.float32) == 0
     assert bytes_of(narrow, "reduce_scatter", "i") == bytes_of(wide, "reduce_scatter", "i") > 0

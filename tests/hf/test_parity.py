@@ -111,7 +111,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-@pytest.mark.rest("zero 3", "pipeline", "1d")
+@pytest.mark.rest("zero 3", "pipeline", "1d", "one process")
 @pytest.mark.parametrize("plan", but({"1d, as many as heads", "2d", "2.5d", "3d", "pipeline, 1d"}, PLANS))
 def test_models_of_transformers(plan: str, folders: Path, references: dict[str, Any], tmp_path: Path) -> None:
     world, parallel = PLANS[plan]

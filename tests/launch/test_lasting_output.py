@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.launching import TINY, environment, finish
+from helpers.long import long
 
 from colossus.checkpoint.folder import find_latest
 
@@ -39,7 +40,7 @@ def saved_step(cwd: Path) -> str:
     return latest.name if latest is not None else "none"
 
 
-@pytest.mark.parametrize("output", ["2>&1 | head -2", "> /dev/full", pytest.param(">&- 2>&-", marks=pytest.mark.long)])
+@pytest.mark.parametrize("output", ["2>&1 | head -2", *long("> /dev/full", ">&- 2>&-")])
 def test_a_run_trains_to_its_end(output: str, tmp_path: Path) -> None:
     code, out, err = finish(in_shell(f"{RUN} {output}; exit ${{PIPESTATUS[0]}}", tmp_path))
     assert (code, saved_step(tmp_path)) == (0, "step-00000005"), out + err

@@ -29,6 +29,7 @@ from helpers.launching import (
     start_slurm_tasks,
     wait_for,
 )
+from helpers.ports import free_port
 
 from colossus.launch import command, failures
 
@@ -62,11 +63,28 @@ def test_overrides_and_a_dollar_sign_reach_the_workers(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "run")) == 1
 
 
-@pytest.mark.parametrize("new_python", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("new_python", [False, True])
 def test_torchrun_starts_the_same_run(tmp_path: Path, new_python: bool) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     code, out, _ = finish(start([*torchrun, *LAUNCH[1:]], tmp_path, new_python=new_python))
     assert code == 0
+    check_run_under_torchrun(tmp_path, out)
+
+
+def test_what_torchrun_starts_is_the_same_run(tmp_path: Path) -> None:
+    """By the variables that torchrun sets."""
+    of_all = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    ranks = [
+        start(LAUNCH, tmp_path, **of_all, RANK=str(rank), LOCAL_RANK=str(rank), TORCHELASTIC_RUN_ID="none")
+        for rank in range(2)
+    ]
+    ended = [finish(rank) for rank in ranks]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    check_run_under_torchrun(tmp_path, "".join(out for _, out, _ in ended))
+
+
+def check_run_under_torchrun(tmp_path: Path, out: str) -> None:
     assert out.count("done: 5 steps") == 1
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("tiny-20")
@@ -148,8 +166,8 @@ def long_run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Process
 @pytest.mark.parametrize(
     ("long_run", "signum", "code"),
     [
-        (True, signal.SIGINT, 130),
-        pytest.param(False, signal.SIGINT, 130, marks=pytest.mark.long),
+        pytest.param(True, signal.SIGINT, 130, marks=pytest.mark.long),
+        (False, signal.SIGINT, 130),
         (False, signal.SIGTERM, 143),
     ],
     indirect=["long_run"],

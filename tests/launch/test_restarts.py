@@ -93,6 +93,7 @@ def test_a_stop_after_a_restart_is_one_too(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / f"step-{last:08d}").is_dir()
 
 
+@pytest.mark.long
 def test_servers_are_started_again_with_their_workers(tmp_path: Path) -> None:
     words = ["launch.restarts=1", "checkpoint.every=2", "train.steps=100000", "train.eval_every=0"]
     command_line = [*LAUNCH[:-1], str(CONFIG.with_name("served.py")), "--run-dir", "run", *words]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.long import long
 from helpers.modes import MODES, own
 from helpers.ranks import RankError, run_ranks
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ class _Gated(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("name", ["1d", "2d_2x3", "3d"])
+@pytest.mark.parametrize("name", ["1d", "3d_2x1x2", *long("2d_2x3", "3d")])
 def test_columns_of_one_input_move_it_once(name: str) -> None:
     """As one process computes it, with fewer collectives than when each moves it."""
     x, dy = numbers(12, 6, 24), numbers(12, 6, 24, seed=1)

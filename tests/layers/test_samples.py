@@ -39,7 +39,7 @@ PLANS: dict[str, Plan] = {
     },
 }  # fmt: skip
 #: what runs by default
-SOME = ("data 2 zero 3 microbatches 2", "2d 4", "pipeline 2 x data 2 1f1b")
+SOME = ("data 2 zero 3 microbatches 2", "2d 4")
 
 
 class Chain(nn.Module):

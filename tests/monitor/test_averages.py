@@ -35,7 +35,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3_sequence": (4, dict(parallel=dict(data=2, sequence=2, zero=3))),
     "3d": (4, dict(parallel=dict(tensor=dict(mode="3d", shape=(2, 1, 2))))),
 }
-DEFAULT = ("zero2_1d", "zero3_pipeline")
+DEFAULT = ("zero3_pipeline",)
 
 
 def decay_with_warmup(updates: int) -> float:

@@ -24,7 +24,7 @@ CHAIN: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("name", but(("LAMB", "LARS", "Muon"), OPTIMIZERS))
+@pytest.mark.parametrize("name", but(("LAMB", "LARS", "Muon", "Adafactor"), OPTIMIZERS))
 def test_each_plan_goes_on_as_one_process_would(name: str, tmp_path: Path) -> None:
     def config(plan: dict[str, Any]) -> dict[str, Any]:
         schedule = dict(type="1f1b" if "pipeline" in plan else "gpipe", microbatches=2)

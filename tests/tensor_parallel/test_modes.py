@@ -273,7 +273,7 @@ def representative() -> Iterator[Case]:
 
 REPRESENTATIVE = list(representative())
 #: beside these the others are more of the same: 2.5D is 2D on a share of the batch
-FEW = ("1d_sequence", "2d_2x3", "3d")
+FEW = ("1d_sequence", "2d_2x3", "3d_2x1x2")
 
 
 def check(mode: str, chosen: dict[torch.dtype, list[Case]]) -> None:
@@ -292,7 +292,7 @@ def check(mode: str, chosen: dict[torch.dtype, list[Case]]) -> None:
 @pytest.mark.parametrize("mode", but([mode for mode in MODES if mode not in (*FEW, "2.5d_depth2")], MODES))
 def test_layers_in_every_mode(mode: str) -> None:
     """In double precision, some in single precision too; fewer on many ranks."""
-    chosen = REPRESENTATIVE[:: {"2d_2x3": 2, "3d": 3, "2.5d_depth2": 4}.get(mode, 1)]
+    chosen = REPRESENTATIVE[:: {"2d_2x3": 2, "3d_2x1x2": 3, "2.5d_depth2": 4}.get(mode, 1)]
     check(mode, {torch.float64: chosen, torch.float32: chosen[::8]})
 
 
