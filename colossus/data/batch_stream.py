@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from colossus.config.schema import ReadingOptions
 from colossus.data.batch import Batch, SampleDims, batch_size_of
+from colossus.data.sample_marks import NUM_MARKED, Marks, marks_of_batch
 from colossus.data.sampler import BatchShard
 from colossus.data.sources import EndOfData
 from colossus.data.streams import StreamSource
@@ -58,7 +62,9 @@ class BatchStream(StreamSource):
             if not batches:
                 raise EndOfData
             dims = SampleDims(self.shard.batch_dims)
-            size = batch_size_of(dims.first(batches[0]))
+            size = batch_size_of(first := dims.first(batches[0]))
+            if self.wants_marks:
+                self.marks = marks_of_batch(first)
             if self._offset == 1:
                 self._num_short = 0
             if size != self._whole:
@@ -67,6 +73,26 @@ class BatchStream(StreamSource):
                 self._short_in_a_row = 0
             if size == self._whole or not endless:
                 return batches[0] if self.per_rank else dims.cut(batches[0], *self._span(size))
+
+    def _read_anew(self) -> Callable[[], Marks]:
+        """Return what reads the first batch.
+
+        Of a DataLoader it reads samples of the dataset, without the workers, whose generators would be the same each
+        time, and without the sampler, which may keep a place.
+        """
+        first = SampleDims(self.shard.batch_dims).first
+        if not isinstance(loader := self._iterable, DataLoader):
+            batches = deepcopy(self._iterable)
+            return lambda: marks_of_batch(first(next(iter(batches))))
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        dataset: Any = deepcopy(loader.dataset) if is_stream else loader.dataset
+
+        def read() -> Marks:
+            items = iter(dataset) if is_stream else map(dataset.__getitem__, range(len(dataset)))
+            is_batch = loader.batch_sampler is None
+            return marks_of_batch(first(loader.collate_fn(next(items) if is_batch else [*islice(items, NUM_MARKED)])))
+
+        return read
 
     def _require_last(self, size: int) -> None:
         """Refuse a batch that is not whole, unless it ends a pass, or a worker's part of it, and is not all of it."""

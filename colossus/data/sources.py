@@ -14,15 +14,20 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 from torch.utils.data import default_collate as torch_collate
 
 from colossus.config.schema import ReadingOptions
 from colossus.data.batch import Batch, SampleDims
+from colossus.data.sample_marks import NUM_MARKED, Marks, marks_of, marks_of_batch, repeating
 from colossus.data.sampler import BatchShard, SampleOrder
 from colossus.data.tokens import BatchedDataset
 from colossus.data.workers import require_sendable, require_shared_memory, start_workers
 from colossus.random import GLOBAL_RNG, derive_seeds
+
+#: in the place of a step: the marks of the dataset
+_MARKS = -1
 
 
 class EndOfData(Exception):
@@ -35,10 +40,22 @@ class Source(ABC):
     Attributes:
         step: number of the next one.
         shard: what this data rank reads.
+        name: what messages call the data.
+        per_rank: each data rank reads samples of its own.
+        takes_marks: whether marks are taken of the first samples that are read.
+        marks: of samples that are the same on all data ranks, unless ``per_rank``; None before they are taken.
     """
 
     step: int = 0
     shard: BatchShard
+    name: str
+    per_rank: bool = False
+    takes_marks: bool = False
+    marks: Marks | None = None
+
+    @property
+    def wants_marks(self) -> bool:
+        return self.takes_marks and self.marks is None
 
     @abstractmethod
     def read(self) -> Batch:
@@ -59,6 +76,10 @@ class Source(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at the place of ``state``: behind the samples that were read, whatever the batch was then."""
 
+    @abstractmethod
+    def repeating_leaves(self) -> set[str] | None:
+        """Return the leaves of samples that are the same when they are read twice, see `repeating`: reads them."""
+
 
 class MapSource(Source):
     """A dataset with ``__getitem__`` and ``__len__``, read in the order of `SampleOrder` (training) or from first to
@@ -66,7 +87,7 @@ class MapSource(Source):
 
     def __init__(self, dataset: Any, shard: BatchShard, options: ReadingOptions) -> None:
         require_sendable({type(dataset).__name__: dataset, "data.collate_fn": options.collate_fn}, options)
-        self.dataset = dataset
+        self.dataset, self.name = dataset, type(dataset).__name__
         self.num_samples = len(dataset)
         self.num_steps = None if shard.endless else -(-self.num_samples // shard.global_batch_size)
         self.shard, self._options = shard, options
@@ -78,6 +99,8 @@ class MapSource(Source):
     def read(self) -> Batch:
         if self.num_steps is not None and self.step >= self.num_steps:
             raise EndOfData
+        if self.wants_marks and not self._options.num_workers:
+            self.marks = self._by_step.marks()
         if self._options.num_workers:
             batch = self._read_from_workers()
         else:
@@ -106,15 +129,23 @@ class MapSource(Source):
     def close(self) -> None:
         self._workers = None
 
+    def repeating_leaves(self) -> set[str] | None:
+        return repeating(self._by_step.marks)
+
     def _read_from_workers(self) -> Batch:
+        begins_with_marks = self._workers is None and self.wants_marks
         if self._workers is None:
             steps: Iterable[int] = range(self.step, self.num_steps or 0)
             if self.num_steps is None:
                 steps = itertools.count(self.step)
+            if begins_with_marks:  # the first to open a file must not be the process that workers are forked from
+                steps = itertools.chain([_MARKS], steps)
             seed = derive_seeds(self.shard.seed, (self.shard.data_rank, self.step))[0]
             self._workers = start_workers(self._by_step, steps, self._options, seed)
         workers = self._workers
         try:
+            if begins_with_marks:
+                self.marks = next(workers)
             return next(workers)
         except BaseException as error:
             self._workers = None  # they were past this step, which is to be read again
@@ -154,25 +185,42 @@ class _Batches(Dataset[Any]):
         self.is_seeded = self._seeds_samples or self._seeds_collate
 
     def __getitem__(self, step: int) -> Batch:
+        if step == _MARKS:
+            return self.marks()
         start, stop = self._order.span(step)
         if start == stop:  # no sample: a batch of one without it, which looks as others do
             return SampleDims(self._order.shard.batch_dims).cut(self._read(step, (0, 1)), 0, 0)
         return self._read(step, (start, stop))
 
+    def marks(self) -> Marks:
+        """Return the marks of samples all over the dataset; none where one of them cannot be read."""
+        indices = np.unique(np.linspace(0, self._order.num_samples - 1, NUM_MARKED).astype(np.int64))
+        try:
+            if self._reads_batches:
+                return marks_of_batch(self._dataset.batch(indices))
+            with GLOBAL_RNG.preserved():
+                return marks_of(self._samples(indices.tolist(), indices.tolist()))
+        except Exception:  # it is raised where training reads that sample
+            return {}
+
     def _read(self, step: int, span: tuple[int, int]) -> Batch:
         indices = self._order.indices(step, span)
         if self._reads_batches:
             return self._dataset.batch(indices)
-        if self._seeds_samples:
-            samples = []
-            for index, seed in zip(indices.tolist(), self._order.seeds(step, span, indices), strict=True):
-                GLOBAL_RNG.seed(seed)
-                samples += self._fetch([index])
-        else:
-            samples = self._fetch(indices.tolist())
+        seeds = self._order.seeds(step, span, indices) if self._seeds_samples else []
+        samples = self._samples(indices.tolist(), seeds)
         if self._seeds_collate:
             GLOBAL_RNG.seed(derive_seeds(self._order.shard.seed, (step, span[0]))[0])
         return self._collate(samples)
+
+    def _samples(self, indices: list[int], seeds: list[int]) -> list[Any]:
+        if not self._seeds_samples:
+            return self._fetch(indices)
+        samples = []
+        for index, seed in zip(indices, seeds, strict=True):
+            GLOBAL_RNG.seed(seed)
+            samples += self._fetch([index])
+        return samples
 
     def _fetch(self, indices: list[int]) -> list[Any]:
         fetch_all = getattr(self._dataset, "__getitems__", None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -22,6 +22,7 @@ from torch.utils.data import default_collate as torch_collate
 
 from colossus.config.schema import ReadingOptions
 from colossus.data.batch import Batch, SampleDims
+from colossus.data.sample_marks import NUM_MARKED, Marks, marks_of, repeating
 from colossus.data.sampler import BatchShard
 from colossus.data.sources import EndOfData, Source
 from colossus.random import GLOBAL_RNG, derive_seeds
@@ -211,6 +212,24 @@ class StreamSource(Source):
             self._read_again(passes["epoch"], self._reads_of(state))
         self.shard, self.step = shard, step
 
+    def repeating_leaves(self) -> set[str] | None:
+        if self.stateful is not None or hasattr(self._iterable, "__next__"):  # the place would be lost
+            return None
+        try:
+            read_anew = self._read_anew()
+        except Exception:  # what cannot be copied
+            return None
+
+        def read() -> Marks:
+            with GLOBAL_RNG.preserved(self._rng_seed(0)):
+                return read_anew()
+
+        return repeating(read)
+
+    @abstractmethod
+    def _read_anew(self) -> Callable[[], Marks]:
+        """Return what reads the first samples again, and leaves the iterable as it is; raises where it cannot."""
+
     def _read_again(self, epoch: int, reads: list[list[int]]) -> None:
         self.seek(0)
         self._epoch, total = epoch, _total(reads)
@@ -266,15 +285,22 @@ class SampleStream(StreamSource):
     def _read(self) -> Batch:
         whole, endless = self._whole, self.shard.endless
         start, stop = self._span(whole)
-        samples, size = self._take(whole, range(start, stop) if endless else range(whole), wrap=endless)
+        keeps_all = self.wants_marks or not endless
+        samples, size = self._take(whole, range(whole) if keeps_all else range(start, stop), wrap=endless)
         if not size or (endless and size < whole):
             raise EndOfData
-        if not endless:
+        if self.wants_marks:
+            self.marks = marks_of(samples)
+        if keeps_all:
             start, stop = self._span(size)
             if start == stop:  # no sample: a batch of one without it, which looks as others do
                 return SampleDims(self.shard.batch_dims).cut(self._collated(samples[:1], start), 0, 0)
             samples = samples[start:stop]
         return self._collated(samples, start)
+
+    def _read_anew(self) -> Callable[[], Marks]:
+        dataset = deepcopy(self._iterable)
+        return lambda: marks_of([*islice(iter(dataset), NUM_MARKED)])
 
     def _collated(self, samples: list[Any], start: int) -> Batch:
         if not self._seeds_collate:

@@ -15,6 +15,7 @@ from colossus.comm import collectives
 from colossus.data.batch import batch_size_of
 from colossus.data.loader import Loader, Loaders
 from colossus.engine.checkpoints import Checkpoints
+from colossus.engine.data_check import DataCheck
 from colossus.engine.deterministic import add_switch
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.inputs import Inputs, StepBatch
@@ -79,6 +80,7 @@ class Engine:
         self._sizes = run.config.train.batch_sizes
         self._parallel = model_parallel_of(run.context)
         self.checkpoints = Checkpoints(State(run, self))
+        self._data_check = DataCheck(run)
         self._evaluation = Evaluation(
             run.model, stages.metrics.names, run.context, run.strategy, stages.buffers, self._forward
         )
@@ -124,6 +126,7 @@ class Engine:
             ValueError: when the batch does not divide or is not of the ramp's size, ranks that share a batch were given
                 different ones, the loss function does not return (sum, count), or gradients are turned off.
             NonFiniteGradients: on all ranks, see ``train.on_nonfinite``: the step is complete.
+            ValueError: on all ranks, before the first step: data ranks read other data.
             ReplicasDiffer, LossSpike: on all ranks, see ``train.check_replicas_every`` and ``train.on_spike``.
         """
         if not torch.is_grad_enabled():
@@ -141,6 +144,7 @@ class Engine:
             self._require_size(batch)
         step_batch = self.inputs.split(batch, self.pipeline.microbatches_at(self.completed_steps))
         self._begin_run()
+        self._data_check.before_step()
         check, mark = self._optimizer_step.batch_check, None
         if check.num_sharing > 1:
             mark = check.mark(batch, step_batch.fingerprint)  # before the model writes to it
@@ -248,6 +252,7 @@ class Engine:
             result, stops = self._evaluation.all_batches(
                 self.eval_loader, self.config.train.eval_batches, lambda: self.run.stop
             )
+            self._data_check.after_evaluation()
         return replace(result, step=self.completed_steps, complete=not stops, stop_signal=signal_of(stops))
 
     def _forward(self, batch: Any) -> Tensor:

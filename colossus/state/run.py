@@ -42,6 +42,7 @@ class Run:
         rolled_back: when batches were left out the last time, in seconds since the epoch; 0: never.
         folder: where the launcher keeps what this run writes; None outside of a launch.
         stop: this rank's request to stop (`results.addend`); 0 for none.
+        is_resumed: it was taken from a checkpoint, and no step has run since.
     """
 
     config: Config
@@ -57,3 +58,4 @@ class Run:
     rolled_back: float = 0.0
     folder: Path | None = None
     stop: float = 0.0
+    is_resumed: bool = False

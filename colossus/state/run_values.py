@@ -94,6 +94,7 @@ def restore_run(
     context = run.context
     train = values.get(f"{source.own}train", values.get("train", {"completed_steps": step}))
     run.completed_steps, run.rolled_back = train["completed_steps"], train.get("rolled_back", 0.0)
+    run.is_resumed = True
     run.gradient_watch.load_state_dict(train)
     scale = values.get(f"{source.own}loss_scale", values.get("loss_scale"))
     if run.loss_scaler is not None and scale is not None:

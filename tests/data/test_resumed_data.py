@@ -236,6 +236,7 @@ def by_workers(count: int, workers: int = 2, **options: Any) -> DataLoader[Any]:
     return DataLoader(SharedOut(count), batch_size=BATCH, num_workers=workers, **options)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 @pytest.mark.parametrize(
     ("count", "workers"),
     [(44, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((45, 2), (40, 2), (50, 3), (9, 1), (31, 3)))],
