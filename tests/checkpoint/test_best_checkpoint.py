@@ -70,7 +70,7 @@ def steps_in(root: Path) -> list[int]:
         pytest.param(1, dict(every=3, keep_last=1), [8, 10], marks=pytest.mark.long),
         (2, dict(every=3, keep_last=1), [4, 8, 10]),
         pytest.param(2, dict(every=3, keep_last=1, background=False), [4, 8, 10], marks=pytest.mark.long),
-        (2, dict(keep_last=1), [4, 8]),
+        pytest.param(2, dict(keep_last=1), [4, 8], marks=pytest.mark.long),
     ],
 )
 def test_the_best_stay_and_a_resumed_run_goes_on_with_them(

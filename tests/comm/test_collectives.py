@@ -99,7 +99,7 @@ def _check_pairs(context: ParallelContext, recorded: bool) -> int:
     return checks
 
 
-@pytest.mark.rest("3 in place", "2 functional")
+@pytest.mark.rest("3 in place", "4 in place", "2 functional")
 @pytest.mark.parametrize(
     ("world", "recorded"),
     [(2, False), (3, False), (4, False), (2, True), (3, True)],

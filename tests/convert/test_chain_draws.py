@@ -124,7 +124,7 @@ def losses(pipeline: int, schedule: dict[str, Any], checkpoint: str = "none") ->
     return found
 
 
-@pytest.mark.parametrize("name", but([name for name in PLANS if "zb-v" in name or name == "interleaved"], PLANS))
+@pytest.mark.parametrize("name", but([name for name in PLANS if name != "full, zb-h1"], PLANS))
 def test_what_is_drawn_around_blocks_is_drawn_once(name: str) -> None:
     (alone,) = run_ranks(1, lambda rank: losses(1, dict(type="1f1b")), with_context=False)
     for of_rank in run_ranks(2, lambda rank: losses(2, **PLANS[name]), with_context=False):

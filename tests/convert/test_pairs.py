@@ -320,7 +320,7 @@ def as_in(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 PLANS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
-    "1d": (2, dict(mode="1d", size=2), ("llama", "llama, padded", "bloom")),
+    "1d": (2, dict(mode="1d", size=2), ("llama, padded", "bloom")),
     "2d": (4, dict(mode="2d", size=4), ("bert", "gated")),
     "3d_2x1x2": (4, dict(mode="3d", shape=(2, 1, 2), size=4), ("bert", "qwen3")),
     **{

@@ -55,7 +55,7 @@ SEVERAL: dict[str, Case] = {
 #: with ``-m long`` only
 LATER = {
     *("fp32", "fp64", "SGD", "data", "zero 2", "zero 3 by step", "zero 3 by microbatch", "hsdp", "compressed"),
-    *("hierarchical", "powersgd", "slowmo"),
+    *("zero 1", "hierarchical", "powersgd", "copies of heads", "slowmo"),
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.long import long
 from helpers.ranks import run_ranks
 from helpers.training import batch_of, config_of
 from torch import Tensor
@@ -68,7 +69,7 @@ def test_a_bit_that_flips_is_named(plan: dict[str, Any], every: int, name: str, 
     assert all(words in message for words in told), message
 
 
-@pytest.mark.parametrize("plan", [dict(data=2, tensor=2), dict(pipeline=2, data=2)])
+@pytest.mark.parametrize("plan", [*long(dict(data=2, tensor=2)), dict(pipeline=2, data=2)])
 def test_a_check_changes_nothing(plan: dict[str, Any]) -> None:
     checked, plain = (run_ranks(4, _train, plan, every, NORM, -1, with_context=False) for every in (1, 0))
     for (losses, params), (same, others) in zip(checked, plain, strict=True):

@@ -92,7 +92,6 @@ BF16, BF16_MASTERS = (dict(train=dict(precision=precision)) for precision in ("b
 MOE = dict(model=dict(type="Llama", **SIZES, experts=dict(num=4, top_k=2)))
 TWO: dict[str, Case] = {
     "data": (dict(data=2), SMALL),
-    "zero_1": (dict(data=2, zero=1), MB2),
     "zero_2": (dict(data=2, zero=2), BF16),
     "zero_3": (dict(data=2, zero=3), MB2),
     "pipeline_tied": (dict(pipeline=2), MB4),
@@ -100,6 +99,7 @@ TWO: dict[str, Case] = {
     "expert": (dict(data=2, expert=2), MOE),
 }
 MORE: dict[str, Case] = {
+    "zero_1": (dict(data=2, zero=1), MB2),
     "zero_1_masters": (dict(data=2, zero=1), BF16_MASTERS),
     "masters": (dict(data=2), BF16_MASTERS),
     "zero_3_microbatch": (dict(data=2, zero=3, tensor=dict(weights="microbatch")), MB2),
@@ -108,6 +108,7 @@ MORE: dict[str, Case] = {
     "sequence": (dict(sequence=2), MB2),
     "sequence_zero_3": (dict(sequence=dict(size=2, mode="ulysses"), zero=3), {}),
     "zero_1_expert": (dict(data=2, expert=2, zero=1), MOE),
+    "whole": (dict(data=2, zero=1), dict(optimizer=dict(type="Adam", whole=True, weight_decay=0.0))),
     "frozen": (dict(data=2, zero=3), dict(optimizer=dict(groups=[dict(match="*embedding*", frozen=True)]))),
 }
 FOUR: dict[str, Case] = {
@@ -143,7 +144,6 @@ OPTIMIZERS: dict[str, Case] = {
     "muon": (dict(data=2, zero=1), dict(optimizer=dict(type="Muon", lr=1e-3, weight_decay=0.0))),
     "lamb": (dict(data=2, zero=3), dict(optimizer=dict(type="LAMB", lr=1e-3, weight_decay=0.0))),
     "adafactor": (dict(tensor=2), dict(optimizer=dict(type="Adafactor", lr=1e-3, weight_decay=0.0))),
-    "whole": (dict(data=2, zero=1), dict(optimizer=dict(type="Adam", whole=True, weight_decay=0.0))),
     "muon_pipeline": (dict(pipeline=2), dict(optimizer=dict(type="Muon", lr=1e-3, weight_decay=0.0), **MB2)),
 }
 

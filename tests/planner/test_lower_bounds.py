@@ -39,7 +39,7 @@ def every(config: Config, devices: int) -> list[Candidate]:
     ("model", "hardware", "number"),
     [
         ("GPT", "cpu", 2),
-        ("experts", "h100", 1),
+        pytest.param("experts", "h100", 1, marks=pytest.mark.long),
         *(pytest.param(model, "cpu", 30, marks=pytest.mark.long) for model in MODELS),
         *(pytest.param(model, "a100", 30, marks=pytest.mark.long) for model in MODELS),
     ],

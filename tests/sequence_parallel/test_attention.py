@@ -171,7 +171,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.rest("1-4")
+@pytest.mark.rest("1-4", "4-1")
 @pytest.mark.parametrize(("ring_ranks", "ulysses_ranks"), [(4, 1), (1, 4), (2, 2), (1, 1)])
 def test_exact(ring_ranks: int, ulysses_ranks: int) -> None:
     """In float64, and close in less precision."""

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from helpers.long import long
 from helpers.verified import Verify
 
 import colossus
@@ -96,7 +97,7 @@ def test_every_model_of_the_pages_is_verified() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["parallel.tensor=2"], ["parallel.tensor.mode=2d", "parallel.tensor.size=4"], ["parallel.data=2"]],
+    [["parallel.tensor=2"], ["parallel.tensor.mode=2d", "parallel.tensor.size=4"], *long(["parallel.data=2"])],
     ids=" ".join,
 )
 @pytest.mark.rest("parallel.tensor.mode=2d parallel.tensor.size=4")
