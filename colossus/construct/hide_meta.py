@@ -34,11 +34,14 @@ _OF_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, 
 
 class HideMeta(TorchFunctionMode):
     """Hides from a constructor that its tensors are on meta: else it takes numbers there, where they are lost, and
-    some of `torch.nn.init` would do nothing. Where the trace is suspended nothing is hidden."""
+    some of `torch.nn.init` would do nothing. Where the trace is suspended nothing is hidden, nor are tensors that the
+    constructor itself has asked for on meta: ``from_pretrained`` gives values to what it sees there."""
 
     def __init__(self, trace: InitTrace) -> None:
         super().__init__()
         self._trace = trace
+        #: storages that were asked for on meta, by key
+        self._asked: dict[int, torch.UntypedStorage] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -46,6 +49,13 @@ class HideMeta(TorchFunctionMode):
         kwargs = kwargs or {}
         if not any(mode is self._trace for mode in _get_current_dispatch_mode_stack()):
             return func(*args, **kwargs)
+        out = self._call(func, args, kwargs)
+        if isinstance(out, Tensor) and any(_says_meta(argument) for argument in (*args, *kwargs.values())):
+            storage = out.untyped_storage()
+            self._asked[storage._cdata] = storage
+        return out
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _OF_NUMBERS:
             return self._of_numbers(func, args, kwargs)
         if args and isinstance(args[0], Tensor):
@@ -58,7 +68,8 @@ class HideMeta(TorchFunctionMode):
     def _of_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of a tensor on meta."""
         if func in _PROPERTIES:
-            return _PROPERTIES[func]
+            is_asked = args[0].untyped_storage()._cdata in self._asked
+            return func(*args, **kwargs) if is_asked else _PROPERTIES[func]
         if func in _READERS:
             return func(self._trace.value(args[0]), *args[1:], **kwargs)
         if func is Tensor.cpu:
@@ -79,6 +90,11 @@ class HideMeta(TorchFunctionMode):
 
     def _number(self, leaf: Any) -> Any:
         return self._trace.value(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf
+
+
+def _says_meta(argument: Any) -> bool:
+    """Return whether an argument names the device meta."""
+    return isinstance(argument, torch.device | str) and str(argument) == "meta"
 
 
 def _to_meta(argument: Any) -> Any:

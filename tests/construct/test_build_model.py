@@ -341,6 +341,26 @@ def test_a_layer_outside_of_a_build_on_several_ranks() -> None:
     run_ranks(2, _outside, plan=grid(data=2))
 
 
+def _asks_for_meta() -> nn.Module:
+    with torch.device("meta"):
+        model, number = nn.Linear(3, 2), torch.tensor(1.0)
+        model.register_buffer("rate", torch.ones(2))
+    known = number, model.weight, torch.zeros(2).to("meta"), torch.zeros(2)
+    vars(model)["seen"] = [x.is_meta and x.device.type == "meta" for x in known]
+    if model.rate.is_meta:
+        model.rate = torch.empty_like(model.rate, device="cpu")
+        model.rate.copy_(torch.arange(2.0))
+    model.weight, model.bias = nn.Parameter(torch.ones(2, 3)), None
+    return model
+
+
+def test_what_a_constructor_asks_for_on_meta_it_sees_there() -> None:
+    """As transformers' ``from_pretrained`` does, which gives values to what is there alone."""
+    for model in (_asks_for_meta(), run_ranks(1, lambda context: build(_asks_for_meta, context))[0]):
+        assert vars(model)["seen"] == [True, True, True, False]
+        assert torch.equal(model.rate, torch.arange(2.0))
+
+
 def test_other_errors() -> None:
     with pytest.raises(ValueError, match=r"the model factory returned a int, not a torch\.nn\.Module"):
         build(lambda: 3)  # type: ignore[arg-type, return-value]
