@@ -25,6 +25,7 @@ from colossus.config.user_path import user_path
 from colossus.hf.family import Family, Row, family_of
 from colossus.hf.hf_folder import CONFIG, INDEX, SINGLE, listed
 from colossus.hf.native import native_config, native_rows
+from colossus.hf.peft_folder import has_adapters, plan_adapters
 from colossus.registry import MODEL_OPTIONS
 from colossus.state.replicas import common_weights
 
@@ -61,6 +62,7 @@ def save(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    merge: bool = False,
     on_tensor: Callable[[int], None] = lambda num_bytes: None,
 ) -> Path:
     """Write the model of an engine, under any plan, as a model folder of Hugging Face that is not there yet.
@@ -70,12 +72,14 @@ def save(
 
     Collective: all ranks call, rank 0 writes. It holds one tensor of theirs and one parameter of ours at a time.
 
-    Of replicas with parameters of their own it is the average.
+    Of a model with adapters of peft it is a folder of the adapters, for ``peft.PeftModel.from_pretrained``, or with
+    ``merge`` of the whole model. Of replicas with parameters of their own it is the average.
 
     Args:
         engine: or whatever else has a ``model`` under a plan and its ``context``.
         dtype: of the weights; None is that in which the engine holds them.
         max_shard_bytes: of one file, unless a single tensor is larger.
+        merge: adapters of peft into the weights that they adapt, in the host memory of rank 0, which holds all of them.
         on_tensor: called on rank 0 with the bytes of each tensor that is written.
 
     Returns:
@@ -95,17 +99,23 @@ def save(
         is_writer = context.is_logging_rank
         kind = kind or type(engine.model).__name__
         assets, theirs = engine.checkpoints.assets, getattr(engine.model, "config", None)
-        if options is None and hasattr(theirs, "to_dict"):  # of transformers' own code
-            config = {**native_config(engine.model), "architectures": [type(engine.model).__name__]}
-            plan = plan_native(config, known, dtype, max_shard_bytes, assets)
-        else:
-            plan = plan_folder(kind, options, known, dtype, max_shard_bytes, assets)
         on_all_ranks(world, lambda: require_new(target) if is_writer else None, tells_ranks=False)
-        parts = stream_state_dict(engine.model, context, order=plan.part_names)
+        if has_adapters(engine.model):
+            adapted, order = plan_adapters(engine.model, context, known, merge=merge, dtype=dtype)
+        else:
+            if options is None and hasattr(theirs, "to_dict"):  # of transformers' own code
+                config = {**native_config(engine.model), "architectures": [type(engine.model).__name__]}
+                plan = plan_native(config, known, dtype, max_shard_bytes, assets)
+            else:
+                plan = plan_folder(kind, options, known, dtype, max_shard_bytes, assets)
+            adapted, order = None, plan.part_names
+        parts = stream_state_dict(engine.model, context, order=order)
 
         def write() -> None:
             try:
-                if is_writer:
+                if adapted is not None:
+                    adapted.write(target, parts, assets, max_shard_bytes, on_tensor)
+                elif is_writer:
                     write_folder(target, plan, parts, on_tensor=on_tensor)
             finally:
                 for _ in parts:  # ranks gather together to the end, also where writing has failed

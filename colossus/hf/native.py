@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 from collections.abc import Mapping
 from typing import Any
@@ -66,15 +67,24 @@ def native_rows(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list[
     return [Row(name, (Part(name, shape),), is_transposed(config, name)) for name, shape in shapes.items()]
 
 
-def native_config(model: Any) -> dict[str, Any]:
-    """Return the ``config.json`` of a model of transformers' own code, as it came to `colossus.parallelize`."""
-    cached = vars(model).get("_colossus_cached", ())
+def original_config(model: Any, outermost: Any = None) -> Any:
+    """Return a copy of the config of a model of transformers' own code, as it came to `colossus.parallelize`.
+
+    Args:
+        outermost: what was parallelized, where that is a module around the model.
+    """
+    cached = vars(model if outermost is None else outermost).get("_colossus_cached", ())
     for config in cached:
         config.use_cache = True
     try:
-        said: dict[str, Any] = model.config.to_dict()
+        return copy.deepcopy(model.config)
     finally:
         for config in cached:
             config.use_cache = False
+
+
+def native_config(model: Any) -> dict[str, Any]:
+    """Return the ``config.json`` of a model of transformers' own code, as it came to `colossus.parallelize`."""
+    said: dict[str, Any] = original_config(model).to_dict()
     said.pop("_name_or_path", None)  # of this machine
     return said

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.adapters import ADAPTERS
 from helpers.user_models.cases import BATCH, Batch, PlainKit, UserModel, integers
 from helpers.user_models.table import fill, twins
 from helpers.user_models.unchanged import unchanged
@@ -36,20 +37,6 @@ def _adapted(kind: str, **options: Any) -> nn.Module:
     return made
 
 
-_LORA: dict[str, Any] = dict(r=4, lora_dropout=0.0, init_lora_weights=False)
-_ATTENTION: dict[str, Any] = dict(target_modules=["q_proj", "v_proj"])
-ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "DoRA": ("LoraConfig", _LORA | dict(use_dora=True, target_modules=["q_proj", "v_proj", "down_proj"])),
-    "prompt tuning": ("PromptTuningConfig", dict(num_virtual_tokens=3)),
-    "LoRA and words": ("LoraConfig", _LORA | dict(target_modules=["q_proj", "embed_tokens"])),
-    "LoRA and a head": ("LoraConfig", _LORA | dict(target_modules=["q_proj"], modules_to_save=["lm_head"])),
-    "prefix tuning": ("PrefixTuningConfig", dict(num_virtual_tokens=3)),
-    "p-tuning": ("PromptEncoderConfig", dict(num_virtual_tokens=3, encoder_hidden_size=8)),
-    "IA3": ("IA3Config", dict(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])),
-    "VeRA": ("VeraConfig", _ATTENTION | dict(r=4)),
-    "OFT": ("OFTConfig", _ATTENTION | dict(oft_block_size=4)),
-    "LoHa": ("LoHaConfig", _ATTENTION | dict(r=2, init_weights=False)),
-}
 MODELS: dict[str, UserModel] = {
     name: unchanged(name, lambda kind=kind, options=options: _adapted(kind, **options), _batch, _loss)
     for name, (kind, options) in ADAPTERS.items()

@@ -1,0 +1,228 @@
+"""Models with adapters of peft as folders: the adapters alone, or merged into the weights of their model.
+
+peft and transformers write both. They need their own modules for that, not those that `colossus.parallelize` has made:
+rank 0 makes the model again from its configs and gives it the values that the plan has spread over ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.checkpoint.durable import new_folder
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.rank_errors import on_all_ranks
+from colossus.checkpoint.state_dict import WholeTensor
+from colossus.checkpoint.weight_sources import Assets, write_assets
+from colossus.checkpoint.weights_only import require_finite
+from colossus.comm.objects import all_gather_object, broadcast_object
+from colossus.context.parallel_context import ParallelContext
+from colossus.hf.hf_folder import listed
+from colossus.hf.native import original_config
+from colossus.layout.parameter import logical_parameters
+
+
+def has_adapters(model: Any) -> bool:
+    """Return whether a model has adapters of peft.
+
+    Raises:
+        CheckpointError: it has them without peft's own class around it.
+    """
+    if not getattr(model, "peft_config", None):
+        return False
+    if not hasattr(model, "get_base_model"):
+        raise CheckpointError(
+            f"{type(model).__name__} has adapters that were put into it by add_adapter, or inject_adapter_in_model: "
+            f"make it with peft.get_peft_model(model, config), and colossus.hf.save writes an adapter folder, or the "
+            f"merged model"
+        )
+    return True
+
+
+def plan_adapters(
+    model: Any,
+    context: ParallelContext,
+    known: Mapping[str, WholeTensor],
+    *,
+    merge: bool,
+    dtype: torch.dtype | None,
+) -> tuple[PeftFolder | None, list[str]]:
+    """Return what rank 0 writes, None on the others, and the names of the tensors that it needs. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, see `PeftFolder`.
+    """
+    world = context.group(context.grid.names)
+    mine = [entry.name for entry in logical_parameters(model) if entry.parameter.requires_grad]
+    trained = {name for names in all_gather_object(mine, world) for name in names}
+    folder = on_all_ranks(
+        world,
+        lambda: PeftFolder(model, known, trained, merge, dtype) if context.is_logging_rank else None,
+        tells_ranks=False,
+    )
+    return folder, broadcast_object([] if folder is None else folder.names, world, 0)
+
+
+class PeftFolder:
+    """A model with adapters, as peft has it in one process: for the rank that writes.
+
+    Args:
+        model: of the engine.
+        known: its parameters and buffers by first name.
+        trained: names of the parameters that are trained.
+        merge: into the weights of the model; else the adapters alone are written. All weights are then on the host of
+            this rank.
+        dtype: of what is written; None is that of each tensor.
+
+    Attributes:
+        names: of what is written, or needed for it.
+
+    Raises:
+        CheckpointError: the model is none of transformers', its adapters cannot be merged, or something that is trained
+            is not in the folder.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        known: Mapping[str, WholeTensor],
+        trained: set[str],
+        merge: bool,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._merge, self._dtype, self._known = merge, dtype, known
+        base, configs = model.get_base_model(), copy.deepcopy(model.peft_config)
+        if not hasattr(getattr(base, "config", None), "to_dict"):
+            raise CheckpointError(f"{type(base).__name__} is no model of transformers, of which peft reads folders")
+        if merge and any(config.is_prompt_learning for config in configs.values()):
+            raise CheckpointError(
+                "adapters that put tokens before a text (prompts, prefixes) cannot be merged into weights: leave merge "
+                "out, which writes an adapter folder"
+            )
+        with torch.random.fork_rng(devices=()):  # what is drawn here, no other rank draws
+            with torch.device("cpu" if merge else "meta"):
+                made = type(base)(original_config(base, model))
+            self._model = _adapted(made, configs)
+        if len(configs) > 1:
+            self._model.base_model.set_adapter(model.active_adapters)
+        self._is_transposed = {
+            name
+            for name, module in self._model.named_modules()
+            if _is_conv1d(module) and not _is_conv1d(model.get_submodule(name))
+        }
+        self.names = [*known] if merge else self._names_of_adapters(trained)
+
+    def _names_of_adapters(self, trained: set[str]) -> list[str]:
+        from peft import get_peft_model_state_dict
+
+        held = self._model.state_dict(keep_vars=True)
+        chosen = {
+            id(value)
+            for name in self._model.peft_config
+            for value in get_peft_model_state_dict(self._model, held, name).values()
+        }
+        by_first = {alias: first for first, tensor in self._known.items() for alias in tensor.names}
+        names = [name for name, value in held.items() if id(value) in chosen or name.startswith("prompt_encoder.")]
+        if left_out := sorted(trained - set(names)):
+            raise CheckpointError(
+                f"{listed(left_out)}: is trained, and is no part of an adapter folder. Save the merged model, "
+                f"colossus.hf.save(engine, .., merge=True), or name it in modules_to_save"
+            )
+        return [*dict.fromkeys(by_first[name] for name in names)]
+
+    def write(
+        self, target: Path, parts: Iterable[tuple[str, Tensor]], assets: Assets, max_shard_bytes: int,
+        on_tensor: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """Write the folder, which gets its name when it is complete.
+
+        Args:
+            parts: the whole tensors of ``names``.
+        """
+        for first, value in parts:
+            self._take(first, value)
+            on_tensor(value.numel() * value.element_size())
+        with new_folder(target) as folder:
+            if self._merge:
+                self._merged().save_pretrained(folder, max_shard_size=max_shard_bytes)
+            else:
+                self._model.save_pretrained(folder)
+            write_assets(assets.files, folder)
+            for path in folder.rglob("*"):
+                _flush(path)
+
+    def _take(self, first: str, value: Tensor) -> None:
+        """Put a tensor in its places."""
+        cast = value.detach().to("cpu", self._dtype if value.is_floating_point() else None)
+        require_finite(cast, first, value)
+        held: dict[bool, nn.Parameter] = {}
+        for name in self._known[first].names:
+            path, _, leaf = name.rpartition(".")
+            module, is_transposed = self._model.get_submodule(path), path in self._is_transposed and leaf == "weight"
+            if leaf in module._buffers:
+                module._buffers[leaf] = cast
+                continue
+            if is_transposed not in held:
+                held[is_transposed] = nn.Parameter(cast.T.contiguous() if is_transposed else cast, requires_grad=False)
+            module._parameters[leaf] = held[is_transposed]
+
+    def _merged(self) -> Any:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        holders = Counter(id(each) for module in self._model.modules() for each in module._parameters.values())
+        for layer in self._model.modules():
+            if isinstance(layer, BaseTunerLayer):  # a weight that another module shares stays as that module has it
+                held = layer.get_base_layer()._parameters
+                shared = {leaf: value for leaf, value in held.items() if value is not None and holders[id(value)] > 1}
+                held.update({leaf: nn.Parameter(value.clone(), False) for leaf, value in shared.items()})
+        try:
+            merged = self._model.merge_and_unload()
+        except (NotImplementedError, AttributeError, ValueError) as error:
+            raise CheckpointError(
+                f"peft cannot merge these adapters ({error}): leave merge out, which writes an adapter folder"
+            ) from error
+        words, head = merged.get_input_embeddings(), merged.get_output_embeddings()
+        if words is not None and head is not None and merged.config.tie_word_embeddings:
+            merged.config.tie_word_embeddings = head.weight is words.weight
+        return merged
+
+
+def _adapted(made: Any, configs: Mapping[str, Any]) -> Any:
+    """Return a model with adapters of these configs, whatever values they have."""
+    import peft
+
+    for name, config in configs.items():
+        plain = copy.deepcopy(config)
+        if isinstance(getattr(plain, "init_lora_weights", None), str):  # computed from the weights, which come later
+            plain.init_lora_weights = True
+        if getattr(plain, "prompt_tuning_init", None):  # made of a text, by a tokenizer
+            plain.prompt_tuning_init = "RANDOM"
+        if isinstance(made, peft.PeftModel):
+            made.add_adapter(name, plain)
+        else:
+            made = peft.get_peft_model(made, plain, name, autocast_adapter_dtype=False)
+        if plain.is_prompt_learning:  # peft runs what makes the tokens
+            made.prompt_encoder.to_empty(device="cpu")
+    made.peft_config.update(configs)
+    return made
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether it is transformers' linear whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _flush(path: Path) -> None:
+    """Flush what others have written."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
