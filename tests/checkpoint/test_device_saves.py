@@ -53,7 +53,7 @@ def saved_and_loaded(
 def test_a_save_waits_for_one_copy_and_a_load_brings_all_back(tmp_path: Path) -> None:
     """Beside the copy it reads the few numbers of the run that are on the device."""
     ((waits, steps, kinds),) = run_fake_ranks(1, saved_and_loaded, tmp_path / "fp32", {}, "fp32")
-    assert waits == {"checkpoint/writer.py": 1, "engine/nonfinite.py": 1}
+    assert waits == {"checkpoint/staging.py": 1, "engine/nonfinite.py": 1}
     assert steps == [0, 0]
     assert kinds == {"cuda"}
 

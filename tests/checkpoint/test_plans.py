@@ -89,7 +89,7 @@ LONG_CHAIN: list[tuple[int, Plan, dict[str, Any] | None]] = [
     (8, dict(sequence=dict(size=4, mode="hybrid"), pipeline=2), scheduled("zb-h1")),
     (8, dict(data=2, pipeline=2, tensor=dict(mode="3d", shape=(2, 1, 1)), zero=1), scheduled("gpipe")),
     (4, dict(tensor=dict(mode="2d", size=4)), None),
-    (4, dict(sequence=dict(size=2, mode="ulysses"), tensor=2), None),
+    (4, dict(data=2, sequence=dict(size=2, mode="ulysses")), None),
     (2, dict(data=2, zero=3), None),
     (4, dict(pipeline=4), scheduled("1f1b")),
 ]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.manifest import read_manifest
+from colossus.layout.split_parameter import as_shards
 
 server_threads.in_threads()
 
@@ -80,7 +81,8 @@ def _through_and_in_two(folder: Path, first: Options, second: Options) -> tuple[
 
 
 def _weights(engine: Any) -> Tensor:
-    return torch.cat([param.detach().flatten() for param in engine.model.parameters()])
+    with as_shards():
+        return torch.cat([param.detach().flatten() for param in engine.model.parameters()])
 
 
 def _goes_on(rank: int, world: int, folder: Path) -> dict[str, tuple[Any, Any]]:
