@@ -58,7 +58,8 @@ class _Signals(Hook):
         told = os.environ.get("SIGNAL")
         if told and result.step == 3 and os.environ["RANK"] == "0":
             index, signum = map(int, told.split(":"))
-            os.kill(read_environment().endpoints[index]["process"], signum)
+            endpoints, _ = read_environment()
+            os.kill(endpoints[index]["process"], signum)
         for death in os.environ.get("DEATHS", "").split():
             if death == f"{os.environ['RANK']}:{result.step}":
                 os.kill(os.getpid(), signal.SIGKILL)
