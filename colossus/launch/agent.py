@@ -63,7 +63,7 @@ def run_workers(job: Job, restarts: Restarts, before: Outcome | None = None) -> 
     outcome = Outcome(folder=restarts.folder)
     with made_rank_files() as files:
         try:
-            _let_signals_raise()
+            _let_signals_raise(outcome)
             if before is not None and before.late_signum is not None:
                 raise _Stopped(before.late_signum)
             agent = _Agent(job, restarts, outcome, files)
@@ -95,10 +95,14 @@ def kept_signals() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _let_signals_raise() -> None:
-    """A stop signal raises `_Stopped`; one that is ignored (under nohup, say) stays so."""
+def _let_signals_raise(outcome: Outcome) -> None:
+    """Let the first stop signal raise `_Stopped`; another, while that is handled, is noted in the outcome.
+
+    One that is ignored (under nohup, say) stays so.
+    """
 
     def stop(signum: int, frame: object) -> None:
+        note_stop_signals(outcome)
         raise _Stopped(signum)
 
     on_stop_signals(stop)
@@ -128,7 +132,6 @@ class _Agent:
                 self._processes.note_exits()
                 time.sleep(0.02)
         except _Stopped as stop:
-            note_stop_signals(outcome)
             outcome.signum = stop.signum
             rendezvous = self._job.rendezvous
             outcome.leaves = rendezvous is not None and rendezvous.can_leave and stop.signum == signal.SIGTERM
@@ -229,7 +232,6 @@ class _Agent:
                 nodes.conclude(outcome)
             except _Stopped as stop:
                 outcome.signum = stop.signum
-                note_stop_signals(outcome)
                 nodes.conclude(outcome)
             outcome.gone, outcome.others = nodes.gone(), list(nodes.ends.values())
             nodes.close()

@@ -255,6 +255,23 @@ def test_torchrun_has_restarts_of_its_own(capsys: pytest.CaptureFixture[str], mo
     assert "launch.restarts: without effect under torchrun and srun" in capsys.readouterr().err
 
 
+def test_two_stop_signals_at_once_are_one_stop() -> None:
+    """As SLURM sends them: the second must not keep the launcher from ending its ranks."""
+    both = {signal.SIGUSR1, signal.SIGTERM}
+
+    def plan(num_nodes: int) -> Any:
+        signal.pthread_sigmask(signal.SIG_BLOCK, both)
+        for signum in both:
+            os.kill(os.getpid(), signum)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+        pytest.fail("the launcher has heard of no stop")
+
+    with agent.kept_signals():
+        restarts = Restarts(load_config(CONFIG), partial(pytest.fail, "the attempt began"))
+        stopped = agent.run_workers(agent.Job(plan, str(CONFIG), 2), restarts)
+    assert (stopped.signum, stopped.late_signum) == (signal.SIGUSR1, signal.SIGTERM)
+
+
 def test_a_stop_while_an_attempt_is_ended_is_not_forgotten() -> None:
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     outcome = Outcome()
