@@ -2,13 +2,14 @@
 
 A loss function is called for each microbatch on each rank that has samples or tokens of its own, and what it returns is
 added up. A penalty on weights would be added as often, and a rank may have a part of a weight, or of the model. The
-first loss of a run is looked at, and computed again where it reads a parameter.
+first loss of training, and of an evaluation, is looked at, and computed again where it reads a parameter.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -41,12 +42,15 @@ class FirstLoss:
     """Calls a loss function for the first time in a run, with a look at the parameters that it reads.
 
     Args:
+        model: of this rank.
         is_partitioned: whether other ranks have other stages of the model.
         num_microbatches: of a step.
     """
 
-    def __init__(self, context: ParallelContext, *, is_partitioned: bool, num_microbatches: int) -> None:
-        self._context, self._is_partitioned = context, is_partitioned
+    def __init__(
+        self, context: ParallelContext, model: nn.Module, *, is_partitioned: bool, num_microbatches: int
+    ) -> None:
+        self._context, self._model, self._is_partitioned = context, model, is_partitioned
         split = model_parallel_of(context).regions.whole.shard_axes
         self._axes = tuple(axis for axis in context.grid.names if axis in split and context.grid.sizes[axis] > 1)
         self._num_calls = num_microbatches * context.size(self._axes)
@@ -57,21 +61,41 @@ class FirstLoss:
         Raises:
             ValueError: for a parameter whose share of the loss would not be that of one process.
         """
-        with _ParametersRead() as read:
-            result = checked_sum(loss_fn(outputs, batch))
-        params = list(read.places)
-        if params and (self._num_calls > 1 or self._context.world_size > 1):
-            try:
+        with self._with_a_parameter():
+            with _ParametersRead() as read:
+                result = checked_sum(loss_fn(outputs, batch))
+            params = list(read.places)
+            if params and (self._num_calls > 1 or self._context.world_size > 1):
                 why = self._why_not(params, loss_fn, outputs, batch)
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                why = f"and could not be computed again, with each sample given twice, to see how ({error}). {_ADVICE}"
-            if why:
-                names = ", ".join(spec_of(param).name for param in params[:3]) + ", .." * (len(params) > 3)
-                raise ValueError(f"the loss function reads {names} itself, {why}{read.places[params[0]]}")
+                if why:
+                    names = ", ".join(spec_of(param).name for param in params[:3]) + ", .." * (len(params) > 3)
+                    raise ValueError(f"the loss function reads {names} itself, {why}{read.places[params[0]]}")
         return result
 
     def _why_not(self, params: Sequence[nn.Parameter], loss_fn: LossFunction, outputs: Any, batch: Any) -> str:
         """Return why the loss would not be that of one process; empty where it would be."""
+        try:
+            return self._why_otherwise(params, loss_fn, outputs, batch)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            return f"and could not be computed again, with each sample given twice, to see how ({error}). {_ADVICE}"
+
+    @contextmanager
+    def _with_a_parameter(self) -> Iterator[None]:
+        """Give a model of which this rank has no parameters one that stands for those of other stages: who reads all
+        of its parameters reads that."""
+        if not self._is_partitioned or next(self._model.parameters(), None) is not None:
+            yield
+            return
+        name = "parameters_of_other_stages"
+        stand_in = nn.Parameter(torch.ones((), dtype=self._context.precision.data, device=self._context.device))
+        spec_of(stand_in).name = name
+        self._model.register_parameter(name, stand_in)
+        try:
+            yield
+        finally:
+            del self._model._parameters[name]
+
+    def _why_otherwise(self, params: Sequence[nn.Parameter], loss_fn: LossFunction, outputs: Any, batch: Any) -> str:
         if any(isinstance(param, SplitParameter) for param in params):
             return f"of which this rank has a part. {_ADVICE}"
         once = _beside_outputs(params, loss_fn, outputs, batch)
@@ -82,7 +106,7 @@ class FirstLoss:
                     f"whatever the outputs are: under a pipeline the last stage, which computes the loss, has only its "
                     f"own parameters. {_ADVICE}"
                 )
-        for param in (param for param in params if param.requires_grad):
+        for param in (param for param in params if param.requires_grad and torch.is_grad_enabled()):
             axes = gradient_sum_axes(param, self._context)
             if axes != self._axes:
                 return (

@@ -60,9 +60,11 @@ class ModelStages:
         self._forwards = pipeline.stage_forwards(model)
         self._first = ForwardCall(model, is_partitioned=pipeline.partition is not None)
         self._inputs, self.loss_fn, self.buffers = inputs, loss_fn, buffers
-        self._first_loss: FirstLoss | None = FirstLoss(
-            context, is_partitioned=pipeline.partition is not None, num_microbatches=pipeline.num_microbatches
+        self._first_loss = FirstLoss(
+            context, model, is_partitioned=pipeline.partition is not None, num_microbatches=pipeline.num_microbatches
         )
+        #: whether in training: losses that have not been looked at
+        self._new_losses = {True, False}
         self.metrics = EvalMetrics(model, context.device)
         self._store, self._strategy, self._weights = store, strategy, store.weights
         self._parameters, self._is_partitioned = strategy.parts.parameters_by_stage, pipeline.partition is not None
@@ -105,14 +107,14 @@ class ModelStages:
                         observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
                         outputs, of_batch = self._inputs.for_loss(out, own, batch)
-                        if self.step is None:
-                            out = checked_sum(self.loss_fn(outputs, of_batch))
-                            self.metrics.add(outputs, of_batch)
-                        elif self._first_loss is not None:
+                        in_training = self.step is not None
+                        if in_training in self._new_losses:
                             out = self._first_loss.call(self.loss_fn, outputs, of_batch)
-                            self._first_loss = None
+                            self._new_losses.discard(in_training)
                         else:
                             out = checked_sum(self.loss_fn(outputs, of_batch))
+                        if not in_training:
+                            self.metrics.add(outputs, of_batch)
                 except AttributeError as error:
                     if self._is_partitioned:
                         error.add_note(f"An attribute of a module may be on another stage. {MUST_NAME_ALL}")
