@@ -143,7 +143,8 @@ def test_a_run_that_was_stopped_again_and_again_has_the_metrics_of_one_that_was_
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
     code, out, err = finish(process)
-    assert (code, err) == (143, "")
+    assert code == 143
+    assert not err or err.startswith("colossus: waiting for the running step")  # on a slow machine
     assert f"resumed from {checkpoint} at step {saved}, saved under data 2\n" in out
     again = rows_of(run)[-1]["step"]
     assert f" after step {again}; metrics are in" in out
