@@ -107,7 +107,7 @@ def test_ranks_that_do_not_communicate_end_with_the_other_node(tmp_path: Path) -
 def test_two_nodes_train_to_the_end_or_none_begins(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     ended = [finish(launcher) for launcher in start_nodes(tmp_path, "--run-dir", run)]
-    assert [(code, err) for code, _, err in ended] == [(0, "")] * 2
+    assert [(code, lines_of(err)) for code, _, err in ended] == [(0, [])] * 2
     assert sum("done: 5 steps" in out for _, out, _ in ended) == 1
     assert [row["step"] for row in rows_of(Path(run))] == [1, 2, 3, 4, 5]
 
