@@ -21,6 +21,7 @@ import colossus
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
 from colossus.engine.fit import FitSummary, Hook, fit
+from colossus.layout.split_parameter import as_shards
 from colossus.monitor.display import Display
 from colossus.monitor.metrics import Metrics
 
@@ -50,7 +51,8 @@ def stored(engine: Any) -> list[Tensor]:
 
 
 def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    with as_shards():
+        return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
