@@ -59,7 +59,6 @@ class PairTrial(TorchFunctionMode):
         #: of the last tensor of a column that anything was done with
         self._last = _NONE
         whole, inner = parallel.regions.whole, parallel.regions.inner
-        self._samples_move = whole.batch != inner.batch
         size = parallel.context.size
         self._samples_ways, self._inner_ways = (size(each.batch) if each.batch else 1 for each in (whole, inner))
         self._features_ways = size(inner.features) if inner.features else 1
@@ -167,8 +166,6 @@ class PairTrial(TorchFunctionMode):
         if not sources:
             return func(*args, **kwargs)
         self._last = sources
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            args, kwargs = self._without_mask(sources, args, kwargs)
         try:
             out = func(*args, **kwargs)
         except (ValueError, RuntimeError, IndexError) as error:
@@ -177,24 +174,6 @@ class PairTrial(TorchFunctionMode):
             if isinstance(leaf, ShardedTensor):
                 vars(leaf)["_sources"] = sources
         return out
-
-    def _without_mask(
-        self, sources: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of an attention without a plain mask, of which a train step takes the rank's part."""
-        given = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
-        mask, query = given.get("attn_mask"), given["query"]
-        if mask is None or isinstance(mask, ShardedTensor):
-            return args, kwargs
-        if query.dim() != 4:
-            raise _Refused(sources, f"a mask meets queries of shape {tuple(query.shape)}, without a dim of heads")
-        if self._samples_move and mask.dim() == 4 and mask.shape[0] > 1:
-            raise _Refused(
-                sources,
-                "a mask of each sample meets an attention whose samples other ranks have; not all of them need to have "
-                "a mask, too",
-            )
-        return args[:3], {name: value for name, value in kwargs.items() if name != "attn_mask"}
 
 
 def _made(x: Tensor, samples: int, features: int) -> Tensor:

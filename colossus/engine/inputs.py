@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
@@ -32,8 +32,7 @@ from colossus.nest import leaves, tensors
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
 from colossus.sharded_tensor.placement import Place
-from colossus.sharded_tensor.regions import for_loss, sequence_place, with_sequence
-from colossus.sharded_tensor.tensor import ShardedTensor
+from colossus.sharded_tensor.regions import sequence_place, with_sequence
 
 #: a label that losses ignore
 IGNORED = -100
@@ -170,15 +169,15 @@ class Inputs:
         """Return what the model is given: what holds a part of the tokens is a `ShardedTensor`."""
         return given if self._sequence is None else self._marked(given, model_input(microbatch), microbatch)
 
-    def for_loss(self, outputs: Any, local: Any, microbatch: Any) -> tuple[Any, Any]:
-        """The outputs of the model and this rank's part of a microbatch, as a loss function is given them.
+    def for_loss(self, outputs: Any, local: Any, microbatch: Any) -> tuple[Any, int]:
+        """Return a rank's part of a microbatch, as a loss function is given it, and how many ranks give the same loss.
 
-        Both are plain where the model has made its outputs plain (`colossus.layers.local`), and takes care of tokens.
+        Where outputs have a part of the tokens, so has the microbatch, and what is computed is that of all tokens. Both
+        are plain where the model has made its outputs plain (`colossus.layers.local`), and takes care of tokens.
         """
         if self._sequence is None or not any(map(sequence_place, tree_leaves(outputs))):
-            return outputs, local
-        batch = map_batch(for_loss, self._marked(local, microbatch, microbatch))
-        return tree_map_only(ShardedTensor, for_loss, outputs), batch
+            return local, 1
+        return self._marked(local, microbatch, microbatch), self._sequence.num_shards
 
     def _marked(self, given: Any, whole: Any, microbatch: Any) -> Any:
         parallel, num_tokens = model_parallel_of(self._context), sequence_length(microbatch)

@@ -53,11 +53,11 @@ class EvalMetrics:
         self.names = tuple(self._functions)
         self._sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=device)
 
-    def add(self, outputs: Any, batch: Any) -> None:
-        """The sums of a microbatch."""
+    def add(self, outputs: Any, batch: Any, ways: int) -> None:
+        """Add the sums of a microbatch, the same on as many ranks as ``ways`` says."""
         for row, (name, function) in zip(self._sums, self._functions.items(), strict=True):
             total, count = checked_sum(function(outputs, batch), f"the metric {name!r}")
-            row += torch.stack((total.double(), count.double()))
+            row += torch.stack((total.double(), count.double())) / ways
 
     def take(self) -> Tensor:
         """The sums since the last call, float64 [metrics, 2]."""
@@ -99,6 +99,11 @@ def checked_sum(result: Any, what: str = "the loss function") -> tuple[Tensor, T
             f"summed, 0 or more"
         )
     return total, count
+
+
+def shared_sum(total: Tensor, count: Tensor, ways: int) -> tuple[Tensor, Tensor]:
+    """Return this rank's share of what ``ways`` ranks have computed alike, which are added up over ranks."""
+    return (total, count) if ways == 1 else (total / ways, count.double() / ways)
 
 
 def _described(result: Any) -> str:

@@ -17,7 +17,7 @@ from colossus.data_parallel.strategy import BackwardKind, Strategy
 from colossus.data_parallel.zero.parameter_store import ParameterStore
 from colossus.engine.forward_buffers import ForwardBuffers
 from colossus.engine.inputs import ForwardCall, Inputs, model_input
-from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum
+from colossus.engine.loss_function import EvalMetrics, LossFunction, checked_sum, shared_sum
 from colossus.engine.loss_parameters import FirstLoss
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import model_parallel_of
@@ -106,15 +106,16 @@ class ModelStages:
                     for observer in self.observers:
                         observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
-                        outputs, of_batch = self._inputs.for_loss(out, own, batch)
-                        in_training = self.step is not None
+                        of_batch, ways = self._inputs.for_loss(out, own, batch)
+                        outputs, in_training = out, self.step is not None
                         if in_training in self._new_losses:
                             out = self._first_loss.call(self.loss_fn, outputs, of_batch)
                             self._new_losses.discard(in_training)
                         else:
                             out = checked_sum(self.loss_fn(outputs, of_batch))
+                        out = shared_sum(*out, ways)
                         if not in_training:
-                            self.metrics.add(outputs, of_batch)
+                            self.metrics.add(outputs, of_batch, ways)
                 except AttributeError as error:
                     if self._is_partitioned:
                         error.add_note(f"An attribute of a module may be on another stage. {MUST_NAME_ALL}")

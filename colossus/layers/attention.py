@@ -23,9 +23,9 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.sequence_parallel.attend import attend
-from colossus.sharded_tensor.placement import Place, Placement, local_mask
+from colossus.sharded_tensor.placement import Place, Placement, local_mask, placement_of
 from colossus.sharded_tensor.regions import local, require_sequences
-from colossus.sharded_tensor.tensor import placement_of, plain, wrap
+from colossus.sharded_tensor.tensor import plain, wrap
 from colossus.tensor_parallel.attention_heads import are_replicated, head_problems, indivisible_heads, uneven_kv_heads
 from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, run

@@ -18,8 +18,9 @@ from colossus.layers.linear import Linear
 from colossus.layers.moe import MoE
 from colossus.layout.parameter import Initializer
 from colossus.registry import MLPS, NORMS
+from colossus.sharded_tensor.placement import placement_of
 from colossus.sharded_tensor.regions import require_sequences
-from colossus.sharded_tensor.tensor import placement_of, plain_of_graph, wrap
+from colossus.sharded_tensor.tensor import plain_of_graph, wrap
 
 
 class MLP(Layer):

@@ -19,7 +19,8 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.error_place import located_error
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.ring_attention import RING_ATTENTION
-from colossus.sharded_tensor.tensor import mark, placement_of, plain_of_graph
+from colossus.sharded_tensor.placement import placement_of
+from colossus.sharded_tensor.tensor import mark, plain_of_graph
 
 #: bytes up to which the copy of a buffer is kept even if it seems unchanged: batch normalisation does not count what it
 #: writes as a change

@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from colossus.comm.autograd import first_order, save_for_backward, saved_tensors
 from colossus.comm.conjugate import not_a_view
-from colossus.sharded_tensor.tensor import ShardedTensor, placement_of, plain, wrap
+from colossus.sharded_tensor.placement import placement_of
+from colossus.sharded_tensor.tensor import ShardedTensor, plain, wrap
 from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_product_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.matmul import bias_gradient, product, wgrad_product

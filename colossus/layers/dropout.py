@@ -12,8 +12,8 @@ from colossus.comm.autograd import is_hooked
 from colossus.error_place import located_error
 from colossus.layers.dropout_mask import ElementNumbers, keep_mask
 from colossus.layers.layer import Layer
-from colossus.sharded_tensor.placement import Placement
-from colossus.sharded_tensor.tensor import placement_of, plain, wrap
+from colossus.sharded_tensor.placement import Placement, placement_of
+from colossus.sharded_tensor.tensor import plain, wrap
 
 
 class Dropout(Layer):

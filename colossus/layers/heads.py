@@ -28,9 +28,9 @@ from colossus.tensor_parallel.move_plan import MovePlan
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[batch, .., tokens, heads * head_dim] -> [batch, .., heads, tokens, head_dim], for an attention of one's own.
 
-    Of features that are split, as ``Linear(split="column")`` leaves them, the rank's heads: what works on each head by
-    itself is right on them, ``F.scaled_dot_product_attention`` with a mask in the whole layout. It is
-    ``x.unflatten(-1, (-1, head_dim)).transpose(-3, -2)``, with the checks below.
+    Of features that are split, as ``Linear(split="column")`` leaves them, a rank has its heads: what works on each head
+    by itself is right on them, ``F.scaled_dot_product_attention`` with a mask in the whole layout. It is
+    ``x.unflatten(-1, (heads, -1)).transpose(-3, -2)``, with the checks below.
 
     Args:
         heads: of all ranks; of keys and values it may be fewer than of queries (``enable_gqa=True``).
@@ -48,12 +48,12 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
                 f"colossus.layers.Attention, which passes keys and values between the ranks"
             )
         ways = x.placement.parallel.context.size(activation.features) if activation.features else 1
-    if heads < 1 or features * ways % heads or heads % ways:
+    if heads < 1 or features % heads or heads % ways:
         raise located_error(
-            f"split_heads: heads = {heads} must divide {features * ways} features, and over the {ways} ranks that "
+            f"split_heads: heads = {heads} must divide {features} features, and over the {ways} ranks that "
             f"split them, heads whole; or call colossus.layers.to_whole(x) first"
         )
-    return x.unflatten(-1, (-1, features * ways // heads)).transpose(-3, -2)
+    return x.unflatten(-1, (heads, features // heads)).transpose(-3, -2)
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from colossus.construct.initial_values import Constant
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
+from colossus.sharded_tensor.placement import placement_of
 from colossus.sharded_tensor.regions import moved, to_whole
-from colossus.sharded_tensor.tensor import placement_of
 
 
 class LoRALinear(Layer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,9 @@ from colossus.error_place import located_error
 from colossus.layers.embedding import check_range
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
-from colossus.sharded_tensor.regions import local, unwrap
+from colossus.sharded_tensor.regions import as_aligned, local, sequence_place, unwrap
 from colossus.sharded_tensor.tensor import ShardedTensor
+from colossus.sharded_tensor.token_collectives import summed_product
 from colossus.tensor_parallel.dtypes import to_wide_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, run
 
@@ -69,9 +71,9 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
     context, ndim, user = parallel.context, shard.dim(), parallel.regions.whole
     rows, user_rows = (Layout(a.rows().at(ndim).dims[:-1]) for a in (activation, user))
     if labels.dim() != ndim - 1:
-        _check(logits, labels, labels)
+        _check(shard, labels, labels)
     own = labels if rows == user_rows else run(MovePlan.of(moves(user_rows, rows), context).forward, labels).wait()
-    _check(logits, labels, own)
+    _check(shard, labels, own)
     group = context.group(activation.features)
     width = shard.shape[-1]
     total = placement.num_features or width * group.size
@@ -131,7 +133,7 @@ def cross_entropy(
     Raises:
         ValueError: for shapes that do not fit, and for labels outside the vocabulary (checked on CPU).
     """
-    labels = local(target)
+    over_tokens, labels = _labels_of(input, target)
     count = (labels != ignore_index).sum()  # of the rank's own samples, whichever rows of the logits it has
     split, labels = local_logits_and_labels(input, labels)
     flat = split.local.reshape(-1, split.local.shape[-1])
@@ -144,10 +146,21 @@ def cross_entropy(
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
         )
-        return loss, count
+        return over_tokens(loss), over_tokens(count)
     check_range(labels.masked_fill(~valid, 0), split.total, "labels")
     loss = _CrossEntropy.apply(flat, labels.reshape(-1), valid.reshape(-1), split, label_smoothing, z_loss)
-    return split.to_whole_sum(loss), count
+    return over_tokens(split.to_whole_sum(loss)), over_tokens(count)
+
+
+def _labels_of(logits: Tensor, labels: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """Return what adds up the sums of all tokens, and this rank's labels, of the tokens whose logits it has."""
+    split = next((x for x in (logits, labels) if sequence_place(x) is not None), None)
+    if split is None:
+        return lambda total: total, local(labels)
+    parallel, place = split.placement.parallel, sequence_place(labels)  # type: ignore[attr-defined]
+    if sequence_place(logits) is not None and place is not None:
+        labels = as_aligned(labels, sequence_place(logits), parallel)
+    return lambda total: summed_product(total, parallel), local(labels)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -228,10 +241,10 @@ def accuracy(input: Tensor, target: Tensor, *, k: int = 1, ignore_index: int = -
         target: the labels, [..] in 0..vocabulary-1, or ``ignore_index``; in the whole layout.
 
     Returns:
-        (correct, count): float64 scalars over the samples this rank holds in the whole layout; sum them over the ranks
-        that hold other samples.
+        (correct, count): float64 scalars over the samples this rank holds in the whole layout, of all their tokens; sum
+        them over the ranks that hold other samples.
     """
-    labels = local(target)
+    over_tokens, labels = _labels_of(input, target)
     count = (labels != ignore_index).sum().double()
     split, labels = local_logits_and_labels(input, labels)
     columns = split.local[..., : split.stop - split.start]
@@ -252,4 +265,4 @@ def accuracy(input: Tensor, target: Tensor, *, k: int = 1, ignore_index: int = -
     if split.group is not None:
         higher = collectives.all_reduce(higher, split.group, owned=True).wait()
     correct = ((higher < k) & valid).sum().double()
-    return split.to_whole_sum(correct), count
+    return over_tokens(split.to_whole_sum(correct)), over_tokens(count)

@@ -15,9 +15,8 @@ from colossus.layers.kv_cache import KeyValueCache
 from colossus.layout.activation import Activation
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
-from colossus.sharded_tensor.placement import Placement
+from colossus.sharded_tensor.placement import Placement, placement_of
 from colossus.sharded_tensor.regions import moved
-from colossus.sharded_tensor.tensor import placement_of
 from colossus.tensor_parallel.choose_sharding import Shardings
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import Regions, TensorMode

@@ -17,9 +17,9 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import current_context
 from colossus.error_place import located_error
 from colossus.layers.model_parallel import ModelParallel, model_parallel_of
-from colossus.sharded_tensor.placement import Place
+from colossus.sharded_tensor.placement import Place, placement_of
 from colossus.sharded_tensor.regions import sequence_place, to_whole
-from colossus.sharded_tensor.tensor import placement_of, plain, wrap
+from colossus.sharded_tensor.tensor import plain, wrap
 
 
 def gather_samples(x: Tensor) -> Tensor:

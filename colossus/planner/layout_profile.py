@@ -266,7 +266,8 @@ class _MicrobatchRun:
                 if number + 1 < len(calls):
                     passed, back = self._pass_on(number, value)
                 else:
-                    value = self._loss_fn(*self._inputs.for_loss(value, own, self._batch.microbatches[0]))[0]
+                    of_batch, _ = self._inputs.for_loss(value, own, self._batch.microbatches[0])
+                    value = self._loss_fn(value, of_batch)[0]
                 kept, peak = fake.live - live, fake.peak - live
                 live = fake.mark()
                 self._begun.append(_Begun(self._recorder.take(), kept, peak, passed, back, live))

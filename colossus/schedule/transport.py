@@ -14,8 +14,8 @@ from torch.utils._pytree import keystr as path_string
 from colossus.comm.links import Incoming, Links, Wait
 from colossus.layers.model_parallel import ModelParallel
 from colossus.schedule.actions import Action
-from colossus.sharded_tensor.placement import Placement
-from colossus.sharded_tensor.tensor import placement_of, plain, wrap
+from colossus.sharded_tensor.placement import Placement, placement_of
+from colossus.sharded_tensor.tensor import plain, wrap
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

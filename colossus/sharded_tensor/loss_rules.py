@@ -1,28 +1,40 @@
-"""Sums over all elements, and torch's loss functions, of what is split: in a loss function a rank's sum is an addend.
-
-The engine adds the sums and counts of all ranks. So a sum over every element of a rank's tokens is right there, as a
-plain scalar; a mean, or a sum for each sample, is not.
-"""
+"""Reductions and torch's loss functions of what is split: along tokens of all ranks, else along whole dims alone."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
 from colossus.layout.operators import Call
 from colossus.sharded_tensor.placement import MixesPartsError, Place, as_dims, avoid, without
+from colossus.sharded_tensor.sizes import shape_of
+from colossus.sharded_tensor.token_collectives import reduced, reduced_loss, require_unpadded
 from colossus.sharded_tensor.view_rules import At, aligned, found
 
 
-def summed(at: At, call: Call) -> Place | None:
+def reduced_along(at: At, call: Call) -> Place | None:
+    """Return the place after a reduction along ``dim``."""
     x, dims = call.get("self"), call.get("dim")
+    place, shape = found(at, x), shape_of(x)
     named = as_dims(dims)
-    place = found(at, x)
-    if at.gives_addends and (named is None or {dim % x.dim() for dim in named} == set(range(x.dim()))):
-        return None
-    avoid(place, x.dim(), dims, "reduces")
-    return place if call.get("keepdim") else without(place, x.dim(), dims)
+    along = tuple(range(x.dim())) if named is None else tuple(dim % x.dim() for dim in named if isinstance(dim, int))
+    if at.parts or place.dim not in along:
+        place = avoid(place, x.dim(), dims, "reduces")
+        return place if call.get("keepdim") else without(place, x.dim(), dims)
+    if call.name not in ("sum", "count_nonzero"):  # of padding losses and masks are zero
+        require_unpadded(place, at.whole(x), at.parallel)
+    whole = math.prod(shape[dim] for dim in along)
+    at.instead = lambda call: reduced(call, call.get("self"), place, whole, at.parallel)
+    return None
 
 
 def loss_of_elements(at: At, call: Call) -> Place | None:
-    return _reduced(at, call, aligned(at, list(call.arguments.values())))
+    """Return the place in a loss of each element."""
+    return _reduced(at, call, aligned(at, list(call.arguments.values())), math.prod(shape_of(call.get("self"))))
 
 
 def loss_of_classes(at: At, call: Call) -> Place | None:
@@ -36,17 +48,24 @@ def loss_of_classes(at: At, call: Call) -> Place | None:
         raise MixesPartsError("sums over the classes, which are split; colossus.layers.cross_entropy does that")
     if target.dim() < x.dim():
         place = place.at(place.dim - (place.dim > classes))
-    if at(target) != place:
-        raise MixesPartsError("takes labels that are not split as its input is")
-    return _reduced(at, call, place)
+    at.join(target, place.at(place.dim - target.dim()), at.whole(x))
+    sizes = list(shape_of(x))
+    return _reduced(at, call, place, math.prod(sizes) // sizes[classes])
 
 
-def _reduced(at: At, call: Call, place: Place) -> Place | None:
+def _reduced(at: At, call: Call, place: Place, whole: int) -> Place | None:
     reduction = call.get("reduction", default="mean")
     if call.get("reduce") is not None or call.get("size_average") is not None:
         raise MixesPartsError("is called with reduce= or size_average=, in the place of reduction=")
     if reduction == "none":
         return place
-    if reduction == "sum" and at.gives_addends:
-        return None
-    raise MixesPartsError(f"reduces all dims at once (reduction={reduction!r})")
+    if at.parts:
+        raise MixesPartsError(f"reduces all dims at once (reduction={reduction!r})")
+    function: Callable[..., Tensor] = getattr(F, call.name)
+
+    def over_tokens(call: Call) -> Tensor:
+        options: dict[str, Any] = {"input" if key == "self" else key: value for key, value in call.arguments.items()}
+        return reduced_loss(call, lambda **more: function(**(options | more)), at.parallel, whole)
+
+    at.instead = over_tokens
+    return None

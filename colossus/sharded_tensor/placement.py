@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.redistribute import redistribute
+from colossus.sequence_parallel.split import SequenceSplit
 from colossus.tensor_parallel.mode import Regions
 
 
@@ -21,18 +22,30 @@ class Place(NamedTuple):
 
     Attributes:
         dim: from the left; negative from the right, in the answer of a rule that need not know the number of dims.
+        before, after: elements that this rank has of what it is flattened with.
+        window: tokens of the sequence that are left after a slice, from start to stop of all; None for all.
     """
 
     dim: int
     before: int = 1
     after: int = 1
+    window: tuple[int, int, int] | None = None
 
     def count(self, shape: Sequence[int]) -> int:
-        """The elements along the split dim that this rank has."""
+        """Return the elements along the split dim that this rank has."""
         return shape[self.dim] // (self.before * self.after)
 
     def at(self, dim: int) -> Place:
-        return Place(dim, self.before, self.after)
+        return self._replace(dim=dim)
+
+
+class Segment(NamedTuple):
+    """A split dim: the roles that split it, where it is, and its elements on this rank and on all ranks together."""
+
+    roles: tuple[str, ...]
+    place: Place
+    local: int
+    whole: int
 
 
 class MixesPartsError(Exception):
@@ -65,53 +78,15 @@ def without(place: Place, ndim: int, dims: Any) -> Place:
     return place.at(place.dim - sum(dim < place.dim for dim in gone))
 
 
-def regrouped(place: Place, source: Sequence[int], target: Sequence[int], inferred: int | None, parts: bool) -> Place:
-    """Where a split dim is after a reshape, which keeps the order of the elements.
-
-    Args:
-        inferred: the dim whose size was left open (-1), if one was.
-        parts: whether ranks hold contiguous parts of the dim, as of features, so that it may be cut into groups, of
-            which the outermost is split then (heads of features). Groups of all ranks are not known here, so their
-            number must be left open.
-    """
-    count, after = place.count(source), place.after
-    if math.prod(source) != math.prod(target):
-        raise MixesPartsError(f"takes shape {tuple(source)}, the rank's part, as {tuple(target)}")
-    inner = after * math.prod(source[place.dim + 1 :])
-    candidates = []
-    stride = 1
-    for dim in range(len(target) - 1, -1, -1):
-        extent = target[dim] * stride
-        if stride and inner and inner % stride == 0 and extent % (inner * count) == 0:
-            within = inner // stride
-            candidates.append(Place(dim, target[dim] // (count * within), within))
-        stride = extent
-    is_cut = parts and inferred is not None and place.before == 1
-    if is_cut and math.prod(target[:inferred]) == math.prod(source[: place.dim]):
-        # features -> [groups, ..]: the groups are split, whose number was left open. A rank's one group may be the
-        # whole of its part: then a new dim says that groups are meant
-        only_group = len(target) > len(source) > 1 and [each.dim - 1 for each in candidates] == [inferred]
-        if only_group or not candidates:
-            return Place(inferred)  # type: ignore[arg-type]
-    if len(candidates) > 1:  # a rank has one element, which fits anywhere
-        ones = [each for each in candidates if target[each.dim] == 1]
-        candidates = ones if len(ones) == 1 else [each for each in candidates if each.dim == inferred]
-        is_open = len(candidates) != 1
-    else:  # a new dim of one beside it, whose size was left open: is it that which grows with the whole?
-        beside = [each for each in candidates if inferred is not None and abs(each.dim - inferred) == 1]
-        is_open = bool(beside) and target[inferred] == 1 and len(target) > len(source)  # type: ignore[index]
-    if is_open or len(candidates) != 1:
-        what = "leaves open which dim is split" if is_open else "takes the split dim apart"
-        raise MixesPartsError(
-            f"{what}: from local shape {tuple(source)}, split in dim {place.dim}, to {tuple(target)}. The split dim "
-            f"must stay together in one dim, whose size may be left open (-1)"
-        )
-    (found,) = candidates
-    return Place(found.dim) if parts and found.before == 1 else found
-
-
 #: what is split, by role: ``sequence`` is the tokens over sequence ranks, ``tokens`` those over tensor ranks
 ROLES = ("batch", "sequence", "tokens", "features")
+
+
+class HasNumTokens(Protocol):
+    """What says the length of sequences without padding: `colossus.layers.model_parallel.BatchInfo`."""
+
+    @property
+    def num_tokens(self) -> int | None: ...
 
 
 class HasRegions(Protocol):
@@ -123,6 +98,10 @@ class HasRegions(Protocol):
     def regions(self) -> Regions: ...
     @property
     def whole_placement(self) -> Placement: ...
+    @property
+    def sequence(self) -> SequenceSplit | None: ...
+    @property
+    def batch_info(self) -> HasNumTokens: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +114,6 @@ class Placement:
         places: role -> where that is, of what plain tensors have whole.
         num_features: features of all shards, when the last shard is padded (a vocabulary that does not divide).
         standard_ndim: the number of dims for which `standard` made it; 0 of any other.
-        is_of_loss: whether a loss function has it: what it sums over the tokens of a rank is added up over ranks.
     """
 
     parallel: HasRegions
@@ -144,7 +122,6 @@ class Placement:
     places: tuple[tuple[str, Place], ...] = ()
     num_features: int | None = None
     standard_ndim: int = field(default=0, compare=False)
-    is_of_loss: bool = False
 
     @classmethod
     def standard(
@@ -176,14 +153,48 @@ class Placement:
     def moved(self, activation: Activation, ndim: int, num_features: int | None = None) -> Placement:
         """Of what a layer makes of this: laid out as ``activation``, of the same tokens, to the same layout back."""
         sequence = self.place("sequence")
-        made = Placement.standard(self.parallel, activation, self.return_layout, ndim, sequence, num_features)
-        return replace(made, is_of_loss=True) if self.is_of_loss else made
+        return Placement.standard(self.parallel, activation, self.return_layout, ndim, sequence, num_features)
 
     def place(self, role: str) -> Place | None:
         for name, place in self.places:
             if name == role:
                 return place
         return None
+
+    def axes(self, role: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the axes that split a role in plain tensors, and here; not of ``sequence``."""
+        return getattr(self.parallel.regions.whole, role), getattr(self.activation, role)
+
+    def ways(self, role: str) -> tuple[int, int]:
+        """Return over how many ranks a role is split here, and in plain tensors."""
+        if role == "sequence":
+            assert self.parallel.sequence is not None
+            return self.parallel.sequence.num_shards, 1
+        whole, here = (self.parallel.context.size(axes) if axes else 1 for axes in self.axes(role))
+        return here, whole
+
+    def segments(self, shape: Sequence[int]) -> list[Segment]:
+        """Return the split dims of a tensor of which this rank has ``shape``; roles may share one."""
+        segments: list[Segment] = []
+        for place in dict.fromkeys(place for _, place in self.places):
+            roles = tuple(role for role, other in self.places if other == place)
+            whole = count = place.count(shape)
+            for role in roles:
+                here, of_plain = self.ways(role)
+                whole = whole * here // of_plain
+            if place.window is not None:
+                whole = place.window[1] - place.window[0]
+            elif self.num_features is not None and "features" in roles:
+                whole = self.num_features
+            segments.append(Segment(roles, place, count, whole))
+        return segments
+
+    def whole_shape(self, shape: Sequence[int]) -> torch.Size:
+        """Return the shape of the whole tensor, of which a rank has ``shape``; the samples are those of a data rank."""
+        sizes = list(shape)
+        for _, place, count, whole in self.segments(shape):
+            sizes[place.dim] = sizes[place.dim] // count * whole if count else place.before * place.after * whole
+        return torch.Size(sizes)
 
     def is_standard(self, ndim: int) -> bool:
         """Whether layers may take the tensor for one laid out as ``activation.at(ndim)``."""
@@ -204,31 +215,58 @@ class Placement:
         axes = {role: getattr(self.activation, role, ("sequence",)) for role in ROLES}
         return (
             "; ".join(
-                f"dim {place.dim}{' (flattened with others)' * (place[1:] != (1, 1))} over {','.join(axes[role])}"
+                f"dim {place.dim}{' (flattened with others)' * (place[1:3] != (1, 1))} over {','.join(axes[role])}"
                 for role, place in self.places
             )
             or "whole"
         )
 
 
-def local_mask(mask: Tensor, batch: int, activation: Activation, parallel: HasRegions) -> Tensor:
-    """The mask [batch, heads, tokens, tokens] of the samples and heads that this rank computes, as ``activation``.
+def placement_of(x: Any) -> Placement | None:
+    """Return how a tensor is split; None of a plain one, and of anything else."""
+    placement = None if type(x) is Tensor else getattr(x, "placement", None)
+    return placement if isinstance(placement, Placement) else None
 
-    Where it is broadcast over samples or heads, its gradient, if any, is summed over the ranks that split them.
+
+def part_of_whole(x: Tensor, dims: Mapping[str, int], placement: Placement, *, on_meta: bool = False) -> Tensor:
+    """Return this rank's part of a plain tensor that all ranks which share it have whole.
+
+    Its gradient is put together, and summed over the ranks that split what it is broadcast over.
+
+    Args:
+        dims: role -> the dim that is split; not of a role over which it is broadcast, nor ``sequence``.
+        on_meta: it is of a trial on the meta device, where no ranks are.
+    """
+    context = placement.parallel.context
+    if on_meta:
+        for role, dim in dims.items():
+            here, whole = placement.ways(role)
+            x = x.narrow(dim, 0, x.shape[dim] * whole // here)
+        return x
+
+    def layout(here: bool) -> Layout:
+        split: list[tuple[str, ...]] = [()] * x.dim()
+        broadcast: tuple[str, ...] = ()
+        for role in ("batch", "tokens", "features"):
+            axes = placement.axes(role)[here]
+            if role in dims:
+                split[dims[role]] += axes
+            else:
+                broadcast += axes
+        return Layout(tuple(split), (), broadcast)
+
+    return redistribute(x, layout(False), layout(True), context)
+
+
+def local_mask(mask: Tensor, batch: int, activation: Activation, parallel: HasRegions) -> Tensor:
+    """Return the mask [batch, heads, tokens, tokens] of the samples and heads that this rank computes.
 
     Args:
         mask: its batch in the whole layout, of ``batch`` samples, with all heads and tokens.
+        activation: the layout of what is computed.
     """
-    is_split = {0: mask.dim() > 3 and mask.shape[0] == batch, -3: mask.dim() > 2 and mask.shape[-3] > 1}
-
-    def layout(of: Activation) -> Layout:
-        dims: list[tuple[str, ...]] = [()] * mask.dim()
-        broadcast: tuple[str, ...] = ()
-        for dim, axes in ((0, of.batch), (-3, of.features)):
-            if is_split[dim]:
-                dims[dim] = axes
-            else:
-                broadcast += axes
-        return Layout(tuple(dims), (), broadcast)
-
-    return redistribute(mask, layout(parallel.regions.whole), layout(activation), parallel.context)
+    rows = Activation(activation.batch, parallel.regions.whole.tokens, activation.features)
+    dims = {"batch": 0} if mask.dim() > 3 and mask.shape[0] == batch else {}
+    if mask.dim() > 2 and mask.shape[-3] > 1:
+        dims["features"] = mask.dim() - 3
+    return part_of_whole(mask, dims, Placement(parallel, rows, rows))

@@ -13,6 +13,7 @@ from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 from colossus.sharded_tensor.placement import HasRegions, Place, Placement
 from colossus.sharded_tensor.tensor import ShardedTensor, mark, plain
+from colossus.sharded_tensor.token_collectives import own_tokens, whole_tokens
 
 
 def with_sequence(x: Tensor, place: Place | None, parallel: HasRegions) -> Tensor:
@@ -24,6 +25,18 @@ def with_sequence(x: Tensor, place: Place | None, parallel: HasRegions) -> Tenso
 def sequence_place(x: Any) -> Place | None:
     """Where a tensor has a sequence rank's part of the tokens."""
     return x.placement.place("sequence") if isinstance(x, ShardedTensor) else None
+
+
+def as_aligned(x: Tensor, target: Place | None, parallel: HasRegions) -> Tensor:
+    """Return what has a sequence rank's part of the tokens with the tokens of a slice as ``target`` has them."""
+    place = sequence_place(x)
+    if not isinstance(x, ShardedTensor) or place is None or target is None or place.window == target.window:
+        return x
+    whole = whole_tokens(plain(x), place, parallel)
+    moved_to = place._replace(window=target.window)
+    return mark(
+        own_tokens(whole, place.dim, moved_to, parallel), replace(x.placement, places=(("sequence", moved_to),))
+    )
 
 
 def local(x: Tensor) -> Tensor:
@@ -42,11 +55,6 @@ def local(x: Tensor) -> Tensor:
             return x
         raise located_error(f"local: {x!r} has split features, too: call colossus.layers.to_whole(x) first")
     return plain(x)
-
-
-def for_loss(x: Tensor) -> Tensor:
-    """Return a tensor as a loss function is given it: where a rank has a part of the tokens, sums of it are addends."""
-    return x if sequence_place(x) is None else mark(x, replace(x.placement, is_of_loss=True))  # type: ignore[attr-defined]
 
 
 def to_whole(x: Tensor) -> Tensor:

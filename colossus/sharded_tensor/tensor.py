@@ -12,11 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
-from colossus.comm.conjugate import conjugate
 from colossus.error_place import located_error
 from colossus.layout.operators import LIKE_FIRST, PASSED_ON, Call, aten_name, bind, is_pointwise, tensors_of
-from colossus.sharded_tensor.placement import ROLES, MixesPartsError, Place, Placement, local_mask
+from colossus.sharded_tensor.met_operands import as_met, each_its_own, wants_sum
+from colossus.sharded_tensor.multi_head import multi_head_attention_forward
+from colossus.sharded_tensor.placement import ROLES, MixesPartsError, Place, Placement
 from colossus.sharded_tensor.rules import RANDOM, RULES, refusal
+from colossus.sharded_tensor.sizes import RESIZES, SIZES, resized, shape_of
 from colossus.sharded_tensor.user_backward import (
     has_made,
     note_made,
@@ -33,12 +35,13 @@ class ShardedTensor(Tensor):
     """A rank's part of a tensor that ranks share: of the tokens under ``parallel.sequence``, and of features, heads,
     tokens or samples between blocks and inside of a column/row pair.
 
-    Its data and its ``shape`` are the rank's. What works on each part by itself keeps it: element-by-element functions,
-    views, products and reductions along dims that are not split. What brings parts together raises, since a rank has
-    one of them. Features become heads by ``view(.., -1, head_dim)``, the number of heads left open.
+    Its data are the rank's. Its ``shape`` and all sizes are those of the whole tensor, with the samples of a data rank.
+    What works on each part by itself keeps it: element-by-element functions, views, products and reductions along dims
+    that are not split; so do features that become heads. What brings parts together raises, since a rank has one of
+    them; of tokens over sequence ranks reductions, products, attention and the choice of a token are computed of all.
 
-    A plain tensor beside it is whole, on all ranks that share the part. It may be broadcast over the split dim; its
-    gradient is summed over the ranks that split it, so a parameter of the user's own is right there.
+    A plain tensor beside it is whole, on all ranks that share the part. It may be broadcast over the split dim, or have
+    all of it: then its part is taken. Its gradient is put together, so a parameter of the user's own is right there.
 
     Attributes:
         placement: which dims are split, over which axes.
@@ -55,9 +58,16 @@ class ShardedTensor(Tensor):
         if func is torch.autograd.backward:  # of reentrant checkpointing: it runs forwards again
             args, kwargs = tree_map_only(ShardedTensor, _as_gradient, (args, kwargs))
             return func(*args, **kwargs)
+        if name == "multi_head_attention_forward":
+            try:
+                return multi_head_attention_forward(*args, **kwargs)
+            except MixesPartsError as error:
+                raise located_error(refusal(name, error, args[0])) from None
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__get__":
                 return _property(func, args)
+            if name in SIZES and isinstance(args[0], ShardedTensor):
+                return SIZES[name](shape_of(args[0]), *args[1:], **kwargs)
             if has_made():
                 split_gradients_of_made(mark)
             if name in PASSED_ON or (name in LIKE_FIRST and not isinstance(args[0], ShardedTensor)):
@@ -71,22 +81,19 @@ class ShardedTensor(Tensor):
             is_elementwise = is_pointwise(func, args, kwargs)
             placement = _common_placement(args, kwargs) if is_elementwise else None
             if placement is None:
-                tensors = tensors_of((args, kwargs))
-                first = next(x for x in tensors if isinstance(x, ShardedTensor))
                 try:
-                    placement = _placement_of_result(name, func, args, kwargs, tensors, is_elementwise)
+                    out, placement = _followed(name, func, args, kwargs, is_elementwise)
                 except MixesPartsError as error:
+                    first = next(x for x in tensors_of((args, kwargs)) if isinstance(x, ShardedTensor))
                     if runs_user_backward() and first.placement.is_whole:  # its sums are those of a rank's part
                         return func(*_plain(args), **_plain(kwargs))
                     raise located_error(refusal(name, error, first)) from None
-                if name == "scaled_dot_product_attention":
-                    args, kwargs = _with_local_mask(args, kwargs, placement)
-                elif placement.split_axes and any(_wants_sum(x) for x in tensors):
-                    args, kwargs = tree_map_only(Tensor, lambda x: _summed_gradient(x, placement), (args, kwargs))
-            # torch copies only what it has the type of
-            out = func(*args, **kwargs) if name != "__deepcopy__" else func(*_plain(args), **kwargs)
+            else:
+                out = func(*args, **kwargs)
             if not torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of((args, kwargs))):
                 note_made(out)
+        if placement is None:
+            return out
         if isinstance(out, (tuple, list)):
             for each in out:
                 _mark(each, placement)
@@ -118,11 +125,6 @@ def mark(x: Tensor, placement: Placement) -> Tensor:
     out = x.as_subclass(ShardedTensor)
     out.placement = placement
     return out
-
-
-def placement_of(x: Any) -> Placement | None:
-    """None of a plain tensor, and of anything else."""
-    return x.placement if isinstance(x, ShardedTensor) else None
 
 
 def plain(x: Tensor) -> Tensor:
@@ -164,48 +166,71 @@ def _common_placement(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placemen
     return placement if isinstance(args[0], ShardedTensor) else None
 
 
-def _placement_of_result(
-    name: str,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[Tensor],
-    is_elementwise: bool,
-) -> Placement:
+def _followed(
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_elementwise: bool
+) -> tuple[Any, Placement | None]:
+    """Return what a function gives of a rank's parts, and how that is split.
+
+    Raises:
+        MixesPartsError: where it would be wrong.
+    """
+    args, kwargs = each_its_own(args, kwargs)
+    tensors = tensors_of((args, kwargs))
     operands = [x for x in tensors if isinstance(x, ShardedTensor)]
-    base = _base(name, operands)
+    base = _base(operands)
     call = _bound(name, func, args, kwargs)
     is_in_place = (name[-1:] == "_" and name[:2] != "__") or (name[:3] == "__i" and aten_name(name) != name)
     if is_in_place and not isinstance(args[0], ShardedTensor):
         raise MixesPartsError("writes what is split into a plain tensor, which is whole")
     if isinstance(kwargs.get("out"), Tensor):
         raise MixesPartsError("writes into a tensor (out=): take what it returns")
+    if call.name in RESIZES:
+        if is_in_place:
+            raise MixesPartsError("changes the dims of a tensor in place: take what it returns")
+        x = call.get("self")
+        if isinstance(x, ShardedTensor):
+            return resized(call, x, x.placement)
+        return getattr(x, call.name.removesuffix("_as"))(shape_of(operands[0])), None
     if call.name in RANDOM:
         if base.split_axes and call.get("p", default=1) and call.get("training", "train", default=True):
             raise MixesPartsError("draws the same numbers for the parts of all tensor ranks")
-        return base
+        return func(*args, **kwargs), base
     if base.split_axes and not torch.is_grad_enabled() and any(x.requires_grad for x in operands):  # noqa: SIM102
         if any(x.requires_grad for x in tensors if not isinstance(x, ShardedTensor)):
             raise MixesPartsError(
                 "meets a parameter inside of an autograd function: its gradient would lack the parts of other ranks"
             )
-    is_of_loss = any(x.placement.is_of_loss for x in operands)
     places: list[tuple[str, Place]] = []
+    asked: list[At] = []
     for role in ROLES:
         if not any(x.placement.place(role) for x in operands):
             continue
+        at = At(role, base)
         if is_elementwise:
             met = [args[0]] if name in LIKE_FIRST else [*args, *kwargs.values()]
-            aligned_at = aligned(At(role), met)
-            place: Place | None = aligned_at.at(aligned_at.dim + max(x.dim() for x in tensors_of(met)))
+            place: Place | None = aligned(at, met)
+            if place is not None:
+                place = place.at(place.dim + max(x.dim() for x in tensors_of(met)))
         else:
-            place = _ruled(call, At(role, is_of_loss=is_of_loss))
+            place = _ruled(call, at)
         if place is not None:
             places.append((role, place))
-    return replace(base, places=tuple(places), standard_ndim=0, is_of_loss=is_of_loss)
+        asked.append(at)
+    placement = replace(base, places=tuple(places), standard_ndim=0)
+    if any(at.met or at.gathered for at in asked) or (base.split_axes and any(wants_sum(x) for x in tensors)):
+        on_meta = any(x.is_meta for x in operands)
+        args, kwargs = tree_map_only(Tensor, lambda x: as_met(x, base, asked, on_meta), (args, kwargs))
+    # torch copies only what it has the type of
+    instead = next((at.instead for at in asked if at.instead), None)
+    if instead is not None:
+        args, kwargs = _plain(args), _plain(kwargs)
+        out = instead(_bound(name, func, args, kwargs))
+    else:
+        out = func(*args, **kwargs) if name != "__deepcopy__" else func(*_plain(args), **kwargs)
+    return out, placement if places else None
 
 
-def _base(name: str, operands: list[ShardedTensor]) -> Placement:
+def _base(operands: list[ShardedTensor]) -> Placement:
     """The placement that says axes and regions; operands whose features, tokens or samples are split must agree."""
     split = [x.placement for x in operands if not x.placement.is_whole]
     for other in split[1:]:
@@ -230,17 +255,25 @@ def _bound(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 def _ruled(call: Call, at: At) -> Place | None:
     """Return where the split dim of one role is in the result, if it is; from the right where the rule says it so."""
     rule = RULES.get(call.name) or (RULES["norm"] if call.is_reduction else None)
-    if rule is None:
-        raise MixesPartsError("is not known to work on each part by itself")
     try:
+        if rule is None:
+            raise MixesPartsError("is not known to work on each part by itself")
         return rule(at, call)
-    except (TypeError, ValueError, IndexError, AttributeError) as error:
+    except MixesPartsError:
+        split = [x for x in tensors_of(call.arguments.values()) if at(x) is not None]
+        if at.parts or not split or any(x.is_floating_point() for x in split):
+            raise
+        at.met, at.instead = [], None
+        for x in split:  # ids, positions and masks are small
+            at.gather(x)
+        return None
+    except (TypeError, ValueError, AttributeError) as error:
         raise MixesPartsError(f"has arguments that are not understood ({error})") from None
 
 
 def _mark(x: Any, placement: Placement) -> Any:
     """What a function gave, marked in place: a view of it would cost an operation, in backward, too."""
-    if isinstance(x, Tensor) and (placement.places or not placement.is_of_loss):
+    if isinstance(x, Tensor):
         if any(place.dim < 0 for _, place in placement.places):
             ndim = _ndim(x)
             places = tuple((role, p if p.dim >= 0 else p.at(p.dim + ndim)) for role, p in placement.places)
@@ -262,31 +295,6 @@ def _plain(nest: Any) -> Any:
     return tree_map_only(ShardedTensor, lambda x: x.as_subclass(Tensor), nest)
 
 
-def _wants_sum(x: Tensor) -> bool:
-    """Whether it is a plain tensor that gets a gradient: of what ranks split it is that of one part."""
-    return not isinstance(x, ShardedTensor) and x.requires_grad and torch.is_grad_enabled()
-
-
-def _summed_gradient(x: Tensor, placement: Placement) -> Tensor:
-    """A plain tensor whose gradient is summed over the ranks that split what it meets."""
-    if not _wants_sum(x) or x.is_meta:  # of a trial on the meta device, where no ranks are
-        return x
-    return conjugate(x, "identity", "sum", placement.parallel.context.group(placement.split_axes))
-
-
-def _with_local_mask(
-    args: tuple[Any, ...], kwargs: dict[str, Any], placement: Placement
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an attention, with the mask's samples and heads that this rank has."""
-    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-    if mask is None or isinstance(mask, ShardedTensor) or not placement.split_axes:
-        return args, kwargs
-    here, whole = placement.activation.batch, placement.parallel.regions.whole.batch
-    ways = [placement.parallel.context.size(axes) if axes else 1 for axes in (here, whole)]
-    mask = local_mask(mask, args[0].shape[0] * ways[0] // ways[1], placement.activation, placement.parallel)
-    return (*args[:3], mask, *args[4:]), {key: value for key, value in kwargs.items() if key != "attn_mask"}
-
-
 def _as_gradient(x: ShardedTensor) -> Any:
     """What backward starts from: the edge of a tensor in the graph, or a gradient as a plain local tensor."""
     return get_gradient_edge(x) if x.requires_grad else plain(x)
@@ -295,6 +303,8 @@ def _as_gradient(x: ShardedTensor) -> Any:
 def _property(func: Any, args: tuple[Any, ...]) -> Any:
     name = getattr(getattr(func, "__self__", None), "__name__", "")
     x = args[0]
+    if name == "shape":
+        return shape_of(x)
     if name in ("T", "H", "data"):
         what = "reverses all dims" if name != "data" else "leaves autograd behind"
         raise located_error(refusal(f"x.{name}", MixesPartsError(what), x))
@@ -302,5 +312,11 @@ def _property(func: Any, args: tuple[Any, ...]) -> Any:
     if not isinstance(out, Tensor) or name == "_base":
         return out
     if name in ("mT", "mH"):
-        return _mark(out, _placement_of_result("mT", Tensor.transpose, (x, -1, -2), {}, [x], False))
+        places = tuple((role, _swapped(place, x.dim())) for role, place in x.placement.places)
+        return _mark(out, replace(x.placement, places=places, standard_ndim=0))
     return _mark(out, x.placement)
+
+
+def _swapped(place: Place, ndim: int) -> Place:
+    """Return the place once the last two dims have changed theirs."""
+    return place.at({ndim - 1: ndim - 2, ndim - 2: ndim - 1}.get(place.dim, place.dim))

@@ -1,11 +1,10 @@
-"""Where the operands of a function have a split dim; rules of views, permutations, repetitions and indices.
+"""Where the operands of a function have a split dim; rules of permutations and indices.
 
 See `colossus.sharded_tensor.rules`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,35 +12,103 @@ import torch
 from torch import Tensor
 
 from colossus.layout.operators import Call
-from colossus.sharded_tensor.placement import MixesPartsError, Place, as_dims, avoid, regrouped, without
+from colossus.sharded_tensor.placement import MixesPartsError, Place, Placement, Segment, avoid, placement_of, without
+from colossus.sharded_tensor.sizes import shape_of
+from colossus.sharded_tensor.token_collectives import CHOSEN, one_token, require_unpadded, sliced, summed_product
 from colossus.sharded_tensor.user_backward import runs_user_backward
 
 
 class At:
-    """Where operands have the split dim of one role.
+    """Where operands have the split dim of one role, and what a rule asks for.
 
     Attributes:
         parts: whether ranks hold contiguous parts of the dim, which may be cut into groups: not of a sequence, whose
             ranks hold tokens in the order of its attention.
-        gives_addends: whether a sum over all of a rank's elements is added up over the ranks: of the tokens in a loss
-            function.
+        placement: the axes of the operands; ``parallel`` is what knows the ranks.
+        met: plain operands that have all of a split dim: each with its dim, from the right, and the place there.
+        gathered: operands whose tokens are to be those of all ranks.
+        instead: computes the result from a call of plain local operands, in the place of the function.
     """
 
-    def __init__(self, role: str, *, is_of_loss: bool = False) -> None:
+    def __init__(self, role: str, placement: Placement) -> None:
         self.role, self.parts = role, role != "sequence"
-        self.gives_addends = is_of_loss and not self.parts
+        self.placement, self.parallel = placement, placement.parallel
+        self.met: list[tuple[Tensor, int, Place]] = []
+        self.gathered: list[Tensor] = []
+        self.instead: Callable[[Call], Tensor] | None = None
 
     def __call__(self, x: Any) -> Place | None:
-        placement = None if type(x) is Tensor else getattr(x, "placement", None)
+        placement = placement_of(x)
         return None if placement is None else placement.place(self.role)
 
+    def whole(self, x: Tensor) -> int:
+        """Return the elements of all ranks along the split dim of an operand."""
+        segments: list[Segment] = x.placement.segments(x.shape)  # type: ignore[attr-defined]
+        return next(segment.whole for segment in segments if self.role in segment.roles)
 
-#: None: of what is not split any more, an addend of a loss
+    def meet(self, x: Tensor, right: int, place: Place, whole: int) -> None:
+        """Let a plain operand meet what is split: it is broadcast, or its part is taken where it has all.
+
+        Args:
+            right: the dim, from the right.
+            whole: elements along the split dim of all ranks.
+        """
+        if x.dim() < -right or x.shape[right] == 1:
+            return
+        is_flat = place.before != 1 or place.after != 1
+        size = whole * place.before * place.after
+        if self.role == "batch":
+            whole_axes, axes = self.placement.axes("batch")
+            if axes[: len(whole_axes)] != whole_axes:
+                raise MixesPartsError(
+                    f"lets a plain tensor of shape {tuple(x.shape)} meet samples that ranks have exchanged: it has "
+                    f"those of this rank, and not all ranks need to have one"
+                )
+        if x.shape[right] == size and not (is_flat and self.parts):
+            self.met.append((x, right, place))
+        elif not runs_user_backward():  # there what has the size of a part is one
+            raise MixesPartsError(
+                f"lets dim {x.dim() + right} of a plain tensor of shape {tuple(x.shape)} meet a dim of {size} that is "
+                f"split: it must have all {size}, the same on all ranks, or one"
+            )
+
+    def join(self, x: Tensor, right: Place, whole: int) -> None:
+        """Let an operand meet what is split at ``right``, from the right: a plain one, or one that is split so, too.
+
+        Raises:
+            MixesPartsError: for one that is split otherwise, but for tokens, which are put together and taken anew.
+        """
+        place = self(x)
+        if place is None:
+            self.meet(x, right.dim, right, whole)
+            return
+        place = place.at(place.dim - x.dim())
+        if place == right or not x.dim():
+            return
+        size = shape_of(x)[right.dim] if x.dim() >= -right.dim else 1
+        if self.parts or size not in (1, whole * right.before * right.after):
+            raise MixesPartsError(
+                f"brings what is split in a dim of {whole} together with what is split in dim {place.dim + x.dim()} of "
+                f"shape {tuple(shape_of(x))}"
+            )
+        self.gathered.append(x)
+        if size != 1:
+            self.met.append((x, right.dim, right))
+
+    def gather(self, x: Tensor) -> None:
+        """Let an operand have the tokens of all ranks."""
+        place = self(x)
+        assert place is not None
+        require_unpadded(place, self.whole(x), self.parallel)
+        self.gathered.append(x)
+
+
+#: None: of what is not split any more
 Rule = Callable[[At, Call], Place | None]
 
 
 def found(at: At, x: Any) -> Place:
-    """Where a tensor has the split dim, which it must have."""
+    """Return where a tensor has the split dim, which it must have."""
     place = at(x)
     if place is None:
         raise MixesPartsError("is not known to be right when what is split comes as this argument")
@@ -49,73 +116,17 @@ def found(at: At, x: Any) -> Place:
 
 
 def aligned(at: At, operands: Sequence[Any]) -> Place:
-    """The place, from the right, in what operands that meet element by element give."""
-    first: tuple[Tensor, Place] | None = None
-    for x in operands:
-        if isinstance(x, Tensor) and (place := at(x)) is not None:
-            right = place.at(place.dim - x.dim())
-            if first is None:
-                first = x, right
-            elif right != first[1] and (x.dim() or first[0].dim()):
-                raise MixesPartsError(
-                    f"brings what is split in dim {first[1].dim + first[0].dim()} of shape {tuple(first[0].shape)} "
-                    f"together with what is split in dim {place.dim} of shape {tuple(x.shape)}"
-                )
-    assert first is not None
-    size = first[0].shape[first[1].dim]
-    for x in operands:
-        # in the backward of an autograd function, what has the size of a part is one: what it has returned, say
-        is_part = isinstance(x, Tensor) and x.dim() >= -first[1].dim and x.shape[first[1].dim] == size
-        if isinstance(x, Tensor) and at(x) is None and not (is_part and runs_user_backward()):
-            require_one(x, first[1].dim)
-    return first[1]
+    """Return the place, from the right, in what operands that meet element by element give."""
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    first = max((x for x in tensors if at(x) is not None), key=lambda x: x.numel())
+    right = found(at, first).at(found(at, first).dim - first.dim())
+    whole = at.whole(first)
+    for x in tensors:
+        at.join(x, right, whole)
+    return right
 
 
-def require_one(x: Tensor, dim: int) -> None:
-    """That a plain tensor is broadcast over the split dim, which is ``dim`` from the right."""
-    if x.dim() >= -dim and x.shape[dim] != 1:
-        raise MixesPartsError(
-            f"lets dim {x.dim() + dim} of a plain tensor of shape {tuple(x.shape)}, which is whole, meet a dim of "
-            f"which a rank has a part (between a column and a row linear what is split alike comes from a "
-            f"colossus.layers.Linear(.., split='column'): the second matrix of LoRA, say)"
-        )
-
-
-# --- views and indices
-
-
-def view(at: At, call: Call) -> Place:
-    x, sizes = call.get("self"), call.get("size", "shape", "other")
-    if sizes is None or isinstance(sizes, torch.dtype):
-        raise MixesPartsError("reads the elements as another dtype")
-    sizes = tuple(sizes.shape if isinstance(sizes, Tensor) else sizes)
-    inferred = sizes.index(-1) if -1 in sizes else None
-    if inferred is not None:
-        sizes = tuple(size if size != -1 else x.numel() // (-math.prod(sizes) or 1) for size in sizes)
-    return regrouped(found(at, x), x.shape, sizes, inferred, at.parts)
-
-
-def unflattened(at: At, call: Call) -> Place:
-    x, sizes = call.get("self"), tuple(call.get("sizes"))
-    place, dim = found(at, x), call.get("dim") % x.dim()
-    if place.dim != dim:
-        return place if place.dim < dim else place.at(place.dim + len(sizes) - 1)
-    count = x.shape[dim]
-    inferred = sizes.index(-1) + 1 if -1 in sizes else None
-    known = [size if size != -1 else count // (-math.prod(sizes) or 1) for size in sizes]
-    cut = regrouped(place.at(1), (2, count), (2, *known), inferred, at.parts)  # as if behind another dim
-    return cut.at(cut.dim - 1 + dim)
-
-
-def flattened(at: At, call: Call) -> Place:
-    x = call.get("self")
-    place, ndim = found(at, x), x.dim()
-    start, end = call.get("start_dim", default=0) % ndim, call.get("end_dim", default=-1) % ndim
-    if not start <= place.dim <= end:
-        return place if place.dim < start else place.at(place.dim - (end - start))
-    before = place.before * math.prod(x.shape[start : place.dim])
-    after = place.after * math.prod(x.shape[place.dim + 1 : end + 1])
-    return Place(start, before, 1 if at.parts and before == 1 else after)
+# --- permutations and indices
 
 
 def permuted(order_of: Callable[[Call, int], Sequence[int]]) -> Rule:
@@ -140,47 +151,30 @@ def unsqueezed(at: At, call: Call) -> Place:
     return place.at(place.dim + (call.get("dim") % (x.dim() + 1) <= place.dim))
 
 
-def squeezed(at: At, call: Call) -> Place:
-    x, dim = call.get("self"), call.get("dim")
-    place = found(at, x)
-    dims = range(x.dim()) if dim is None else [each % x.dim() for each in as_dims(dim) or ()]
-    if x.shape[place.dim] == 1 and place.dim in dims:
-        raise MixesPartsError("removes the split dim, of which this rank has one (name the other dims)")
-    gone = tuple(each for each in dims if x.shape[each] == 1 and each != place.dim)
-    return without(place, x.dim(), gone)
-
-
-def expanded(at: At, call: Call) -> Place:
-    x, sizes = call.get("self"), call.get("size", "repeats", "dims", "dim", "other")
-    sizes = tuple(sizes.shape if isinstance(sizes, Tensor) else sizes)
-    place = found(at, x)
-    right = place.at(place.dim - x.dim())
-    kept = (1,) if call.name in ("repeat", "tile") else (-1, x.shape[place.dim])
-    if len(sizes) >= -right.dim and sizes[right.dim] not in kept:
-        raise MixesPartsError("repeats the split dim")
-    return right
-
-
-def indexed(at: At, call: Call) -> Place:
+def indexed(at: At, call: Call) -> Place | None:
     x, index = call.get("self"), call.get("index")
     if at(x) is None:
         if isinstance(index, Tensor) and not index.dtype.is_floating_point and index.dtype != torch.bool:
             return found(at, index)  # rows of a table
         raise MixesPartsError("indexes a plain tensor, which is whole, by what is split")
     place, parts = found(at, x), index if isinstance(index, tuple) else (index,)
-    if at.gives_addends and isinstance(index, Tensor) and index.dtype == torch.bool and at(index) == place:
-        return Place(0)  # some of a rank's tokens
+    if not at.parts and isinstance(index, Tensor) and index.dtype == torch.bool and at(index) == place:
+        return _chosen_by(at, index)
+    parts = tuple(_without_ellipsis(parts, x.dim()))
     dim = out = arrays = 0
     answer = None
-    for part in _without_ellipsis(parts, x.dim()):
+    for number, part in enumerate(parts):
         if part is None:
             out += 1
             continue
         if isinstance(part, bool) or (isinstance(part, Tensor) and (part.dtype == torch.bool or at(part))):
             raise MixesPartsError("selects by a mask or by indices of what is split")
         if dim == place.dim:
-            if not isinstance(part, slice) or part.indices(x.shape[dim]) != (0, x.shape[dim], 1):
-                raise MixesPartsError(f"selects from dim {dim}, which is split")
+            whole = at.whole(x)
+            if not isinstance(part, slice) or part.indices(whole) != (0, whole, 1):
+                if at.parts:
+                    raise MixesPartsError(f"selects from dim {dim}, which is split")
+                return _of_tokens(at, x, parts, number, place.at(out))
             answer = place.at(out)
         dim += 1
         if isinstance(part, slice):
@@ -191,6 +185,44 @@ def indexed(at: At, call: Call) -> Place:
     if answer is None or arrays > 1:
         raise MixesPartsError("has an index that is not understood (index one dim at a time)")
     return answer
+
+
+def selected(at: At, call: Call) -> Place | None:
+    x, dim, number = call.get("self"), call.get("dim") % call.get("self").dim(), call.get("index")
+    place = found(at, x)
+    if place.dim == dim and not at.parts and isinstance(number, int):
+        index = (*[slice(None)] * dim, number, *[slice(None)] * (x.dim() - dim - 1))
+        return _of_tokens(at, x, index, dim, place)
+    return without(avoid(place, x.dim(), dim, "selects from"), x.dim(), dim)
+
+
+def _of_tokens(at: At, x: Tensor, index: tuple[Any, ...], number: int, out: Place) -> Place | None:
+    """Return the place after an index, of which entry ``number`` takes some of the tokens of a sequence."""
+    place, part, total, parallel = found(at, x), index[number], at.whole(x), at.parallel
+    placement = x.placement  # type: ignore[attr-defined]
+    if any(other.dim == place.dim for role, other in placement.places if role != at.role):
+        raise MixesPartsError("takes some tokens, which tensor ranks split, too")
+    if not isinstance(part, (int, slice)) or (isinstance(part, slice) and part.step not in (None, 1)):
+        at.gather(x)
+        return None
+    if isinstance(part, int) and not -total <= part < total:
+        raise IndexError(f"index {part} is out of bounds for {total} tokens")
+    start, stop = (part % total, part % total + 1) if isinstance(part, int) else part.indices(total)[:2]
+    if stop - start == 1:
+        if stop == total:
+            require_unpadded(place, total, parallel)
+        chosen = (*index[:number], 0 if isinstance(part, int) else slice(None), *index[number + 1 :])
+        at.instead = lambda call: one_token(call.get("self"), place, start, total, parallel)[chosen]
+        return None
+    rest = (*index[:number], slice(None), *index[number + 1 :])
+    at.instead = lambda call: sliced(call.get("self"), place, start, stop, total, parallel)[0][rest]
+    return out._replace(window=(start, max(start, stop), total))
+
+
+def _chosen_by(at: At, mask: Tensor) -> Place:
+    """Return the place of the tokens that a mask of them has chosen: some of each rank's."""
+    count = mask.as_subclass(Tensor).sum()
+    return Place(0, window=(0, int(summed_product(count, at.parallel)), CHOSEN))
 
 
 def _without_ellipsis(parts: tuple[Any, ...], ndim: int) -> list[Any]:
@@ -210,7 +242,7 @@ def chosen(at: At, call: Call) -> Place:
     return aligned(at, list(call.arguments.values()))
 
 
-def index_select(at: At, call: Call) -> Place:
+def index_select(at: At, call: Call) -> Place | None:
     x, index = call.get("self"), call.get("index")
     if at(x) is None and call.get("dim") == 0:  # rows of a table
         return found(at, index)

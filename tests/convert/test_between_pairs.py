@@ -141,7 +141,9 @@ FUNCTIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
     "hook of all": (lambda _, h: hooked(h, mean_size), False),
     "type as": (lambda self, h: F.gelu(h).type_as(self.alpha) * torch.ones(1).type_as(h), True),
     "to": (lambda self, h: h.relu().to(self.head.weight) * torch.ones(1).to(h), True),
-    "snake by hand": (lambda self, h: h + (h * self.alpha).sin().square() / self.alpha, False),
+    "snake by hand": (lambda self, h: h + (h * self.alpha).sin().square() / self.alpha, True),
+    "scale of the width": (lambda _, h: h * h.shape[-1] ** -0.5 + h.numel() / h.size(2) / h[..., 0:].shape[-1], True),
+    "heads by number": (lambda _, h: h.view(*h.shape[:2], 4, h.size(-1) // 4).softmax(-1).reshape(h.shape), True),
     "prelu": (lambda self, h: F.prelu(h.transpose(1, 2), self.alpha).transpose(1, 2), False),
 }
 
@@ -195,12 +197,11 @@ def with_mask(heads: int, step: int) -> Batch:
     return {"inputs": {"x": batch["inputs"], "mask": mask}, "labels": batch["labels"]}
 
 
-def test_an_attention_whose_heads_meet_a_tensor_of_all_heads_is_no_pair() -> None:
+def test_an_attention_whose_heads_meet_a_tensor_of_all_heads_is_a_pair() -> None:
     x = torch.ones(2, TOKENS, WIDTH)
     of_heads, of_one = ({"x": x, "mask": torch.ones(2, heads, TOKENS, TOKENS)} for heads in (4, 1))
-    assert pairs_of(Attention, "1d", of_one).splits
-    assert not pairs_of(Attention, "1d", of_one, of_heads).splits
-    assert not pairs_of(Alibi, "1d", x).splits
+    for found in (pairs_of(Attention, "1d", of_one, of_heads), pairs_of(Alibi, "1d", x)):
+        assert found.splits == {"q": "column", "k": "column", "v": "column", "out": "row"}
 
 
 # -- the end of a model -----------------------------------------------------------------------------------------
@@ -250,6 +251,6 @@ def test_nothing_is_refused_for_a_pair_that_nobody_named(plan: str, every: int) 
 def test_pairs_hold_in_backward(name: str) -> None:
     between, is_pair = FUNCTIONS[name]
     found = pairs_of(made(between), "1d", EXAMPLE)
-    assert found.splits == ({"up": "column", "down": "row"} if is_pair else {})
+    assert ({"up": "column", "down": "row"}.items() <= found.splits.items()) == is_pair
     if name.startswith("mean of gradients"):
         assert found.reasons["up"].startswith("in backward, mean reduces dim 2, which is split (in")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossus.layers.model_parallel import BatchInfo
 from colossus.layout.activation import Activation
 from colossus.sharded_tensor.placement import Place, Placement
 from colossus.sharded_tensor.tensor import mark, plain, wrap
@@ -16,8 +17,11 @@ from colossus.tensor_parallel.mode import Regions
 _WHOLE = Activation()
 #: stands for what layers know of two ranks
 TWO_RANKS: Any = SimpleNamespace(
-    context=SimpleNamespace(size=lambda axes: 2), regions=Regions(_WHOLE, _WHOLE, _WHOLE)
-)  # fmt: skip
+    context=SimpleNamespace(size=lambda axes: 2),
+    regions=Regions(_WHOLE, _WHOLE, _WHOLE),
+    sequence=SimpleNamespace(num_shards=2),
+    batch_info=BatchInfo(),
+)
 #: role -> the axes of a tensor of which it is split
 _ACTIVATIONS = {
     "sequence": _WHOLE,

@@ -156,40 +156,72 @@ def across(m: Any, x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(m.weight.expand(x.shape[0], -1, -1), x, x)
 
 
+def scores(m: Any, x: Tensor) -> Tensor:
+    seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    weights = (x @ x.mT / x.shape[-1] ** 0.5).masked_fill(~seen, float("-inf")).softmax(-1)
+    return weights @ (x @ m.weight)
+
+
+def attention_with_mask(m: Any, x: Tensor) -> Tensor:
+    q, k = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in (x, x @ m.weight))
+    bias = (torch.arange(x.size(1))[:, None] - torch.arange(x.size(1))) * m.weight[0, :4, None, None]
+    return F.scaled_dot_product_attention(q, k, k, bias).transpose(1, 2).reshape(x.shape)
+
+
+def shifted(m: Any, x: Tensor) -> Tensor:
+    return x * (x[:, 1:] * x[:, :-1] @ m.weight).mean(1, keepdim=True)
+
+
+#: what looks at all tokens, and is computed of all: [b, t, 16] -> the same, t no padding
+OF_ALL_TOKENS: dict[str, Callable[[], nn.Module]] = {
+    "mean": lambda: Of(lambda m, x: x @ m.weight - x.mean(dim=1, keepdim=True)),
+    "sum of a sample": lambda: Of(lambda m, x: x / x.square().sum((1, 2), True)),
+    "largest": lambda: Of(lambda m, x: x * (x @ m.weight).amax(1, keepdim=True) + x.amin(1, True)),
+    "variance": lambda: Of(lambda m, x: x / (1 + x.var(1, keepdim=True) + x.std((1, 2), keepdim=True))),
+    "norms": lambda: Of(lambda m, x: x / x.norm(dim=1, keepdim=True) + F.normalize(x, dim=1) * x.logsumexp(1)[:, None]),
+    "softmax over tokens": lambda: Of(lambda m, x: x.softmax(dim=-2) @ m.weight + x.log_softmax(1)),
+    "first token": lambda: Of(lambda m, x: x + x[:, :1] @ m.weight + x[:, 0].unsqueeze(1)),
+    "last token": lambda: Of(lambda m, x: x * x[:, -1:].mean(-1, True) + (x.select(1, 5) @ m.weight).unsqueeze(1)),
+    "shifted": lambda: Of(shifted),
+    "positions": lambda: Of(lambda m, x: x + torch.arange(x.shape[1])[:, None] * m.weight[0]),
+    "learned positions": lambda: Of(lambda m, x: x + m.weight[None, : x.size(1)]),
+    "scale of a size": lambda: Of(lambda m, x: x @ m.weight * x.shape[1] ** -0.5 / x[:1].numel()),
+    "causal attention": lambda: Of(own_attention),
+    "MultiheadAttention": lambda: Of(
+        lambda m, x: m.a(x, x, x, key_padding_mask=x[..., 0] > x[..., 1:].amax(-1))[0]
+        + m.a(x, x, x, attn_mask=torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), need_weights=False)[0],
+        a=nn.MultiheadAttention(16, 4, batch_first=True),
+    ),
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True),
+    "attention with a bias": lambda: Of(attention_with_mask),
+    "attention by hand": lambda: Of(scores),
+    "attention from latents": lambda: Of(lambda m, x: x + across(m, x)),
+    "einsum of tokens": lambda: Of(lambda m, x: torch.einsum("bth,bsh->bts", x, x) @ x @ m.weight * 0.1),
+    "linear attention": lambda: Of(lambda m, x: x @ (x.mT @ (x @ m.weight)) + x.square().sum(1)[:, None]),
+    "mixed by a matrix": lambda: Of(lambda m, x: x + m.weight @ x),
+    "linear over tokens": lambda: Of(lambda m, x: x + F.linear(x.mT, m.weight).mT),
+}  # fmt: skip
+
 #: with a part of what the refusal says
 MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "mean": (lambda: Of(lambda m, x: x - x.mean(dim=1, keepdim=True)), r"mean reduces dim 1, which is split"),
-    "sum of all": (lambda: Of(lambda m, x: x / x.sum()), r"sum reduces all dims at once"),
-    "softmax over tokens": (lambda: Of(lambda m, x: x.softmax(dim=-2)), r"softmax works along dim -2"),
     "rewritten": (lambda: Of(rewritten), r"assigning by index .* torch.where"),
-    "class token": (lambda: Of(lambda m, x: x + x[:, :1]), r"indexing selects from dim 1, which is split"),
-    "chosen tokens": (lambda: Of(lambda m, x: x[x[..., 0] > 0]), r"indexing selects by a mask or by indices"),
     "class token in front": (
         lambda: Of(lambda m, x: torch.cat([m.weight[:1].expand(x.shape[0], 1, 16), x], dim=1)[:, 1:]),
-        r"cat joins what is split and a plain tensor",
+        r"cat concatenates along dim 1, which is split",
     ),
     "shifted by one": (lambda: Of(lambda m, x: x - x.roll(1, 1)), r"roll works along dim 1"),
     "padded": (lambda: Of(lambda m, x: F.pad(x, (0, 0, 1, 0))), "pad is not known to work"),
-    "positions": (
-        lambda: Of(lambda m, x: x + torch.arange(x.shape[1])[:, None]),
-        r"add lets dim 0 of a plain tensor of shape \(8, 1\), which is whole, .*PositionEmbedding",
-    ),
-    "own attention": (lambda: Of(own_attention), r"scaled_dot_product_attention looks at the tokens of one rank only"),
-    "attention from latents": (lambda: Of(across), r"scaled_dot_product_attention looks at a part of"),
-    "einsum of tokens": (lambda: Of(lambda m, x: torch.einsum("bth,bsh->bts", x, x) @ x), r"einsum multiplies all"),
-    "mixed by a matrix": (lambda: Of(lambda m, x: m.weight[:8, :8] @ x), r"matmul sums over the split dim"),
-    "linear over tokens": (lambda: Of(lambda m, x: m.mix(x.mT).mT, mix=nn.Linear(8, 8)), r"linear sums over dim -1"),
     "convolution": (
         lambda: Of(lambda m, x: m.conv(x.mT).mT, conv=nn.Conv1d(16, 16, 3, padding=1)),
         r"conv1d is not known to work on each part by itself",
     ),
     "lstm": (lambda: Recurrent(nn.LSTM), r"lstm is not known"),
-    "batch norm": (lambda: nn.BatchNorm1d(8), r"batch_norm is not known"),
-    "norm over tokens": (lambda: nn.LayerNorm((8, 16)), r"layer_norm normalizes over dim -2, which is split"),
-    "taken apart": (lambda: Of(lambda m, x: x.view(3, 2, 4, 16).flatten(1, 2)), r"view takes the split dim apart"),
+    "batch norm": (lambda: nn.BatchNorm1d(16), r"batch_norm is not known"),
+    "norm over tokens": (lambda: nn.LayerNorm((16, 16)), r"layer_norm normalizes over dim -2, which is split"),
+    "taken apart": (lambda: Of(lambda m, x: x.view(3, 4, 4, 16).flatten(1, 2)), r"view takes the split dim apart"),
     "written into a plain one": (
-        lambda: Of(lambda m, x: torch.zeros(3, 8, 16).copy_(x)), r"copy_ writes what is split into a plain tensor"
+        lambda: Of(lambda m, x: torch.zeros(3, 16, 16).copy_(x)), r"copy_ writes what is split into a plain tensor"
     ),
-    "a number": (lambda: Of(lambda m, x: x * x.abs().amax((0, 2)).tolist()[0]), r"tolist reads the values of one rank"),
+    "a number": (lambda: Of(lambda m, x: x * x.abs().amax(2).tolist()[0][0]), r"tolist reads the values of one rank"),
     "not known": (lambda: Of(lambda m, x: torch.cov(x[0])), r"cov is not known to work on each part by itself"),
 }  # fmt: skip

@@ -17,9 +17,9 @@ import colossus
 from colossus import layers
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import BatchInfo, model_parallel_of
-from colossus.sharded_tensor.placement import Place
+from colossus.sharded_tensor.placement import Place, placement_of
 from colossus.sharded_tensor.regions import with_sequence
-from colossus.sharded_tensor.tensor import placement_of, plain, wrap
+from colossus.sharded_tensor.tensor import plain, wrap
 
 SAMPLES, TOKENS, HEADS, DIM = 2, 8, 3, 5
 

@@ -20,6 +20,7 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.linear import share_input
+from colossus.sharded_tensor.tensor import plain
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -133,7 +134,8 @@ def test_tokens_split_between_blocks_are_guarded_too() -> None:
     def body(context: ParallelContext) -> None:
         with context:
             x = layers.to_residual(torch.ones(2, 4, 4))
-        assert tuple(x.shape) == (2, 2, 4)
+        assert tuple(x.shape) == (2, 4, 4)
+        assert tuple(plain(x).shape) == (2, 2, 4)
         x.mean(1)
 
     with pytest.raises(RankError, match=r"mean reduces dim 1, which is split.*dim 1 over tensor"):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.long import but
 from helpers.modes import BATCH, MODES, TOKENS, Mode, own
-from helpers.ranks import RankError, grid
+from helpers.ranks import grid
 from helpers.twins import PlainBlock, options_of
 from torch import Tensor, nn
 
@@ -304,21 +304,3 @@ def test_hooks_are_called_once_and_move_nothing(mode: str) -> None:
             assert kind is Tensor
             assert came == went
             assert tuple(came[1:]) == (TOKENS, HIDDEN)
-
-
-# -- what is refused ------------------------------------------------------------------------------------------
-
-
-def lora_of_plain_linears(context: ParallelContext) -> None:
-    def factory() -> nn.Module:
-        block = layers.TransformerBlock(HIDDEN, HEADS, None, WIDE)
-        block.mlp.up = Lora(block.mlp.up, HIDDEN, nn.Linear(RANK, WIDE))
-        return block
-
-    colossus.build(factory, context)(own(context, X.float()))
-
-
-@pytest.mark.parametrize("mode", ["1d", "2d"])
-def test_lora_inside_of_a_pair_needs_a_split_linear(mode: str) -> None:
-    with pytest.raises(RankError, match=r"colossus.layers.Linear\(.., split='column'\)"):
-        MODES[mode].run(lora_of_plain_linears)

@@ -128,7 +128,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "rand_like": lambda h: torch.rand_like(h),
     "glu": lambda h: F.glu(h),
     "chunk": lambda h: h.chunk(2, -1),
-    "view": lambda h: h.view(*h.shape[:2], 4, 3),
+    "view": lambda h: h.view(*h.shape[:2], 3, 4),
     "layer_norm": lambda h: F.layer_norm(h, (WIDE,)),
     "cat": lambda h: torch.cat((h, h), -1),
     "indexing": lambda h: h[torch.ones(h.shape[:2], dtype=torch.bool)],

@@ -1,4 +1,4 @@
-"""Loss functions whose tokens are split: sums over all are those of one process, what moves tokens is refused."""
+"""Loss functions whose tokens are split: they are those of one process, and what moves tokens is refused."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from helpers.long import long
 from helpers.parts import part_of_tokens as tokens
-from helpers.ranks import run_ranks
+from helpers.ranks import grid, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.sharded_tensor.regions import for_loss
+from colossus.context.parallel_context import ParallelContext
+from colossus.layers.model_parallel import BatchInfo, model_parallel_of
+from colossus.sharded_tensor.placement import Place
+from colossus.sharded_tensor.regions import with_sequence
 
 BATCH, TOKENS, WIDTH, CLASSES = 4, 16, 8, 11
 Batch = dict[str, Tensor]
@@ -105,7 +108,48 @@ def of_a_head(net: Net, outputs: Tensor, batch: Batch) -> tuple[Tensor, Any]:
     return checkpoint(part, outputs, use_reentrant=False), (batch["labels"] != -100).sum()  # type: ignore[no-any-return]
 
 
-USUAL = (usual, masked, of_columns, by_hand, chosen_tokens, squares, ours, of_a_head)
+def shifted(net: Net, outputs: Tensor, batch: Batch) -> tuple[Tensor, Any]:
+    logits, labels = outputs[:, :-1], batch["labels"][:, 1:]
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total + layers.cross_entropy(logits, labels)[0], (labels != -100).sum()
+
+
+def shifted_mean(net: Net, outputs: Tensor, batch: Batch) -> tuple[Tensor, Any]:
+    logits, labels = outputs[..., :-1, :].contiguous(), batch["labels"][..., 1:].contiguous()
+    count = (labels != -100).sum()
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1)) * count, count
+
+
+def last_token(net: Net, outputs: Tensor, batch: Batch) -> tuple[Tensor, Any]:
+    return F.cross_entropy(outputs[:, -1], batch["inputs"][:, 0], reduction="sum"), len(outputs)
+
+
+def of_each_sample(net: Net, outputs: Tensor, batch: Batch) -> tuple[Tensor, Any]:
+    valid = batch["labels"] != -100
+    of_tokens = F.cross_entropy(outputs.mT, batch["labels"], reduction="none")
+    means = of_tokens.sum(1) / valid.sum(1) + outputs.mean(1).square().sum(-1) + outputs.norm(dim=(1, 2))
+    return means.sum(), outputs.shape[0]
+
+
+def means(net: Net, outputs: Tensor, batch: Batch) -> tuple[Tensor, Any]:
+    mean = F.mse_loss(outputs, batch["targets"]) + outputs.logsumexp((1, 2)).mean()
+    mean = mean + F.kl_div(outputs.log_softmax(-1), batch["targets"].softmax(-1), reduction="batchmean")
+    weights = torch.linspace(1, 2, CLASSES, dtype=outputs.dtype)
+    both = F.cross_entropy(outputs.mT, batch["labels"], weight=weights, label_smoothing=0.1), mean
+    return sum(both) * BATCH, BATCH
+
+
+def with_a_penalty(net: Net, outputs: Tensor, batch: Batch) -> tuple[Tensor, Any]:
+    total, count = layers.cross_entropy(outputs, batch["labels"])
+    return total + 0.01 * outputs.square().sum() + batch["weights"].sum() + outputs.mean() * count, count
+
+
+USUAL = (
+    *(usual, masked, of_columns, by_hand, chosen_tokens, squares, ours, of_a_head),
+    *(shifted, shifted_mean, last_token, of_each_sample, means, with_a_penalty),
+)
+#: of padding, too
+_OF_ALL = (squares, shifted_mean, last_token, of_each_sample, means, with_a_penalty)
 
 
 def _numbers(rank: int, parallel: dict[str, Any], num_tokens: int) -> Any:
@@ -124,8 +168,8 @@ def _numbers(rank: int, parallel: dict[str, Any], num_tokens: int) -> Any:
         for key, x in batch_of().items()
     }
     for loss in USUAL:
-        if num_tokens < TOKENS and loss is squares:
-            continue  # of padded tokens, too
+        if (num_tokens < TOKENS and loss in _OF_ALL) or (count > 1 and loss is means):  # a mean over a rank's samples
+            continue
         engine.model.loss_of = loss
         evaluated, result = engine.eval_step(batch), engine.train_step(batch)
         gradients = full_state_dict(engine.model, engine.context, gradients=True)
@@ -149,51 +193,44 @@ def test_sums_over_all_tokens_are_those_of_one_process(name: str) -> None:
     world, parallel, num_tokens = PLANS[name]
     alone = run_ranks(1, _numbers, {}, num_tokens, with_context=False)[0]
     for found in run_ranks(world, _numbers, parallel, num_tokens, with_context=False):
-        for loss, wanted in alone.items():
+        for loss, wanted in ((loss, alone[loss]) for loss in found):
             torch.testing.assert_close(
                 found[loss], wanted, rtol=1e-10, atol=1e-12, msg=lambda m, loss=loss: f"{loss}: {m}"
             )
 
 
-def test_other_losses_of_elements_are_addends() -> None:
-    x, y = (for_loss(tokens(3, 8, CLASSES)) for _ in range(2))
-    part, _ = other_elements(None, x, {"targets": y})  # type: ignore[arg-type]
-    wanted, _ = other_elements(None, layers.local(x), {"targets": layers.local(y)})  # type: ignore[arg-type]
-    assert type(part) is Tensor
-    torch.testing.assert_close(part, wanted)
-
-
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
-    "a shift": (lambda o, y: F.cross_entropy(o[:, :-1].flatten(0, 1), y[:, 1:].flatten()), "selects from dim 1"),
     "a shift by roll": (lambda o, y: o - o.roll(1, 1), "roll works along dim 1"),
-    "the last token": (lambda o, y: o[:, -1].sum(), "selects from dim 1"),
-    "a loss for each sample": (lambda o, y: o.square().sum((1, 2)).log().sum(), "sum reduces dim 1"),
-    "a mean for each sample": (lambda o, y: o.mean(1).square().sum(), "mean reduces dim 1"),
-    "a mean": (lambda o, y: F.cross_entropy(o.flatten(0, 1), y.flatten()), "reduces all dims .*'mean'"),
-    "a mean of squares": (lambda o, y: F.mse_loss(o, o), "reduces all dims at once .*'mean'"),
-    "a mean of all": (lambda o, y: o.mean(), "mean reduces all dims at once"),
-    "kl by batch": (lambda o, y: F.kl_div(o, o, reduction="batchmean"), "reduces all dims at once .*'batchmean'"),
-    "argmax along tokens": (lambda o, y: o.argmax(1), "argmax reduces dim 1"),
-    "whole labels": (lambda o, y: F.cross_entropy(o.flatten(0, 1), torch.zeros(24).long()), "not split as its input"),
-    "labels of other tokens": (lambda o, y: F.cross_entropy(o.flatten(0, 1), y.t().flatten()), "not split as its inp"),
-    "a norm": (lambda o, y: o.norm(), "norm reduces all dims"),
+    "argmax along tokens": (lambda o, y: o.argmax(1), "argmax reduces the split dim"),
     "a cat of tokens": (lambda o, y: torch.cat((o, o), 1), "concatenates along dim 1"),
-    "if there are any": (lambda o, y: bool((y != -100).any()), "any reduces all dims"),
+    "every other token": (lambda o, y: torch.cumsum(o, 1)[:, ::2], "cumsum works along dim 1"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_moves_or_mixes_tokens_is_refused(name: str) -> None:
+def test_what_moves_tokens_is_refused(name: str) -> None:
     loss, words = REFUSED[name]
-    outputs, labels = for_loss(tokens(3, 8, CLASSES)), for_loss(tokens(3, 8).ne(0).long())
     with pytest.raises(ValueError, match=words) as caught:
-        loss(outputs, labels)
-    told = str(caught.value)
-    assert "parallel.sequence gives a loss function the tokens of one rank" in told
-    assert "test_losses.py:" in told
+        loss(tokens(3, 8, CLASSES), tokens(3, 8).ne(0).long())
+    assert "test_losses.py:" in str(caught.value)
 
 
-def test_a_forward_is_refused_such_sums() -> None:
-    for function in (Tensor.sum, lambda x: F.mse_loss(x, x, reduction="sum")):
-        with pytest.raises(ValueError, match="all dims at once"):
-            function(tokens(3, 8, CLASSES))
+def test_padding_that_would_count_is_refused() -> None:
+    def body(context: ParallelContext) -> dict[str, str]:
+        told = {}
+        parallel = model_parallel_of(context)
+        x = with_sequence(torch.ones(2, 4, 3), Place(1), parallel)
+        with parallel.batch(BatchInfo(num_tokens=6)):
+            for name, function in {
+                "mean": lambda: x.mean(1),
+                "last": lambda: x[:, -1],
+                "product": lambda: x @ x.mT,
+                "attention": lambda: F.scaled_dot_product_attention(x, x, x),
+            }.items():
+                with pytest.raises(ValueError, match=r"parallel\.sequence\.pad has filled up the 6 of this batch to 8"):
+                    function()
+                told[name] = "refused"
+        return told
+
+    for told in run_ranks(2, body, plan=grid(sequence=2)):
+        assert len(told) == 4

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from colossus import layers
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
+from colossus.layout.split_parameter import as_shards
 
 
 def block() -> nn.Module:
@@ -31,6 +32,20 @@ def pair() -> nn.Module:
     return layers.MLP(HIDDEN, WIDE)
 
 
+class FromSizes(nn.Module):
+    """Between a pair, user code that computes with sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = layers.Linear(HIDDEN, WIDE, split="column"), layers.Linear(WIDE, HIDDEN, split="row")
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        batch, tokens, width = h.shape
+        out: Tensor = self.down(h.sin() * width**-0.5 + h.size(-1) / h.numel() * batch / tokens)
+        return out
+
+
 def results_of(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Its output, the gradient of x, and all others."""
     model.zero_grad()
@@ -38,9 +53,10 @@ def results_of(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) ->
     y = layers.to_whole(call(leaf))
     y.sin().sum().backward()
     assert leaf.grad is not None
-    results = [y.detach(), leaf.grad, *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
-    assert len(results) == 2 + len([*model.parameters()])
-    assert all(one.abs().sum() > 0 for one in results)
+    with as_shards():
+        results = [y.detach(), leaf.grad, *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+        assert len(results) == 2 + len([*model.parameters()])
+        assert all(one.abs().sum() > 0 for one in results)
     return results
 
 
@@ -48,13 +64,15 @@ def largest_gap(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
 
 
-def first_compiled(context: ParallelContext, make: Callable[[], nn.Module]) -> tuple[list[str], float]:
+def first_compiled(
+    context: ParallelContext, make: Callable[[], nn.Module], backend: str = "aot_eager"
+) -> tuple[list[str], float]:
     """Groups that a compilation has made, and how far its results are from those of the same module uncompiled."""
     model = build(make, context, dtype=torch.float64)
     torch.manual_seed(0)
     x = own(context, hidden("cpu").double())
     known = set(map(str, context._groups.values()))
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     found = results_of(model, x, compiled)
     made = set(map(str, context._groups.values())) - known
     return sorted(made), largest_gap(found, results_of(model, x, model))
@@ -67,6 +85,22 @@ def first_compiled(context: ParallelContext, make: Callable[[], nn.Module]) -> t
 @pytest.mark.rest("1d_sequence-pair")
 def test_the_first_call_of_a_layer_compiles_into_one_graph(mode: str, make: Callable[[], nn.Module]) -> None:
     for made, gap in MODES[mode].run(first_compiled, make, timeout=180):
+        assert made == []
+        assert gap < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [
+        ("1d", "aot_eager"),
+        *(pytest.param(mode, "aot_eager", marks=pytest.mark.long) for mode in MODES if mode != "1d"),
+        pytest.param("1d", "inductor", marks=pytest.mark.long),
+    ],
+)
+def test_a_graph_sees_the_sizes_of_the_whole(mode: str, backend: str) -> None:
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor wants a C++ compiler")
+    for made, gap in MODES[mode].run(first_compiled, FromSizes, backend, timeout=400):
         assert made == []
         assert gap < 1e-12
 

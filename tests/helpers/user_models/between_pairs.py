@@ -14,8 +14,6 @@ from colossus.layers import PipelineBlock
 
 #: the plans under which features between a pair are split
 SPLIT = ("1d", "2d", "2.5d", "3d", "data 2 x 1d", "pipeline 2 x 1d")
-#: 3D as (2, 1, 2) leaves them whole inside of a pair
-SPLIT_FEATURES = tuple("3d 8" if plan == "3d" else plan for plan in SPLIT)
 
 
 class Pair(nn.Module):
@@ -47,7 +45,7 @@ class ManyPointwise(Stack):
         super().__init__(self.Zoo(kit), self.Zoo(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT_FEATURES, "a plain tensor of shape"))
+@user_model(features, classify, refused=NO_TOKENS)
 class LearnedScaleBetween(Stack):
     class Scaled(Pair):
         def __init__(self, kit: Any) -> None:
@@ -61,11 +59,11 @@ class LearnedScaleBetween(Stack):
         super().__init__(self.Scaled(kit), Block(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT_FEATURES, "split_heads"))
+@user_model(features, classify, refused=NO_TOKENS)
 class ViewIntoHeads(Stack):
     class Viewed(Pair):
         def between(self, h: Tensor) -> Tensor:
-            return h.view(len(h), 4, -1).softmax(1).flatten(1)
+            return h.view(len(h), 4, h.shape[-1] // 4).softmax(-1).reshape(h.shape)
 
     def __init__(self, kit: Any) -> None:
         super().__init__(self.Viewed(kit), Block(kit))

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from colossus.layers import PipelineBlock
 
 VOCABULARY = 11
-#: what mixes tokens by hand, under parallel.sequence
-MIXES = {"sequence": "token"}
 
 
 class OwnAttention(nn.Module):
@@ -93,12 +91,12 @@ class Language(nn.Module):
         return [PipelineBlock(self.embed, "words", "places"), *inner, PipelineBlock(self.top, "norm", "head")]
 
 
-@user_model(tokens, classify, refused=MIXES)
+@user_model(tokens, classify)
 class TransformerWithOwnAttention(Language):
     pass
 
 
-@user_model(tokens, classify, refused=MIXES)
+@user_model(tokens, classify)
 class TransformerOfPairs(Language):
     attention = PairAttention
 
@@ -126,7 +124,7 @@ def ignoring(logits: Tensor, batch: Batch) -> Any:
     return total, (labels != -100).sum()
 
 
-@user_model(padded, ignoring, refused=MIXES | NO_CHAIN)
+@user_model(padded, ignoring, refused=NO_CHAIN)
 class MaskedAttention(nn.Module):
     """A padding mask, and labels that do not count."""
 

@@ -18,13 +18,13 @@ OF_A_FORWARD = dict.fromkeys(("microbatches", "pipeline"), "its state changes wi
 OF_A_RANK = dict.fromkeys(("data", "2d", "2.5d", "3d"), "its statistics are of a rank's samples")
 
 
-@user_model(features, classify, refused=NO_TOKENS)
+@user_model(features, classify)
 class WeightNorm(Stack):
     def __init__(self, kit: Any) -> None:
         super().__init__(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), Block(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS, differs=OF_A_FORWARD)
+@user_model(features, classify, differs=OF_A_FORWARD)
 class SpectralNorm(Stack):
     """Its buffers follow the weight, at every forward in training."""
 
@@ -32,13 +32,13 @@ class SpectralNorm(Stack):
         super().__init__(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), Block(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS, differs=OF_A_FORWARD | OF_A_RANK)
+@user_model(features, classify, differs=OF_A_FORWARD | OF_A_RANK)
 class BatchNorm(Stack):
     def __init__(self, kit: Any) -> None:
         super().__init__(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Block(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS, differs=OF_A_FORWARD)
+@user_model(features, classify, differs=OF_A_FORWARD)
 class BatchNormOfAll(Stack):
     """Of the samples of all ranks."""
 
@@ -115,7 +115,7 @@ class GradientHooks(Stack):
         super().__init__(self.Hooked(kit), self.Hooked(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS)
+@user_model(features, classify)
 class GeneratorInConstructor(Stack):
     def __init__(self, kit: Any) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -125,7 +125,7 @@ class GeneratorInConstructor(Stack):
         super().__init__(*linears, Block(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS)
+@user_model(features, classify)
 class CheckpointedReentrant(Stack):
     class Cheap(nn.Module):
         def __init__(self, kit: Any) -> None:
