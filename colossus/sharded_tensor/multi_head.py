@@ -7,7 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossus.error_place import located_error
 from colossus.sharded_tensor.placement import MixesPartsError
+from colossus.sharded_tensor.rules import refusal
 
 
 def multi_head_attention_forward(
@@ -44,10 +46,11 @@ def multi_head_attention_forward(
         [batch, tokens, others], of each head where they are not averaged, or None).
 
     Raises:
-        MixesPartsError: for keys and values beside those of the tokens, and for inputs without a batch.
+        ValueError: for keys and values beside those of the tokens, and for inputs without a batch.
     """
     if query.dim() != 3 or any(x is not None for x in (bias_k, bias_v, static_k, static_v)) or add_zero_attn:
-        raise MixesPartsError("without a batch, with add_bias_kv, add_zero_attn or static keys is not followed")
+        problem = MixesPartsError("without a batch, with add_bias_kv, add_zero_attn or static keys is not followed")
+        raise located_error(refusal("multi_head_attention_forward", problem, query))
     if use_separate_proj_weight:
         weights: Any = q_proj_weight, k_proj_weight, v_proj_weight
     else:

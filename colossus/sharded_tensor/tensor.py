@@ -59,10 +59,7 @@ class ShardedTensor(Tensor):
             args, kwargs = tree_map_only(ShardedTensor, _as_gradient, (args, kwargs))
             return func(*args, **kwargs)
         if name == "multi_head_attention_forward":
-            try:
-                return multi_head_attention_forward(*args, **kwargs)
-            except MixesPartsError as error:
-                raise located_error(refusal(name, error, args[0])) from None
+            return multi_head_attention_forward(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__get__":
                 return _property(func, args)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -261,9 +262,11 @@ def test_two_stop_signals_at_once_are_one_stop() -> None:
 
     def plan(num_nodes: int) -> Any:
         signal.pthread_sigmask(signal.SIG_BLOCK, both)
-        for signum in both:
-            os.kill(os.getpid(), signum)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+        try:
+            for signum in both:
+                signal.pthread_kill(threading.get_ident(), signum)  # another thread would hear it at once
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
         pytest.fail("the launcher has heard of no stop")
 
     with agent.kept_signals():
