@@ -63,7 +63,9 @@ class Hook:
     def on_row(self, row: Mapping[str, Any]) -> None:
         """The row of a step is written, that of its evaluation included; on the logging rank alone.
 
-        In the order of steps, each once; the last ones may come at ``on_train_end``, or ``on_exception``.
+        In the order of steps, each once; the last ones may come at ``on_train_end``, or ``on_exception``. Numbers of an
+        evaluation that end in a row which was written before (`fit` makes up what a stop has left out) come alone,
+        with ``step`` and ``time``.
         """
 
     def on_save(self, engine: Engine) -> None:
@@ -110,7 +112,8 @@ class FitSummary:
 
     Attributes:
         steps: optimizer steps completed since the beginning of the run.
-        reason: ``finished`` (``train.steps`` reached) or ``stopped`` (``engine.request_stop`` on any rank).
+        reason: ``finished`` (``train.steps`` reached, and the last one evaluated where that was due) or ``stopped``
+            (``engine.request_stop`` on any rank).
         loss: training loss of the last step, of all replicas, None when no step ran.
         validation_loss: of the last evaluation, None when there was none.
         stop_signal: number of the signal to any rank that stopped it, None when none did.
@@ -129,9 +132,11 @@ def evaluation_due(engine: Engine, step: int) -> bool:
     Never when ``train.eval_every`` is 0 or there is no validation data.
     """
     train = engine.config.train
-    if engine.eval_loader is None or not train.eval_every:
-        return False
-    return bool(step == train.steps or step % train.eval_every == 0)
+    return _evaluates(engine) and bool(step == train.steps or step % train.eval_every == 0)
+
+
+def _evaluates(engine: Engine) -> bool:
+    return engine.eval_loader is not None and engine.config.train.eval_every > 0
 
 
 def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
@@ -141,7 +146,8 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     stop (`Checkpoints`).
 
     Every rank calls this. A request to stop is summed in each step's all-reduce, so that all ranks leave the loop after
-    the same step. The evaluation due at that step is left out: a stop should be quick.
+    the same step. The evaluation due at that step is left out, since a stop should be quick: the run that goes on from
+    the checkpoint begins with it.
 
     Raises:
         ValueError: when the loader ends although training has not.
@@ -152,11 +158,20 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     result, validation_loss, stopped, stop_signal = None, None, False, None
     try:
         engine.checkpoints.resume()
-        completed = engine.completed_steps
+        completed = begun = engine.completed_steps
         for hook in hooks:
             hook.on_train_start(engine)
+        engine.run.owes_evaluation = engine.run.owes_evaluation and _evaluates(engine)
         batches = iter(engine.loader)
-        while completed < steps and not stopped:
+        while True:
+            if engine.run.owes_evaluation and not stopped:
+                summary = _evaluate(engine, hooks)
+                stopped, stop_signal = not summary.complete, summary.stop_signal
+                validation_loss = summary.loss if summary.complete else validation_loss
+            if completed > begun:
+                _save_if_due(engine, hooks)
+            if completed >= steps or stopped:
+                break
             for hook in hooks:
                 hook.on_step_start(engine)
             batch = next(batches, _END)
@@ -167,18 +182,9 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
                 )
             result = engine.train_step(batch)
             completed, stopped, stop_signal = result.step, result.stop_requested, result.stop_signal
+            engine.run.owes_evaluation = evaluation_due(engine, completed)
             for hook in hooks:
                 hook.on_step_end(engine, result)
-            if not stopped and evaluation_due(engine, completed):
-                summary = engine.evaluate()
-                stopped, stop_signal = not summary.complete, summary.stop_signal
-                if summary.complete:
-                    more = {name: x for hook in hooks for name, x in hook.add_to_evaluation(engine, summary).items()}
-                    summary = replace(summary, more=more)
-                    validation_loss = summary.loss
-                    for hook in hooks:
-                        hook.on_eval_end(engine, summary)
-            _save_if_due(engine, hooks)
         engine.strategy.sync_point()  # a replica that is through answers those that are not
         _save_if_due(engine, hooks, is_last=True)
         for hook in hooks:
@@ -200,7 +206,20 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
             engine.strategy.sync_point()
             result = result.of_all_replicas(engine.strategy.sum_over_replicas)
         loss = result.loss
-    return FitSummary(completed, "finished" if completed >= steps else "stopped", loss, validation_loss, stop_signal)
+    is_finished = completed >= steps and not engine.run.owes_evaluation
+    return FitSummary(completed, "finished" if is_finished else "stopped", loss, validation_loss, stop_signal)
+
+
+def _evaluate(engine: Engine, hooks: Sequence[Hook]) -> EvalResult:
+    """Evaluate, and tell the hooks, unless a stop has ended it: then the run still owes it."""
+    summary = engine.evaluate()
+    if summary.complete:
+        more = {name: x for hook in hooks for name, x in hook.add_to_evaluation(engine, summary).items()}
+        summary = replace(summary, more=more)
+        engine.run.owes_evaluation = False
+        for hook in hooks:
+            hook.on_eval_end(engine, summary)
+    return summary
 
 
 def _save_if_due(engine: Engine, hooks: Sequence[Hook], *, is_last: bool = False) -> None:

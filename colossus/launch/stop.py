@@ -111,7 +111,8 @@ def made_rank_files() -> Iterator[RankFiles]:
 class StopSignals:
     """Listens for `STOP_SIGNALS` in a worker; the first one counts, repetitions change nothing.
 
-    Until ``ready`` is called there is nothing to stop cleanly, and a signal ends the process at once. From a signal on
+    Until ``ready`` is called there is nothing to stop cleanly, and a signal ends the process at once; so does
+    ``ready`` where the launcher has gone meanwhile. From a signal on
     the process may take the grace period until it ends; where the run saves checkpoints, the period begins anew
     with each `progress`, unless the launcher has said that there is nothing left to save.
 
@@ -149,6 +150,9 @@ class StopSignals:
         Args:
             patience_seconds: instead of the grace period, and anew after each `progress`.
         """
+        if self.is_orphaned():  # the thread that looks for it may come too late
+            self._files.remove()
+            os._exit(exit_code(signal.SIGTERM))
         if patience_seconds is not None:
             self.grace_seconds, self._renews = patience_seconds, True
         self._request_stop = request_stop

@@ -137,8 +137,9 @@ class Metrics(Hook):
     An accelerator is not waited for: the row of a step is written when the next step is over, before the end of an
     evaluation or a checkpoint, at the end of the run and after an error; its ``step_seconds`` are from one such moment
     to the next, so they add up to the run's. The row of a step that is evaluated waits for the evaluation; ``flush``
-    writes it without. The rows of the steps that a checkpoint has are on the disk before it is complete; a run that
-    goes on behind step N keeps the rows up to N and drops those behind, which come again.
+    and a stop write it without, and an evaluation that comes later completes the last row. The rows of the steps that a
+    checkpoint has are on the disk before it is complete; a run that goes on behind step N keeps the rows up to N and
+    drops those behind, which come again.
 
     All hooks of the run are asked what else a row has (`Hook.add_to_row`), and are given each row that is written
     (`Hook.on_row`), on the thread that trains.
@@ -200,6 +201,8 @@ class Metrics(Hook):
         row = self._rows.last
         if row is not None:
             row[1].update(summary.numbers | engine.strategy.consensus())
+        elif self._file is not None and self._file.complete(summary.step, summary.numbers):
+            self._written.append({"step": summary.step, "time": time.time(), **summary.numbers})
         self._write()
 
     def on_save(self, engine: Engine) -> None:

@@ -42,6 +42,7 @@ class Run:
         rolled_back: when batches were left out the last time, in seconds since the epoch; 0: never.
         folder: where the launcher keeps what this run writes; None outside of a launch.
         stop: this rank's request to stop (`results.addend`); 0 for none.
+        owes_evaluation: one is due after the last step, and is not complete: under way, or left out because of a stop.
         is_resumed: it was taken from a checkpoint, and no step has run since.
     """
 
@@ -58,4 +59,5 @@ class Run:
     rolled_back: float = 0.0
     folder: Path | None = None
     stop: float = 0.0
+    owes_evaluation: bool = False
     is_resumed: bool = False

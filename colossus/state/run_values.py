@@ -45,6 +45,7 @@ def run_values(run: Run, next_rate: NextRate) -> dict[str, Any]:
                 values[f"loader/{index}"] = loader.trained_state_dict() if is_ours else loader.state_dict()
     for replica in written_for(run):
         done: dict[str, Any] = {"completed_steps": run.completed_steps, "rolled_back": run.rolled_back}
+        done["owes_evaluation"] = run.owes_evaluation
         done["learning_rate"] = next_rate.state(run.completed_steps)
         values[f"{replica}train"] = done | run.gradient_watch.state_dict()
         if run.loss_scaler is not None:
@@ -94,6 +95,7 @@ def restore_run(
     context = run.context
     train = values.get(f"{source.own}train", values.get("train", {"completed_steps": step}))
     run.completed_steps, run.rolled_back = train["completed_steps"], train.get("rolled_back", 0.0)
+    run.owes_evaluation = train.get("owes_evaluation", False)
     run.is_resumed = True
     run.gradient_watch.load_state_dict(train)
     scale = values.get(f"{source.own}loss_scale", values.get("loss_scale"))

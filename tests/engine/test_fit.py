@@ -48,6 +48,20 @@ def test_a_stop_during_an_evaluation_ends_the_loop_and_reports_no_half_of_it() -
     assert diary.lines == ["start", "begin 1", "end 1", "eval 1", "begin 2", "end 2", "done"]
 
 
+@pytest.mark.parametrize("when", ["stop_at", "stop_in_evaluation"])
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_run_that_goes_on_begins_with_the_evaluation_that_a_stop_has_left_out(when: str, step: int) -> None:
+    """Also behind the last step: until then the run is not finished."""
+    diary = Diary()
+    engine = FakeEngine(steps=3, eval_every=1, **{when: step})
+    assert fit(engine, [diary]).reason == "stopped"
+    diary.lines.clear()
+    summary = fit(engine, [diary])
+    rest = ["begin 3", "end 3", "eval 3"] if step == 2 else []
+    assert diary.lines == ["start", f"eval {step}", *rest, "done"]
+    assert (summary.steps, summary.reason, summary.validation_loss) == (3, "finished", 17.0)
+
+
 def test_an_error_goes_to_every_hook_and_on() -> None:
     class Broken(Hook):
         def on_exception(self, engine: object, error: BaseException) -> None:

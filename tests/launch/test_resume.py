@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ def test_a_rank_whose_launcher_is_killed_while_it_loads_leaves_the_run_alone(tmp
     os.kill(process.pid, signal.SIGKILL)
     code, _, err = launch(tmp_path, *held[3:], "--resume")
     assert (code, "the ranks of a launcher that was killed are still there" in err) == (2, True), err
+    loaded = (tmp_path / "loading").stat().st_mtime + 2.0  # it has nothing left to load when it goes on
+    wait_for(lambda: time.time() > loaded, os.getpid())
     os.kill(rank, signal.SIGCONT)
     wait_for(lambda: not is_running(rank), os.getpid())
     assert (run / "metrics.jsonl").read_bytes() == rows + b'{"step": 6}\n'
@@ -120,12 +123,14 @@ def test_a_stop_whose_save_fails_is_a_failure(tmp_path: Path) -> None:
 def test_a_run_that_was_stopped_again_and_again_has_the_metrics_of_one_that_was_not(tmp_path: Path) -> None:
     """By a signal to the launcher, SLURM's to all processes, and a death; then it goes on under another plan."""
     whole, run = tmp_path / "whole", tmp_path / "run"
-    steps = ["train.steps=16", "checkpoint.every=3"]
+    steps = ["train.steps=16", "checkpoint.every=3", "train.eval_every=1"]  # each stop leaves out an evaluation
     assert launch(tmp_path, "--run-dir", "whole", *steps)[0] == 0
 
     code, out, err = stop_at(start([*LAUNCH, "--run-dir", "run", *steps], tmp_path, **SLOW), run, 2, signal.SIGTERM)
     saved = rows_of(run)[-1]["step"]
-    assert (code, err) == (143, "")
+    assert code == 143
+    assert not err or err.startswith("colossus: waiting for the running step")  # on a slow machine
+    assert "validation_loss" not in numbers(run)[-1]
     checkpoint = f"run/checkpoints/step-{saved:08d}"
     assert f"stopped by SIGTERM after step {saved}; metrics are in run/metrics.jsonl; " in out
     assert f"the latest checkpoint is {checkpoint}, `colossus launch .. --resume` goes on from there" in out
@@ -165,7 +170,7 @@ def test_a_run_that_was_stopped_again_and_again_has_the_metrics_of_one_that_was_
     first = json.loads((run / "config.json").read_text())
     assert (first["checkpoint"]["every"], first["parallel"]["data"]) == (3, 2)
 
-    code, out, err = launch(tmp_path, "--resume", "train.steps=17", "parallel.data=1", "checkpoint.every=3")
+    code, out, err = launch(tmp_path, "--resume", "train.steps=17", "parallel.data=1", *steps[1:])
     assert (code, err) == (0, "")
     assert "at step 16, saved under data 2" in out
     assert numbers(run)[:16] == numbers(whole)

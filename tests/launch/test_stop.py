@@ -81,6 +81,20 @@ def test_a_signal_before_there_is_something_to_save_ends_at_once() -> None:
     assert asked == [signal.SIGTERM]
 
 
+def test_a_rank_whose_launcher_has_gone_while_it_was_loaded_does_not_begin(tmp_path: Path) -> None:
+    """Nor when it is faster than the thread that looks for the launcher."""
+    files = RankFiles(tmp_path / "ranks")
+    files.folder.mkdir()
+
+    def body() -> None:
+        StopSignals(parent=os.getpid(), files=files).ready(lambda signum: None)
+        (tmp_path / "begun").touch()
+        os._exit(0)
+
+    assert in_child(body)[0] == 143
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
 def test_a_ctrl_c_during_the_imports_of_a_rank_prints_nothing(tmp_path: Path) -> None:
     (tmp_path / "pydantic.py").write_text("import pathlib, time; pathlib.Path('imported').touch(); time.sleep(60)")
     words = python_words("colossus.launch.worker", "run", "", "config.py")

@@ -58,6 +58,29 @@ def test_the_row_of_an_evaluation_that_never_ends_is_not_lost(tmp_path: Path, tr
     assert [row["step"] for row in rows_of(path)] == [1, 2]
 
 
+def test_an_evaluation_that_comes_late_completes_the_row_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, real = tmp_path / "metrics.jsonl", os.pwrite
+    file = RowFile(path)
+    for step in (1, 2):
+        file.append({"step": step, "loss": 1.5})
+    before = path.read_bytes()
+    assert not file.complete(1, {"validation_loss": 0.5})  # of a run that began from another's checkpoint, say
+
+    monkeypatch.setattr("colossus.monitor.row_file.os.pwrite", lambda to, data, at: real(to, data[:40], at))
+    assert not file.complete(2, {"validation_loss": 0.5})
+    assert path.read_bytes() == before
+    assert capfd.readouterr().err.startswith(f"colossus: rows are missing in {path}")
+    monkeypatch.undo()
+
+    for _ in range(2):  # again: a run that died before its next checkpoint
+        assert file.complete(2, {"validation_loss": 0.5})
+    file.append({"step": 3})
+    rows = rows_of(path)
+    assert rows == [{"step": 1, "loss": 1.5}, {"step": 2, "loss": 1.5, "validation_loss": 0.5}, {"step": 3}]
+
+
 def test_a_disk_that_is_full_for_a_while_leaves_whole_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

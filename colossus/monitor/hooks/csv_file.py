@@ -18,13 +18,15 @@ class CSV(Tracker):
     """A line for each row, a column for each number: ``step``, ``loss``, ``comm.data.bytes``. Lists are left out.
 
     Where a row has a number that none before it had, the file is written anew with one more column, and takes the place
-    of the old one. Of a run that is resumed the lines up to its step stay.
+    of the old one. Of a run that is resumed the lines up to its step stay. What comes later for the step of the last
+    line is added to it.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self._path = CSVOptions(**options).path
         self._columns: list[str] = []
+        self._last_step: int | None = None
         self._file: int | None = None
 
     def start(self, run: TrackedRun) -> None:
@@ -32,16 +34,22 @@ class CSV(Tracker):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in self._read() if int(row["step"]) <= run.step] if run.is_resumed else []
         self._columns = list(kept[0]) if kept else []
+        self._last_step = int(kept[-1]["step"]) if kept else None
         self._write_anew(kept)
 
     def write(self, row: Mapping[str, Any]) -> None:
         numbers = numbers_of(row)
         more = [name for name in numbers if name not in self._columns]
+        self._columns += more
+        if row["step"] == self._last_step:
+            *before, last = self._read()
+            self._write_anew([*before, numbers | {name: text for name, text in last.items() if text}])
+            return
         if more:
-            self._columns += more
             self._write_anew(self._read())
         assert self._file is not None
         append_whole(self._file, self._lines([numbers]))
+        self._last_step = row["step"]
 
     def close(self, *, is_good: bool) -> None:
         if self._file is not None:

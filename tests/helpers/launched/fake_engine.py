@@ -64,7 +64,7 @@ class FakeEngine:
         self.loaders = None
         self.strategy = Strategy()
         self.checkpoints = FakeCheckpoints(self)
-        self.run = SimpleNamespace(folder=None)
+        self.run = SimpleNamespace(folder=None, owes_evaluation=False)
         self.eval_loader = ["batch"] if validation else None
         self.stop_at, self.fail_at, self.stop_in_evaluation = stop_at, fail_at, stop_in_evaluation
 
