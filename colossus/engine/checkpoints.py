@@ -38,6 +38,8 @@ class Checkpoints(Saves):
     Attributes:
         hooks: whose state belongs to the run; `fit` sets them. In a loop of your own set them before a load.
         resume_from: what `resume` loads: "auto" (the latest of this run), a folder, None; as the config has it.
+        is_wanted: a hook wants the next `after_step` to save, whatever ``checkpoint.every`` says: so the state of all
+            hooks is that behind what this one has seen.
         is_restart: the launcher has started the ranks again: the newest whole save of this very run is looked for
             first, in the memory of the hosts and on the disk.
         resume_until: of these, later steps than this one are of a branch that the run leaves, and are removed.

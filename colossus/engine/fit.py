@@ -168,7 +168,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
                 summary = _evaluate(engine, hooks)
                 stopped, stop_signal = not summary.complete, summary.stop_signal
                 validation_loss = summary.loss if summary.complete else validation_loss
-            if completed > begun:
+            if completed > begun or engine.checkpoints.is_wanted:
                 _save_if_due(engine, hooks)
             if completed >= steps or stopped:
                 break

@@ -32,7 +32,7 @@ class Saves:
         self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
         self.on_progress: Callable[[], None] = lambda: None
         self.stall_seconds = 0.0
-        self.is_restart = False
+        self.is_restart = self.is_wanted = False
         self._writer: CheckpointWriter | None = None
         self._save: Save | None = None
         self._ended: list[SavedCheckpoint] = []
@@ -93,8 +93,8 @@ class Saves:
         return self._save
 
     def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
-        """Save if ``checkpoint.every`` or ``memory_every`` says so; tell which saves on the disk, also of `save`, have
-        ended since the last call.
+        """Save if ``checkpoint.every``, ``memory_every`` or a hook (`is_wanted`) says so; tell which saves on the disk,
+        also of `save`, have ended since the last call.
 
         A save that fails is an error in the log of rank 0, and the next one is tried.
 
@@ -105,7 +105,10 @@ class Saves:
             CheckpointError: on all ranks, when the save after the last step failed.
         """
         step = self._run.completed_steps
-        is_due = bool(self._config.every) and (is_last or step % self._config.every == 0)
+        if self.is_wanted:
+            self._saved_step = None
+        is_due = self.is_wanted or (bool(self._config.every) and (is_last or step % self._config.every == 0))
+        self.is_wanted = False
         if self._save is not None and (is_last or self._save.is_done or (is_due and self._saved_step != step)):
             self.finish()
         every = 0 if self._memory_is_too_small else self._config.memory_every

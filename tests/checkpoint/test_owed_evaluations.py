@@ -63,9 +63,10 @@ class Heard(Hook):
 
 
 def attempts(rank: int, folder: Path, stops: list[tuple[str, int]]) -> tuple[list[tuple[int, str]], list[int]]:
-    """How each attempt has ended, and the evaluations that a hook has heard of."""
+    """How each attempt has ended, and the evaluations that a hook has heard of which stands behind one that saves; the
+    last attempt, which has nothing left to do, knows them from the checkpoint."""
     ends = []
-    for stop in [*stops, None]:
+    for stop in [*stops, None, None]:
         engine = colossus.initialize(
             dict(
                 parallel=dict(data=2),
@@ -109,7 +110,7 @@ def test_an_evaluation_that_a_stop_leaves_out_is_made_up(cases: list[str], in_me
     assert ["validation_loss" in row for row in expected[0]] == [False, True] * 3
     for name in cases:
         ends, evaluated = ended[name]
-        assert ends == [*((step, "stopped") for _, step in STOPS[name]), (STEPS, "finished")], name
+        assert ends == [*((step, "stopped") for _, step in STOPS[name]), *[(STEPS, "finished")] * 2], name
         assert evaluated == [2, 4, 6], name
         numbers, columns, best, saved = seen(in_memory / name)
         assert (numbers, columns, best) == expected[:3], name

@@ -51,7 +51,7 @@ class BestCheckpoint(MetricHook):
         self._kept = kept[: self.options.keep]
         self._dropped += [step for _, step in kept[self.options.keep :]]
         self._name(engine)
-        engine.checkpoints.save()
+        engine.checkpoints.is_wanted = True  # no save yet: hooks behind this one have not heard of the evaluation
 
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
         if saved.step not in [step for _, step in self._kept]:
