@@ -29,8 +29,9 @@ _MACHINERY = tuple(
     str(Path(__file__).parents[1] / room) + os.sep for room in ("cli", "doctor", "launch", "monitor", "verify")
 )
 
-#: where gloo's own errors, `RuntimeError`s, come from: each names the file of its source
-_GLOO = "gloo/transport"
+#: of gloo's own errors, `RuntimeError`s: each names the file of its source, but the one of a collective that ends
+#: because another one on the same connection has timed out
+_GLOO_SAYS = ("gloo/transport", "Application timeout caused pair closure")
 #: torch's types of errors of a connection, and of a store in which another rank's key is awaited
 _CONNECTION_ERRORS = ("torch.distributed.DistNetworkError", "torch.distributed.DistStoreError")
 #: NCCL's, which has others of this rank itself, and what of them speaks of others
@@ -102,7 +103,8 @@ def _is_of_a_peer(error: BaseException) -> bool:
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
     if _NCCL_ERROR in names:
         return any(words in str(error) for words in _NCCL_SAYS)
-    return any(name in names for name in _CONNECTION_ERRORS) or (type(error) is RuntimeError and _GLOO in str(error))
+    is_of_gloo = type(error) is RuntimeError and any(words in str(error) for words in _GLOO_SAYS)
+    return is_of_gloo or any(name in names for name in _CONNECTION_ERRORS)
 
 
 def is_communication(text: str) -> bool:
@@ -112,7 +114,7 @@ def is_communication(text: str) -> bool:
     if f"{_NCCL_ERROR}: " in text:
         return any(words in text for words in _NCCL_SAYS)
     names = (*_CONNECTION_ERRORS, "colossus.comm.peer_gone.PeerGone", "colossus.server.frames.ServerGone")
-    return _GLOO in text or any(f"{name}: " in text for name in names)
+    return any(words in text for words in (*_GLOO_SAYS, *(f"{name}: " for name in names)))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -86,6 +86,8 @@ def test_a_run_that_was_only_stopped(exits: dict[int, RankExit], error: Exceptio
     [
         (ValueError("boom"), "error"),
         (RuntimeError(PEER), "communication"),
+        # two collectives are under way, and the other one has timed out
+        (RuntimeError("Application timeout caused pair closure"), "communication"),
         # a rank that waits for another's key in the store
         (DistStoreError("wait timeout after 20000ms, keys: /colossus/1/data"), "communication"),
         (DistNetworkError("sendBytes failed on SocketImpl(fd=4): Broken pipe"), "communication"),
