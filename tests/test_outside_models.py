@@ -29,6 +29,42 @@ MORE = {
 }
 
 
+#: under the sequence axis: what is refused, and the beginning of why
+_IMAGES, _CONVOLUTIONS, _EXPERTS = "a sequence of 3 tokens does not split", "conv", "index_add_ is not known"
+REFUSED_SEQUENCES = {
+    **dict.fromkeys(
+        (
+            *("ViT", "DeiT", "BEiT", "DINOv2", "Swin", "Swin 2", "ConvNeXt", "ResNet", "RegNet", "PoolFormer", "DPT"),
+            *("SegFormer", "ViT with all hidden states", "CLIP", "SigLIP", "LLaVA", "BLIP", "own UNet", "own DiT"),
+            *("timm ViT", "timm EVA", "timm BEiT", "timm MLP-Mixer", "timm ConvNeXt", "timm Swin", "timm RegNet"),
+            *("timm EfficientNet", "own AllConvolutional"),
+        ),
+        _IMAGES,
+    ),
+    **dict.fromkeys(
+        ("Mamba", "Mamba 2", "Jamba", "Whisper", "wav2vec2", "WavLM", "HuBERT", "AST", "own MinimalMamba"),
+        _CONVOLUTIONS,
+    ),
+    **dict.fromkeys(
+        ("Mixtral", "Qwen2-MoE", "Qwen3-MoE", "OLMoE", "gpt-oss", "GLM-4-MoE", "ERNIE-4.5-MoE", "Granite-MoE"), _EXPERTS
+    ),
+    **dict.fromkeys(("DeepSeek-V2", "DeepSeek-V3"), "copy_ writes what is split into a plain tensor"),
+    **dict.fromkeys(("PatchTST, batchnorm", "PatchTST, layernorm", "PatchTSMixer"), "unfold is not known"),
+    **{
+        "RWKV": "pad is",
+        "MobileBERT": "pad is",
+        "FNet": "fft_fftn is",
+        "MAE": "argsort works along",
+        "own RecurrentWords": "lstm is",
+    },
+}
+
+#: two of each kind
+_DECODERS_AND_ENCODERS = [
+    *("Llama", "Llama, padded", "GPT-2", "GPT-2, padded", "Falcon", "BLOOM, padded", "BERT", "BERT, padded", "T5"),
+    *("T5, padded", "Qwen3", "OPT, padded", "x-transformers decoder", "own TorchTransformer"),
+]
+
 oracle = cache(oracle_of)
 
 
@@ -54,6 +90,26 @@ def test_a_model_of_timm() -> None:
 @pytest.mark.parametrize("plan", ALL)
 def test_all_models(plan: str) -> None:
     require(list(OUTSIDE), plan)
+
+
+def require_sequences(names: Sequence[str], plan: str) -> None:
+    wrong = []
+    for cell in fill([OUTSIDE[name] for name in names], [plan], {name: oracle(name, 1) for name in names}):
+        why = REFUSED_SEQUENCES.get(cell.model.removesuffix(", padded"))
+        if (cell.outcome != "equal") if why is None else not cell.words.startswith(why):
+            wrong.append(f"{cell.model}: {cell.outcome}: {cell.words}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_some_models_under_the_sequence_axis() -> None:
+    require_sequences(["BERT, padded", "GPT-2"], "sequence 2")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("plan", ["sequence 2", "sequence 4 ulysses", "sequence 2 x 1d 2"])
+def test_all_models_under_the_sequence_axis(plan: str) -> None:
+    require_sequences(list(OUTSIDE) if plan == "sequence 2" else _DECODERS_AND_ENCODERS, plan)
 
 
 @pytest.mark.long

@@ -39,7 +39,7 @@ class Pair(nn.Module):
         if self.wrong == "view":
             h = h.flip(-1)  # at: view
         if self.wrong == "plain":
-            h = h + torch.ones(8).double()  # at: plain
+            h = h + torch.ones(4).double()  # at: plain
         if self.wrong == "torch":
             x = self.plain(x[..., :5])  # at: torch
         if self.wrong == "hook":

@@ -76,9 +76,9 @@ class ThreadRanks:
     def exchange(self, x: Tensor) -> list[Tensor]:
         """Return what all ranks bring."""
         self._brought[self._here.rank] = x
-        self._barrier.wait(20)
+        self._barrier.wait(5)
         brought = list(self._brought)
-        self._barrier.wait(20)
+        self._barrier.wait(5)
         return brought
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from helpers.user_models.cases import BATCH, Batch, Loss, draw, integers
 from torch import Tensor
 
-#: 8 divides what a mode may split; 4 divides the heads
-WIDTH, HEADS, INNER, VOCAB, TOKENS, CLASSES = 24, 4, 40, 56, 7, 8
+#: 8 divides what a mode may split, and the tokens that sequence ranks do; 4 divides the heads
+WIDTH, HEADS, INNER, VOCAB, TOKENS, CLASSES = 24, 4, 40, 56, 16, 8
 
 
 def tokens(step: int) -> Batch:

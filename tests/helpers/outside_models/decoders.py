@@ -45,7 +45,7 @@ causal(
     hidden_dropout=0.0, attention_dropout=0.0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 causal(
-    "MPT", "Mpt", d_model=WIDTH, n_heads=HEADS, n_layers=2, expansion_ratio=2, max_seq_len=8, vocab_size=VOCAB,
+    "MPT", "Mpt", d_model=WIDTH, n_heads=HEADS, n_layers=2, expansion_ratio=2, max_seq_len=TOKENS, vocab_size=VOCAB,
     resid_pdrop=0.0, emb_pdrop=0.0, use_cache=False,
 )  # fmt: skip
 causal("Llama", "Llama", **GROUPED)

@@ -67,7 +67,7 @@ def llava() -> nn.Module:
 
 
 def _questions(step: int) -> Batch:
-    """A text with a place for each of the picture's 16 patches before its own 7 tokens."""
+    """A text with a place for each of the picture's 16 patches before its own tokens."""
     batch = both(_pictures, tokens)(step)
     ids, labels = batch["inputs"]["input_ids"] % (VOCAB - 1), batch["labels"]
     batch["inputs"]["input_ids"] = torch.cat([torch.full((len(ids), 16), VOCAB - 1), ids], 1)
