@@ -131,6 +131,7 @@ class Call(NamedTuple):
     Attributes:
         name: of the ATen operator; of a Python function its own.
         arguments: by the names that the operator's schema or the function's signature has; the tensor is ``self``.
+            Where torch tells no names all but the first are ``others``.
         overload: the ATen overload; None of a Python function.
     """
 
@@ -177,8 +178,12 @@ def bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             if overload is not None:
                 names = [argument.name for argument in overload._schema.arguments]
                 bound = {**dict(zip(names, args, strict=False)), **named}
+                if type(bound.get("unbiased")) is int:  # of std and var, which torch's parser takes for a dim
+                    bound["dim"] = bound.pop("unbiased")
                 return Call(name, {_ARGUMENTS.get(key, key): value for key, value in bound.items()}, overload)
-    return Call(name, {"self": args[0]} if args else {}, None)
+    return Call(
+        name, {"self": args[0], "others": (args[1:], kwargs)} if args[1:] or kwargs else {"self": args[0]}, None
+    )
 
 
 def tensors_of(nest: Iterable[Any]) -> list[Tensor]:

@@ -20,6 +20,8 @@ def reduced_along(at: At, call: Call) -> Place | None:
     """Return the place after a reduction along ``dim``."""
     x, dims = call.get("self"), call.get("dim")
     place, shape = found(at, x), shape_of(x)
+    if call.get("others") is not None:
+        raise MixesPartsError("has arguments that are not understood: name them (dim=)")
     named = as_dims(dims)
     along = tuple(range(x.dim())) if named is None else tuple(dim % x.dim() for dim in named if isinstance(dim, int))
     if at.parts or place.dim not in along:
@@ -55,6 +57,8 @@ def loss_of_classes(at: At, call: Call) -> Place | None:
 
 def _reduced(at: At, call: Call, place: Place, whole: int) -> Place | None:
     reduction = call.get("reduction", default="mean")
+    if call.overload is not None:
+        raise MixesPartsError(f"is an operator here: call torch.nn.functional.{call.name}")
     if call.get("reduce") is not None or call.get("size_average") is not None:
         raise MixesPartsError("is called with reduce= or size_average=, in the place of reduction=")
     if reduction == "none":

