@@ -160,7 +160,11 @@ def _labels_of(logits: Tensor, labels: Tensor) -> tuple[Callable[[Tensor], Tenso
     parallel, place = split.placement.parallel, sequence_place(labels)  # type: ignore[attr-defined]
     if sequence_place(logits) is not None and place is not None:
         labels = as_aligned(labels, sequence_place(logits), parallel)
-    return lambda total: summed_product(total, parallel), local(labels)
+
+    def over_tokens(total: Tensor) -> Tensor:  # in as many digits as the engine adds up ranks in
+        return summed_product(total.double() if total.is_floating_point() else total, parallel)
+
+    return over_tokens, local(labels)
 
 
 class _CrossEntropy(torch.autograd.Function):
