@@ -20,6 +20,7 @@ from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.sharded_tensor.placement import Place, placement_of
 from colossus.sharded_tensor.regions import sequence_place, to_whole
 from colossus.sharded_tensor.tensor import plain, wrap
+from colossus.sharded_tensor.token_collectives import whole_tokens
 
 
 def gather_samples(x: Tensor) -> Tensor:
@@ -82,10 +83,8 @@ def _of_samples(x: Tensor, name: str) -> tuple[ModelParallel, AxisGroup]:
 
 def _with_all_tokens(x: Tensor, place: Place, parallel: ModelParallel) -> Tensor:
     """A plain tensor that has the tokens of all sequence ranks in the place of this rank's."""
-    sequence, local = parallel.sequence, plain(x)
     if place != Place(place.dim) or place.dim == 0:
         raise located_error(f"gather_samples takes samples in dim 0 and tokens in a dim of their own, but got {x!r}")
-    assert sequence is not None
-    order = sequence.order(local.shape[place.dim], local.device)[: parallel.batch_info.num_tokens]
-    gathered = conjugate(local, "gather", "reduce_scatter", parallel.context.group(sequence.axes), place.dim)
-    return gathered.index_select(place.dim, order)
+    whole = whole_tokens(plain(x), place, parallel)
+    num_tokens = parallel.batch_info.num_tokens
+    return whole if num_tokens is None else whole.narrow(place.dim, 0, num_tokens)
