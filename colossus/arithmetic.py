@@ -41,6 +41,11 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{more}"
 
 
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Return the first of some names: ``a, b, c, d, ..``."""
+    return ", ".join(names[:most]) + (", .." if len(names) > most else "")
+
+
 def not_a_multiple(name: str, value: int, by: str, unit: int) -> str:
     """``train.global_batch_size = 30 is not a multiple of data 4 x microbatches 2 = 8; nearest: 24 or 32``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import platform
@@ -13,6 +14,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+#: errors of a disk without room, or where a quota is used up
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+#: bytes: a disk with less is full
+LITTLE_ROOM = 1 << 20
+#: a limit of open files below this one is met by usual plans
+FEW_OPEN_FILES = 1024
 _SIOCGIFADDR = 0x8915
 _LOOPBACK = "127.0.0.1"
 _REACH_SECONDS = 5.0

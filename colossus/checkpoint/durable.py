@@ -47,10 +47,10 @@ def write_flushed(path: Path, data: bytes) -> None:
             os.close(descriptor)
 
 
-def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, where the file system knows how."""
-    with naming(folder):
-        descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Flush the names in a folder to the disk, or a file that others have written, where the file system knows how."""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         except OSError as error:
@@ -69,7 +69,7 @@ def make_folder(folder: Path) -> None:
     for each in reversed(missing):
         each.mkdir(exist_ok=True)
         with contextlib.suppress(PermissionError):  # one may write into a folder that one may not read
-            flush_folder(each.parent)
+            flush(each.parent)
 
 
 def remove(folder: Path) -> None:
@@ -77,7 +77,7 @@ def remove(folder: Path) -> None:
     if os.path.lexists(folder):
         dying = folder.with_name(f"step-00000000.deleted-{folder.name}-{uuid.uuid4().hex[:8]}")
         folder.rename(dying)
-        flush_folder(dying.parent)
+        flush(dying.parent)
         shutil.rmtree(dying, ignore_errors=True)
 
 
@@ -95,10 +95,10 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         make_folder(temporary)
         yield temporary
-        flush_folder(temporary)
+        flush(temporary)
         require_new(target)
         temporary.rename(target)
-        flush_folder(target.parent)
+        flush(target.parent)
     except OSError as error:
         raise CheckpointError(f"{error.filename or target}: cannot be written: {error.strerror or error}") from error
     finally:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from colossus.checkpoint.durable import flush_folder, remove, write_flushed
+from colossus.checkpoint.durable import flush, remove, write_flushed
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from colossus.config.user_path import user_path
@@ -218,7 +218,7 @@ def put_in_place(temporary_folder: Path, root: Path, step: int) -> None:
     A checkpoint of the same step stays, under a name by which it is found, too, until `prune` removes it.
     """
     target, aside = root / name_of(step), root / f"{name_of(step)}.replaced"
-    flush_folder(temporary_folder)
+    flush(temporary_folder)
     if os.path.lexists(target):  # a link that leads nowhere, too
         if os.path.lexists(aside) and not is_whole(target):
             remove(target)
@@ -231,7 +231,7 @@ def put_in_place(temporary_folder: Path, root: Path, step: int) -> None:
         with contextlib.suppress(OSError):
             aside.rename(target)
         raise
-    flush_folder(root)
+    flush(root)
     name_latest(target)
 
 
@@ -268,7 +268,7 @@ def _point(pointer: Path, names: Sequence[str]) -> None:
     new = pointer.with_name(f".{pointer.name}")
     write_flushed(new, "".join(f"{name}\n" for name in names).encode())
     os.replace(new, pointer)
-    flush_folder(pointer.parent)
+    flush(pointer.parent)
 
 
 def prune(root: Path, keep_last: int, keep_every: int) -> None:

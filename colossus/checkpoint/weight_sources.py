@@ -69,7 +69,7 @@ def _format_of(path: Path) -> Any:
         if (path / MANIFEST).exists():
             return None
         formats = (WEIGHT_FORMATS.get(name) for name in WEIGHT_FORMATS.names())
-        return next((each for each in formats if each.recognises(path)), None)
+        return next((kind for kind in formats if kind.recognises(path)), None)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
 

@@ -8,18 +8,21 @@ from pathlib import Path
 from colossus.config.errors import ConfigError
 
 
-def user_path(given: str | os.PathLike[str]) -> Path:
+def user_path(path: str | os.PathLike[str]) -> Path:
     """Return a path in which ``~`` is the home: a shell leaves it as it is in ``--run-dir=~/x``.
+
+    What is returned may be given again: ``./~x``, which `Path` makes ``~x`` of, becomes absolute.
 
     Raises:
         ConfigError: where the home is not known, since HOME is not set and the user has no name, as in containers.
     """
-    text = os.fspath(given)
-    path = os.path.expanduser(text)
-    if path.startswith("~"):
-        whose = path.partition("/")[0]
+    text = os.fspath(path)
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        whose = expanded.partition("/")[0]
         why = f"HOME is not set, and user {os.getuid()} has no name here" if whose == "~" else "there is no such user"
         raise ConfigError(
             f"{text}: {whose} is not known: {why}; write the whole path, or ./{text} for one of this name"
         )
-    return Path(path)
+    whole = Path(expanded)
+    return Path.cwd() / whole if str(whole).startswith("~") else whole

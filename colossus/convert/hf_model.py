@@ -11,11 +11,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from colossus.arithmetic import listed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config.user_path import user_path
 from colossus.convert.parallelize import parallelize
 from colossus.convert.swap import HEAD, is_linear
-from colossus.hf.hf_folder import listed, stored_tensors
+from colossus.hf.hf_folder import stored_tensors
 from colossus.layers.loss import cross_entropy
 
 

@@ -137,7 +137,7 @@ class Loader:
         self.source.load_state_dict(state)
 
     def _order_settings(self, step: int) -> dict[str, int]:
-        """What the order of samples follows from, beside the step: the samples before it, too."""
+        """Return what the order of samples follows from, beside the step: the samples before it, too."""
         shard, sizes = self.source.shard, self.source.shard.sizes
         settings = {"seed": shard.seed, "global_batch_size": sizes.full, "samples": sizes.before(step)}
         if isinstance(self.source, MapSource):

@@ -202,7 +202,6 @@ class StreamSource(Source):
             ValueError: the data has fewer items than were read.
         """
         shard, step, passes = self.shard.resumed(state), state["step"], state.get("passes")
-        shard, step, passes = self.shard.resumed(state), state["step"], state.get("passes")
         if passes is None:  # saved when the data was of another kind
             self.seek(0)
             self.seek(shard.sizes.before(step) // shard.global_batch_size)

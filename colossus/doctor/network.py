@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from colossus import machine
 from colossus.comm.accounting import sent
 from colossus.comm.links import Links
 from colossus.context.groups import AxisGroup
 from colossus.context.local_ranks import run_local_ranks
 from colossus.doctor.rank_timing import CALLS, seconds_together, there_and_back
-from colossus.machine import is_loopback
 
 SMALL_BYTES = 4 * 1024
 LARGE_BYTES = 64 * 1024 * 1024
@@ -41,7 +41,7 @@ def advise_name(name: str, address: str | None) -> list[str]:
     resolved = f"the host name {name!r} resolves to {address}"
     if error_of_bind(address, 0):
         return [f"{resolved}, which is not an address of this machine: correct /etc/hosts, or set GLOO_SOCKET_IFNAME"]
-    if is_loopback(address):
+    if machine.is_loopback(address):
         return [
             f"{resolved}, the loopback: fine on one machine, and with several under `colossus launch`; torchrun and "
             f"srun need MASTER_ADDR to be a network address, and GLOO_SOCKET_IFNAME the network card's name"
@@ -76,7 +76,7 @@ def advise_port(port: int) -> list[str]:
 def advise_limits(files: int | None, shared: int | None) -> list[str]:
     """What to do about few open files, and little shared memory (bytes of /dev/shm)."""
     advice = []
-    if files is not None and files < 1024:
+    if files is not None and files < machine.FEW_OPEN_FILES:
         advice.append(f"only {files} open files are allowed; many ranks need more: ulimit -n 65536")
     if shared is not None and shared < 256e6:
         advice.append(f"/dev/shm holds only {shared / 1e6:.0f} MB; data workers may die: docker run --shm-size=2g")

@@ -1,4 +1,4 @@
-"""What is checked of the data of a run, once: data ranks read the same data, and a run that goes on does so with it."""
+"""Checks of the data of a run, once: data ranks read the same data, and a run that goes on does so with it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from colossus.data.loader import Loader, ValidationLoader
 from colossus.data.sample_marks import Marks, differing, telling
 from colossus.data.sources import MapSource, Source
 from colossus.state.run import Run
-
-#: data rank, length of what is read by number, marks
-_Told = tuple[int, int | None, Marks | None]
 
 log = logging.getLogger("colossus.engine")
 
@@ -71,15 +68,15 @@ class DataCheck:
         context = self._run.context
         if source in self._compared or context.size("data") == 1:
             return
-        own: _Told = context.index("data"), getattr(source, "num_samples", None), source.marks
-        by_index = {told[0]: told for told in all_gather_object(own, self._world)}
-        of_ranks = [by_index[index] for index in sorted(by_index)]
-        if all(of_rank is not None for _, _, of_rank in of_ranks):
+        own = context.index("data"), (getattr(source, "num_samples", None), source.marks)
+        by_index: dict[int, tuple[int | None, Marks | None]] = dict(all_gather_object(own, self._world))
+        of_ranks = sorted(by_index.items())
+        if all(of_rank is not None for _, (_, of_rank) in of_ranks):
             self._compared.append(source)
         ranks_of: dict[int | None, list[int]] = {}
-        for index, length, _ in of_ranks:
+        for index, (length, _) in of_ranks:
             ranks_of.setdefault(length, []).append(index)
-        marks = {index: of_rank or {} for index, _, of_rank in of_ranks}
+        marks = {index: of_rank or {} for index, (_, of_rank) in of_ranks}
         what = f"{key}: {source.name}"
         if source.per_rank:
             self._require_own_samples(marks, what)
@@ -96,21 +93,21 @@ class DataCheck:
         others = [index for index in marks if any(marks[index][leaf] != marks[first][leaf] for leaf in leaves)]
         where = f"data {named_ranks(others)} and data rank {first}"
         if isinstance(source, MapSource):
-            told = f"{what} has other samples by the same numbers on {where}. {_SAME_DATASET}"
+            message = f"{what} has other samples by the same numbers on {where}. {_SAME_DATASET}"
         else:
             size = source.shard.size
-            told = (
+            message = (
                 f"{what} gives other samples on {where}: it is shared out among ranks already, or in an order of each "
                 f"rank's own. Each data rank takes its {size} of the {source.shard.global_batch_size} samples of a "
                 f"batch, so the others would never be read. Give all ranks the same samples in the same order; or say "
                 f"data = dict(type=.., per_rank=True), and let each data rank give the {size} samples of its part"
             )
         if of_samples:
-            raise ValueError(told)
+            raise ValueError(message)
         if self._run.context.is_logging_rank:
             log.warning(
                 "%s. This is a warning only, since a rank that reads them twice gets others, too: nothing is wrong "
-                "where it is a random generator of their own that changes them", told,
+                "where it is a random generator of their own that changes them", message,
             )  # fmt: skip
 
     def _require_own_samples(self, marks: Mapping[int, Marks], what: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from colossus.arithmetic import listed
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import batch_size_of, repeat_batch
 from colossus.engine.loss_function import LossFunction, checked_sum
@@ -68,7 +69,7 @@ class FirstLoss:
             if params and (self._num_calls > 1 or self._context.world_size > 1):
                 why = self._why_not(params, loss_fn, outputs, batch)
                 if why:
-                    names = ", ".join(spec_of(param).name for param in params[:3]) + ", .." * (len(params) > 3)
+                    names = listed([spec_of(param).name for param in params], 3)
                     raise ValueError(f"the loss function reads {names} itself, {why}{read.places[params[0]]}")
         return result
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from colossus.arithmetic import listed
 from colossus.comm.objects import all_gather_object
 from colossus.config.training import LossScale, Train
 from colossus.context.parallel_context import ParallelContext
@@ -25,8 +26,6 @@ log = logging.getLogger("colossus.engine")
 GROWTH, BACKOFF = 2.0, 0.5
 #: a gradient of the mean loss that overflows at this scale is above 1e9, the 30th halving of torch's first scale
 SMALLEST_SCALE = 2.0**-14
-#: parameters that a message names
-_MOST = 4
 
 
 class NonFiniteGradients(FloatingPointError):
@@ -172,8 +171,7 @@ class GradientWatch:
         # what is not finite spreads with backward: it came from where the last of these is used, or behind it
         parameters = sorted({name for _, names in found for name in names}, key=lambda name: -self._order.get(name, -1))
         loss = sum(loss for loss, _ in found)
-        of = ", ".join(parameters[:_MOST]) + (", .." if len(parameters) > _MOST else "")
-        what = f"the gradient of {of}" if parameters else "the gradient norm"
+        what = f"the gradient of {listed(parameters)}" if parameters else "the gradient norm"
         words = f"step {step}: {what} is not finite, the loss is {'finite' if math.isfinite(loss) else loss}"
         if scale is not None and scale.item() > SMALLEST_SCALE:
             self._warn(f"{words}: float16 overflowed at a loss scale of {scale.item():g}; the step is skipped")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
+from colossus.arithmetic import listed
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.manifest import (
     SAFETENSORS_DTYPES,
@@ -35,7 +36,7 @@ _REFUSED = {"quantization_config": "quantised weights", "auto_map": "code of the
 #: what safetensors calls a dtype -> torch's name
 _DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items() if not name.startswith("complex")}
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-#: names that an error lists of each kind
+#: problems of tensors that are there which an error lists
 _MOST_LISTED = 4
 
 
@@ -267,8 +268,3 @@ def _place(
     if problems:
         raise CheckpointError(f"{path}: is not the {family.architecture} of its {CONFIG}: {'; '.join(problems)}")
     return placed
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first of some names."""
-    return ", ".join(names[:_MOST_LISTED]) + (", .." if len(names) > _MOST_LISTED else "")

@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from colossus.arithmetic import listed
 from colossus.checkpoint.durable import new_folder, require_new, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.rank_errors import on_all_ranks
@@ -23,7 +24,7 @@ from colossus.checkpoint.weight_sources import GENERATION, TOKEN_IDS, Assets, re
 from colossus.checkpoint.weights_only import MAX_SHARD_BYTES, require_finite, split_into_shards
 from colossus.config.user_path import user_path
 from colossus.hf.family import Family, Row, family_of
-from colossus.hf.hf_folder import CONFIG, INDEX, SINGLE, listed
+from colossus.hf.hf_folder import CONFIG, INDEX, SINGLE
 from colossus.hf.native import native_config, native_rows
 from colossus.hf.peft_folder import has_adapters, plan_adapters
 from colossus.registry import MODEL_OPTIONS

@@ -7,7 +7,6 @@ rank 0 makes the model again from its configs and gives it the values that the p
 from __future__ import annotations
 
 import copy
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossus.checkpoint.durable import new_folder
+from colossus.arithmetic import listed
+from colossus.checkpoint.durable import flush, new_folder
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.rank_errors import on_all_ranks
 from colossus.checkpoint.state_dict import WholeTensor
@@ -24,7 +24,6 @@ from colossus.checkpoint.weight_sources import Assets, write_assets
 from colossus.checkpoint.weights_only import require_finite
 from colossus.comm.objects import all_gather_object, broadcast_object
 from colossus.context.parallel_context import ParallelContext
-from colossus.hf.hf_folder import listed
 from colossus.hf.native import original_config
 from colossus.layout.parameter import logical_parameters
 
@@ -122,14 +121,14 @@ class PeftFolder:
     def _names_of_adapters(self, trained: set[str]) -> list[str]:
         from peft import get_peft_model_state_dict
 
-        held = self._model.state_dict(keep_vars=True)
+        state = self._model.state_dict(keep_vars=True)
         chosen = {
             id(value)
             for name in self._model.peft_config
-            for value in get_peft_model_state_dict(self._model, held, name).values()
+            for value in get_peft_model_state_dict(self._model, state, name).values()
         }
         by_first = {alias: first for first, tensor in self._known.items() for alias in tensor.names}
-        names = [name for name, value in held.items() if id(value) in chosen or name.startswith("prompt_encoder.")]
+        names = [name for name, value in state.items() if id(value) in chosen or name.startswith("prompt_encoder.")]
         if left_out := sorted(trained - set(names)):
             raise CheckpointError(
                 f"{listed(left_out)}: is trained, and is no part of an adapter folder. Save the merged model, "
@@ -156,32 +155,33 @@ class PeftFolder:
                 self._model.save_pretrained(folder)
             write_assets(assets.files, folder)
             for path in folder.rglob("*"):
-                _flush(path)
+                flush(path)
 
     def _take(self, first: str, value: Tensor) -> None:
         """Put a tensor in its places."""
         cast = value.detach().to("cpu", self._dtype if value.is_floating_point() else None)
         require_finite(cast, first, value)
-        held: dict[bool, nn.Parameter] = {}
+        parameters: dict[bool, nn.Parameter] = {}
         for name in self._known[first].names:
             path, _, leaf = name.rpartition(".")
             module, is_transposed = self._model.get_submodule(path), path in self._is_transposed and leaf == "weight"
             if leaf in module._buffers:
                 module._buffers[leaf] = cast
                 continue
-            if is_transposed not in held:
-                held[is_transposed] = nn.Parameter(cast.T.contiguous() if is_transposed else cast, requires_grad=False)
-            module._parameters[leaf] = held[is_transposed]
+            if is_transposed not in parameters:
+                kept = cast.T.contiguous() if is_transposed else cast
+                parameters[is_transposed] = nn.Parameter(kept, requires_grad=False)
+            module._parameters[leaf] = parameters[is_transposed]
 
     def _merged(self) -> Any:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        holders = Counter(id(each) for module in self._model.modules() for each in module._parameters.values())
+        holders = Counter(id(value) for module in self._model.modules() for value in module._parameters.values())
         for layer in self._model.modules():
             if isinstance(layer, BaseTunerLayer):  # a weight that another module shares stays as that module has it
-                held = layer.get_base_layer()._parameters
-                shared = {leaf: value for leaf, value in held.items() if value is not None and holders[id(value)] > 1}
-                held.update({leaf: nn.Parameter(value.clone(), False) for leaf, value in shared.items()})
+                own = layer.get_base_layer()._parameters
+                shared = {leaf: value for leaf, value in own.items() if value is not None and holders[id(value)] > 1}
+                own.update({leaf: nn.Parameter(value.clone(), False) for leaf, value in shared.items()})
         try:
             merged = self._model.merge_and_unload()
         except (NotImplementedError, AttributeError, ValueError) as error:
@@ -217,12 +217,3 @@ def _adapted(made: Any, configs: Mapping[str, Any]) -> Any:
 def _is_conv1d(module: nn.Module) -> bool:
     """Return whether it is transformers' linear whose weight is [in, out]."""
     return type(module).__name__ == "Conv1D"
-
-
-def _flush(path: Path) -> None:
-    """Flush what others have written."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

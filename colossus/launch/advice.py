@@ -1,4 +1,4 @@
-"""What to do where a run has met a limit of its machine: memory, open files, the disk. No torch."""
+"""Advice where a run has met a limit of its machine: memory, open files, the disk. No torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from colossus.launch.failures import OPEN_FILES_ERROR
 
 #: of torch's allocators, CUDA, cuBLAS and cuDNN
 _MEMORY_ERRORS = ("out of memory", "can't allocate memory", "_ALLOC_FAILED")
-_DISK_ERRORS = ("No space left on device", "Disk quota exceeded")
-_LITTLE_BYTES = 1 << 20
-_FEW_FILES = 1024
+_DISK_ERRORS = tuple(map(os.strerror, machine.DISK_IS_FULL))
 
 
 def advise(messages: Sequence[str], config: Config, step: int | None, folder: Path | None) -> str:
@@ -49,14 +47,18 @@ def open_files_advice() -> str:
 def has_few_open_files() -> bool:
     """Return whether the limit of open files is one that a usual plan may meet."""
     limit = machine.open_files()
-    return limit is not None and limit < _FEW_FILES
+    return limit is not None and limit < machine.FEW_OPEN_FILES
 
 
 def _disk_advice(folders: Iterable[str | os.PathLike[str] | None]) -> str:
     """Return which of these folders are on a disk that is full."""
     full = []
     for folder in folders:
-        if folder is not None and os.path.isdir(folder) and (free := shutil.disk_usage(folder).free) < _LITTLE_BYTES:
+        if (
+            folder is not None
+            and os.path.isdir(folder)
+            and (free := shutil.disk_usage(folder).free) < machine.LITTLE_ROOM
+        ):
             full.append(f"{os.path.abspath(folder)} ({free} bytes are free)")
     return f"full: the disk of {', and of '.join(full)}" if full else "a disk is full, or a quota is used up"
 
@@ -67,7 +69,7 @@ def is_out_of_memory(messages: Iterable[str]) -> bool:
 
 
 def memory_advice(config: Config, message: str, step: int | None) -> str:
-    """Lines on what takes less memory than this config, most useful first.
+    """Return lines on what takes less memory than this config, most useful first.
 
     Args:
         message: of the error, which has the numbers.
@@ -78,8 +80,8 @@ def memory_advice(config: Config, message: str, step: int | None) -> str:
     ways = []
     if others := re.findall(r"Process \d+ has ([\d.]+ [KMGT]?i?B) memory in use", message):
         ways.append(f"other processes hold {', '.join(others)} of this device: `nvidia-smi` names them")
-    if held := re.search(r"([\d.]+ [GT]iB) is reserved by PyTorch but unallocated", message):
-        ways.append(f"{held[1]} are reserved in pieces too small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    if reserved := re.search(r"([\d.]+ [GT]iB) is reserved by PyTorch but unallocated", message):
+        ways.append(f"{reserved[1]} are reserved in pieces too small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     if step is not None:
         if train.activation_checkpoint.type != "full":
             ways.append("train.activation_checkpoint=full: a block's activations are computed again in backward")

@@ -6,6 +6,7 @@ only looks whether it gives signs of life.
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -223,9 +224,8 @@ class _Agent:
     def conclude(self) -> None:
         """Tell the other nodes how the ranks here ended, and hear how theirs did. The store's node leaves last."""
         nodes, outcome = self._nodes, self._outcome
-        records = (
-            [] if outcome.folder is None else [*failures.read_all(self._files), *failures.read_all(outcome.folder)]
-        )
+        folders = [] if outcome.folder is None else [self._files, outcome.folder]
+        records = itertools.chain.from_iterable(map(failures.read_all, folders))
         outcome.records = [record for record in records if record.rank in outcome.exits]
         if nodes is not None:
             try:

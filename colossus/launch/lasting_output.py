@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+from colossus import machine
 
 
 @contextlib.contextmanager
@@ -35,7 +36,7 @@ class _LastingFile(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in machine.DISK_IS_FULL:
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self.fileno())
                 os.close(null)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import json
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import colossus
+from colossus import machine
 from colossus.checkpoint.folder import name_of
 from colossus.config import Config, ConfigError, as_dict
 from colossus.launch import failures
@@ -27,8 +27,6 @@ METRICS, CONFIG, VERSIONS = "metrics.jsonl", "config.json", "versions.json"
 PROFILE = "profile/summary.json"
 #: locked while a run uses the folder: by its launcher, and by its first rank, which may outlive it
 LOCK, RANK_LOCK = "run.lock", "rank.lock"
-#: that must be free when a run begins
-_ROOM_BYTES = 1 << 20
 
 
 def default_folder(name: str, root: Path = Path("runs"), *, make: bool = False) -> Path:
@@ -189,10 +187,10 @@ def require_room(folder: Path, named: str) -> None:
     """
     probe = folder / f".room-{os.getpid()}"
     try:
-        probe.write_bytes(bytes(_ROOM_BYTES))
+        probe.write_bytes(bytes(machine.LITTLE_ROOM))
     except OSError as error:
-        full = f": less than {_ROOM_BYTES >> 20} MB is left; make room, or give another folder"
-        more = full if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        full = f": less than {machine.LITTLE_ROOM >> 20} MB is left; make room, or give another folder"
+        more = full if error.errno in machine.DISK_IS_FULL else ""
         raise ConfigError(f"{named}: cannot be written to: {error.strerror or error}{more}") from None
     finally:
         with contextlib.suppress(OSError):

@@ -156,13 +156,11 @@ class SyncBatchNorm(_BatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
         process_group: None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         if process_group is not None:
             raise located_error("SyncBatchNorm: its statistics are of all ranks' samples; leave process_group out")
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
 
 
 def statistics_group(parallel: ModelParallel, *, is_training: bool) -> AxisGroup:

@@ -67,8 +67,7 @@ class RowFile:
     def _warn(self) -> None:
         if not self._has_warned:
             self._has_warned = True
-            told = f"rows are missing in {self._path} (is the disk full?); training goes on"
-            print(f"colossus: {told}", file=sys.stderr)
+            print(f"colossus: rows are missing in {self._path} (is the disk full?); training goes on", file=sys.stderr)
 
     def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a run that goes on does otherwise than its checkpoint would: its learning rate, and which parameters it trains.
+"""Differences between a run that goes on and its checkpoint: the learning rate, and which parameters are trained.
 
 A checkpoint has the next learning rate and the names, not the settings alone: a schedule of a user's own is compared,
 too.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 from torch import nn
 
+from colossus.arithmetic import listed
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.comm.objects import all_gather_object
 from colossus.config import Config, as_dict
@@ -26,8 +27,6 @@ log = logging.getLogger("colossus.engine")
 
 #: keys whose values a curve of learning rates follows from
 _OF_THE_CURVE = ("lr_schedule.", "train.schedule_steps")
-#: names that a message lists
-_MOST = 4
 
 
 class NextRate:
@@ -100,15 +99,10 @@ def tell_changes(run: Run, next_rate: NextRate, reader: CheckpointReader, values
         log.warning(
             "trained now, and frozen in the checkpoint: %s. The optimizer has no state of them: they begin in the "
             "middle of the schedule, without a warm-up of their own. Freeze them, or begin a run with the weights "
-            "alone (checkpoint.weights)", _listed(thawed),
+            "alone (checkpoint.weights)", listed(thawed),
         )  # fmt: skip
     if frozen:
         log.warning(
             "frozen now, and trained in the checkpoint: %s. What the optimizer has kept of them is dropped",
-            _listed(frozen),
+            listed(frozen),
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f", .. ({len(names)} parameters)" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + more

@@ -44,9 +44,12 @@ def run_values(run: Run, next_rate: NextRate) -> dict[str, Any]:
             with _logged_by_one(context):
                 values[f"loader/{index}"] = loader.trained_state_dict() if is_ours else loader.state_dict()
     for replica in written_for(run):
-        done: dict[str, Any] = {"completed_steps": run.completed_steps, "rolled_back": run.rolled_back}
-        done["owes_evaluation"] = run.owes_evaluation
-        done["learning_rate"] = next_rate.state(run.completed_steps)
+        done = {
+            "completed_steps": run.completed_steps,
+            "rolled_back": run.rolled_back,
+            "owes_evaluation": run.owes_evaluation,
+            "learning_rate": next_rate.state(run.completed_steps),
+        }
         values[f"{replica}train"] = done | run.gradient_watch.state_dict()
         if run.loss_scaler is not None:
             values[f"{replica}loss_scale"] = run.loss_scaler.state_dict()

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from colossus.arithmetic import listed
 from colossus.config import Config
 from colossus.config.plans import describe_plan
 from colossus.context.grid import RankGrid
-
-MOST_NAMES = 4
 
 
 class Kind(NamedTuple):
@@ -193,7 +192,7 @@ def _difference(verdict: Verdict, config: Config, grid: RankGrid, tolerance: flo
     lines = [f"DIFFERENT {when}: {KINDS[first.kind].title.format(first.name)}"]
     if first.kind in ("start", "output", "gradient", "weight") and grid.world_size > 1:
         ranks = [f"{each.rank} ({grid.where(each.rank)})" for each in same]
-        lines.append(f"  on rank{'' if len(ranks) == 1 else 's'} {_listed(ranks)}")
+        lines.append(f"  on rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}")
     if first.relative != float("inf") or first.absolute:
         at = f" at {list(first.index)}" if first.index else ""
         at = at if first.sample is None else f" in sample {first.sample}"
@@ -220,12 +219,8 @@ def _difference(verdict: Verdict, config: Config, grid: RankGrid, tolerance: flo
         )
     others = list(dict.fromkeys(each.name for each in verdict.differing if each.name != first.name))
     if others:
-        lines.append(f"  then also: {_listed(others)}")
+        lines.append(f"  then also: {listed(others)}")
     return [*lines, f"  {KINDS[first.kind].hint}"]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_NAMES]) + (", .." if len(names) > MOST_NAMES else "")
 
 
 def table(verdict: Verdict) -> list[str]:

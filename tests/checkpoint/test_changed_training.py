@@ -93,18 +93,18 @@ def go_on_often(rank: int, folder: Path) -> dict[str, tuple[float, list[str]]]:
 
 
 def test_a_learning_rate_that_jumps_is_told(tmp_path: Path) -> None:
-    (found,) = run_ranks(1, go_on_often, tmp_path, with_context=False)
+    (by_case,) = run_ranks(1, go_on_often, tmp_path, with_context=False)
     for name, (_, _, then, now, changed) in JUMPS.items():
-        lr, told = found[name]
+        lr, lines = by_case[name]
         assert lr == pytest.approx(now, rel=1e-10), name
-        assert told[-1].startswith(
+        assert lines[-1].startswith(
             f"the learning rate jumps: that of step {DONE + 1} is {now:.6g}, with the settings of the checkpoint it "
             f"would be {then:.6g} ("
-        ), (name, told, then, now)
-        assert changed in told[-1], (name, told)
-        assert len(told) == 1 + (name == "with another peak"), (name, told)
+        ), (name, lines, then, now)
+        assert changed in lines[-1], (name, lines)
+        assert len(lines) == 1 + (name == "with another peak"), (name, lines)
     for name, (_, _, count) in QUIET.items():
-        assert len(found[name][1]) == count, (name, found[name])
+        assert len(by_case[name][1]) == count, (name, by_case[name])
 
 
 # -- what is trained --------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def train_others(rank: int, folder: Path, parallel: dict[str, Any]) -> dict[str,
     ids=str,
 )
 def test_parameters_that_are_thawed_are_told(tmp_path: Path, world: int, parallel: dict[str, Any]) -> None:
-    """By one rank, whichever ranks have them."""
+    """Told by one rank, whichever ranks have them."""
     first, *others = run_ranks(world, train_others, tmp_path, parallel, with_context=False)
     for name, (_, _, starts) in TRAINED.items():
         assert [line[: len(start)] for line, start in zip(first[name], starts, strict=True)] == starts, name

@@ -63,8 +63,8 @@ class Heard(Hook):
 
 
 def attempts(rank: int, folder: Path, stops: list[tuple[str, int]]) -> tuple[list[tuple[int, str]], list[int]]:
-    """How each attempt has ended, and the evaluations that a hook has heard of which stands behind one that saves; the
-    last attempt, which has nothing left to do, knows them from the checkpoint."""
+    """Return how each attempt has ended, and the evaluations that a hook behind one that saves has heard of; the last
+    attempt, which has nothing left to do, knows them from the checkpoint."""
     ends = []
     for stop in [*stops, None, None]:
         engine = colossus.initialize(

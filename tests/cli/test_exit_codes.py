@@ -27,7 +27,7 @@ LAUNCH, OTHERS = ({int(row[0]): row[column] for row in TABLE} for column in (1, 
 
 
 def help_of(name: str) -> str:
-    """The help of a command and of those below it."""
+    """Return the help of a command and of those below it."""
     parsers = [importlib.import_module(f"colossus.cli.{name}").make_parser()]
     for action in parsers[0]._actions:
         if isinstance(action.choices, dict):

@@ -355,7 +355,7 @@ def _asks_for_meta() -> nn.Module:
 
 
 def test_what_a_constructor_asks_for_on_meta_it_sees_there() -> None:
-    """As transformers' ``from_pretrained`` does, which gives values to what is there alone."""
+    """Ask as transformers' ``from_pretrained`` does, which gives values to what is there alone."""
     for model in (_asks_for_meta(), run_ranks(1, lambda context: build(_asks_for_meta, context))[0]):
         assert vars(model)["seen"] == [True, True, True, False]
         assert torch.equal(model.rate, torch.arange(2.0))

@@ -75,7 +75,7 @@ def endless(batch: int, make: Callable[[int], Any], steps: int) -> list[int]:
 
 
 def go_on(make: Callable[[int], Any], runs: list[tuple[int, int]], **options: Any) -> list[int]:
-    """The numbers that runs of (batch, steps) read, each of which goes on with the one before."""
+    """Return the numbers that runs of (batch, steps) read, each of which goes on with the one before."""
     seen, state = [], None
     for batch, steps in runs:
         train = loaders(make(batch), global_batch_size=batch, **options).train
@@ -242,10 +242,10 @@ def by_workers(count: int, workers: int = 2, **options: Any) -> DataLoader[Any]:
     [(44, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((45, 2), (40, 2), (50, 3), (9, 1), (31, 3)))],
 )
 def test_the_last_batches_of_workers_are_dropped_in_training_and_taken_in_validation(count: int, workers: int) -> None:
-    held = loaders({"type": Numbers, "validation": by_workers(count, workers)}).validation
-    assert held is not None
+    validation = loaders({"type": Numbers, "validation": by_workers(count, workers)}).validation
+    assert validation is not None
     for _ in range(2):
-        assert sorted(number for batch in held for number in ids(batch)) == list(range(count))
+        assert sorted(number for batch in validation for number in ids(batch)) == list(range(count))
     plain = [ids(batch) for batch in by_workers(count, workers, drop_last=True)]
     train = loaders(by_workers(count, workers)).train
     assert [ids(batch) for batch in islice(train, 2 * len(plain))] == 2 * plain

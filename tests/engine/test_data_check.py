@@ -161,8 +161,8 @@ WITH_WORKERS: Cases = {
 }
 
 
-def told(rank: int, cases: Cases, strategy: str, folder: Path) -> dict[str, Any]:
-    """Body of a rank: what is refused, and what is logged."""
+def refusals(rank: int, cases: Cases, strategy: str, folder: Path) -> dict[str, Any]:
+    """Return what is refused on a rank, and what is logged."""
     listener, words = Listener(), {}
     logging.getLogger("colossus").addHandler(listener)
     for name, (make, _) in cases.items():
@@ -182,7 +182,7 @@ def told(rank: int, cases: Cases, strategy: str, folder: Path) -> dict[str, Any]
 
 
 def require(cases: Cases, strategy: str, folder: Path) -> None:
-    ranks = run_ranks(2, told, cases, strategy, folder, with_context=False)
+    ranks = run_ranks(2, refusals, cases, strategy, folder, with_context=False)
     for name, (_, wanted) in cases.items():
         errors, logged = {ranks[0][name][0], ranks[1][name][0]}, [ranks[rank][name][1] for rank in (0, 1)]
         assert len(errors) == 1, (name, errors)
@@ -236,5 +236,5 @@ def test_a_run_that_goes_on_with_batches_of_its_own_is_told(world: int, tmp_path
         (own_loader, ""),
     ):
         ranks = load(path, settings(tmp_path / "other", parallel), look, world=world)
-        assert [len(told) for _, told, _ in ranks] == [bool(words)] + [0] * (world - 1)
+        assert [len(lines) for _, lines, _ in ranks] == [bool(words)] + [0] * (world - 1)
         assert not words or words in ranks[0][1][0]

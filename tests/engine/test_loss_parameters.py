@@ -80,15 +80,15 @@ def step(rank: int, plan: dict[str, Any], make: Callable[[], nn.Module], read: R
 
 def require_right(ranks: list[Any], make: Callable[[], nn.Module], read: Read, evaluates: bool = False) -> None:
     ((loss, wanted),) = run_ranks(1, step, {}, make, read, evaluates, with_context=False)
-    for found in ranks:
-        assert not isinstance(found, str), found
-        assert found[0] == pytest.approx(loss, rel=1e-12)
-        torch.testing.assert_close(found[1], wanted, rtol=1e-10, atol=1e-12)
+    for result in ranks:
+        assert not isinstance(result, str), result
+        assert result[0] == pytest.approx(loss, rel=1e-12)
+        torch.testing.assert_close(result[1], wanted, rtol=1e-10, atol=1e-12)
 
 
 def require_refused(ranks: list[Any], *words: str) -> None:
-    assert all(isinstance(told, str) for told in ranks), ranks
-    assert any(each in told for told in ranks for each in words), ranks
+    assert all(isinstance(message, str) for message in ranks), ranks
+    assert any(some in message for message in ranks for some in words), ranks
 
 
 #: whether it is refused; world size, plan

@@ -207,6 +207,6 @@ def refused(rank: int, base: Path, folder: Path, make: Any, merge: bool) -> str:
 )
 def test_what_a_folder_cannot_hold_is_refused(tmp_path: Path, make: Any, merge: bool, words: str) -> None:
     base = write_base("LoRA", tmp_path / "base")
-    for told in run_ranks(2, refused, base, tmp_path / "out", make, merge, with_context=False):
-        assert words in told
+    for message in run_ranks(2, refused, base, tmp_path / "out", make, merge, with_context=False):
+        assert words in message
     assert not (tmp_path / "out").exists()

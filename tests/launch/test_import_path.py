@@ -1,4 +1,4 @@
-"""Which modules the processes of a run import: their own colossus, the standard library, and what is the user's."""
+"""Modules that the processes of a run import: their own colossus, the standard library, and what is the user's."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_torchrun_starts_the_same_run(tmp_path: Path, new_python: bool) -> None:
 
 
 def test_what_torchrun_starts_is_the_same_run(tmp_path: Path) -> None:
-    """By the variables that torchrun sets."""
+    """Join by the variables that torchrun sets."""
     of_all = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     ranks = [
         start(LAUNCH, tmp_path, **of_all, RANK=str(rank), LOCAL_RANK=str(rank), TORCHELASTIC_RUN_ID="none")

@@ -29,7 +29,7 @@ NO_ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def limited(script: str, *arguments: str, tmp_path: Path, namespaces: str = "") -> tuple[int, str]:
-    """The exit code and the output of a launch after commands of sh, in namespaces of its own where they are named."""
+    """Return exit code and output of a launch after commands of sh, in namespaces of its own where they are named."""
     words = ["sh", "-c", f'{script} && exec "$@"', "sh", *LAUNCH, "--run-dir", "run", *arguments]
     if namespaces:
         if subprocess.run(["unshare", namespaces, "true"], capture_output=True).returncode:
@@ -124,7 +124,7 @@ def test_a_run_that_goes_on_does_not_need_its_config_to_be_written(
 
 
 def test_the_record_of_a_failure_has_a_second_place(tmp_path: Path) -> None:
-    """Of a run folder whose disk is full; here a file is in the way."""
+    """Meet a run folder whose disk is full; here a file is in the way."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / failures.FOLDER).write_text("a file")
     code, _, err = launch(tmp_path, TROUBLE="raise")

@@ -257,7 +257,7 @@ def test_torchrun_has_restarts_of_its_own(capsys: pytest.CaptureFixture[str], mo
 
 
 def test_two_stop_signals_at_once_are_one_stop() -> None:
-    """As SLURM sends them: the second must not keep the launcher from ending its ranks."""
+    """Send both as SLURM does: the second must not keep the launcher from ending its ranks."""
     both = {signal.SIGUSR1, signal.SIGTERM}
 
     def plan(num_nodes: int) -> Any:

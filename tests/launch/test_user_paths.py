@@ -49,9 +49,11 @@ def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tilde_is_the_home_in_what_a_shell_leaves_as_it_is(home: Path, capsys: Captured) -> None:
-    for given, meant in (("~/x", home / "x"), ("~", home), ("x/~", Path("x/~")), ("./~", Path("~")), ("-", Path("-"))):
-        assert user_path(given) == meant
-        assert path_argument(given) == str(meant)
+    here = home.parent
+    meant = {"~/x": home / "x", "~": home, "x/~": Path("x/~"), "./~": here / "~", "./~x": here / "~x", "-": Path("-")}
+    for text, path in meant.items():
+        assert user_path(text) == user_path(user_path(text)) == path
+        assert path_argument(text) == str(path)
     assert path_argument("") == ""  # of an option that takes none or one
     assert root_of("~/c", Path()) == home / "c"
     assert absolute("~/c") == home / "c"
@@ -61,12 +63,15 @@ def test_a_tilde_is_the_home_in_what_a_shell_leaves_as_it_is(home: Path, capsys:
     assert main(["plot", "~/none"]) == 2
     assert main(["checkpoint", "inspect", "~/none"]) == 2
     assert str(home / "none") in capsys.readouterr().err
+    (here / "~x").mkdir()
+    assert main(["checkpoint", "inspect", "./~x"]) == 2
+    assert "no such user" not in capsys.readouterr().err
     with pytest.raises(MeasuredFileError, match="No such file"):
         load_measured("~/none.json")
 
 
 def test_every_option_of_a_path_understands_a_tilde() -> None:
-    """What is called FILE, DIR, OUT, RUN, SRC, .. in the help of a command."""
+    """Look at what is called FILE, DIR, OUT, RUN, SRC, .. in the help of a command."""
     seen = set()
     for name in COMMANDS.values():
         parsers = [importlib.import_module(f"colossus.cli.{name}").make_parser()]
