@@ -1,4 +1,4 @@
-"""Charts as pictures, by matplotlib (`colossus.picture`)."""
+"""Pictures of charts, drawn by matplotlib (`colossus.picture`)."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ _HATCHES = ("", "//", "..")
 
 
 def save_charts(panels: Sequence[Panel | Bars], path: Path) -> None:
-    """Draw charts into one picture. What the first names is named once, below all.
+    """Draw charts into one picture, with one legend below them all for the labels of the first.
+
+    A chart with labels that the first does not have gets a legend of its own.
 
     Raises:
-        ValueError: when the file's ending is none of `colossus.picture.FORMATS`, its folder is not there, or matplotlib
-            is not.
+        ValueError: the file's ending is none of `colossus.picture.FORMATS`, its folder does not exist, or matplotlib
+            is not installed.
     """
     check_picture(path)
     columns = 1 if len(panels) == 1 else 2 if len(panels) <= 6 else 3
     rows = -(-len(panels) // columns)
     figure = new_figure(7.5 if columns == 1 else 5.5 * columns, 0.3 + 3.0 * rows)
-    every = figure.subplots(rows, columns, squeeze=False).flatten()
+    subplots = figure.subplots(rows, columns, squeeze=False).flatten()
     common: dict[str, Any] = {}
-    for axes, panel in zip(every, panels, strict=False):
+    for axes, panel in zip(subplots, panels, strict=False):
         handles = draw_bars(axes, panel) if isinstance(panel, Bars) else _draw_lines(axes, panel)
         axes.set_title(panel.title, loc="left", fontsize=10)
         axes.set_xlabel(panel.x_label)
-        axes.xaxis.set_major_formatter(_shown)
+        axes.xaxis.set_major_formatter(_tick_label)
         common = common or handles
         if not handles.keys() <= common.keys():
             place = dict(loc="upper left", bbox_to_anchor=(0.0, -0.22), ncols=_legend_columns(handles, 5.5))
             axes.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, **place)
-    for axes in every[len(panels) :]:
+    for axes in subplots[len(panels) :]:
         axes.set_axis_off()
     if common:
         place = dict(loc="outside lower center", ncols=_legend_columns(common, figure.get_figwidth()))
@@ -49,10 +51,10 @@ def _legend_columns(labels: Collection[str], inches: float) -> int:
 
 
 def _draw_lines(axes: Any, panel: Panel) -> dict[str, Any]:
-    """Draw a panel.
+    """Draw the lines of a panel.
 
     Returns:
-        label -> what the legend shows of it
+        The handle that the legend shows, by label.
     """
     handles = {}
     for line in panel.lines:
@@ -76,7 +78,7 @@ def _draw_lines(axes: Any, panel: Panel) -> dict[str, Any]:
         axes.minorticks_off()
         low, high = map(math.log10, axes.get_ylim())
         axes.set_yticks([10**at for at in log_ticks(low, high, 8)])
-    axes.yaxis.set_major_formatter(_shown)
+    axes.yaxis.set_major_formatter(_tick_label)
     return handles
 
 
@@ -84,22 +86,22 @@ def draw_bars(axes: Any, bars: Bars) -> dict[str, Any]:
     """Draw bars into axes of matplotlib.
 
     Returns:
-        name -> what the legend shows of it
+        The handle that the legend shows, by the name of a part.
     """
-    left = [0.0] * len(bars.names)
+    starts = [0.0] * len(bars.names)
     handles = {}
     for place, (name, sizes) in enumerate(bars.parts.items()):
         look: dict[str, Any] = dict(color=PALETTE[place % len(PALETTE)], edgecolor="white", height=0.6)
         look["hatch"] = _HATCHES[place // len(PALETTE) % len(_HATCHES)]
-        handles[name] = axes.barh(range(len(left)), sizes, left=left, **look)
-        left = [below + size for below, size in zip(left, sizes, strict=True)]
+        handles[name] = axes.barh(range(len(starts)), sizes, left=starts, **look)
+        starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     if bars.limit:
         name, size = bars.limit
         handles[name] = axes.axvline(size, color="black", linestyle="--", linewidth=1.2)
-    axes.set_yticks(range(len(left)), bars.names)
-    axes.set_ylim(max(len(left), 3) - 0.5, -0.5)
+    axes.set_yticks(range(len(starts)), bars.names)
+    axes.set_ylim(max(len(starts), 3) - 0.5, -0.5)
     return handles
 
 
-def _shown(value: float, _: int) -> str:
+def _tick_label(value: float, _: int) -> str:
     return readable(value)

@@ -1,4 +1,4 @@
-"""Charts as text. A character of braille has 2 x 4 dots, which is drawn here so that it needs nothing installed."""
+"""Charts as text, drawn in braille: one character has 2 x 4 dots. It needs no package beside Python."""
 
 from __future__ import annotations
 
@@ -7,31 +7,39 @@ from collections.abc import Iterator, Sequence
 
 from colossus.chart.panel import PALETTE, Bars, Line, Panel, log_ticks, readable, ticks
 
-#: bit of a dot in a braille character, by row and column
+#: the bit of a dot in a braille character, by row and column
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-#: what parts of bars are drawn with: a full block and shades, then ASCII
+#: characters for the parts of bars: a full block and shades, then ASCII
 _FILLS = "\u2588\u2592\u2591\u2593#=+:-."
 _LIMIT = "|"
-#: what a legend shows of a line that is drawn in braille
+#: mark in the legend of a line that is drawn in braille
 _DASH = "\u2812\u2812"
-#: character by character, what stands for these in an encoding that has none of them
+#: ASCII replacements, for encodings without these characters
 _IN_ASCII = {0x2800 + bits: "*" for bits in range(1, 256)} | dict(
     zip(map(ord, "\u2524\u2502\u2500\u252c\u2514\u2588\u2592\u2591\u2593\u2026"), "+|-++@%&$~", strict=True)
 )
 
 
 def text_chart(panel: Panel | Bars, width: int = 80, height: int = 16, *, colour: bool = False) -> str:
-    """A chart as lines of text, of at most so many columns and rows; bars take the rows they need.
+    """Return a chart as text.
 
     Args:
-        colour: lines in colours (ANSI escapes) and braille. Without it, where there are several, each is drawn with a
-            letter of its own, markers with the capital one.
+        panel: the chart.
+        width: columns at most.
+        height: rows at most for lines; bars take the rows that they need.
+        colour: draw lines in braille and in colours (ANSI escapes). Without it, each of several lines is drawn with its
+            own letter, and its markers with the capital letter.
     """
     return _text_bars(panel, width, colour) if isinstance(panel, Bars) else _text_lines(panel, width, height, colour)
 
 
 def in_encoding(chart: str, encoding: str) -> str:
-    """A chart in an encoding (``sys.stdout.encoding``): in ASCII where that has no braille and blocks."""
+    """Return a chart of `text_chart`, translated to ASCII if the encoding has no braille and blocks.
+
+    Args:
+        chart: the text.
+        encoding: its target (``sys.stdout.encoding``).
+    """
     try:
         chart.encode(encoding)
     except UnicodeEncodeError:
@@ -42,8 +50,8 @@ def in_encoding(chart: str, encoding: str) -> str:
 def _text_lines(panel: Panel, width: int, height: int, colour: bool) -> str:
     lines = sorted((line for line in panel.lines if line.style != "faint"), key=lambda line: line.style == "markers")
     points = [list(zip(line.x, panel.heights(line), strict=True)) for line in lines]
-    shown = [point for each in points for point in each if not math.isnan(point[1])]
-    if not shown:
+    finite = [point for line_points in points for point in line_points if not math.isnan(point[1])]
+    if not finite:
         return f"{panel.title}\n  no numbers"
     places = [panel.colour(line) for line in lines]
     has_letters = not colour and len(set(places)) > 1
@@ -51,19 +59,20 @@ def _text_lines(panel: Panel, width: int, height: int, colour: bool) -> str:
     entries = [(mark or _DASH, line.label, place) for mark, line, place in zip(marks, lines, places, strict=True)]
     legend = _legend(entries, width, colour)
 
-    (left, right), (low, high) = (_range(values) for values in zip(*shown, strict=True))
+    (x_low, x_high), (low, high) = (_range(values) for values in zip(*finite, strict=True))
     rows = max(3, height - 3 - len(legend))
     down = (4 * rows - 1) / (high - low)
     y_ticks = (log_ticks if panel.log_y else ticks)(low, high, max(2, rows // 2))
     labels = {round((high - at) * down) // 4: readable(10**at if panel.log_y else at) for at in y_ticks}
     margin = max(map(len, labels.values()), default=0) + 1
     columns = max(8, width - margin - 1)
-    across = (2 * columns - 1) / (right - left)
+    across = (2 * columns - 1) / (x_high - x_low)
 
-    #: (row, column) of a character -> its last line, and the dots of all
+    #: (row, column) of a character -> the last line through it, and the dots of all lines
     cells: dict[tuple[int, int], tuple[int, int]] = {}
-    for at, (line, own) in enumerate(zip(lines, points, strict=True)):
-        for row, column in _dots([((high - y) * down, (x - left) * across) for x, y in own], line.style == "line"):
+    for at, (line, line_points) in enumerate(zip(lines, points, strict=True)):
+        scaled = [((high - y) * down, (x - x_low) * across) for x, y in line_points]
+        for row, column in _dots(scaled, line.style == "line"):
             cell = row // 4, column // 2
             cells[cell] = at, cells.get(cell, (0, 0))[1] | _BRAILLE[row % 4][column % 2]
 
@@ -76,11 +85,11 @@ def _text_lines(panel: Panel, width: int, height: int, colour: bool) -> str:
                 drawn[column] = _paint(marks[at] or chr(0x2800 + bits), places[at], colour)
         edge = "\u2524" if row in labels else "\u2502"
         chart.append(f"{labels.get(row, ''):>{margin}}{edge}{''.join(drawn).rstrip()}")
-    return "\n".join([*chart, *_x_axis(panel, left, right, margin, columns), *legend])
+    return "\n".join([*chart, *_x_axis(panel, x_low, x_high, margin, columns), *legend])
 
 
 def _mark(line: Line, place: int, has_letters: bool) -> str:
-    """The character that a line is drawn with; none: braille."""
+    """Return the character that a line is drawn with, an empty one for braille."""
     if not has_letters:
         return "o" if line.style == "markers" or len(line.y) == 1 else ""
     letter = chr(ord("a") + place % 26)
@@ -88,14 +97,14 @@ def _mark(line: Line, place: int, has_letters: bool) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """The smallest and the largest; where they are the same, room to either side."""
+    """Return the smallest and the largest value, or room on either side of a single one."""
     low, high = min(values), max(values)
     room = max(abs(low) / 10, float(low == 0 or abs(low) >= 1))
     return (low - room, high + room) if high - low <= 1e-9 * abs(high) else (low, high)
 
 
 def _dots(points: Sequence[tuple[float, float]], is_joined: bool) -> Iterator[tuple[int, int]]:
-    """The dots of points and, where they are joined, of the straight lines between neighbours."""
+    """Yield the (row, column) of each dot of points and, if they are joined, of the lines between neighbours."""
     before = (math.nan, math.nan)
     for point in points:
         if not math.isnan(point[0]):
@@ -107,14 +116,14 @@ def _dots(points: Sequence[tuple[float, float]], is_joined: bool) -> Iterator[tu
         before = point
 
 
-def _x_axis(panel: Panel, left: float, right: float, margin: int, columns: int) -> tuple[str, str]:
-    """The axis, its label at the end, and its numbers below their ticks."""
+def _x_axis(panel: Panel, low: float, high: float, margin: int, columns: int) -> tuple[str, str]:
+    """Return two rows: the axis with its label at the end, and the numbers below its ticks."""
     axis, numbers = ["\u2500"] * columns, [" "] * (margin + 1 + columns)
     end = 0
-    for at in ticks(left, right, max(2, columns // 10)):
+    for at in ticks(low, high, max(2, columns // 10)):
         if panel.has_whole_x and abs(at - round(at)) > 1e-9:
             continue
-        column, text = round((at - left) / (right - left) * (columns - 1)), readable(at)
+        column, text = round((at - low) / (high - low) * (columns - 1)), readable(at)
         start = min(max(margin + 1 + column - len(text) // 2, 0), len(numbers) - len(text))
         if start >= end:
             axis[column] = "\u252c"
@@ -125,7 +134,13 @@ def _x_axis(panel: Panel, left: float, right: float, margin: int, columns: int) 
 
 
 def _legend(entries: Sequence[tuple[str, str, int]], width: int, colour: bool) -> list[str]:
-    """Marks and labels (with their colours) in as many rows as they need."""
+    """Return rows of marks and labels.
+
+    Args:
+        entries: mark, label and place in the palette of each line or part.
+        width: columns of a row at most.
+        colour: paint each entry in its colour.
+    """
     rows: list[str] = []
     used = width
     for mark, label, place in entries:
