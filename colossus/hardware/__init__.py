@@ -1,1 +1,1 @@
-"""How fast devices and links are: as measured here, or by data sheets. No torch."""
+"""The speed of devices and links, measured on a machine or taken from data sheets. No torch."""

@@ -1,4 +1,4 @@
-"""What the data sheets of vendors say of devices (None where they say nothing), and a device as they have it."""
+"""Figures from the data sheets of vendors, and a device whose speed follows from them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ KINDS = ("fp16", "bf16", "tf32", "fp32", "fp64")
 
 @dataclass(frozen=True)
 class DataSheet:
-    """One device.
+    """The figures of one device; None where its sheet has no figure, or none is recorded here.
 
     Attributes:
         fp16, bf16, tf32, fp32, fp64: dense TFLOP/s, without sparsity.
         memory: bytes.
         memory_bandwidth: bytes per second.
-        link: NVLink or Infinity Fabric, all links of the device together; bytes per second in one direction, half of
-            the number in large print.
+        link: bytes per second over all NVLink or Infinity Fabric links of the device together, in one direction: half
+            of the figure in large print, which counts both.
     """
 
     fp16: float | None
@@ -33,13 +33,13 @@ class DataSheet:
     link: float | None = None
 
 
-# TFLOP/s: where a sheet gives only numbers with sparsity (Hopper, Ada, Blackwell) they are halved. fp64 and, of AMD,
-# fp32 are those of the matrix units where there are such. Products of fp16 and bf16 are accumulated in fp32, as torch
-# has them accumulated: on GeForce that is half of the number in large print.
+# TFLOP/s: figures that sheets give only with sparsity (Hopper, Ada, Blackwell) are halved. The fp64 figures, and fp32
+# of AMD, are those of the matrix units if a device has them. Products of fp16 and bf16 accumulate in fp32, as torch
+# lets them: on GeForce that is half of the figure in large print.
 # Memory and links: NVIDIA's data sheets of V100 (SXM2, 32 GB; NVLink 300 GB/s), A100 (SXM, 80 GB; 600 GB/s), H100 and
 # H200 (SXM; 900 GB/s), H800 (400 GB/s) and DGX B200 (1,440 GB and 64 TB/s of eight; 1.8 TB/s), AMD's of MI300X (seven
 # links of 128 GB/s).
-#: short name -> what its sheet says
+#: data sheets by short name
 SHEETS: dict[str, DataSheet] = {
     "B200": DataSheet(2250.0, 2250.0, 1125.0, 75.0, 37.0, 180e9, 8.0e12, 900e9),
     "B300": DataSheet(2250.0, 2250.0, 1125.0, None, None),
@@ -69,25 +69,26 @@ SHEETS: dict[str, DataSheet] = {
     "MI300X": DataSheet(1307.4, 1307.4, None, 163.4, 163.4, 192e9, 5.3e12, 448e9),
     "MI325X": DataSheet(1307.4, 1307.4, None, 163.4, 163.4),
 }
-#: those that plans can be made for
+#: names of the devices that plans can be estimated for
 WITH_LINKS = [name for name, sheet in SHEETS.items() if sheet.link is not None]
 _NO_NAME = re.compile(r"NVIDIA|TESLA|GEFORCE|AMD|INSTINCT|HBM3|SXM[456]|OAM|AC|\d+GB")
 
 
 def short_name(device_name: str) -> str:
-    """Without vendor, series and size of memory: ``NVIDIA H100 80GB HBM3`` is ``H100``.
+    """Return a device's name without vendor, series and size of memory: ``NVIDIA H100 80GB HBM3`` is ``H100``.
 
-    All else stays: a slice (``H100 MIG 1G.10GB``), a ``RTX 4090 LAPTOP GPU`` and an ``A10G`` are other devices.
+    All other words stay: a slice (``H100 MIG 1G.10GB``), a ``RTX 4090 LAPTOP GPU`` and an ``A10G`` are other devices.
     """
     return " ".join(word for word in re.split(r"[\s-]+", device_name.upper()) if not _NO_NAME.fullmatch(word))
 
 
 def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float | None:
-    """Peak FLOP/s of a GPU by its name, None when no peak is known for it at this precision.
+    """Return the peak FLOP/s of a GPU by its name, None if no sheet has it at this precision.
 
     Args:
-        precision: ``fp64``, ``fp32``, ``bf16`` or ``fp16``, of the operands of products.
-        tf32: whether products of fp32 may be taken in TensorFloat-32; devices that have none take them in fp32.
+        device_name: as torch reports it.
+        precision: dtype of the operands of products, ``fp64``, ``fp32``, ``bf16`` or ``fp16``.
+        tf32: whether products of fp32 run in TensorFloat-32 on devices that have it.
     """
     sheet = SHEETS.get(short_name(device_name))
     if sheet is None or precision not in KINDS:
@@ -99,13 +100,13 @@ def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float
 
 # -- a device that nobody has measured ------------------------------------------------------------------------
 
-#: of the peak that large products and attention, memory and links reach: round numbers, of no device in particular
+#: fractions of the peak that large products, attention, memory and links reach: round numbers, of no particular device
 MATMUL_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.7, 0.5, 0.85, 0.8
 #: seconds to start a kernel
 LAUNCH = 5e-6
-#: seconds that Python, autograd and torch need to start an operator: a round number of one core of a server
+#: seconds that Python, autograd and torch need to start an operator: a round number for one core of a server
 OPERATOR = 10e-6
-# NCCL's own model (src/graph/tuning.cc, ring, protocol Simple): seconds of a call, of a step over NVLink, and of one
+# NCCL's own model (src/graph/tuning.cc, ring, protocol Simple): seconds of a call, of a step over NVLink, and of a step
 # over the network
 CALL, LINK_STEP, NETWORK_STEP = 8.4e-6, 3.4e-6, 14e-6
 #: 400 Gb/s for each device, as in DGX H100 (eight ConnectX-7 for eight devices)
@@ -114,14 +115,14 @@ _BYTES = {"fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4, "fp64": 8}
 
 
 class FromDataSheet(Hardware):
-    """A device by its data sheet, with the efficiencies that stand above; nothing of it is measured.
+    """A device by its data sheet and the efficiencies of this module; none of its figures is measured.
 
     Args:
-        device: as in `SHEETS`, in any case; also ``v100`` for its SXM2.
-        network: between hosts.
+        device: name as in `SHEETS`, in upper or lower case; ``v100`` is the SXM2.
+        network: link of each device to devices of other hosts.
 
     Raises:
-        ValueError: for a device whose sheet is not here, or says nothing of memory and links.
+        ValueError: the device has no sheet here, or its sheet has no figures of memory and links.
     """
 
     is_measured, overlaps = False, True
@@ -133,8 +134,8 @@ class FromDataSheet(Hardware):
         if sheet is None or name not in WITH_LINKS:
             close = nearest(name, WITH_LINKS)
             hint = f"; did you mean {close}?" if close else ""
-            known = ", ".join(WITH_LINKS)
-            raise ValueError(f"nothing is known of memory and links of {device!r}; known: {known}{hint}")
+            have = f"{', '.join(WITH_LINKS)} have them{hint}"
+            raise ValueError(f"{device!r} has no data sheet here with memory and links; {have}")
         assert sheet.memory is not None
         assert sheet.memory_bandwidth is not None
         assert sheet.link is not None
@@ -146,21 +147,21 @@ class FromDataSheet(Hardware):
         return self._peak(dtype)
 
     def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
-        """As operations take, or as reading both factors and writing the product does (the roofline)."""
+        """Return the seconds of the operations, or of reading both factors and writing the product (the roofline)."""
         moved = (m * k + k * n + m * n) * _BYTES.get(dtype, 4)
         return LAUNCH + max(2.0 * m * n * k / (MATMUL_EFFICIENCY * self._peak(dtype)), self._moving(moved))
 
     def attention_seconds(self, heads: int, length: int, head_dim: int, dtype: str, *, backward: bool = False) -> float:
-        """Half of the full square is computed, and backward is 2.5 times forward (FlashAttention, 2205.14135)."""
+        """Return the seconds of half the square of scores; backward takes 2.5 times forward (FlashAttention)."""
         flops = 2.0 * heads * length**2 * head_dim * (2.5 if backward else 1)
         return LAUNCH + flops / (ATTENTION_EFFICIENCY * self._peak(dtype))
 
     def memory_seconds(self, num_bytes: float, operator: str = "") -> float:
         return LAUNCH + self._moving(num_bytes)
 
-    def on_one_host(self, operation: str, ranks: int, held: float) -> float:
-        through = bytes_sent(operation, ranks, held) / (LINK_EFFICIENCY * self._link)
-        return CALL + steps(operation, ranks) * LINK_STEP + through
+    def on_one_host(self, operation: str, ranks: int, input_bytes: float) -> float:
+        sending = bytes_sent(operation, ranks, input_bytes) / (LINK_EFFICIENCY * self._link)
+        return CALL + steps(operation, ranks) * LINK_STEP + sending
 
     def _moving(self, num_bytes: float) -> float:
         return num_bytes / (MEMORY_EFFICIENCY * self._memory_bandwidth)
@@ -168,6 +169,6 @@ class FromDataSheet(Hardware):
     def _peak(self, dtype: str) -> float:
         peak: float | None = getattr(self.sheet, dtype) if dtype in KINDS else None
         if peak is None:
-            known = [kind for kind in KINDS if getattr(self.sheet, kind)]
-            raise ValueError(f"{self.name} says nothing of products in {dtype}; it has {', '.join(known)}")
+            kinds = [kind for kind in KINDS if getattr(self.sheet, kind)]
+            raise ValueError(f"{self.name} has no figure for products in {dtype}; it has {', '.join(kinds)}")
         return peak * 1e12

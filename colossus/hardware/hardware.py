@@ -1,4 +1,4 @@
-"""What a device and the links between devices are asked for: how long a product and a collective take."""
+"""The interface of hardware: the seconds of products, attention, operators and collectives on some device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from colossus.arithmetic import counted
 from colossus.comm.accounting import sent
 
-#: collectives whose time is asked for, and messages; bytes are counted as `colossus.comm.accounting.sent` counts them
+#: collectives, and point-to-point messages, that `Hardware` can time (bytes: `colossus.comm.accounting.sent`)
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
@@ -27,18 +27,18 @@ class Link:
 
 
 class Hardware(ABC):
-    """A device, and what joins such devices.
+    """A kind of device and the links between such devices.
 
     Attributes:
-        name: of the device, with where the figures are from.
-        is_measured: False where they are a data sheet's.
-        memory_bytes: of each device.
-        network: of each device, to devices of other hosts; None where it is not known. Where the devices of a host
-            share a card, each has its part of the card's bandwidth.
-        operator_seconds: that Python and torch need to start one ATen operator of a training step, in the mean over
-            forward and backward, views among them.
-        at_once: ranks of a host that run without taking each other's cores; None: all.
-        overlaps: whether collectives run beside what their ranks compute.
+        name: name of the device and the source of its figures.
+        is_measured: whether the figures are measured, not a data sheet's.
+        memory_bytes: memory of each device.
+        network: link of each device to devices of other hosts, None if it is not known. Devices that share a network
+            card each have their part of its bandwidth.
+        operator_seconds: seconds that Python and torch need to start one ATen operator of a training step: the mean
+            over forward and backward, views included.
+        at_once: ranks of a host that can be busy without taking each other's cores; None for all.
+        overlaps: whether collectives run while their ranks compute.
     """
 
     name: str
@@ -51,110 +51,129 @@ class Hardware(ABC):
 
     @abstractmethod
     def matmul_seconds(self, m: int, n: int, k: int, dtype: str) -> float:
-        """Of a product [m, k] x [k, n]; never less where a dim is larger.
+        """Return the seconds of a product [m, k] x [k, n]. They never fall when a dim grows.
 
         Args:
-            dtype: ``bf16``, ``fp32``, ..
+            m, n, k: the dims.
+            dtype: of the factors: ``bf16``, ``fp32``, ..
 
         Raises:
-            ValueError: where nothing is known of this dtype.
+            ValueError: the hardware has no figure for this dtype.
         """
 
     @abstractmethod
     def attention_seconds(self, heads: int, length: int, head_dim: int, dtype: str, *, backward: bool = False) -> float:
-        """Of causal attention of ``heads`` (of all samples together), its forward or its backward."""
+        """Return the seconds of the forward or the backward of causal attention.
+
+        Args:
+            heads: heads of all samples together.
+            length: tokens of a sample.
+            head_dim: features of a head.
+            dtype: of queries, keys and values.
+            backward: whether the backward is meant.
+        """
 
     @abstractmethod
     def memory_seconds(self, num_bytes: float, operator: str = "") -> float:
-        """In which a device reads and writes ``num_bytes`` together, as an elementwise operation does.
+        """Return the seconds of an elementwise operation, which reads and writes memory.
 
         Args:
-            operator: of ATen (``gelu_backward``); a processor takes longer for some than for others.
+            num_bytes: bytes read and written, together.
+            operator: name of the ATen operator (``gelu_backward``): a CPU takes longer for some than for others.
         """
 
     def peak_flops(self, dtype: str) -> float | None:
-        """FLOP/s of a device by its data sheet, that utilisation is of; None where there is none."""
+        """Return the peak FLOP/s that utilisation is a fraction of, None if no data sheet has it."""
         return None
 
     def eager_seconds(self, work: float, operators: int) -> float:
-        """Of so many ATen operators, started one by one, whose work takes ``work`` seconds together.
+        """Return the seconds of ATen operators that are started one by one.
 
-        A processor starts each and then does its work. To a GPU they are sent ahead, so that the longer of both counts.
+        A CPU starts an operator and then does its work. A GPU's operators are queued ahead, so that only the longer of
+        all starts and all work counts.
+
+        Args:
+            work: seconds of the operators' own work, together.
+            operators: how many they are.
         """
         starting = operators * self.operator_seconds
         return max(work, starting) if self.overlaps else work + starting
 
     def slowdown(self, ranks_on_host: int) -> float:
-        """How many times as long all that is asked for here takes, while so many ranks of a host are busy.
+        """Return the factor by which work takes longer while ``ranks_on_host`` ranks of a host are busy at once.
 
-        Of ranks that wait for each other a step takes as long as without it, or as the busy seconds of all ranks of a
-        host over `at_once`, whichever is longer.
+        Ranks that wait for each other are not busy all the time. Their step takes the longer of two times: its time
+        without a slowdown, and the sum of the busy seconds of all ranks of a host divided by `at_once`.
         """
         return 1.0 if self.at_once is None else max(1.0, ranks_on_host / self.at_once)
 
     @abstractmethod
-    def on_one_host(self, operation: str, ranks: int, held: float) -> float:
-        """`collective_seconds` of two or more ranks as if one host had them all."""
+    def on_one_host(self, operation: str, ranks: int, input_bytes: float) -> float:
+        """Return `collective_seconds` of two or more ranks that share one host."""
 
-    def collective_seconds(self, operation: str, ranks: int, held: float, *, hosts: int = 1) -> float:
-        """Of a collective, or of a message one way; never less for more bytes.
+    def collective_seconds(self, operation: str, ranks: int, input_bytes: float, *, hosts: int = 1) -> float:
+        """Return the seconds of a collective, or of one message. They never fall when the bytes grow.
 
-        Over several hosts it takes as long as on one, or as the network needs, and in addition the network's latency
-        for each step from host to host. All groups of the same axes do the same at the same time, and each rank has its
-        own part of the network. What goes round a ring crosses from host to host once, in as many rings as the group
-        has ranks on a host, each over another rank's part (as NCCL does); of an all-to-all each rank sends its own.
+        Over several hosts it takes the longer of two times, that on one host and that of its bytes through the network,
+        and in addition the network's latency for each step from host to host. All groups along the same axes run at
+        the same time, and each rank has its own part of the network. A ring crosses from host to host once. A group
+        runs as many rings as it has ranks on a host, each over the part of another rank (as NCCL does). In an
+        all-to-all each rank sends its own chunks.
 
         Args:
             operation: one of `OPERATIONS`.
-            held: bytes that a rank holds before, as in `colossus.comm.accounting.sent`: the shard of an all-gather.
-            hosts: over which the ranks are spread evenly, in order.
+            ranks: size of the group.
+            input_bytes: bytes of a rank's input, as in `colossus.comm.accounting.sent`: for an all-gather its shard.
+            hosts: hosts over which the ranks are spread evenly, in order.
 
         Raises:
-            ValueError: where the operation is not known, or no link that joins these ranks.
+            ValueError: the operation is none of these, or no link joins the hosts.
         """
         if operation not in OPERATIONS:
-            raise ValueError(f"no time of {operation!r} is known; known: {', '.join(OPERATIONS)}")
+            raise ValueError(f"{operation!r} cannot be timed; what can is {', '.join(OPERATIONS)}")
         if ranks == 1:
             return 0.0
-        within = self.on_one_host(operation, ranks, held)
+        within = self.on_one_host(operation, ranks, input_bytes)
         if hosts == 1:
             return within
         if self.network is None:
             raise ValueError(
-                f"{self.name} knows no network, and {operation} over {counted(hosts, 'host')} needs one: give it "
+                f"{self.name} has no network, and {operation} over {counted(hosts, 'host')} needs one: pass "
                 f"network=Link(latency, bandwidth), in seconds and bytes per second of a device"
             )
-        through = bytes_through_network(operation, ranks, held, hosts) / self.network.bandwidth
+        through = bytes_through_network(operation, ranks, input_bytes, hosts) / self.network.bandwidth
         return max(within, through) + steps(operation, hosts) * self.network.latency
 
 
 def ranks_at_once(cores: int, threads: int) -> int:
-    """Ranks of so many threads that each have a core for each."""
+    """Return how many ranks of ``threads`` threads can run at once with a core for each thread."""
     return max(1, cores // threads)
 
 
-def bytes_sent(operation: str, ranks: int, held: float) -> float:
-    """What one rank sends, as it is counted; a message is its own size."""
-    return held if operation == "send" else sent(operation, ranks, held)
+def bytes_sent(operation: str, ranks: int, input_bytes: float) -> float:
+    """Return the bytes that a rank sends, by the count of `colossus.comm.accounting.sent`; a message's are its size."""
+    return input_bytes if operation == "send" else sent(operation, ranks, input_bytes)
 
 
-def bytes_through_network(operation: str, ranks: int, held: float, hosts: int) -> float:
-    """Of these what each rank's part of the network carries, of ranks that are spread evenly over several hosts."""
+def bytes_through_network(operation: str, ranks: int, input_bytes: float, hosts: int) -> float:
+    """Return the bytes that each rank's part of the network carries, if the ranks are spread evenly over the hosts."""
     if operation == "send":
-        return held
+        return input_bytes
     if operation == "all_to_all":
-        return held * (hosts - 1) / hosts
-    return bytes_sent(operation, ranks, held) * hosts / ranks
+        return input_bytes * (hosts - 1) / hosts
+    return bytes_sent(operation, ranks, input_bytes) * hosts / ranks
 
 
-def held_of(operation: str, ranks: int, sent_bytes: float) -> float:
-    """What a rank holds before, of what it sends: the inverse of `bytes_sent`."""
+def input_bytes_of(operation: str, ranks: int, sent_bytes: float) -> float:
+    """Return the bytes of a rank's input from the bytes that it sends: the inverse of `bytes_sent`."""
     return sent_bytes if operation == "send" else sent_bytes / sent(operation, ranks, 1.0)
 
 
 def steps(operation: str, ranks: int) -> int:
-    """Messages that follow each other in a collective: round a ring; an all-reduce up and down a tree where that is
-    shorter (Sanders, Speck and Traeff, 2009: two binary trees have the ring's bandwidth).
+    """Return the number of messages that follow each other in a collective.
+
+    They go round a ring. An all-reduce goes up and down a tree if that is shorter (Sanders, Speck and Traeff, 2009: two
+    binary trees reach the ring's bandwidth).
     """
     if operation == "all_reduce":
         return 2 * min(ranks - 1, math.ceil(math.log2(ranks)))
@@ -162,9 +181,10 @@ def steps(operation: str, ranks: int) -> int:
 
 
 def fit_link(points: list[tuple[float, float]]) -> Link:
-    """Latency and bandwidth of ``seconds = latency + sent / bandwidth``, by least squares of relative errors.
+    """Fit ``seconds = latency + sent / bandwidth`` by least squares of relative errors.
 
-    Relative: sizes span four powers of ten, and the latency would else be what is left over of the largest.
+    The errors are relative because sizes span four powers of ten: absolute errors of the largest would drown the
+    latency.
 
     Args:
         points: (bytes sent, seconds), at least two.

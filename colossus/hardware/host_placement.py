@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host. No torch."""
+"""The placement of ranks on hosts, and the hosts that a group spans. No torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from colossus.hardware.hardware import Hardware
 
 @dataclass(frozen=True)
 class GroupSpread:
-    """A group of ranks.
+    """The spread of a group over hosts.
 
     Attributes:
-        ranks: of the group.
-        hosts: that it spans.
-        on_a_host: ranks of the group on one host, at most.
+        ranks: size of the group.
+        hosts: number of hosts that it spans.
+        on_a_host: the most ranks of the group on one host.
     """
 
     ranks: int
@@ -26,10 +26,10 @@ class GroupSpread:
 
 
 class Placement:
-    """Ranks of a grid on hosts: as many on each, in order, so that neighbours along the innermost axis share a host.
+    """The ranks of a grid on hosts, in order and as many on each: neighbours on the innermost axis share a host.
 
     Raises:
-        ValueError: where the hosts do not divide the ranks.
+        ValueError: the ranks are no multiple of the hosts.
     """
 
     def __init__(self, grid: RankGrid, hosts: int = 1) -> None:
@@ -40,50 +40,53 @@ class Placement:
             )
         self.grid, self.hosts = grid, hosts
         self.ranks_per_host = grid.world_size // hosts
-        self._known: dict[str | tuple[str, ...], GroupSpread] = {}
+        self._spreads: dict[str | tuple[str, ...], GroupSpread] = {}
 
     def of(self, axes: Axes) -> GroupSpread:
-        """The groups along these axes (as `RankGrid.axes` takes them): of all of them the one on most hosts.
+        """Return the spread of the groups along these axes (as `RankGrid.axes` takes them).
 
-        They are alike where the sizes of the axes divide the ranks of a host, or the other way round.
+        The groups are alike if the sizes of the axes divide the ranks of a host, or the other way round. Else the
+        result is that of the group on most hosts.
         """
         key = axes if isinstance(axes, str) else tuple(axes)
-        if key not in self._known:
+        if key not in self._spreads:
             within = set(self.grid.axes(key))
             along = [(size, name in within) for name, size in self.grid.sizes.items() if size > 1]
-            self._known[key] = _spread(tuple(along), self.ranks_per_host)
-        return self._known[key]
+            self._spreads[key] = _spread(tuple(along), self.ranks_per_host)
+        return self._spreads[key]
 
-    def seconds(self, hardware: Hardware, operation: str, axes: Axes, held: float) -> float:
-        """Of a collective along these axes, see `Hardware.collective_seconds`; a message is one to a neighbour.
+    def seconds(self, hardware: Hardware, operation: str, axes: Axes, input_bytes: float) -> float:
+        """Return the seconds of a collective along these axes, or of a message (``send``) to a neighbour on them.
 
-        All groups along the axes do the same at the same time.
+        All groups along the axes run at the same time; see `Hardware.collective_seconds`.
         """
         spread = self.of(axes)
         if operation == "send":
-            return hardware.collective_seconds("send", min(2, spread.ranks), held, hosts=min(2, spread.hosts))
-        return hardware.collective_seconds(operation, spread.ranks, held, hosts=spread.hosts)
+            return hardware.collective_seconds("send", min(2, spread.ranks), input_bytes, hosts=min(2, spread.hosts))
+        return hardware.collective_seconds(operation, spread.ranks, input_bytes, hosts=spread.hosts)
 
 
 @cache
 def _spread(along: tuple[tuple[int, bool], ...], ranks_per_host: int) -> GroupSpread:
-    """Of the groups on a grid.
+    """Return the spread of the groups on a grid, that of the one on most hosts if they differ.
 
     Args:
         along: size of each axis, outermost first, and whether it is one of the group's.
+        ranks_per_host: ranks of each host.
     """
-    members, starts, stride = [0], {0}, 1  # a start counts by its place in a host: other hosts see the same
+    # A group's first rank counts by its place in its host, so that the loop is over one host's groups, not over all.
+    members, starts, stride = [0], {0}, 1
     for size, is_within in reversed(along):
         if is_within:
             members = [rank + stride * at for at in range(size) for rank in members]
         else:
             starts = {(rank + stride * at) % ranks_per_host for at in range(size) for rank in starts}
         stride *= size
-    of_each = []
+    spreads = []
     for start in starts:
         on_host: dict[int, int] = {}
         for rank in members:
             host = (start + rank) // ranks_per_host
             on_host[host] = on_host.get(host, 0) + 1
-        of_each.append(GroupSpread(len(members), len(on_host), max(on_host.values())))
-    return max(of_each, key=lambda spread: spread.hosts)
+        spreads.append(GroupSpread(len(members), len(on_host), max(on_host.values())))
+    return max(spreads, key=lambda spread: spread.hosts)

@@ -1,4 +1,4 @@
-"""Times between those that were measured: straight lines between logarithms, never less for more work."""
+"""Interpolation between measured times: straight lines between logarithms, which never fall when the work grows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 
 
 class Curve:
-    """Seconds by size. Outside of its sizes they are those of the nearest.
+    """Seconds by size; below the smallest size and above the largest they are those of that size.
 
-    A size that took longer than a larger one counts with the larger one's seconds: what disturbs a measurement only
-    makes it longer.
+    A size that took longer than a larger one gets the larger one's seconds: a disturbance can only make a measured time
+    longer.
 
     Args:
-        sizes: rising, above 0, at least two.
+        sizes: at least two positive sizes, rising.
+        seconds: the seconds of each.
     """
 
     def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
@@ -28,16 +29,16 @@ class Curve:
 
 
 class ProductGrid:
-    """Seconds of products by their smallest dim a, and by the product P of the other two.
+    """Seconds of products by their smallest dim a and the product P of the other two.
 
-    Measured were a x (b x b) for sizes a <= b, so P = b^2, and as a^2 <= P no other pair is ever asked for: the grid is
-    a triangle, interpolated in its cells by the four corners, in those on the diagonal by the three that exist. Both
-    coordinates rise with each dim, and so do the seconds. Above the largest size they rise with the operations (the
-    nearest efficiency), below the smallest they stay: what does not depend on the size is most of them.
+    The measured products are [a, b] x [b, b] for sizes a <= b, so that P = b^2. As a^2 <= P for any product, the grid
+    is a triangle. A cell is interpolated between its four corners, a cell on the diagonal between the three that
+    exist. Both coordinates rise with each dim, and so do the seconds. Above the largest size the seconds rise in
+    proportion to the operations. Below the smallest they stay: there most of the time does not depend on the size.
 
     Args:
-        sizes: rising, at least two.
-        seconds: by (a, b), for all pairs of sizes with a <= b.
+        sizes: at least two sizes, rising.
+        seconds: seconds by (a, b), for all pairs of sizes with a <= b.
     """
 
     def __init__(self, sizes: Sequence[int], seconds: Mapping[tuple[int, int], float]) -> None:
@@ -67,7 +68,10 @@ class ProductGrid:
 
 
 def _position(sizes: Sequence[float], size: float) -> tuple[int, float]:
-    """The interval that ``size`` is in, or nearest to, and how far in it: 0 to 1, by logarithms."""
+    """Return the index of the interval that has ``size`` (or is nearest to it), and its place there from 0 to 1.
+
+    The place is a fraction of the interval's logarithm.
+    """
     at = min(max(bisect.bisect_right(sizes, size) - 1, 0), len(sizes) - 2)
     low, high = sizes[at : at + 2]
     if size <= low:

@@ -1,4 +1,4 @@
-"""The file that ``colossus doctor --measure OUT.json`` writes, and what it answers."""
+"""The file that ``colossus doctor --measure OUT.json`` writes, and the hardware that it describes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Table = TypeVar("Table")
 
 
 class MeasuredFileError(ValueError):
-    """A file that is not one of measured times, or of another version."""
+    """A file is not one of measured times, or has another version."""
 
 
 class _Part(BaseModel):
@@ -30,12 +30,12 @@ class _Part(BaseModel):
 
 
 class ProductTable(_Part):
-    """Seconds of products, in one dtype.
+    """Seconds of products in one dtype.
 
     Attributes:
-        sizes: rising.
-        seconds: of [a, b] x [b, b], for each size a a row, of the sizes b from a on: the mean of a linear layer's three
-            products, x w^T, dy w and dy^T x, of operands that no cache holds.
+        sizes: rising sizes.
+        seconds: a row for each size a, with the seconds of [a, b] x [b, b] for each size b >= a. Each is the mean of a
+            linear layer's three products x w^T, dy w and dy^T x, with operands that are in no cache.
     """
 
     sizes: list[PositiveInt] = Field(min_length=2)
@@ -50,7 +50,7 @@ class ProductTable(_Part):
         return self
 
     def by_pair(self) -> dict[tuple[int, int], float]:
-        """(a, b) -> seconds."""
+        """Return the seconds by (a, b)."""
         return {
             (a, b): seconds
             for at, a in enumerate(self.sizes)
@@ -76,7 +76,7 @@ class AttentionTable(_Part):
 
 
 class CollectiveTable(_Part):
-    """Seconds of a collective over so many ranks, by the bytes that a rank holds before."""
+    """Seconds of a collective over some number of ranks, by the bytes of a rank's input."""
 
     operation: str
     ranks: int = Field(ge=2)
@@ -92,25 +92,30 @@ class CollectiveTable(_Part):
         return self
 
     def link(self) -> Link:
-        """Latency of the whole collective, and bandwidth of what a rank sends."""
-        sizes = [bytes_sent(self.operation, self.ranks, held) for held in self.bytes]
+        """Return the latency of the whole collective, and the bandwidth at which a rank sends."""
+        sizes = [bytes_sent(self.operation, self.ranks, size) for size in self.bytes]
         return fit_link(list(zip(sizes, self.seconds, strict=True)))
 
 
 class MeasuredFile(_Part):
-    """All of it, of ranks that ran at the same time.
+    """The whole file: times of ranks that ran at the same time.
 
     Attributes:
+        version: version of the format.
+        colossus, torch: versions that measured.
         device: ``cpu`` or ``cuda``.
-        name: of the device.
-        cores: that the ranks shared.
-        threads: of each rank, as `colossus launch` shares out the cores.
-        memory_bytes: of a GPU, or of this machine for one of ``ranks`` of CPUs.
-        bytes_per_second: read and written together in z = x + y of new tensors that no cache holds; ``copy_`` in
-            the copy of one.
-        operator_seconds: of an operator of a small transformer block, forward and backward together.
-        operator_bytes_per_second: ATen operator -> read and written together, of activations that no cache holds.
-        matmul, attention: by dtype.
+        name: name of the device.
+        cores: cores that the ranks shared.
+        ranks: number of ranks.
+        threads: threads of each rank, as `colossus launch` shares out the cores.
+        backend: backend of the collectives.
+        memory_bytes: memory of a GPU, or on CPU one rank's part of the machine's memory.
+        bytes_per_second: bytes read and written in z = x + y of new tensors that are in no cache.
+        copy_bytes_per_second: bytes read and written in the copy of such a tensor.
+        operator_seconds: mean of the operators of a small transformer block, forward and backward together.
+        operator_bytes_per_second: ATen operator -> bytes read and written, for activations that are in no cache.
+        matmul, attention: tables by dtype.
+        collectives: a table for each collective and number of ranks.
     """
 
     version: int
@@ -133,10 +138,11 @@ class MeasuredFile(_Part):
 
 
 class Measured(Hardware):
-    """What a machine has been measured to do.
+    """A machine with measured times.
 
     Args:
-        network: between hosts, which no measurement on one of them sees.
+        file: the measured times.
+        network: link of each device to devices of other hosts, which a measurement on one host cannot see.
     """
 
     is_measured = True
@@ -168,63 +174,66 @@ class Measured(Hardware):
     def memory_seconds(self, num_bytes: float, operator: str = "") -> float:
         return num_bytes / self.file.operator_bytes_per_second.get(operator, self.file.bytes_per_second)
 
-    def on_one_host(self, operation: str, ranks: int, held: float) -> float:
-        """Between numbers of ranks that were measured by logarithms; of more than those as the formula goes on.
+    def on_one_host(self, operation: str, ranks: int, input_bytes: float) -> float:
+        """Return the seconds of a collective, each rank with cores of its own.
 
-        Ranks that were measured while they shared cores would be faster alone, see `slowdown`.
+        Ranks that shared cores while they were measured were slower by `slowdown`, which is divided out.
         """
         busy = self.file.ranks // 2 if operation == "send" else self.file.ranks  # of two, one waits for the other
-        return self._as_measured(operation, ranks, held) / self.slowdown(busy)
+        return self._as_measured(operation, ranks, input_bytes) / self.slowdown(busy)
 
-    def _as_measured(self, operation: str, ranks: int, held: float) -> float:
+    def _as_measured(self, operation: str, ranks: int, input_bytes: float) -> float:
+        """Return the seconds between the measured numbers of ranks by logarithms, beyond them by the fitted link."""
         tables = self._tables.get(operation)
         if tables is None:
             raise ValueError(
                 f"{self.name} has no times of {operation} between ranks: measure again, with --nproc 2 or more"
             )
-        known = sorted(tables)
-        fewer = max((size for size in known if size <= ranks), default=known[0])
-        more = min((size for size in known if size >= ranks), default=None)
-        low = self._at(operation, fewer, held)
+        measured = sorted(tables)
+        fewer = max((size for size in measured if size <= ranks), default=measured[0])
+        more = min((size for size in measured if size >= ranks), default=None)
+        low = self._at(operation, fewer, input_bytes)
         if more is None:
-            return low + self._added(operation, fewer, ranks, held)
+            return low + self._added(operation, fewer, ranks, input_bytes)
         if more == fewer:
             return low
         part = math.log(ranks / fewer) / math.log(more / fewer)
-        return float(low ** (1 - part) * self._at(operation, more, held) ** part)
+        return float(low ** (1 - part) * self._at(operation, more, input_bytes) ** part)
 
-    def _at(self, operation: str, ranks: int, held: float) -> float:
+    def _at(self, operation: str, ranks: int, input_bytes: float) -> float:
+        """Return the seconds over a measured number of ranks; bytes beyond the largest go at the link's bandwidth."""
         curve, link, largest = self._tables[operation][ranks]
-        return curve.at(held) + bytes_sent(operation, ranks, max(0.0, held - largest)) / link.bandwidth
+        return curve.at(input_bytes) + bytes_sent(operation, ranks, max(0.0, input_bytes - largest)) / link.bandwidth
 
-    def _added(self, operation: str, measured: int, ranks: int, held: float) -> float:
-        """What ``ranks`` take longer than those that were measured: steps, each of which has its latency, and bytes."""
+    def _added(self, operation: str, measured: int, ranks: int, input_bytes: float) -> float:
+        """Return the seconds that ``ranks`` need beyond those of ``measured`` ranks: latency of steps, and bytes."""
         link = self._tables[operation][measured][1]
         more_steps = steps(operation, ranks) / steps(operation, measured) - 1
-        more_bytes = bytes_sent(operation, ranks, held) - bytes_sent(operation, measured, held)
+        more_bytes = bytes_sent(operation, ranks, input_bytes) - bytes_sent(operation, measured, input_bytes)
         return more_steps * link.latency + more_bytes / link.bandwidth
 
 
 def load_measured(path: str | Path, network: Link | None = None) -> Measured:
-    """What ``colossus doctor --measure`` wrote.
+    """Load the file that ``colossus doctor --measure`` wrote.
 
     Args:
-        network: of each device to devices of other hosts, for collectives over several hosts.
+        path: the file.
+        network: link of each device to devices of other hosts, for collectives over several hosts.
 
     Raises:
-        MeasuredFileError: when it cannot be read, is of another version, or something of it is missing or wrong.
+        MeasuredFileError: the file cannot be read, has another version, or a field is missing or wrong.
     """
     again = "`colossus doctor --measure OUT.json` writes one"
     try:
-        found: Any = json.loads(user_path(path).read_text())
+        content: Any = json.loads(user_path(path).read_text())
     except (OSError, ValueError) as error:
         raise MeasuredFileError(f"{path}: cannot be read as a file of measured times ({error}); {again}") from None
-    if not isinstance(found, dict) or "version" not in found:
+    if not isinstance(content, dict) or "version" not in content:
         raise MeasuredFileError(f"{path} is not a file of measured times: it has no 'version'; {again}")
-    if found["version"] != VERSION:
-        raise MeasuredFileError(f"{path} is of version {found['version']!r}, this colossus reads {VERSION}; {again}")
+    if content["version"] != VERSION:
+        raise MeasuredFileError(f"{path} has version {content['version']!r}, this colossus reads {VERSION}; {again}")
     try:
-        return Measured(MeasuredFile.model_validate(found), network)
+        return Measured(MeasuredFile.model_validate(content), network)
     except ValidationError as error:
         raise MeasuredFileError(f"{path}: {'; '.join(map(_in_words, error.errors()))}; {again}") from None
 
@@ -234,7 +243,7 @@ def _in_words(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{where!r} is missing"
     if problem["type"] == "extra_forbidden":
-        return f"{where!r} is not known"
+        return f"{where!r} is no key of such a file"
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
 
 
@@ -249,6 +258,6 @@ def _rising(values: list[int], name: str) -> None:
         raise ValueError(f"{name} do not rise: {values}")
 
 
-def _as_many(values: list[float], others: list[int], name: str, of: str) -> None:
-    if len(values) != len(others):
-        raise ValueError(f"{name} has {len(values)} numbers for {len(others)} {of}")
+def _as_many(values: list[float], sizes: list[int], name: str, sizes_name: str) -> None:
+    if len(values) != len(sizes):
+        raise ValueError(f"{name} has {len(values)} numbers for {len(sizes)} {sizes_name}")

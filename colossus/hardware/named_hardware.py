@@ -10,25 +10,26 @@ from colossus.hardware.typical_cpu import TypicalCPU
 
 
 def named_hardware(name: str, network: Link | None = None) -> Hardware:
-    """A file of measured times (``.json``) or a data sheet.
+    """Return the hardware that a file of measured times (``.json``) or a data sheet describes.
 
     Args:
-        network: between hosts.
+        name: path of the file, or name of the device.
+        network: link of each device to devices of other hosts.
 
     Raises:
-        ValueError: for a device that is not known, and a file that is none of measured times.
+        ValueError: the device has no data sheet here, or the file is not one of measured times.
     """
     return load_measured(name, network) if name.endswith(".json") else FromDataSheet(name, network or NETWORK)
 
 
 def typical_cpu(local_ranks: int) -> TypicalCPU:
-    """This machine's cores and memory, shared by so many ranks."""
+    """Return a typical CPU with this machine's cores and memory, shared by ``local_ranks`` ranks."""
     memory, _ = machine.memory_bytes()
     return TypicalCPU(machine.usable_cores(), machine.threads_per_rank(local_ranks), memory / local_ranks)
 
 
 def default_hosts(hardware: Hardware, devices: int) -> int:
-    """As few as have at most eight devices each, all as many; one of CPUs."""
+    """Return the fewest hosts that share out the devices evenly, with at most eight on each; one for CPUs."""
     if isinstance(hardware, TypicalCPU) or (isinstance(hardware, Measured) and hardware.file.device == "cpu"):
         return 1
     return next(hosts for hosts in range(-(-devices // 8), devices + 1) if devices % hosts == 0)

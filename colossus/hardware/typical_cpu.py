@@ -1,4 +1,4 @@
-"""A machine of CPUs that nobody has measured: round numbers, to choose between plans before there are better ones."""
+"""A CPU that nobody has measured: round numbers, to choose between plans until there are better ones."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from colossus.hardware.hardware import Hardware, Link, bytes_sent, ranks_at_once
 
 #: FLOP/s of large products and of attention on one core, in fp32
 PRODUCTS, ATTENTION = 50e9, 25e9
-#: bytes per second of a core: of operators that read and write memory, and through memory that ranks share
+#: bytes per second of a core: of operators that read and write memory, and of messages through shared memory
 MEMORY, SHARED = 5e9, 2e9
-#: seconds of a product besides its operations, of an operator's start, and of a step between two ranks
+#: seconds of a product beside its operations, of an operator's start, and of a step between two ranks
 PRODUCT, OPERATOR, STEP = 5e-6, 10e-6, 50e-6
-#: 10 Gb/s of each rank
+#: 10 Gb/s for each rank
 NETWORK = Link(50e-6, 1.25e9)
-#: times of the dtype over that of fp32
+#: time in a dtype over the time in fp32
 _SLOWER = {"fp64": 2.0, "fp32": 1.0, "bf16": 1.0, "fp16": 1.0}
 
 
 class TypicalCPU(Hardware):
-    """Cores of a server, one for each thread of a rank; nothing of it is measured.
+    """A server's CPU, a core for each thread of a rank; none of its figures is measured.
 
     Args:
-        cores: of a host.
-        threads: of a rank.
-        memory: bytes of each rank.
+        cores: cores of a host.
+        threads: threads of a rank.
+        memory: bytes of memory for each rank.
     """
 
     is_measured, overlaps = False, False
@@ -41,11 +41,11 @@ class TypicalCPU(Hardware):
     def memory_seconds(self, num_bytes: float, operator: str = "") -> float:
         return num_bytes / MEMORY
 
-    def on_one_host(self, operation: str, ranks: int, held: float) -> float:
-        return steps(operation, ranks) * STEP + bytes_sent(operation, ranks, held) / SHARED
+    def on_one_host(self, operation: str, ranks: int, input_bytes: float) -> float:
+        return steps(operation, ranks) * STEP + bytes_sent(operation, ranks, input_bytes) / SHARED
 
 
 def _slower(dtype: str) -> float:
     if dtype not in _SLOWER:
-        raise ValueError(f"nothing is known of products in {dtype} on a CPU; known: {', '.join(_SLOWER)}")
+        raise ValueError(f"a typical CPU has no figure for products in {dtype}; it has {', '.join(_SLOWER)}")
     return _SLOWER[dtype]

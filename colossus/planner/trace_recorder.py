@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from colossus.comm import accounting, log
 from colossus.context.parallel_context import ParallelContext
-from colossus.hardware.hardware import held_of
+from colossus.hardware.hardware import input_bytes_of
 from colossus.planner.fake_tensors import CountedFakeTensors
 from colossus.planner.trace import AttentionCall, Awaited, Event, Operator, Product, Started, Trace
 
@@ -98,7 +98,7 @@ class TraceRecorder:
         name, axes, _ = counted[0]
         sent, ranks = sum(each for _, _, each in counted), self._context.grid.size(axes.split("x"))
         kind = name.split()[0]
-        self._add(Started(self._numbers, kind, axes, held_of(kind, ranks, sent)))
+        self._add(Started(self._numbers, kind, axes, input_bytes_of(kind, ranks, sent)))
         return _AwaitedEntry(self, self._numbers, operation, axes)
 
     def _add(self, event: Event) -> None:

@@ -275,7 +275,7 @@ REFUSED = [
     (["--devices", "0"], "--devices: must be a whole number of at least 1"),
     (["--devices", "6", "--hosts", "4"], "--hosts 4: 6 devices cannot be spread evenly over 4 hosts"),
     (["--explain", "12"], "--explain 12: the list has 10 plans"),
-    (["--hardware", "h1000"], "--hardware: nothing is known of memory and links of 'h1000'; known: B200, H100"),
+    (["--hardware", "h1000"], "--hardware: 'h1000' has no data sheet here with memory and links; B200, H100"),
     (["--hardware", "none.json"], "none.json: cannot be read as a file of measured times"),
     (["--hardware", "cpu", "--devices", "64"], "64 ranks at once are not measured on this machine's CPU (8 at most)"),
     (["--memory", "8x"], "--memory: '8x' is no size of memory; write 80GB"),
@@ -317,7 +317,7 @@ def test_this_machine_is_its_gpu_by_the_data_sheet_or_else_its_cpu_measured(
         (
             "NVIDIA L4",
             2,
-            "colossus: --hardware: nothing is known of memory and links of 'NVIDIA L4'; known: B200, H100",
+            "colossus: --hardware: 'NVIDIA L4' has no data sheet here with memory and links; B200, H100",
         ),
     ]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)

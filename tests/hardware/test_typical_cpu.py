@@ -21,5 +21,5 @@ def test_it_answers_all_that_hardware_is_asked() -> None:
         seconds = [here.collective_seconds(operation, 4, held, hosts=hosts) for hosts in (1, 2) for held in (4e3, 4e6)]
         assert 0 < seconds[0] < seconds[1]
         assert 0 < seconds[2] < seconds[3]
-    with pytest.raises(ValueError, match="nothing is known of products in int8 on a CPU; known: fp64, fp32"):
+    with pytest.raises(ValueError, match="a typical CPU has no figure for products in int8; it has fp64, fp32"):
         here.matmul_seconds(8, 8, 8, "int8")
