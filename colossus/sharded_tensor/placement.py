@@ -16,6 +16,9 @@ from colossus.layout.redistribute import redistribute
 from colossus.sequence_parallel.split import SequenceSplit
 from colossus.tensor_parallel.mode import Regions
 
+#: tokens of a sequence that a slice has left: from start to stop of all
+Window = tuple[int, int, int]
+
 
 class Place(NamedTuple):
     """Where a split dim is. Flattened with others, it is the middle of ``before`` x the dim x ``after``.
@@ -23,13 +26,13 @@ class Place(NamedTuple):
     Attributes:
         dim: from the left; negative from the right, in the answer of a rule that need not know the number of dims.
         before, after: elements that this rank has of what it is flattened with.
-        window: tokens of the sequence that are left after a slice, from start to stop of all; None for all.
+        window: the tokens of a sequence that are left after a slice; None for all.
     """
 
     dim: int
     before: int = 1
     after: int = 1
-    window: tuple[int, int, int] | None = None
+    window: Window | None = None
 
     def count(self, shape: Sequence[int]) -> int:
         """Return the elements along the split dim that this rank has."""

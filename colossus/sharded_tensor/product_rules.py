@@ -11,8 +11,8 @@ from torch import Tensor
 
 from colossus.layout.operators import Call
 from colossus.sharded_tensor.placement import MixesPartsError, Place, avoid
-from colossus.sharded_tensor.token_collectives import attended, require_unpadded, summed_product
-from colossus.sharded_tensor.view_rules import At, found
+from colossus.sharded_tensor.token_collectives import attended, over_ranks, require_unpadded
+from colossus.sharded_tensor.view_rules import At, place_of
 
 
 def matmul(at: At, call: Call) -> Place | None:
@@ -23,7 +23,7 @@ def matmul(at: At, call: Call) -> Place | None:
     if (a_sums or b_sums) and at.parts:
         raise MixesPartsError("sums over the split dim")
     if a_sums and b_sums and at_a and at_b and at_a[1:] == at_b[1:]:
-        at.instead = lambda call: summed_product(torch.matmul(*_factors(call)), at.parallel)
+        at.instead = lambda call: over_ranks(torch.matmul(*_factors(call)), at.parallel)
         return None
     if a_sums:
         at.gather(a)
@@ -73,10 +73,10 @@ def linear(at: At, call: Call) -> Place | None:
     x = call.get("self")
     if at(call.get("weight")) is not None or at(call.get("bias")) is not None:
         raise MixesPartsError("takes what is split for a weight")
-    if not at.parts and found(at, x).dim == x.dim() - 1:
+    if not at.parts and place_of(at, x).dim == x.dim() - 1:
         at.gather(x)
         return None
-    return avoid(found(at, x), x.dim(), -1, "sums over")
+    return avoid(place_of(at, x), x.dim(), -1, "sums over")
 
 
 def attention(at: At, call: Call) -> Place | None:
@@ -90,10 +90,10 @@ def attention(at: At, call: Call) -> Place | None:
             "merge_heads, or take colossus.layers.Attention(dropout=...))"
         )
     if not at.parts and right["k"] == right["v"] == -2 and right["q"] in (None, -2):
-        return _attention_to_tokens(at, query, key, value, mask)
+        return _attention_to_tokens(at, (query, key, value), mask)
     if right["q"] is None or right["q"] == -1 or any(right[name] not in (None, right["q"]) for name in "kv"):
         raise MixesPartsError("looks at a part of the queries, keys or values only")
-    place = found(at, query).at(right["q"])
+    place = place_of(at, query).at(right["q"])
     if right["q"] < -2:  # samples, heads
         if None in right.values():
             raise MixesPartsError("needs query, key and value split alike")
@@ -108,23 +108,21 @@ def attention(at: At, call: Call) -> Place | None:
     return place
 
 
-def _attention_to_tokens(at: At, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Place | None:
+def _attention_to_tokens(at: At, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> Place | None:
     """Return the place of attention to keys and values whose tokens sequence ranks split."""
-    place = at(query)
-    if place is None:
+    query, key, value = inputs
+    if at(query) is None:
         at.gather(key)
         at.gather(value)
         return None
-    place, total = place.at(-2), at.whole(query)
-    require_unpadded(place, total, at.parallel)
+    places, totals = [place_of(at, x) for x in inputs], (at.whole(query), at.whole(key))
+    for place, total in zip(places, totals, strict=False):
+        require_unpadded(place, total, at.parallel)
+    rows = places[0].at(-2)
     if mask is not None:
-        if at(mask) is None:
-            at.meet(mask, -2, place, total)
-        elif found(at, mask).dim - mask.dim() != -2:
-            at.gather(mask)
-            at.met.append((mask, -2, place))
-    at.instead = lambda call: attended(call, at.parallel, place, total)
-    return place
+        at.join(mask, rows, totals[0])
+    at.instead = lambda call: attended(call, at.parallel, places, totals)
+    return rows
 
 
 def einsum(at: At, call: Call) -> Place | None:
@@ -144,7 +142,7 @@ def einsum(at: At, call: Call) -> Place | None:
     letter, place, first = next((entry for entry in split if entry[0] in out), split[0])
     if not at.parts and letter not in out:
         if all(at(x) == place.at(each.index(letter)) for each, x in zip(labels, given, strict=True) if letter in each):
-            at.instead = lambda call: summed_product(torch.einsum(*call.get("args")), at.parallel)
+            at.instead = lambda call: over_ranks(torch.einsum(*call.get("args")), at.parallel)
         else:
             for _, _, x in split:
                 at.gather(x)

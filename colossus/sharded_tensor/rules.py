@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from colossus.layout.operators import Call
-from colossus.sharded_tensor import loss_rules, product_rules, view_rules
+from colossus.sharded_tensor import product_rules, reduction_rules, view_rules
 from colossus.sharded_tensor.placement import MixesPartsError, Place, avoid, without
 from colossus.sharded_tensor.token_collectives import require_unpadded, rescaled
-from colossus.sharded_tensor.view_rules import At, Rule, aligned, found
+from colossus.sharded_tensor.view_rules import At, Rule, aligned, place_of
 
 
 def _along(does: str = "works along", default: Any = None, *, is_gone: bool = False) -> Rule:
@@ -21,7 +21,7 @@ def _along(does: str = "works along", default: Any = None, *, is_gone: bool = Fa
 
     def rule(at: At, call: Call) -> Place:
         x, dims = call.get("self"), call.get("dim", default=default)
-        place = avoid(found(at, x), x.dim(), dims, does)
+        place = avoid(place_of(at, x), x.dim(), dims, does)
         return without(place, x.dim(), dims) if is_gone and not call.get("keepdim") else place
 
     return rule
@@ -29,20 +29,20 @@ def _along(does: str = "works along", default: Any = None, *, is_gone: bool = Fa
 
 def _interleaved(at: At, call: Call) -> Place:
     x, repeats, dim = call.get("self"), call.get("repeats"), call.get("dim")
-    place = found(at, x)
+    place = place_of(at, x)
     if isinstance(repeats, int) and repeats > 0 and dim is not None and dim % x.dim() == place.dim:
-        return Place(place.dim, place.before, 1 if at.parts and place.before == 1 else place.after * repeats)
+        return place._replace(after=1 if at.parts and place.before == 1 else place.after * repeats)
     return avoid(place, x.dim(), dim, "works along")
 
 
 def _same(at: At, call: Call) -> Place:
-    return found(at, call.get("self"))
+    return place_of(at, call.get("self"))
 
 
 def _joined(at: At, call: Call) -> Place:
     tensors = call.get("tensors")
     split = next(x for x in tensors if at(x) is not None)
-    avoid(found(at, split), split.dim(), call.get("dim", default=0), "concatenates along")
+    avoid(place_of(at, split), split.dim(), call.get("dim", default=0), "concatenates along")
     return aligned(at, tensors)
 
 
@@ -56,12 +56,12 @@ def _stacked(at: At, call: Call) -> Place:
 def _normalized(at: At, call: Call) -> Place:
     x = call.get("self")
     dims = tuple(range(-len(call.get("normalized_shape")), 0))
-    return avoid(found(at, x), x.dim(), dims, "normalizes over")
+    return avoid(place_of(at, x), x.dim(), dims, "normalizes over")
 
 
 def _rescaled(at: At, call: Call) -> Place:
     x, dim = call.get("self"), call.get("dim", default=1 if call.name == "normalize" else None)
-    place = found(at, x)
+    place = place_of(at, x)
     if at.parts or not isinstance(dim, int) or dim % x.dim() != place.dim or place != Place(place.dim):
         return avoid(place, x.dim(), dim, "works along")
     require_unpadded(place, at.whole(x), at.parallel)
@@ -78,7 +78,7 @@ def _refused(why: str) -> Rule:
 
 # --- the table
 
-_reduced = loss_rules.reduced_along
+_reduced = reduction_rules.reduced_along
 _ROWS: list[tuple[Rule, str]] = [
     (product_rules.linear, "linear"),
     (product_rules.matmul, "matmul mm bmm mv"),
@@ -96,10 +96,10 @@ _ROWS: list[tuple[Rule, str]] = [
     (_joined, "cat"),
     (_stacked, "stack"),
     (lambda at, call: aligned(at, call.get("tensors", "self")), "broadcast_tensors"),
-    (loss_rules.reduced_along, "sum nansum count_nonzero"),
-    (loss_rules.loss_of_classes, "cross_entropy nll_loss"),
+    (reduction_rules.reduced_along, "sum nansum count_nonzero"),
+    (reduction_rules.loss_of_classes, "cross_entropy nll_loss"),
     (
-        loss_rules.loss_of_elements,
+        reduction_rules.loss_of_elements,
         "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
         "poisson_nll_loss gaussian_nll_loss soft_margin_loss",
     ),

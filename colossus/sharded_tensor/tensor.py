@@ -213,6 +213,8 @@ def _followed(
         if place is not None:
             places.append((role, place))
         asked.append(at)
+    if is_in_place and any(x is args[0] for at in asked for x in (*at.gathered, *(entry[0] for entry in at.met))):
+        raise MixesPartsError("writes into a tensor of which it would need other tokens: take what it returns")
     placement = replace(base, places=tuple(places), standard_ndim=0)
     if any(at.met or at.gathered for at in asked) or (base.split_axes and any(wants_sum(x) for x in tensors)):
         on_meta = any(x.is_meta for x in operands)
@@ -309,11 +311,6 @@ def _property(func: Any, args: tuple[Any, ...]) -> Any:
     if not isinstance(out, Tensor) or name == "_base":
         return out
     if name in ("mT", "mH"):
-        places = tuple((role, _swapped(place, x.dim())) for role, place in x.placement.places)
-        return _mark(out, replace(x.placement, places=places, standard_ndim=0))
+        _, placement = _followed("transpose", Tensor.transpose, (x, -2, -1), {}, False)
+        return _mark(out, placement or x.placement)
     return _mark(out, x.placement)
-
-
-def _swapped(place: Place, ndim: int) -> Place:
-    """Return the place once the last two dims have changed theirs."""
-    return place.at({ndim - 1: ndim - 2, ndim - 2: ndim - 1}.get(place.dim, place.dim))

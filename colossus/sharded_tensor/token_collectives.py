@@ -6,7 +6,7 @@ is gathered is summed in backward, and what is summed, too. All take and give pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from colossus.comm.conjugate import conjugate
 from colossus.layout.operators import Call
 from colossus.sequence_parallel.attend import attend
 from colossus.sequence_parallel.split import SequenceSplit
-from colossus.sharded_tensor.placement import HasRegions, MixesPartsError, Place, as_dims
+from colossus.sharded_tensor.placement import HasRegions, MixesPartsError, Place, Window, as_dims
 
 #: in the place of a sequence's length in a window: some tokens of each rank, which nothing but ranks puts in order
 CHOSEN = -1
@@ -31,7 +31,7 @@ def whole_tokens(x: Tensor, place: Place, parallel: HasRegions) -> Tensor:
         raise MixesPartsError("brings tokens together that a mask has chosen")
     x, dim = x.unflatten(place.dim, (place.before, count, place.after)), place.dim + 1
     if place.window is not None:
-        rows = _kept(place.window, parallel)
+        rows = _rows_in(place.window, parallel)
         shape = (*x.shape[:dim], total // sequence.num_shards, *x.shape[dim + 1 :])
         x = x.new_zeros(shape).index_copy(dim, rows.to(x.device), x)
     x = conjugate(x.contiguous(), "gather", "reduce_scatter", parallel.context.group(sequence.axes), dim)
@@ -52,28 +52,33 @@ def own_tokens(x: Tensor, dim: int, place: Place, parallel: HasRegions) -> Tenso
         raise MixesPartsError("lets tokens that a mask has chosen meet a plain tensor")
     rows = _positions(total, parallel, x.device)
     if place.window is not None:
-        rows = rows[_kept(place.window, parallel).to(x.device)] - start
+        rows = rows[_rows_in(place.window, parallel).to(x.device)] - start
     if place.before == place.after == 1:
         return x.index_select(dim, rows)
     return x.unflatten(dim, (place.before, count, place.after)).index_select(dim + 1, rows).flatten(dim, dim + 2)
 
 
-def sliced(x: Tensor, place: Place, start: int, stop: int, total: int, parallel: HasRegions) -> tuple[Tensor, Place]:
-    """Return this rank's tokens among those from ``start`` to ``stop`` of all ``total``."""
-    if place.window is not None or place != Place(place.dim):
-        raise MixesPartsError("takes a slice of tokens of which a slice was taken before, or which are flattened")
-    window = (start, stop, total)
-    return x.index_select(place.dim, _kept(window, parallel).to(x.device)), place._replace(window=window)
+def sliced(x: Tensor, dim: int, window: Window, parallel: HasRegions) -> Tensor:
+    """Return this rank's tokens among those of a window; ``x`` has a rank's part of all."""
+    return x.index_select(dim, _rows_in(window, parallel).to(x.device))
 
 
-def one_token(x: Tensor, place: Place, number: int, total: int, parallel: HasRegions) -> Tensor:
+def one_token(x: Tensor, dim: int, number: int, total: int, parallel: HasRegions) -> Tensor:
     """Return one token of all, with its dim of one: [.., tokens / ranks, ..] -> [.., 1, ..]."""
-    if place != Place(place.dim):
-        raise MixesPartsError("selects one of tokens of which a slice was taken before, or which are flattened")
-    mine, _ = sliced(x, place, number, number + 1, total, parallel)
-    if not mine.shape[place.dim]:
-        mine = x.narrow(place.dim, 0, 1) * 0
-    return _summed(mine, parallel)
+    mine = sliced(x, dim, (number, number + 1, total), parallel)
+    if not mine.shape[dim]:  # zero, but a node of the graph, whose backward sums over ranks as theirs
+        mine = x.narrow(dim, 0, 1)
+        mine = mine.masked_fill(mine.new_ones((), dtype=torch.bool), 0)
+    return over_ranks(mine, parallel)
+
+
+def leaves_all_some(window: Window, parallel: HasRegions) -> bool:
+    """Return whether each rank has some of the tokens in a window."""
+    start, stop, total = window
+    sequence = _sequence(parallel)
+    count, ranks, cpu = total // sequence.num_shards, sequence.num_shards, torch.device("cpu")
+    shards = (sequence.positions(count, index, ranks, cpu) for index in range(ranks))
+    return all(bool(((shard >= start) & (shard < stop)).any()) for shard in shards)
 
 
 def require_unpadded(place: Place, count: int, parallel: HasRegions) -> None:
@@ -101,11 +106,11 @@ def reduced(call: Call, x: Tensor, place: Place, whole: int, parallel: HasRegion
     name = call.name
     if name == "mean":
         dtype = call.get("dtype")
-        return _sum_along(x if dtype is None else x.to(dtype), along, keepdim, parallel) / whole
+        return over_ranks(x.sum(along, keepdim, dtype=dtype), parallel) / whole
     if name in ("var", "std"):
         correction = call.get("correction", default=1 if call.get("unbiased", default=True) else 0)
-        centred = x - _sum_along(x, along, True, parallel) / whole
-        variance = _sum_along(centred.square(), along, keepdim, parallel) / max(whole - correction, 0)
+        centred = x - over_ranks(x.sum(along, keepdim=True), parallel) / whole
+        variance = over_ranks(centred.square().sum(along, keepdim), parallel) / max(whole - correction, 0)
         return variance if name == "var" else variance.sqrt()
     if name in ("norm", "linalg_vector_norm", "linalg_norm"):
         order = call.get("ord", "p")
@@ -116,9 +121,8 @@ def reduced(call: Call, x: Tensor, place: Place, whole: int, parallel: HasRegion
         return _norm_of_parts(partial, order, parallel)
     if name in ("sum", "nansum", "count_nonzero"):
         x = x != 0 if name == "count_nonzero" else x
-        return _summed(
-            (torch.nansum if name == "nansum" else torch.sum)(x, along, keepdim, dtype=call.get("dtype")), parallel
-        )
+        total = torch.nansum if name == "nansum" else torch.sum
+        return over_ranks(total(x, along, keepdim, dtype=call.get("dtype")), parallel)
     reduce = _REDUCTIONS.get(name)
     if reduce is None or (dims is not None and name in ("max", "min")):
         raise MixesPartsError("reduces the split dim")
@@ -139,13 +143,8 @@ def rescaled(call: Call, x: Tensor, place: Place, parallel: HasRegions) -> Tenso
 
 def _norm_of_parts(norms: Tensor, order: float, parallel: HasRegions) -> Tensor:
     if order == 0:  # the number of elements that are not zero
-        return _summed(norms, parallel)
+        return over_ranks(norms, parallel)
     return torch.linalg.vector_norm(_by_rank(norms, parallel), order, 0)
-
-
-def summed_product(x: Tensor, parallel: HasRegions) -> Tensor:
-    """Return the sum over ranks of what each has computed of its tokens."""
-    return _summed(x, parallel)
 
 
 def reduced_loss(call: Call, function: Callable[..., Tensor], parallel: HasRegions, whole: int) -> Tensor:
@@ -155,7 +154,7 @@ def reduced_loss(call: Call, function: Callable[..., Tensor], parallel: HasRegio
         function: calls it with the keyword arguments that it is given beside those of the call.
         whole: labels, or elements, of all ranks.
     """
-    total = _summed(function(reduction="sum"), parallel)
+    total = over_ranks(function(reduction="sum"), parallel)
     if call.get("reduction", default="mean") == "sum":
         return total
     if call.name not in ("cross_entropy", "nll_loss"):
@@ -165,15 +164,7 @@ def reduced_loss(call: Call, function: Callable[..., Tensor], parallel: HasRegio
         return total / whole
     valid = target != call.get("ignore_index", default=-100)
     counted = valid if weight is None else weight[target.masked_fill(~valid, 0)] * valid
-    return total / _summed(counted.sum().to(total.dtype), parallel)
-
-
-def _sum_along(x: Tensor, dims: tuple[int, ...], keepdim: bool, parallel: HasRegions) -> Tensor:
-    return _summed(x.sum(dims, keepdim=keepdim), parallel)
-
-
-def _all_along(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    return torch.all(x, dims, keepdim)
+    return total / over_ranks(counted.sum().to(total.dtype), parallel)
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor, tuple[int, ...], bool], Tensor]] = {
@@ -181,7 +172,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor, tuple[int, ...], bool], Tensor]] = {
     "amin": lambda x, dims, keepdim: x.amin(dims, keepdim),
     "max": lambda x, dims, keepdim: x.amax(dims, keepdim),
     "min": lambda x, dims, keepdim: x.amin(dims, keepdim),
-    "all": _all_along,
+    "all": lambda x, dims, keepdim: torch.all(x, dims, keepdim),
     "any": lambda x, dims, keepdim: torch.any(x, dims, keepdim),
     "logsumexp": lambda x, dims, keepdim: x.logsumexp(dims, keepdim),
 }
@@ -190,11 +181,15 @@ _REDUCTIONS: dict[str, Callable[[Tensor, tuple[int, ...], bool], Tensor]] = {
 # --- attention
 
 
-def attended(call: Call, parallel: HasRegions, place: Place, total: int) -> Tensor:
+def attended(call: Call, parallel: HasRegions, places: Sequence[Place], totals: Sequence[int]) -> Tensor:
     """Return the attention of this rank's queries to the tokens of all ranks.
 
-    Without a mask tokens go round the ring, or are exchanged for heads; with one, or with dropout, keys and values are
-    gathered, and the mask has the rows of this rank's queries.
+    Without a mask tokens go round the ring, or are exchanged for heads. With one, with dropout, and of a slice of the
+    tokens, keys and values are gathered, and the mask has the rows of this rank's queries.
+
+    Args:
+        places: how queries, keys and values are split.
+        totals: the number of queries, and of keys, of all ranks.
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
     query, key, value, mask, dropout, causal, scale = (call.get(name) for name in names)
@@ -206,13 +201,13 @@ def attended(call: Call, parallel: HasRegions, place: Place, total: int) -> Tens
         and query.dim() == 4
         and query.shape[-1] == key.shape[-1] == value.shape[-1]
         and not (query.shape[1] % ulysses or key.shape[1] % ulysses)
-        and place.window is None
+        and all(place == Place(2) for place in places)
     ):
         return attend(query, key, value, sequence.ring, sequence.ulysses, causal=bool(causal), scale=scale)
-    key, value = (whole_tokens(x, Place(x.dim() - 2), parallel) for x in (key, value))
+    key, value = (whole_tokens(x, place, parallel) for x, place in zip((key, value), places[1:], strict=True))
     if causal:
-        rows = own_tokens(torch.arange(total, device=query.device), 0, place._replace(before=1, after=1), parallel)
-        mask = rows[:, None] >= torch.arange(total, device=query.device)
+        queries, keys = (torch.arange(total, device=query.device) for total in totals)
+        mask = own_tokens(queries, 0, places[0].at(0), parallel)[:, None] >= keys
     grouped = bool(call.get("enable_gqa", default=False))
     return F.scaled_dot_product_attention(query, key, value, mask, dropout or 0.0, scale=scale, enable_gqa=grouped)
 
@@ -225,7 +220,8 @@ def _sequence(parallel: HasRegions) -> SequenceSplit:
     return parallel.sequence
 
 
-def _summed(x: Tensor, parallel: HasRegions) -> Tensor:
+def over_ranks(x: Tensor, parallel: HasRegions) -> Tensor:
+    """Return the sum of a tensor over the sequence ranks; the gradient is summed, too."""
     return conjugate(x, "sum", "sum", parallel.context.group(_sequence(parallel).axes))
 
 
@@ -241,7 +237,7 @@ def _positions(total: int, parallel: HasRegions, device: Any) -> Tensor:
     return sequence.positions(total // sequence.num_shards, index, sequence.num_shards, torch.device(device))
 
 
-def _kept(window: tuple[int, int, int], parallel: HasRegions) -> Tensor:
+def _rows_in(window: Window, parallel: HasRegions) -> Tensor:
     """Return which of this rank's tokens are in a window, on the CPU."""
     start, stop, total = window
     positions = _positions(total, parallel, "cpu")

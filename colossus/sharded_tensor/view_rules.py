@@ -5,6 +5,7 @@ See `colossus.sharded_tensor.rules`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,14 @@ from torch import Tensor
 from colossus.layout.operators import Call
 from colossus.sharded_tensor.placement import MixesPartsError, Place, Placement, Segment, avoid, placement_of, without
 from colossus.sharded_tensor.sizes import shape_of
-from colossus.sharded_tensor.token_collectives import CHOSEN, one_token, require_unpadded, sliced, summed_product
+from colossus.sharded_tensor.token_collectives import (
+    CHOSEN,
+    leaves_all_some,
+    one_token,
+    over_ranks,
+    require_unpadded,
+    sliced,
+)
 from colossus.sharded_tensor.user_backward import runs_user_backward
 
 
@@ -107,7 +115,7 @@ class At:
 Rule = Callable[[At, Call], Place | None]
 
 
-def found(at: At, x: Any) -> Place:
+def place_of(at: At, x: Any) -> Place:
     """Return where a tensor has the split dim, which it must have."""
     place = at(x)
     if place is None:
@@ -118,8 +126,9 @@ def found(at: At, x: Any) -> Place:
 def aligned(at: At, operands: Sequence[Any]) -> Place:
     """Return the place, from the right, in what operands that meet element by element give."""
     tensors = [x for x in operands if isinstance(x, Tensor)]
-    first = max((x for x in tensors if at(x) is not None), key=lambda x: x.numel())
-    right = found(at, first).at(found(at, first).dim - first.dim())
+    split = [x for x in tensors if at(x) is not None]
+    first = max(split, key=lambda x: math.prod(shape_of(x)))  # the same on all ranks, whatever each has of it
+    right = place_of(at, first).at(place_of(at, first).dim - first.dim())
     whole = at.whole(first)
     for x in tensors:
         at.join(x, right, whole)
@@ -132,7 +141,7 @@ def aligned(at: At, operands: Sequence[Any]) -> Place:
 def permuted(order_of: Callable[[Call, int], Sequence[int]]) -> Rule:
     def rule(at: At, call: Call) -> Place:
         x = call.get("self")
-        place = found(at, x)
+        place = place_of(at, x)
         return place.at([dim % x.dim() for dim in order_of(call, x.dim())].index(place.dim))
 
     return rule
@@ -147,7 +156,7 @@ def swapped(call: Call, ndim: int) -> list[int]:
 
 def unsqueezed(at: At, call: Call) -> Place:
     x = call.get("self")
-    place = found(at, x)
+    place = place_of(at, x)
     return place.at(place.dim + (call.get("dim") % (x.dim() + 1) <= place.dim))
 
 
@@ -155,9 +164,9 @@ def indexed(at: At, call: Call) -> Place | None:
     x, index = call.get("self"), call.get("index")
     if at(x) is None:
         if isinstance(index, Tensor) and not index.dtype.is_floating_point and index.dtype != torch.bool:
-            return found(at, index)  # rows of a table
+            return place_of(at, index)  # rows of a table
         raise MixesPartsError("indexes a plain tensor, which is whole, by what is split")
-    place, parts = found(at, x), index if isinstance(index, tuple) else (index,)
+    place, parts = place_of(at, x), index if isinstance(index, tuple) else (index,)
     if not at.parts and isinstance(index, Tensor) and index.dtype == torch.bool and at(index) == place:
         return _chosen_by(at, index)
     parts = tuple(_without_ellipsis(parts, x.dim()))
@@ -170,8 +179,8 @@ def indexed(at: At, call: Call) -> Place | None:
         if isinstance(part, bool) or (isinstance(part, Tensor) and (part.dtype == torch.bool or at(part))):
             raise MixesPartsError("selects by a mask or by indices of what is split")
         if dim == place.dim:
-            whole = at.whole(x)
-            if not isinstance(part, slice) or part.indices(whole) != (0, whole, 1):
+            size = shape_of(x)[dim]
+            if not isinstance(part, slice) or part.indices(size) != (0, size, 1):
                 if at.parts:
                     raise MixesPartsError(f"selects from dim {dim}, which is split")
                 return _of_tokens(at, x, parts, number, place.at(out))
@@ -189,7 +198,7 @@ def indexed(at: At, call: Call) -> Place | None:
 
 def selected(at: At, call: Call) -> Place | None:
     x, dim, number = call.get("self"), call.get("dim") % call.get("self").dim(), call.get("index")
-    place = found(at, x)
+    place = place_of(at, x)
     if place.dim == dim and not at.parts and isinstance(number, int):
         index = (*[slice(None)] * dim, number, *[slice(None)] * (x.dim() - dim - 1))
         return _of_tokens(at, x, index, dim, place)
@@ -198,11 +207,12 @@ def selected(at: At, call: Call) -> Place | None:
 
 def _of_tokens(at: At, x: Tensor, index: tuple[Any, ...], number: int, out: Place) -> Place | None:
     """Return the place after an index, of which entry ``number`` takes some of the tokens of a sequence."""
-    place, part, total, parallel = found(at, x), index[number], at.whole(x), at.parallel
+    place, part, total, parallel = place_of(at, x), index[number], at.whole(x), at.parallel
     placement = x.placement  # type: ignore[attr-defined]
     if any(other.dim == place.dim for role, other in placement.places if role != at.role):
         raise MixesPartsError("takes some tokens, which tensor ranks split, too")
-    if not isinstance(part, (int, slice)) or (isinstance(part, slice) and part.step not in (None, 1)):
+    is_slice = isinstance(part, slice) and part.step in (None, 1)
+    if place != Place(place.dim) or not (is_slice or isinstance(part, int)):
         at.gather(x)
         return None
     if isinstance(part, int) and not -total <= part < total:
@@ -212,17 +222,21 @@ def _of_tokens(at: At, x: Tensor, index: tuple[Any, ...], number: int, out: Plac
         if stop == total:
             require_unpadded(place, total, parallel)
         chosen = (*index[:number], 0 if isinstance(part, int) else slice(None), *index[number + 1 :])
-        at.instead = lambda call: one_token(call.get("self"), place, start, total, parallel)[chosen]
+        at.instead = lambda call: one_token(call.get("self"), place.dim, start, total, parallel)[chosen]
+        return None
+    window = (start, max(start, stop), total)
+    if not leaves_all_some(window, parallel):
+        at.gather(x)
         return None
     rest = (*index[:number], slice(None), *index[number + 1 :])
-    at.instead = lambda call: sliced(call.get("self"), place, start, stop, total, parallel)[0][rest]
-    return out._replace(window=(start, max(start, stop), total))
+    at.instead = lambda call: sliced(call.get("self"), place.dim, window, parallel)[rest]
+    return out._replace(window=window)
 
 
 def _chosen_by(at: At, mask: Tensor) -> Place:
     """Return the place of the tokens that a mask of them has chosen: some of each rank's."""
     count = mask.as_subclass(Tensor).sum()
-    return Place(0, window=(0, int(summed_product(count, at.parallel)), CHOSEN))
+    return Place(0, window=(0, int(over_ranks(count, at.parallel)), CHOSEN))
 
 
 def _without_ellipsis(parts: tuple[Any, ...], ndim: int) -> list[Any]:
@@ -238,18 +252,18 @@ def _without_ellipsis(parts: tuple[Any, ...], ndim: int) -> list[Any]:
 def chosen(at: At, call: Call) -> Place:
     """gather, scatter: along a dim, with indices and values for each element of the others."""
     x = call.get("self")
-    avoid(found(at, x), x.dim(), call.get("dim"), "works along")
+    avoid(place_of(at, x), x.dim(), call.get("dim"), "works along")
     return aligned(at, list(call.arguments.values()))
 
 
 def index_select(at: At, call: Call) -> Place | None:
     x, index = call.get("self"), call.get("index")
     if at(x) is None and call.get("dim") == 0:  # rows of a table
-        return found(at, index)
-    return avoid(found(at, x), x.dim(), call.get("dim"), "selects from")
+        return place_of(at, index)
+    return avoid(place_of(at, x), x.dim(), call.get("dim"), "selects from")
 
 
 def looked_up(at: At, call: Call) -> Place:
     if at(call.get("weight")) is not None:
         raise MixesPartsError("looks up rows of what is split")
-    return found(at, call.get("self"))
+    return place_of(at, call.get("self"))

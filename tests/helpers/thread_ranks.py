@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.layers.model_parallel import BatchInfo
 from colossus.layout import redistribute
 from colossus.layout.activation import Activation
-from colossus.sequence_parallel.modes import Ring
+from colossus.sequence_parallel.modes import Ring, Ulysses
 from colossus.sequence_parallel.split import SequenceSplit
 from colossus.sharded_tensor import token_collectives as tokens
 from colossus.sharded_tensor.placement import Place, Placement
@@ -33,11 +34,12 @@ _ACTIVATIONS = {
 
 
 class ThreadRanks:
-    """Two ranks that split one role of tensors: the tokens of a sequence in the zigzag order of a ring."""
+    """Two ranks that split one role of tensors: the tokens of a sequence in the zigzag order of a ring, or one after
+    the other, as under Ulysses."""
 
     size = 2
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, ring: bool) -> None:
         self.role = role
         self._here = threading.local()
         context = SimpleNamespace(
@@ -46,8 +48,8 @@ class ThreadRanks:
         )  # fmt: skip
         sequence: Any = object.__new__(SequenceSplit)
         vars(sequence).update(
-            _context=context, mode=Ring, axes=("sequence",), num_shards=self.size, _ring_size=self.size,
-            _ulysses_size=1, _positions={},
+            _context=context, mode=Ring if ring else Ulysses, axes=("sequence",), num_shards=self.size,
+            _ring_size=self.size if ring else 1, _ulysses_size=1 if ring else self.size, _positions={},
         )  # fmt: skip
         self.parallel: Any = SimpleNamespace(
             context=context, regions=Regions(_WHOLE, _WHOLE, _WHOLE), sequence=sequence, batch_info=BatchInfo()
@@ -138,11 +140,22 @@ def exchanged(x: Tensor, forward: str, backward: str, group: ThreadRanks, dim: i
     return _Exchanged.apply(x, forward, backward, group, dim)  # type: ignore[no-any-return]
 
 
+def _attend(query: Tensor, key: Tensor, value: Tensor, ring: ThreadRanks, ulysses: Any, **options: Any) -> Tensor:
+    """Stand for `colossus.sequence_parallel.attend.attend`, which sends tokens round a ring of processes."""
+    place = Place(2)
+    q, k, v = (tokens.whole_tokens(x, place, ring.parallel) for x in (query, key, value))
+    causal = options["causal"]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=options["scale"])
+    # each rank has computed all of it: of the sum of the gradients of queries, which all bring, its own are its part
+    return tokens.own_tokens(out, 2, place, ring.parallel)
+
+
 @contextmanager
-def thread_ranks(role: str) -> Iterator[ThreadRanks]:
+def thread_ranks(role: str, ring: bool = True) -> Iterator[ThreadRanks]:
     """Give two ranks that split a role."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens, "conjugate", exchanged)
         patch.setattr(redistribute, "conjugate", exchanged)
         patch.setattr("colossus.sharded_tensor.met_operands.conjugate", exchanged)
-        yield ThreadRanks(role)
+        patch.setattr(tokens, "attend", _attend)
+        yield ThreadRanks(role, ring)

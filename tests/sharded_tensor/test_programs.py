@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from random import Random
 
@@ -14,8 +15,17 @@ from hypothesis import given, settings
 from torch import Tensor
 
 BATCH, TOKENS, WIDTH = 4, 8, 12
+#: of the one whom the programs scale by, as all ranks have it
+PARAMETER = torch.linspace(0.5, 1.5, 20_000, dtype=torch.float64).requires_grad_()
 MAX_DIMS = 5
+#: programs of one role
+EXAMPLES = int(os.environ.get("PROGRAMS", 250))
 Step = Callable[[Tensor, Random], Tensor]
+
+
+def gradients(out: Tensor, weights: Tensor, x: Tensor) -> list[Tensor]:
+    """Return those of x and of the parameter; zeros where a program does not use it."""
+    return list(torch.autograd.grad((out * weights).sum(), (x, PARAMETER), allow_unused=True, materialize_grads=True))
 
 
 def any_dim(x: Tensor, random: Random) -> int:
@@ -45,8 +55,36 @@ def cut(x: Tensor, random: Random) -> Tensor:
 
 
 def sliced(x: Tensor, random: Random) -> Tensor:
-    length = x.shape[1]
-    return x[:, random.choice([0, 1]) : random.choice([length - 1, -1, length])]
+    dim = random.choice([0, 1, 1, 1]) if x.dim() > 1 else 0
+    length = x.shape[dim]
+    chosen = slice(random.choice([0, 0, 1, 3]), random.choice([length - 1, -1, length, length // 2, TOKENS]))
+    return x[(slice(None),) * dim + (chosen,)]
+
+
+def scaled(x: Tensor, random: Random) -> Tensor:
+    """Multiply by a parameter that all ranks have whole: of all of a dim and the last, or of the last alone."""
+    dim = any_dim(x, random) % x.dim()
+    rows = random.choice([1, x.shape[dim]])
+    return x * PARAMETER[: rows * x.shape[-1]].view(rows, *[1] * (x.dim() - dim - 2), x.shape[-1])
+
+
+def attended(x: Tensor, random: Random) -> Tensor:
+    while x.dim() < 4:
+        x = x.unsqueeze(1)
+    key, mask = x.sin(), None
+    if random.random() < 0.5:
+        key = key[:, :, random.choice([0, 1]) :]
+    if random.random() < 0.4:
+        mask = torch.arange(x.shape[2])[:, None] + 1 >= torch.arange(key.shape[2])
+    return F.scaled_dot_product_attention(x, key, key * 2, mask, is_causal=mask is None and random.random() < 0.5)
+
+
+def written(x: Tensor, random: Random) -> Tensor:
+    """Change in place, by itself or by what is split in another way."""
+    y = x.clone()
+    return random.choice(
+        [lambda: y.mul_(2), lambda: y.add_(x.mT), lambda: y.sub_(x[:, :1]), lambda: y.add_(x[:, 1:])]
+    )()
 
 
 STEPS: list[Step] = [
@@ -67,7 +105,15 @@ STEPS: list[Step] = [
     counted,
     masked,
     sliced,
+    sliced,
+    scaled,
+    scaled,
+    attended,
+    attended,
+    written,
     lambda x, random: x[:, 1:] * x[:, :-1],
+    lambda x, random: x[:, :-1] + x[:, 1:] * PARAMETER[: x.shape[-1]],
+    lambda x, random: x[:, random.choice([0, -1, 3])].masked_fill(x[:, 0] > 0, float("inf")).clamp(max=3),
     lambda x, random: x[:, random.choice([0, -1, 3])],
     lambda x, random: x.select(any_dim(x, random), 0),
     lambda x, random: x.expand(2, *x.shape),
@@ -96,12 +142,16 @@ STEPS: list[Step] = [
 ]
 
 
-@pytest.mark.parametrize(("role", "dim"), [("sequence", 1), ("tokens", 1), ("batch", 0), ("features", 2)])
-def test_what_is_not_refused_is_that_of_the_whole(role: str, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("role", "dim", "ring"),
+    [("sequence", 1, True), ("sequence", 1, False), ("tokens", 1, True), ("batch", 0, True), ("features", 2, True)],
+)
+def test_what_is_not_refused_is_that_of_the_whole(role: str, dim: int, ring: bool) -> None:
+    """Both orders of tokens: of a ring's a rank has the first and the last, of Ulysses' one run."""
     verdicts: list[bool] = []
-    with thread_ranks(role) as ranks:
+    with thread_ranks(role, ring) as ranks:
 
-        @settings(max_examples=250, derandomize=True, deadline=None, database=None)
+        @settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
         @given(
             st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9)), min_size=1, max_size=5), st.integers(0, 9)
         )
@@ -120,15 +170,16 @@ def test_what_is_not_refused_is_that_of_the_whole(role: str, dim: int) -> None:
             except (RuntimeError, IndexError, ValueError, TypeError):  # no program for torch either
                 return
             weights = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)
-            (wanted_gradient,) = torch.autograd.grad((wanted * weights).sum(), x)
+            wanted_gradients = gradients(wanted, weights, x)
+            if not all(y.isfinite().all() for y in (wanted, *wanted_gradients)):  # the variance of one element
+                return
 
-            def on_rank(rank: int) -> tuple[Tensor, Tensor]:
+            def on_rank(rank: int) -> tuple[Tensor, list[Tensor]]:
                 leaf = x.detach().clone().requires_grad_()
                 out = run(ranks.part(leaf, dim))
                 assert out.shape == wanted.shape
                 out = ranks.whole(out)
-                (gradient,) = torch.autograd.grad((out * weights).sum(), leaf)
-                return out, gradient
+                return out, gradients(out, weights, leaf)
 
             try:
                 results = ranks.run(on_rank)
@@ -139,8 +190,11 @@ def test_what_is_not_refused_is_that_of_the_whole(role: str, dim: int) -> None:
             for out, _ in results:
                 torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-12)
             # each rank has the loss of the whole: of tokens gradients are addends over sequence ranks
-            total = sum(gradient for _, gradient in results) / (ranks.size if role == "sequence" else 1)
-            torch.testing.assert_close(total, wanted_gradient, rtol=1e-9, atol=1e-10)
+            (x_parts, y_parts) = zip(*(both for _, both in results), strict=True)
+            total = sum(x_parts) / (ranks.size if role == "sequence" else 1)
+            torch.testing.assert_close(total, wanted_gradients[0], rtol=1e-9, atol=1e-10)
+            for part in y_parts if role != "sequence" else [sum(y_parts) / ranks.size]:
+                torch.testing.assert_close(part, wanted_gradients[1], rtol=1e-9, atol=1e-10)
 
         follow()
     assert verdicts.count(True) > 50

@@ -13,13 +13,13 @@ from colossus.layout.operators import Call
 from colossus.sharded_tensor.placement import MixesPartsError, Place, as_dims, avoid, without
 from colossus.sharded_tensor.sizes import shape_of
 from colossus.sharded_tensor.token_collectives import reduced, reduced_loss, require_unpadded
-from colossus.sharded_tensor.view_rules import At, aligned, found
+from colossus.sharded_tensor.view_rules import At, aligned, place_of
 
 
 def reduced_along(at: At, call: Call) -> Place | None:
     """Return the place after a reduction along ``dim``."""
     x, dims = call.get("self"), call.get("dim")
-    place, shape = found(at, x), shape_of(x)
+    place, shape = place_of(at, x), shape_of(x)
     if call.get("others") is not None:
         raise MixesPartsError("has arguments that are not understood: name them (dim=)")
     named = as_dims(dims)
