@@ -1,4 +1,4 @@
-"""``colossus bench``: the train step of a config, timed under one or several plans side by side."""
+"""``colossus bench``: time the train step of a config under one or several plans, side by side."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ examples:
   colossus bench configs/gpt_stdlib.py data=4 data=4 "data=2 tensor=2" "pipeline=2 schedule.microbatches=4"
   colossus bench config.py "" train.precision=bf16 --overrides train.global_batch_size=64 --json bench.json
 
-A plan is overrides of the file, in quotes where there are several; an empty text is the plan of the file. Keys of
-parallel may be given without that word, as for compare: an axis that is not named has size 1 then.
+A plan is one or several overrides of the file in quotes; an empty text is the plan of the file. Keys of parallel may
+omit that word, as for compare; then an axis without a key has size 1.
 
-All plans are checked before the first process is started. The processes of all plans are there at once, with their
-memory, on the same devices, and take turns: blocks of steps run while the other plans wait, so that noise of the
-machine meets all alike. The data is the config's, read before the clock starts; there are no evaluations, checkpoints
-and hooks. Each rank has as many threads as a launch gives it; OMP_NUM_THREADS=1 gives it one. The ratio to the first
-plan is the median of the ratios of blocks, with quartiles; a plan given twice shows how much of that is noise.
+All plans are checked before the first process starts. The processes of all plans exist at once, with their memory, on
+the same devices, and take turns: a block of steps of one plan runs while the others wait, so that noise of the machine
+affects all alike. The data is the config's, read before the clock starts. There are no evaluations, checkpoints or
+hooks. Each rank has as many threads as a launch gives it; OMP_NUM_THREADS=1 gives it one. The ratio to the first plan
+is the median of the ratios of blocks, with quartiles; naming a plan twice shows how much of the ratio is noise.
 
-exit codes: 0 done, 1 a plan has failed (the others are told), 2 wrong config or usage, 130 stopped by Ctrl-C
+exit codes: 0 done, 1 a plan has failed (the others are printed), 2 wrong config or usage, 130 stopped by Ctrl-C
 """
 
 
 def make_parser() -> Parser:
     parser = Parser(
         "colossus bench",
-        "Time the train step of a config file under its plan, or under several side by side: median and quartiles of\n"
-        "the step, the ratio to the first plan, tokens per second, MFU where the device's peak is known, bytes sent\n"
-        "along each axis, memory of the fullest rank.",
+        "Time the train step of a config file under its plan, or under several plans side by side: median and\n"
+        "quartiles of the step, the ratio to the first plan, tokens per second, MFU if the device's peak is known,\n"
+        "bytes sent along each axis, memory of the fullest rank.",
         _EPILOG,
     )
     parser.add_argument("file", type=path_argument, metavar="FILE", help="config file (Python)")
@@ -39,13 +39,13 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--overrides", metavar="section.key=value", nargs="+", default=[], help="overrides for all plans"
     )
-    for name, default, what in (
+    for name, default, meaning in (
         ("warmup", 3, "steps before the first block"),
         ("steps", 5, "steps of a block"),
         ("blocks", 6, "blocks of each plan"),
     ):
         parser.add_argument(
-            f"--{name}", type=positive_integer, metavar="N", default=default, help=f"{what} (default: {default})"
+            f"--{name}", type=positive_integer, metavar="N", default=default, help=f"{meaning} (default: {default})"
         )
     parser.add_argument(
         "--json",
@@ -53,10 +53,10 @@ def make_parser() -> Parser:
         metavar="FILE",
         nargs="?",
         const="-",
-        help="the times of all blocks as JSON; without FILE in the place of the table",
+        help="write the times of all blocks as JSON; without FILE, print them instead of the table",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, say what would be timed, start nothing"
+        "--dry-run", action="store_true", help="check everything, print what would be timed, start nothing"
     )
     return parser
 

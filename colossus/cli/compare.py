@@ -15,17 +15,17 @@ examples:
   colossus compare configs/gpt_stdlib.py --plans data=4 "data=2 tensor=2" "data=1 tensor=4 tensor.mode=2d"
   colossus compare config.py --strategies all_reduce sgp --seeds 3 --out runs/seeds   # means and deviations
 
-A strategy is its name and its options, as on the command line: "sgp overlap=1 graph=ring". It replaces the strategy of
-the file. Keys of optimizer, lr_schedule and train may be given with it: "sgp optimizer.lr=4e-3". A plan is keys of
-parallel, "data=2 tensor=4 tensor.mode=2d"; an axis that it does not name has size 1. Other overrides may be given with
-it, "pipeline=2 schedule.microbatches=4"; with these alone, "parallel.zero=1", the rest of the plan is that of the file.
-Values have no spaces. Both options: every strategy under every plan.
-Overrides come before these options, and count for all runs.
+A strategy is a name with its options, "sgp overlap=1 graph=ring". It replaces the strategy of the file. Keys of
+optimizer, lr_schedule and train may follow it: "sgp optimizer.lr=4e-3". A plan is a list of keys of parallel, "data=2
+tensor=4 tensor.mode=2d"; an axis that it does not name has size 1. Other overrides may follow it, "pipeline=2
+schedule.microbatches=4". A plan of such overrides alone, "parallel.zero=1", changes the plan of the file. Values have
+no spaces. With both options, every strategy runs under every plan. Overrides before these options count for all runs.
 
-All runs are checked before the first begins. Each is a launch of its own, with a run folder below DIR, and what it
-prints in a file beside that. Ctrl-C prints the table of those that are done; the same command with --out DIR goes on.
-The table (in DIR/compare.json, too) has losses after equal steps and after equal time, tokens per second of all
-replicas, what a step takes, what its first rank sends and waits for peers, and how far replicas are apart at the end.
+All runs are checked before the first starts. Each is a launch of its own, with a run folder in DIR and a file of its
+output beside that folder. Ctrl-C prints the table of the runs that are done; the same command with --out DIR continues.
+The table (also in DIR/compare.json) has losses after equal steps and after equal time, tokens per second of all
+replicas, seconds of a step, bytes that its first rank sends, seconds that this rank waits for peers, and the distance
+of the replicas at the end.
 
 exit codes: 0 done, 1 a run has failed, 2 wrong config or usage, 130 stopped by Ctrl-C, 129 by a hang-up, 143 by SIGTERM
 """
@@ -35,28 +35,28 @@ exit codes: 0 done, 1 a run has failed, 2 wrong config or usage, 130 stopped by 
 def make_parser() -> Parser:
     parser = Parser(
         "colossus compare",
-        "Run the same job under several data-parallel strategies, or several plans, one after the other, and print\n"
-        "one table: loss after equal steps and after equal time, speed, bytes, waiting, distance of the replicas.",
+        "Run the same job under several data-parallel strategies or plans, one after the other, and print one table:\n"
+        "loss after equal steps and after equal time, speed, bytes, waiting, distance of the replicas.",
         _EPILOG,
     )
     parser.add_file()
     parser.add_argument(
-        "--strategies", metavar="TEXT", nargs="+", default=[], help='"NAME option=value ..", each a run'
+        "--strategies", metavar="TEXT", nargs="+", default=[], help='a run for each "NAME option=value .."'
     )
-    parser.add_argument("--plans", metavar="TEXT", nargs="+", default=[], help='"axis=size ..", each a run')
+    parser.add_argument("--plans", metavar="TEXT", nargs="+", default=[], help='a run for each "axis=size .."')
     parser.add_argument(
         "--seeds",
         dest="num_seeds",
         type=positive_integer,
         default=1,
         metavar="N",
-        help="run each N times, train.seed one higher each time (default: 1)",
+        help="repeat each run with N seeds: train.seed, train.seed + 1, .. (default: 1)",
     )
     parser.add_nproc("processes (default: the product of the plan's sizes)")
     parser.add_argument(
         "--out", type=path_argument, metavar="DIR", help="folder of the runs (default: runs/compare-<name>-<time>)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     return parser
 
 

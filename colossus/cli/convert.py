@@ -1,4 +1,4 @@
-"""``colossus checkpoint convert``: weights in another form."""
+"""``colossus checkpoint convert``: write the weights of a checkpoint in another form."""
 
 from __future__ import annotations
 
@@ -20,51 +20,53 @@ from colossus.checkpoint.describe import printable
 from colossus.checkpoint.durable import require_new
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.weight_sources import find_weights, open_weights
-from colossus.cli.parser import WHAT, path_argument, path_of
+from colossus.cli.parser import CHECKPOINT, path_argument, path_of
 from colossus.registry import WEIGHT_WRITERS
 
-#: of ``--dtype``, to torch's names
+#: torch's names of the values of ``--dtype``
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to those of ``colossus checkpoint``."""
+    """Add the command to the subcommands of ``colossus checkpoint``."""
     parser = commands.add_parser(
         "convert",
-        help="weights as a folder of Hugging Face, or those of such a folder as a checkpoint",
-        description="Write the weights of SRC in another form, one tensor at a time, without processes and whatever\n"
-        "the plan that saved them. DST is a new folder; it is there when it is complete. Optimizer state is not\n"
+        help="write weights as a folder of Hugging Face, or such a folder as a checkpoint",
+        description="Write the weights of SRC in another form, one tensor at a time, in this process, whatever the\n"
+        "plan that saved them. DST is a new folder, which appears when it is complete. Optimizer state is not\n"
         "converted.\n\n"
         "  --to hf        a model folder of Hugging Face (config.json, model.safetensors): for models that are a\n"
         "                 GPT-2, Llama or ViT; others are refused, with the options that differ\n"
-        "  --to colossus  a checkpoint with weights only: checkpoint.weights=DST begins a run with them",
-        epilog="exit codes: 0 written, 1 SRC is damaged, 2 wrong usage, or it cannot be written, 130 Ctrl-C\n\n"
+        "  --to colossus  a checkpoint with weights only: checkpoint.weights=DST starts a run from them",
+        epilog="exit codes: 0 written, 1 SRC is damaged, 2 wrong usage, or DST cannot be written, 130 Ctrl-C\n\n"
         "examples:\n"
         "  colossus checkpoint convert runs/first models/first --to hf --dtype bf16 --max-shard-size 2GB\n"
         "  colossus checkpoint convert models/llama-3.2-1b checkpoints/llama --to colossus\n"
         "  colossus launch config.py checkpoint.weights=checkpoints/llama\n",
     )
-    parser.add_argument("src", type=path_argument, metavar="SRC", help=f"{WHAT}, or a model folder of Hugging Face")
-    parser.add_argument("dst", type=path_argument, metavar="DST", help="the folder to write, which must not be there")
-    parser.add_argument("--to", required=True, choices=WEIGHT_WRITERS.names(), help="the form that is written")
+    parser.add_argument(
+        "src", type=path_argument, metavar="SRC", help=f"{CHECKPOINT}, or a model folder of Hugging Face"
+    )
+    parser.add_argument("dst", type=path_argument, metavar="DST", help="the folder to write, which must not exist")
+    parser.add_argument("--to", required=True, choices=WEIGHT_WRITERS.names(), help="the form to write")
     parser.add_average()
     parser.add_argument(
-        "--dtype", choices=list(DTYPES), help="of the weights that are written (default: as they are stored)"
+        "--dtype", choices=list(DTYPES), help="dtype of the written weights (default: as they are stored)"
     )
     parser.add_argument(
         "--max-shard-size",
         type=_num_bytes,
         default=5 * 10**9,
         metavar="SIZE",
-        help="of one file: 500MB, 5GB, .. (default: 5GB); a single tensor may be larger",
+        help="largest size of a file: 500MB, 5GB, .. (default: 5GB); a single tensor may be larger",
     )
     parser.set_defaults(run=_convert)
 
 
 def _num_bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?B)", text.upper())
-    size = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?B)", text.upper())
+    size = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if size < 1:
         raise argparse.ArgumentTypeError(f"must be a size of 1 byte or more, such as 500MB or 5GB, got {text!r}")
     return int(size)
@@ -76,9 +78,9 @@ def _convert(arguments: argparse.Namespace) -> int:
     damaged: dict[Path, CheckpointError] = {}
     source = find_weights(path_of(arguments.src), damaged)
     for error in damaged.values():
-        print(printable(f"damaged: {error}; {source} is taken"), file=sys.stderr)
+        print(printable(f"damaged: {error}; using {source} instead"), file=sys.stderr)
     torch = importlib.import_module("torch")
-    torch.set_num_threads(1)  # copies, which more threads do not speed up
+    torch.set_num_threads(1)  # more threads do not speed up copies
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype is not None else None
     with open_weights(source, arguments.average) as reader:
         reader.verify()
@@ -94,8 +96,14 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """How far a command is that reads or writes much, on standard error where somebody watches; what is yielded is
-    called with the bytes of each piece that is done."""
+    """Show the progress of reading or writing on standard error, if that is a terminal.
+
+    Args:
+        num_bytes: bytes of all pieces.
+
+    Yields:
+        A function to call with the bytes of each piece that is done.
+    """
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console, is_watched = Console(stderr=True), sys.stderr.isatty()
     with Progress(*columns, console=console, transient=True, disable=not is_watched) as bar:

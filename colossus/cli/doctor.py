@@ -1,4 +1,4 @@
-"""``colossus doctor``: what this machine has, what it does, and what will make trouble."""
+"""``colossus doctor``: the devices of this machine, their speed, and problems that a run will have on it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from colossus.cli.parser import EXIT_CODES, Parser, call, path_argument
 def make_parser() -> Parser:
     parser = Parser(
         "colossus doctor",
-        "Print versions, devices (memory, driver, which of them reach each other), backend, cores, the variables of\n"
-        "NCCL and CUDA that are set, latency and bandwidth between ranks, and what of all this will make trouble.",
+        "Print versions, devices (memory, driver, peer access), backend, cores, the environment variables of NCCL and\n"
+        "CUDA, latency and bandwidth between ranks, and warn of problems that a run will have here.",
         EXIT_CODES,
     )
     parser.add_nproc("ranks to measure between (default: 2)", default=2)
@@ -21,8 +21,8 @@ def make_parser() -> Parser:
         metavar="OUT.json",
         nargs="?",
         const="",
-        help="time matmuls, attention, memory and collectives with all ranks at once instead, in less than a minute; "
-        "print tables and write them to a file",
+        help="instead, time matmuls, attention, memory and collectives with all ranks at once, in less than a minute; "
+        "print tables, and write them to OUT.json",
     )
     return parser
 

@@ -10,19 +10,19 @@ from colossus.cli.parser import EXIT_CODES, OVERRIDES, Parser, call, number_argu
 def make_parser() -> Parser:
     parser = Parser(
         "colossus launch",
-        "Train. The config is checked first, then the processes start. Runs the same under torchrun and srun.",
+        "Train. The config is checked before a process starts. The command works the same under torchrun and srun.",
         OVERRIDES + "\nexamples:\n  colossus launch configs/gpt_stdlib.py --nproc 4\n"
         "  colossus launch config.py train.steps=50 --run-dir runs/try\n"
-        "  colossus launch config.py checkpoint.every=500      # saves, also when it is stopped\n"
-        "  colossus launch config.py --resume                  # goes on where it was saved\n"
+        "  colossus launch config.py checkpoint.every=500      # save every 500 steps, and when stopped\n"
+        "  colossus launch config.py --resume                  # continue from the latest checkpoint\n"
         "  colossus launch config.py --nnodes 2 --nproc 8 --rdzv-endpoint node0:29500   # on both nodes\n"
-        "  colossus launch config.py --nnodes 2:4 --rdzv-endpoint node0:29500 --max-restarts 9   # goes on with 2\n"
+        "  colossus launch config.py --nnodes 2:4 --rdzv-endpoint node0:29500 --max-restarts 9   # 2 nodes are enough\n"
         "  torchrun --nproc-per-node 4 -m colossus launch config.py\n\n"
-        "on GPUs each process of a node has a device of its own: that of its number among those that\n"
-        "CUDA_VISIBLE_DEVICES shows. comm.backend=gloo lets processes share devices, slowly.\n\n" + EXIT_CODES,
+        "On GPUs the n-th process of a node uses the n-th device of CUDA_VISIBLE_DEVICES. With comm.backend=gloo\n"
+        "processes can share a device, slowly.\n\n" + EXIT_CODES,
     )
     parser.add_file()
-    parser.add_nproc("processes on each node (default: the product of the sizes over the nodes)")
+    parser.add_nproc("processes on each node (default: the product of the plan's sizes, divided by the nodes)")
     parser.add_argument(
         "--run-dir",
         type=path_argument,
@@ -34,15 +34,15 @@ def make_parser() -> Parser:
         type=_node_range,
         default=(1, 1),
         metavar="M or MIN:MAX",
-        help="number of nodes (default: 1); of a range the run goes on with as many as there are, by launch.restarts: "
-        "with fewer when one has gone (fewer data replicas, the same global batch), with more when it is back",
+        help="number of nodes (default: 1). With a range, and launch.restarts, a run continues on fewer nodes when one "
+        "is lost (fewer data replicas, the same global batch) and on more when it is back",
     )
-    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet; needed with --nnodes")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="address where the nodes meet, for --nnodes")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the latest checkpoint of --run-dir, of checkpoint.dir, or of the newest run of this name "
-        "(the config's, or the file's; whatever else is in the config), in its run folder; the plan may be another",
+        help="continue from the latest checkpoint of --run-dir, of checkpoint.dir, or of the newest run with the name "
+        "of the config (or of its file), in the folder of that run; the plan may be another one",
     )
     parser.add_argument(
         "--max-restarts",
@@ -50,7 +50,7 @@ def make_parser() -> Parser:
         metavar="N",
         help="start the ranks again after a failure, from the newest checkpoint, at most N times (launch.restarts.max)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     return parser
 
 
@@ -58,10 +58,10 @@ def _node_range(text: str) -> tuple[int, int]:
     least, _, most = text.partition(":")
     numbers = [int(part) if part.isdecimal() else 0 for part in (least, most or least)]
     if not 1 <= numbers[0] <= numbers[1]:
-        raise argparse.ArgumentTypeError(f"must be a number of nodes, or the fewest and the most: 2:4, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of nodes, or the fewest and the most (2:4), got {text!r}")
     return numbers[0], numbers[1]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # It checks the config itself, before it imports torch: under torchrun and srun only rank 0 tells what is wrong.
+    # It checks the config itself, before it imports torch: under torchrun and srun only rank 0 prints what is wrong.
     return call("colossus.launch.command", "run", arguments, "file", "overrides")

@@ -1,4 +1,4 @@
-"""The ``colossus`` command. What needs torch is imported by the command that needs it."""
+"""The ``colossus`` command. A command that needs torch imports it itself, so that the others answer at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colossus.config import ConfigError
 from colossus.config_module import put_on_path
 from colossus.registry import nearest
 
-#: command -> the module that has its parser and runs it
+#: module of each command, with its parser and ``run``
 COMMANDS = {
     "launch": "launch",
     "config": "print_config",
@@ -37,28 +37,28 @@ COMMANDS = {
 SUMMARY = """\
 usage: colossus COMMAND ...
 
-Train large models on many processes, declared in a Python config file.
+Train large models on many processes. A Python config file declares the model, the data and the parallel plan.
 
 commands:
   launch FILE   train
   config FILE   print the resolved config
-  show FILE     print which rank is where, what runs when (--timeline), who mixes with whom (--graph), what is sent
-                for each parameter (--strategy)
-  plan FILE     find the fastest plans for so many devices, and predict their time and memory
+  show FILE     print the ranks of a plan, its pipeline schedule (--timeline), the graph of its replicas (--graph),
+                or the bytes sent for each parameter (--strategy)
+  plan FILE     find the fastest plans for a number of devices, and predict their time and memory
   doctor        test this machine: devices, backend, cores, speed between ranks, ports
-  verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
-  compare FILE  the same job under several data-parallel strategies or plans, in one table
-  plot RUN...   loss, speed, memory and more by step, tokens or time, of one run or several over each other
-  profile FILE  train a few steps, and say where the time of a step goes
+  verify FILE   train a few steps under the plan and in one process, and name the first difference
+  compare FILE  train under several data-parallel strategies or plans, and print one table
+  plot RUN...   draw loss, speed, memory and more by step, tokens or time, for one run or several
+  profile FILE  train a few steps, and break down the time of a step
   bench FILE    time the train step under one or several plans, side by side
-  evaluate DIR  the loss of a checkpoint's model on its run's validation data, or on other data
+  evaluate DIR  print the loss of a checkpoint's model on the validation data of its run, or on other data
   generate DIR  continue text with the model of a checkpoint
   checkpoint inspect|verify|diff|convert DIR
-                what is in a checkpoint, whether it is whole, what differs between two; weights in other forms
+                print what a checkpoint has, verify its files, compare two, or convert its weights
 
 options:
   --version     print the version
-  -h, --help    print this; 'colossus COMMAND --help' tells more
+  -h, --help    print this help; 'colossus COMMAND --help' prints a command's
 
 a first run:
   colossus config configs/gpt_stdlib.py
@@ -73,11 +73,12 @@ a first run:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code: 0 done, 1 failed at run time, 2 wrong config or usage, 3 differs.
+    """Run one command line and return its exit code.
 
-    A run that a signal has stopped ends with 128 and the signal's number.
+    The codes are 0 for done, 1 for failed at run time, 2 for a wrong config or usage, and 3 for a difference that was
+    searched for. A run that a signal stops returns 128 plus the number of the signal.
     """
-    with contextlib.suppress(AttributeError, ValueError):  # a name that the terminal cannot show is no reason to fail
+    with contextlib.suppress(AttributeError, ValueError):  # a character that the terminal cannot show must not fail
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     command, *words = list(sys.argv[1:] if argv is None else argv) or [""]
     if command in ("", "-h", "--help", "help"):
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         close = f"launch {command}" if command.endswith(".py") else nearest(command, list(COMMANDS))
         hint = f"; did you mean colossus {close}?" if close else ";"
-        print(f"colossus: no command {command!r}{hint} commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"colossus: {command!r} is no command{hint} commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     return _stoppable(lambda: _run(command, words))
 
@@ -109,16 +110,16 @@ def _run(command: str, words: list[str]) -> int:
 
 
 def _stoppable(run: Callable[[], int]) -> int:
-    """Run a command; its exit code, also where a config is wrong, or where it is stopped from outside."""
+    """Run a command and return its exit code, also if its config is wrong or it is stopped from outside."""
     try:
         return run()
     except (ConfigError, CheckpointError) as error:
         print(f"colossus: {printable(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, DamagedCheckpoint) else 2
-    except KeyboardInterrupt:  # a launch that has begun and its ranks listen for signals themselves
+    except KeyboardInterrupt:  # a running launch and its ranks handle signals themselves
         print("colossus: stopped by Ctrl-C", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader (head, less) has gone: nothing is left to say, also not at exit
+        # The reader (head, less) has ended: Python must not write at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -1,4 +1,4 @@
-"""The memory of a plan's ranks by kind, as tables and as JSON: what ``show --memory`` and ``plan`` share. No torch."""
+"""The memory of a plan's ranks by kind, as tables and as JSON, for ``show --memory`` and ``plan``. No torch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 from colossus.arithmetic import aligned, byte_count
 from colossus.planner.rank_memory import PlanMemory, RankMemory
 
-#: kind -> what it is
+#: explanation of each kind of memory
 MEANINGS = {
-    "weights": "parameters and buffers, as they are stored",
-    "gathered": "whole parameters beside them, while a block runs (ZeRO)",
+    "weights": "parameters and buffers as they are stored",
+    "gathered": "whole parameters beside the stored shards, while a block runs (ZeRO)",
     "gradients": "until they are reduced",
-    "buffers": "in which gradients are reduced, and parameters arrive",
+    "buffers": "buckets of gradients, and buffers of gathered parameters",
     "optimizer": "its state",
-    "activations": "kept for backward, and what the fullest forward or backward needs",
-    "update": "reductions after the last backward, or the optimizer's step: more than activations need",
-    "on the host": "parallel.zero.offload",
+    "activations": "saved for backward, and temporaries of the largest forward or backward",
+    "update": "needed by reductions after the last backward, or by the optimizer, beyond activations",
+    "on the host": "offloaded by parallel.zero.offload",
 }
 
 
 def kind_table(rank: RankMemory) -> str:
-    """One line for each kind that a rank holds, and the total."""
+    """Return a table with a line for each kind of a rank's memory, and the total."""
     rows = [(kind, byte_count(abs(size)), MEANINGS[kind]) for kind, size in rank.kinds.items() if size]
     return aligned([*rows, ("total", byte_count(rank.total), "")], left=(0, 2))
 
 
 def stage_table(ranks: Sequence[RankMemory]) -> str:
-    """One line for each pipeline rank."""
+    """Return a table with a line for each pipeline rank."""
     kinds = [kind for kind in MEANINGS if any(rank.kinds.get(kind) for rank in ranks)]
     rows = [["pipeline rank", "stages", "in flight", *kinds, "total"]]
     for rank in ranks:
@@ -39,7 +39,7 @@ def stage_table(ranks: Sequence[RankMemory]) -> str:
 
 
 def memory_as_json(plan: PlanMemory) -> dict[str, Any]:
-    """In bytes."""
+    """Return the memory of a plan, in bytes, as an object for JSON."""
     ranks = [
         {"rank": r.rank, "stages": r.stages, "in_flight": r.in_flight, "bytes": r.kinds, "total": r.total}
         for r in plan.ranks

@@ -1,4 +1,4 @@
-"""What the parsers of all commands share: errors that say what to type instead, overrides, names of runs."""
+"""The parser that all commands share: errors that suggest what to type, overrides, names of runs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ overrides are section.key=value and win over the file:
 EXIT_CODES = (
     "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 3 verify, diff or plan --check\n"
     "            found a difference, 130 stopped by Ctrl-C, 129 by a hang-up, 143 by SIGTERM, SIGUSR1 or SIGUSR2 (a\n"
-    "            batch system); 141 what reads the output has ended (not of a run that trains, which goes\n"
-    "            on without); under torchrun the exit code is torchrun's own, 1 whatever the rank's was\n"
+    "            batch system), 141 the reader of the output has ended (a training run goes on without it);\n"
+    "            torchrun has codes of its own: 1, whatever the code of the rank\n"
 )
 
-#: what a command line calls a checkpoint, for ``--help``
-WHAT = "a checkpoint, a folder of checkpoints, a run folder, or the name of a run (the newest of runs/NAME-*)"
+#: help of an argument that names a checkpoint
+CHECKPOINT = "a checkpoint, a folder of checkpoints, a run folder, or the name of a run (the newest of runs/NAME-*)"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser of one command; its errors say what to type instead."""
+    """The argument parser of a command. Its errors suggest what to type instead."""
 
     def __init__(self, prog: str, description: str, epilog: str, **options: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
@@ -46,12 +46,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = ""
         if message.startswith("the following arguments are required"):
-            message = message.replace(", section.key=value", "")  # of which none is enough
+            message = message.replace(", section.key=value", "")  # none is required, but argparse lists it
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if message.startswith("unrecognized arguments") and unknown:
             option = unknown[0].partition("=")[0]
-            known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-            close = nearest(option, known)
+            options = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            close = nearest(option, options)
             if "." in option:
                 hint = f"\n  overrides have no dashes: {unknown[0].lstrip('-')}"
             elif close:
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
             "--weights",
             metavar="NAME",
             dest="average",
-            help="ema or swa: the average that a hook of the run has kept (default: the weights themselves)",
+            help="ema or swa: the average of the weights that a hook of the run kept (default: the weights themselves)",
         )
 
     def add_nproc(self, help_text: str, default: int | None = None) -> None:
@@ -78,10 +78,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def number_argument(wanted: str, is_right: Callable[[float], bool], kind: type[float] = float) -> Callable[[str], Any]:
-    """The type of an argument that is a finite number of some range.
+    """Return the argparse type of a finite number.
 
     Args:
-        wanted: for its error: ``a number above zero``.
+        wanted: description of the number for its error: ``a number above zero``.
+        is_right: whether a number is accepted.
+        kind: ``int`` for whole numbers.
     """
 
     def read(text: str) -> float:
@@ -97,7 +99,7 @@ def number_argument(wanted: str, is_right: Callable[[float], bool], kind: type[f
 
 
 def path_argument(text: str) -> str:
-    """Return a path in which ``~`` is the home: the type of an argument."""
+    """Return a path with ``~`` expanded; the argparse type of paths."""
     try:
         return os.fspath(user_path(text)) if text else text
     except ConfigError as error:
@@ -108,7 +110,7 @@ positive_integer = number_argument("a whole number of at least 1", lambda value:
 
 
 def size_argument(text: str) -> int:
-    """The type of an argument that is a size of memory, in bytes: see `parse_bytes`."""
+    """Return the bytes of a size of memory (see `parse_bytes`); the argparse type of sizes."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -116,37 +118,48 @@ def size_argument(text: str) -> int:
 
 
 def load(arguments: argparse.Namespace) -> Config:
-    """The config of a file and overrides, for as many processes as the command line or torchrun says; one that leaves
-    the plan open gets the best, which is told on standard error."""
-    given = os.environ.get("WORLD_SIZE", "")
-    world_size = int(given) if given.isdecimal() and int(given) else None
-    config, _, told = load_planned(arguments.file, arguments.overrides, arguments.nproc or world_size)
-    if told:
-        print("\n".join(told), file=sys.stderr)
+    """Load the config of a command line, for the processes of ``--nproc`` or of torchrun's ``WORLD_SIZE``.
+
+    A config that leaves the plan open gets the best one; standard error says which.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "")
+    world_size = int(ranks) if ranks.isdecimal() and int(ranks) else None
+    config, _, lines = load_planned(arguments.file, arguments.overrides, arguments.nproc or world_size)
+    if lines:
+        print("\n".join(lines), file=sys.stderr)
     return config
 
 
 def call(module: str, function: str, arguments: argparse.Namespace, *positional: str) -> int:
-    """Import what is slow to import, and call it with the arguments of a parser, some of them by position."""
+    """Import a module that is slow to import, and call its function with the arguments of a parser.
+
+    Args:
+        module, function: names of the two.
+        arguments: keyword arguments of the function.
+        positional: names of those that are passed by position.
+
+    Returns:
+        The exit code.
+    """
     options = dict(vars(arguments))
     first = [options.pop(name) for name in positional]
     code: int = getattr(importlib.import_module(module), function)(*first, **options)
     return code
 
 
-def path_of(given: str) -> Path:
-    """The path that is meant; of a name that is no path, the newest run of that name that has a checkpoint.
+def path_of(name: str) -> Path:
+    """Return the path of this name, or else the folder of the newest run of this name that has a checkpoint.
 
     Raises:
-        CheckpointError: when there is neither.
+        CheckpointError: there is neither.
     """
-    path = Path(given)
-    if path.exists() or path.name != given:
+    path = Path(name)
+    if path.exists() or path.name != name:
         return path
-    runs = run_folder.of_name(given)
+    runs = run_folder.of_name(name)
     for run in runs:
         if find_latest(root_of(None, run)) is not None:
             return run
     if runs:
-        raise CheckpointError(f"{given}: no such path, and no run in runs/{given}-* has a checkpoint")
-    raise CheckpointError(f"{given}: no such path, and there is no run in runs/{given}-*")
+        raise CheckpointError(f"{name}: no such path, and no run in runs/{name}-* has a checkpoint")
+    raise CheckpointError(f"{name}: no such path, and there is no run in runs/{name}-*")

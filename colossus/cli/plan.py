@@ -1,4 +1,4 @@
-"""``colossus plan``: the best plans for a model and devices, predicted; no process is started."""
+"""``colossus plan``: search the best plans for a model and devices, without starting a process of the run."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from colossus.picture import FORMATS, check_picture
 from colossus.planner.kept import SECTIONS, Kept
 from colossus.planner.search_result import SearchResult
 
-#: exit code where a check differs, as of verify
+#: exit code if a check finds a difference, as for verify
 DIFFERS = 3
 _EPILOG = f"""\
 examples:
-  colossus plan configs/gpt_stdlib.py --devices 4                         # on this machine, which is measured first
-  colossus plan config.py --devices 512 --hardware h100                   # on 64 hosts of 8, by the data sheet
+  colossus plan configs/gpt_stdlib.py --devices 4                         # this machine, which is measured first
+  colossus plan config.py --devices 512 --hardware h100                   # 64 hosts of 8, by the data sheet
   colossus plan config.py --devices 64 --hosts 16 --hardware a100 --network 10us,25GB/s --memory 70GB
   colossus plan config.py --devices 64 --hardware h100 --keep pipeline=2 schedule.type=1f1b
   colossus plan config.py --devices 8 --hardware measured.json --explain 2 --plot plan.svg
 
-The plan of the file counts for nothing but for what --keep names; all else of the file stays. Every product of data,
-pipeline, tensor, sequence and expert sizes, their modes, schedules, ZeRO and activation checkpointing that fits
-model, batch and memory is compared.
+The plan of the file is ignored; --keep fixes keys of the plans, all other sections of the file count. The search
+compares every product of data, pipeline, tensor, sequence and expert sizes, with their modes, schedules, ZeRO and
+activation checkpointing, that fits the model, the batch and the memory.
 
---hardware h100, h200, h800, b200, a100, v100 and mi300x are data sheets with round efficiencies: good to compare
-plans, not to promise times. A file that `colossus doctor --measure OUT.json` has written on such a device is better.
-cpu measures this machine with as many ranks at once, {MOST_MEASURED} at most, in half a minute or less.
+--hardware h100, h200, h800, b200, a100, v100 and mi300x are data sheets with round efficiencies. They are good for
+comparing plans, not for promising times; a file that `colossus doctor --measure OUT.json` wrote on such a device is
+better. cpu measures this machine with a rank for each device, {MOST_MEASURED} at most, in half a minute or less.
 
 {OVERRIDES}
 {EXIT_CODES}"""
@@ -54,60 +54,69 @@ cpu measures this machine with as many ranks at once, {MOST_MEASURED} at most, i
 def make_parser() -> Parser:
     parser = Parser(
         "colossus plan",
-        "Find the plans that train a model fastest on so many devices, and predict of each the time of a step, its\n"
-        "parts, memory, and what is sent. Nothing is launched, and no GPU is needed. Prints the command that runs the\n"
-        "best plan. With --explain N, one plan of the list: its timeline, memory, hosts, and why it beats the\n"
-        "next. With --check N, ranks of a plan run a step of the real engine on tensors without values, and what they\n"
-        "send and hold is put beside the prediction. Ctrl-C ends the search and prints the best plans so far.",
+        "Find the plans that train a model fastest on a number of devices. Predict for each the time of a step and\n"
+        "its parts, the memory, and the bytes sent, and print the command that runs the best plan. Nothing is\n"
+        "launched, and no GPU is needed. --explain N shows one plan of the list: its timeline, memory, hosts, and why\n"
+        "it beats the next. --check N runs a step of the N-th plan with the real engine on tensors without values,\n"
+        "and prints the bytes that ranks send and hold beside the prediction. Ctrl-C ends the search and prints the\n"
+        "best plans so far.",
         _EPILOG,
     )
     parser.add_file()
     parser.add_argument(
-        "--devices", type=positive_integer, metavar="N", help="of the run (default: those of the file's own plan)"
+        "--devices", type=positive_integer, metavar="N", help="devices of the run (default: those of the file's plan)"
     )
     parser.add_argument(
         "--hosts",
         type=positive_integer,
         metavar="N",
-        help="that share the devices evenly (default: as few as have at most 8 each; one of CPUs)",
+        help="hosts that share the devices evenly (default: the fewest with at most 8 devices each; 1 for CPUs)",
     )
-    parser.add_argument("--memory", type=size_argument, metavar="SIZE", help="of a device (default: the hardware's)")
+    parser.add_argument(
+        "--memory", type=size_argument, metavar="SIZE", help="memory of a device (default: that of the hardware)"
+    )
     parser.add_argument(
         "--hardware", metavar="NAME", help="a data sheet, a file of measured times (.json), or cpu (default: this "
         "machine's GPU by its data sheet; without one, cpu)",
     )  # fmt: skip
     parser.add_argument(
-        "--network", type=network_argument, metavar="LATENCY,BANDWIDTH", help="between hosts, of each device: "
-        "10us,50GB/s (default: that of DGX H100 for data sheets, not known for measured hardware)",
+        "--network", type=network_argument, metavar="LATENCY,BANDWIDTH", help="link of each device to other hosts, "
+        "10us,50GB/s (default: that of DGX H100 for data sheets, none for measured hardware)",
     )  # fmt: skip
     parser.add_argument(
-        "--keep", metavar="key=value", nargs="+", action="extend", default=[], help="what every plan has: pipeline=2, "
-        "tensor.mode=1d, schedule.type=1f1b ..",
+        "--keep", metavar="key=value", nargs="+", action="extend", default=[], help="keys that every plan must have: "
+        "pipeline=2, tensor.mode=1d, schedule.type=1f1b ..",
     )  # fmt: skip
-    parser.add_argument("--top", type=positive_integer, metavar="N", default=10, help="plans of the list (default: 10)")
     parser.add_argument(
-        "--explain", type=positive_integer, metavar="N", nargs="?", const=1, help="the N-th plan (default: the best)"
+        "--top", type=positive_integer, metavar="N", default=10, help="number of plans in the list (default: 10)"
     )
     parser.add_argument(
-        "--check", type=positive_integer, metavar="N", nargs="?", const=1, help="count what ranks of the N-th plan "
-        "(default: the best) send and hold, beside the prediction",
+        "--explain", type=positive_integer, metavar="N", nargs="?", const=1, help="explain the N-th plan (default: 1, "
+        "the best)",
     )  # fmt: skip
     parser.add_argument(
-        "--json", type=path_argument, metavar="OUT", help="all numbers, in seconds and bytes; - prints them instead"
+        "--check", type=positive_integer, metavar="N", nargs="?", const=1, help="compare the N-th plan (default: 1, "
+        "the best) with a step of the real engine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json", type=path_argument, metavar="OUT", help="write all numbers, in seconds and bytes; - prints them "
+        "instead of the table",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plot", type=path_argument, metavar="OUT", help=f"draw the plans into this file, too ({', '.join(FORMATS)})"
     )
-    parser.add_argument("--plot", type=path_argument, metavar="OUT", help=f"a picture, too ({', '.join(FORMATS)})")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    question = _asked(arguments)
-    result, code = _searched(question, arguments)
+    question = _question(arguments)
+    result, code = _search(question, arguments)
     width = max(60, shutil.get_terminal_size((100, 24)).columns)
     if not result.plans:
         raise nothing_fits(question, result, width)
     explained = _place("explain", arguments, len(result.plans))
     checked = _place("check", arguments, len(result.plans))
-    found = as_json(question, result, explained)
+    numbers = as_json(question, result, explained)
     if arguments.json != "-":
         encoding = sys.stdout.encoding or "ascii"
         print(
@@ -119,21 +128,21 @@ def run(arguments: argparse.Namespace) -> int:
     if checked is not None:
         plan = result.plans[checked]
         report = importlib.import_module("colossus.planner.plan_check").check(plan.config, plan)
-        found["plans"][checked]["check"] = report.as_json()
+        numbers["plans"][checked]["check"] = report.as_json()
         code = code or (0 if report.is_equal else DIFFERS)
         if arguments.json != "-":
             print(f"\nplan {checked + 1}\n{report.render()}")
     if arguments.json == "-":
-        print(json.dumps(found, indent=1))
+        print(json.dumps(numbers, indent=1))
     elif arguments.json:
-        _write("json", lambda: Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n"))
+        _write("json", lambda: Path(arguments.json).write_text(json.dumps(numbers, indent=1) + "\n"))
     if arguments.plot:
         _write("plot", lambda: _save(question, result, explained, Path(arguments.plot)))
     return code
 
 
 def _write(option: str, write: Callable[[], object]) -> None:
-    """Write the file that an option names."""
+    """Write the file of an option; an OSError becomes a ConfigError that names the option."""
     try:
         write()
     except OSError as error:
@@ -149,33 +158,40 @@ def _save(question: Question, result: SearchResult, explained: int | None, path:
 
 
 def _place(option: str, arguments: argparse.Namespace, number: int) -> int | None:
-    """Of the plan that an option names, from 0; None where it is not given."""
-    given: int | None = getattr(arguments, option)
-    if given is not None and given > number:
-        more = "; --top takes more" if number == arguments.top else ""
-        raise ConfigError(f"--{option} {given}: the list has {counted(number, 'plan')}{more}")
-    return None if given is None else given - 1
+    """Return the index, from 0, of the plan that ``--explain`` or ``--check`` names; None without the option.
+
+    Raises:
+        ConfigError: the list has fewer plans.
+    """
+    place: int | None = getattr(arguments, option)
+    if place is not None and place > number:
+        more = "; a larger --top lists more" if number == arguments.top else ""
+        raise ConfigError(f"--{option} {place}: the list has {counted(number, 'plan')}{more}")
+    return None if place is None else place - 1
 
 
-def _asked(arguments: argparse.Namespace) -> Question:
-    """What the command line asks, checked before anything is searched; without torch, if the hardware is named."""
+def _question(arguments: argparse.Namespace) -> Question:
+    """Check the command line and return the question that it asks.
+
+    This imports no torch if ``--hardware`` names a data sheet or a file.
+    """
     for option in ("explain", "check"):
         _place(option, arguments, arguments.top)
     if arguments.json not in (None, "-") and not Path(arguments.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json {arguments.json}: there is no folder {Path(arguments.json).parent}")
+        raise ConfigError(f"--json {arguments.json}: the folder {Path(arguments.json).parent} does not exist")
     if arguments.plot:
         try:
             check_picture(Path(arguments.plot))
         except ValueError as error:
             raise ConfigError(f"--plot: {error}") from None
-    kept: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
 
     def leave_open(config: Config) -> Config:
-        """Of a file with parallel.auto, what that says counts where the command line says nothing."""
-        auto, (opened, given) = config.parallel.auto, left_open(config)
+        """Return the config without a plan; ``parallel.auto`` gives defaults for the options of the command line."""
+        auto, (opened, keys) = config.parallel.auto, left_open(config)
         if auto is None:
-            return opened if arguments.devices is None else _fitting(opened)
-        kept.update(given)
+            return opened if arguments.devices is None else _without_unfit_plan(opened)
+        fixed.update(keys)
         arguments.hardware = arguments.hardware or auto.hardware
         arguments.memory = arguments.memory or (auto.memory and parse_bytes(auto.memory))
         return opened
@@ -184,21 +200,21 @@ def _asked(arguments: argparse.Namespace) -> Question:
     check_given(config)
     sections = {word: word.partition("=")[0].partition(".")[0] for word in arguments.keep}
     words = [word if name in SECTIONS else f"parallel.{word}" for word, name in sections.items()]
-    keep = kept | apply_overrides({}, words)
-    Kept.of(config, keep)  # refuses what is wrong before anything is measured
+    keep = fixed | apply_overrides({}, words)
+    Kept.of(config, keep)  # raises for a wrong key before the hardware is measured
     devices = arguments.devices or world_size(config.parallel)
     if arguments.hosts and devices % arguments.hosts:
         raise ConfigError(
             f"--hosts {arguments.hosts}: {counted(devices, 'device')} cannot be spread evenly over "
-            f"{counted(arguments.hosts, 'host')}; every host has as many"
+            f"{counted(arguments.hosts, 'host')}; choose hosts that divide the devices"
         )
     hardware = choose_hardware(arguments.hardware, arguments.network, devices, config.train.precision.compute)
     hosts, memory = arguments.hosts or default_hosts(hardware, devices), arguments.memory or hardware.memory_bytes
     return Question(arguments.file, tuple(arguments.overrides), config, hardware, devices, hosts, memory, keep)
 
 
-def _fitting(config: Config) -> Config:
-    """A config whose own plan, which counts for nothing, fits neither the model nor the batch, without that plan."""
+def _without_unfit_plan(config: Config) -> Config:
+    """Return the config, without its own plan if that plan does not fit: the search ignores it anyway."""
     try:
         return resolve_sizes(config)
     except ConfigError:
@@ -207,9 +223,9 @@ def _fitting(config: Config) -> Config:
         return config.model_copy(update={"parallel": parallel, "schedule": type(config.schedule)()})
 
 
-def _searched(question: Question, arguments: argparse.Namespace) -> tuple[SearchResult, int]:
-    """What was found, and the exit code: that of Ctrl-C where it has ended the search."""
-    search = importlib.import_module("colossus.planner.search").search  # torch takes its time
+def _search(question: Question, arguments: argparse.Namespace) -> tuple[SearchResult, int]:
+    """Search the plans and return them with an exit code: 0, or that of Ctrl-C if it ended the search."""
+    search = importlib.import_module("colossus.planner.search").search  # imports torch, which is slow
     try:
         result: SearchResult = search(
             question.config,

@@ -1,4 +1,4 @@
-"""``colossus plan --explain``: a plan's timeline, its memory, who is on which host, why it beats the next. No torch."""
+"""``colossus plan --explain``: a plan's timeline, memory and hosts, and why it beats the next plan. No torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ from colossus.planner.plan_estimate import PlanEstimate
 from colossus.schedule.draw import draw
 from colossus.schedule.simulate import Simulation, Span
 
-#: hosts of the table, and parts in which two plans differ, that are printed
+#: the most hosts of the table, and the most parts in the comparison of two plans
 _MOST_HOSTS, _MOST_PARTS = 16, 4
-#: share of a step from which a difference is told
+#: smallest difference between two plans that is printed, as a fraction of a step
 _LEAST = 1e-4
 
 
 def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, width: int, encoding: str) -> str:
-    """The plan at this place of the list, from 0, in so many columns."""
+    """Return the explanation of a plan.
+
+    Args:
+        question: the question that the plans answer.
+        plans: the list, the best first.
+        at: index of the plan.
+        width: columns at most.
+        encoding: encoding of the terminal.
+    """
     plan = plans[at]
     words = f"plan {at + 1} of {len(plans)}, {seconds_text(plan.seconds)} a step: "
     title = textwrap.fill(words + plan_words(plan.config), width, subsequent_indent="  ")
@@ -49,26 +57,29 @@ def render_plan(question: Question, plans: Sequence[PlanEstimate], at: int, widt
 
 
 def timeline_title(plan: PlanEstimate) -> str:
-    """What the timeline shows: of many microbatches the estimate plays as many as the pipeline needs to be full."""
-    played = 1 + max(span.action.microbatch for own in plan.spans for span in own)
-    most = plan.config.schedule.microbatches
-    return "milliseconds" + (f", of a step of {played} microbatches in the place of {most}" if played < most else "")
+    """Return the unit of the timeline and, if it has fewer microbatches than the plan, how many.
+
+    The estimate simulates only as many microbatches as the pipeline needs to be full.
+    """
+    simulated = 1 + max(span.action.microbatch for own in plan.spans for span in own)
+    total = plan.config.schedule.microbatches
+    return "milliseconds" + (f", with {simulated} microbatches instead of {total}" if simulated < total else "")
 
 
 def in_milliseconds(plan: PlanEstimate) -> Simulation:
-    """The schedule of a plan, to draw it."""
+    """Return the timeline of a plan in milliseconds, for drawing."""
     return Simulation([[Span(s.action, 1e3 * s.start, 1e3 * s.end) for s in own] for own in plan.spans])
 
 
 def host_rows(grid: RankGrid, hosts: int) -> str:
-    """Over how many hosts the groups of each axis go, and which coordinates each host has."""
+    """Return two tables: the hosts that the groups of each axis span, and the coordinates of each host's ranks."""
     placement = Placement(grid, hosts)
     ranks = placement.ranks_per_host
     if hosts == 1:
         return f"hosts       one host has all {counted(ranks, 'rank')}"
-    every = dict.fromkeys(name for public in PUBLIC_NAMES for name in (public, *grid.public[public]))
+    axes = dict.fromkeys(name for public in PUBLIC_NAMES for name in (public, *grid.public[public]))
     rows = []
-    for name in every:
+    for name in axes:
         if grid.size(name) > 1:
             spread = placement.of(name)
             where = "inside a host" if spread.hosts == 1 else f"over {spread.hosts} hosts"
@@ -86,14 +97,14 @@ def host_rows(grid: RankGrid, hosts: int) -> str:
 
 
 def _coordinates(grid: RankGrid, first: int, ranks: int, names: Sequence[str]) -> list[str]:
-    """Of the ranks of a host, the lowest and the highest on each axis."""
-    found = []
+    """Return the range of the coordinates on each axis of a host's ranks."""
+    ranges = []
     for name in names:
         stride = math.prod([*grid.sizes.values()][grid.names.index(name) + 1 :])
         step = min(stride, ranks)
         at = [grid.coordinates(rank)[name] for rank in (*range(first, first + ranks, step), first + ranks - 1)]
-        found.append(_range(min(at), max(at)))
-    return found
+        ranges.append(_range(min(at), max(at)))
+    return ranges
 
 
 def _range(low: int, high: int) -> str:
@@ -101,17 +112,17 @@ def _range(low: int, high: int) -> str:
 
 
 def _beats(question: Question, plan: PlanEstimate, following: PlanEstimate, place: int) -> str:
-    """In words: how much faster it is than the next of the list, and the parts of a step that differ most."""
+    """Say by how much a plan is faster than the next of the list, and in which parts of a step they differ most."""
     saved = following.seconds - plan.seconds
     parts = dict.fromkeys([*plan.parts, *following.parts])
     changes = {part: plan.parts.get(part, 0.0) - following.parts.get(part, 0.0) for part in parts}
     largest = sorted(parts, key=lambda part: -abs(changes[part]))[:_MOST_PARTS]
-    told = [
+    words = [
         f"{part} {'-' if changes[part] < 0 else '+'}{seconds_text(abs(changes[part]))}"
         for part in largest
         if abs(changes[part]) > _LEAST * plan.seconds
     ]
     return (
-        f"{seconds_text(saved)} ({100 * saved / following.seconds:.1f} %) less a step than plan {place}, "
-        f"{plan_words(following.config)}{': ' * bool(told)}{', '.join(told)}"
+        f"{seconds_text(saved)} ({100 * saved / following.seconds:.1f} %) less per step than plan {place}, "
+        f"{plan_words(following.config)}{': ' * bool(words)}{', '.join(words)}"
     )

@@ -1,4 +1,4 @@
-"""The hardware that ``colossus plan`` plans for: by a data sheet, by a file of measured times, or measured now."""
+"""The hardware that ``colossus plan`` plans for: from a data sheet, from a file of measured times, or measured now."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ from colossus.hardware.hardware import Hardware, Link
 from colossus.hardware.measured import Measured
 from colossus.hardware.named_hardware import named_hardware
 
-#: ranks at once that this machine is measured with; more take minutes
+#: the most ranks with which this machine is measured; more take minutes
 MOST_MEASURED = 8
 _EXPONENTS = {"us": "e-6", "ms": "e-3", "s": ""}
 
 
 def network_argument(text: str) -> Link:
-    """``10us,50GB/s``, or ``10us,400Gb/s`` in bits."""
-    found = re.fullmatch(r"([\d.]+)(us|ms|s),(.+)/s", text.replace(" ", ""))
+    """Return the link that a text describes: ``10us,50GB/s``, or in bits ``10us,400Gb/s``."""
+    match = re.fullmatch(r"([\d.]+)(us|ms|s),(.+)/s", text.replace(" ", ""))
     try:
-        if found is None:
+        if match is None:
             raise ValueError
-        bandwidth = parse_bytes(found[3]) / (8 if found[3].endswith("b") else 1)
-        return Link(float(found[1] + _EXPONENTS[found[2]]), bandwidth)
+        bandwidth = parse_bytes(match[3]) / (8 if match[3].endswith("b") else 1)
+        return Link(float(match[1] + _EXPONENTS[match[2]]), bandwidth)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no latency and bandwidth; write 10us,50GB/s, or 10us,400Gb/s of bits"
+            f"{text!r} is no latency and bandwidth; write 10us,50GB/s, or in bits 10us,400Gb/s"
         ) from None
 
 
-def choose_hardware(given: str | None, network: Link | None, devices: int, dtype: str) -> Hardware:
-    """What ``--hardware`` names; without it this machine's GPU, and where it has none, its CPU.
+def choose_hardware(name: str | None, network: Link | None, devices: int, dtype: str) -> Hardware:
+    """Return the hardware of ``--hardware``; without a name this machine's GPU, or its CPU if it has no GPU.
 
     Args:
-        network: between hosts.
-        devices: of the plan: so many ranks work at once while the CPU is measured.
-        dtype: in which the model computes.
+        name: a data sheet, a file of measured times, ``cpu`` or None.
+        network: link of each device to devices of other hosts.
+        devices: devices of the plan: as many ranks run at once while the CPU is measured.
+        dtype: dtype in which the model computes.
 
     Raises:
-        ConfigError: for a device that is not known, a file that is none of measured times, and more devices than
-            a CPU is measured with.
+        ConfigError: the device has no data sheet, the file is not one of measured times, or there are more devices than
+            ranks with which a CPU is measured.
     """
     try:
-        if given is None:
+        if name is None:
             import torch
 
-            given = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-        return _measured_now(network, devices, dtype) if given == "cpu" else named_hardware(given, network)
+            name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+        return _measured_now(network, devices, dtype) if name == "cpu" else named_hardware(name, network)
     except ValueError as error:
         raise ConfigError(f"--hardware: {error}") from None
 
@@ -58,14 +59,14 @@ def choose_hardware(given: str | None, network: Link | None, devices: int, dtype
 def _measured_now(network: Link | None, devices: int, dtype: str) -> Hardware:
     if devices > MOST_MEASURED:
         raise ValueError(
-            f"{counted(devices, 'rank')} at once are not measured on this machine's CPU ({MOST_MEASURED} at most); "
-            f"name a data sheet, --hardware h100 say (known: {', '.join(WITH_LINKS)}), or a file of measured times "
-            f"that `colossus doctor --measure OUT.json` writes"
+            f"this machine's CPU is measured with {MOST_MEASURED} ranks at most, not with {counted(devices, 'rank')}; "
+            f"name a data sheet ({', '.join(WITH_LINKS)}), or a file of measured times that "
+            f"`colossus doctor --measure OUT.json` writes"
         )
     from colossus.context.local_ranks import RanksFailed
     from colossus.doctor.measure import ON_CPU, measure_ranks
 
-    print(f"measuring {counted(devices, 'rank')} of this machine's CPU for some seconds ..", file=sys.stderr)
+    print(f"measuring this machine's CPU with {counted(devices, 'rank')} for some seconds ..", file=sys.stderr)
     sizes = replace(
         ON_CPU,
         dtypes=tuple(sorted({"fp32", dtype})),

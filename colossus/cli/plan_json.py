@@ -12,10 +12,12 @@ from colossus.planner.search_result import SearchResult
 
 
 def as_json(question: Question, result: SearchResult, explained: int | None = None) -> dict[str, Any]:
-    """What was asked, and every plan.
+    """Return the question and every plan as an object for JSON.
 
     Args:
-        explained: place in the list, from 0, of the plan whose timeline is given, too.
+        question: the question.
+        result: the plans.
+        explained: index of the plan that comes with its timeline.
     """
     hardware = question.hardware
     plans = [_plan(plan) for plan in result.plans]

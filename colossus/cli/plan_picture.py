@@ -1,4 +1,4 @@
-"""Pictures of ``colossus plan``: of the best plans beside each other, and of one with its timeline."""
+"""Pictures for ``colossus plan``: the best plans side by side, or one plan with its timeline."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from colossus.planner.rank_memory import RankMemory
 from colossus.schedule.draw import draw_picture
 from colossus.schedule.simulate import Simulation
 
-#: letters of a plan beside its bar
+#: the most letters of a plan beside its bar
 _LONGEST = 60
 
 
 def save_plans(question: Question, plans: Sequence[PlanEstimate], path: Path) -> None:
-    """The parts of a step and the memory of each plan."""
+    """Draw the parts of a step and the memory of each plan into a file."""
     words = [f"{rank}  {plan_words(plan.config)}" for rank, plan in enumerate(plans, start=1)]
     names = [textwrap.shorten(name, _LONGEST, placeholder=" ..") for name in words]
     figure = new_figure(12, 2.6 + 0.5 * max(3, len(plans)))
@@ -32,7 +32,15 @@ def save_plans(question: Question, plans: Sequence[PlanEstimate], path: Path) ->
 
 
 def save_plan(question: Question, plan: PlanEstimate, timeline: Simulation, title: str, path: Path) -> None:
-    """The timeline of a plan and what it shows, the parts of a step, the memory of its fullest rank."""
+    """Draw the timeline of a plan, the parts of a step, and the memory of its fullest rank into a file.
+
+    Args:
+        question: the question that the plan answers.
+        plan: the plan.
+        timeline: its timeline, in the unit that ``title`` names.
+        title: label of the timeline's time axis.
+        path: the file.
+    """
     ranks = len(timeline.spans)
     figure = new_figure(12, 4.6 + 0.4 * ranks)
     places = figure.add_gridspec(3, 1, height_ratios=(1.0 + 0.4 * ranks, 1.0, 1.0))
@@ -48,7 +56,7 @@ def _both(question: Question, plans: Sequence[PlanEstimate], names: Sequence[str
 
 
 def _draw(axes: Any, bars: Bars) -> None:
-    """With all that its colours mean to its right."""
+    """Draw bars, with their legend to the right."""
     handles = draw_bars(axes, bars)
     axes.set_title(f"{bars.title} ({bars.x_label})", loc="left", fontsize=10)
     axes.tick_params(labelsize=8)
@@ -58,7 +66,7 @@ def _draw(axes: Any, bars: Bars) -> None:
 
 
 def part_bars(plans: Sequence[PlanEstimate], names: Sequence[str]) -> Bars:
-    """Where the time of a step goes."""
+    """Return bars of each plan's step by part, computation first and the bubble last."""
     parts = {part for plan in plans for part, seconds in plan.parts.items() if seconds}
     computed = [part for part in ("forward", "backward", "recomputation", "optimizer") if part in parts]
     ordered = [*computed, *sorted(parts - {*computed, "bubble"}), *sorted(parts & {"bubble"})]
@@ -67,21 +75,21 @@ def part_bars(plans: Sequence[PlanEstimate], names: Sequence[str]) -> Bars:
 
 
 def memory_bars(question: Question, plans: Sequence[PlanEstimate], names: Sequence[str]) -> Bars:
-    """What the fullest rank holds on its device, and how much there is."""
+    """Return bars of the device memory of each plan's fullest rank by kind, with the limit of a device."""
     kinds = [_on_device(plan.memory.fullest) for plan in plans]
     most = max(sum(own.values()) for own in kinds)
     unit = byte_count(most).split()[1]
     scale = parse_bytes(f"1 {unit}")
-    every = dict.fromkeys(kind for own in kinds for kind, size in own.items() if size)
-    sizes = {kind: [own.get(kind, 0) / scale for own in kinds] for kind in every}
-    limit = None  # of far more than is needed, it would leave bars without length
+    shown = dict.fromkeys(kind for own in kinds for kind, size in own.items() if size)
+    sizes = {kind: [own.get(kind, 0) / scale for own in kinds] for kind in shown}
+    limit = None  # a limit far above the bars would leave them without length
     if question.memory < 10 * most:
         limit = f"limit {byte_count(question.memory)}", question.memory / scale
     return Bars("memory of the fullest rank", names, sizes, unit, limit)
 
 
 def _on_device(rank: RankMemory) -> dict[str, int]:
-    """By kind without what is on the host: first of the optimizer's state, then of what else may be there."""
+    """Return bytes on the device by kind: the host takes optimizer state first, then weights, then gradients."""
     sizes = dict(rank.kinds)
     on_host = -sizes.pop("on the host")
     for kind in ("optimizer", "weights", "gradients"):

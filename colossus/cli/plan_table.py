@@ -1,4 +1,4 @@
-"""What ``colossus plan`` prints: what was asked, the best plans, and what the best one costs. No torch."""
+"""The table of ``colossus plan``: the question, the best plans, and the cost of the best one. No torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from colossus.hardware.hardware import Hardware
 from colossus.planner.plan_estimate import PlanEstimate
 from colossus.planner.search_result import SearchResult
 
-#: columns of a plan in words, at least
+#: the fewest columns for a plan in words
 _NARROWEST = 40
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is looked for.
+    """A question that ``colossus plan`` answers.
 
     Attributes:
-        file, overrides: as the command line has them.
-        config: of these, resolved.
-        memory: of a device in bytes, that a plan may take.
-        keep: what every plan has, see `colossus.planner.kept.Kept`.
+        file, overrides: arguments of the command line.
+        config: their resolved config.
+        hardware: speed of devices and links.
+        devices: ranks of a plan.
+        hosts: hosts that share them evenly.
+        memory: bytes of a device that a plan may use.
+        keep: keys that every plan has, see `colossus.planner.kept.Kept`.
     """
 
     file: str
@@ -43,12 +46,12 @@ class Question:
 
     @property
     def counted(self) -> str:
-        """What the loss counts: tokens, samples .."""
+        """Return the unit that the loss counts: ``tokens``, ``samples``, .."""
         return str(getattr(model_options(self.config), "counted", "tokens"))
 
 
 def render_table(question: Question, result: SearchResult, width: int) -> str:
-    """The whole, in so many columns."""
+    """Return the whole output, ``width`` columns wide."""
     best = result.plans[0]
     sections = [
         head(question, result),
@@ -63,15 +66,14 @@ def render_table(question: Question, result: SearchResult, width: int) -> str:
 
 
 def head(question: Question, result: SearchResult) -> str:
-    """One line for each thing that was asked, and how much was looked at."""
+    """Return lines with the question, and the number of plans that the search tried."""
     config, hardware = question.config, question.hardware
-    known = model_options(config)
     model = "none" if config.model is None else name_of(config.model.type)
     hosts, network = counted(question.hosts, "host"), hardware.network
     between = ""
     if question.hosts > 1 and network is not None:
-        between = f"; between hosts {seconds_text(network.latency)} and {network.bandwidth / 1e9:.3g} GB/s of a device"
-    batch, unit = config.train.global_batch_size, getattr(known, "samples", "sequences")
+        between = f"; between hosts {seconds_text(network.latency)} and {network.bandwidth / 1e9:.3g} GB/s per device"
+    batch, unit = config.train.global_batch_size, getattr(model_options(config), "samples", "sequences")
     tokens = f", {result.plans[0].tokens:,.0f} {question.counted} a step" if result.plans else ""
     lines = [
         f"model       {model}, {config.train.precision.name}",
@@ -84,13 +86,13 @@ def head(question: Question, result: SearchResult) -> str:
 
 
 def plan_words(config: Config) -> str:
-    """A plan as `describe_plan` has it, with what else of it is chosen."""
+    """Return a plan in words: those of `describe_plan`, and the other options that the search chooses."""
     tensor, kind = config.parallel.tensor, config.train.activation_checkpoint
     words = [describe_plan(config), *(f"{name} {value}" for name, value in config.schedule.options.items())]
     if tensor.shape is not None:
         words.append(f"tensor shape {'x'.join(map(str, tensor.shape))}")
     if tensor.weights != "matmul":
-        words.append(f"weights held for a {tensor.weights}")
+        words.append(f"weights gathered once per {tensor.weights}")
     if tensor.gathered == "keep":
         words.append("gathered inputs kept")
     if config.parallel.sequence.ulysses is not None:
@@ -101,12 +103,12 @@ def plan_words(config: Config) -> str:
 
 
 def exposed_share(plan: PlanEstimate) -> float:
-    """Of a step, what the busiest rank waits for collectives."""
+    """Return the fraction of a step in which the busiest rank waits for collectives."""
     return sum(seconds for part, seconds in plan.parts.items() if part.startswith("over ")) / plan.seconds
 
 
 def plan_rows(question: Question, plans: Sequence[PlanEstimate], width: int) -> str:
-    """One row for each plan; its words go on below where they need more columns."""
+    """Return a table with a row for each plan; words that need more columns continue below."""
     rows = [["", "step", f"{question.counted}/s", "MFU", "memory", "bubble", "exposed"]]
     for rank, plan in enumerate(plans, start=1):
         mfu = "-" if plan.mfu is None else f"{100 * plan.mfu:.1f} %"
@@ -123,14 +125,14 @@ def plan_rows(question: Question, plans: Sequence[PlanEstimate], width: int) -> 
 
 
 def part_rows(plan: PlanEstimate) -> str:
-    """Where the time of a step goes, on the rank that is busy longest."""
+    """Return a table of the parts of a step, for the rank that is busy longest."""
     rows = [(part, seconds_text(taken), _percent(taken / plan.seconds)) for part, taken in plan.parts.items() if taken]
     table = aligned([*rows, ("total", seconds_text(plan.seconds), "")], left=(0,))
-    return f"a step      of the rank that is busy longest\n{textwrap.indent(table, '  ')}"
+    return f"a step      on the rank that is busy longest\n{textwrap.indent(table, '  ')}"
 
 
 def axis_rows(plan: PlanEstimate) -> str:
-    """What a rank sends along each axis, how long that takes, and in how much of it the rank computes nothing."""
+    """Return a table of each axis: bytes that a rank sends in a step, their seconds, and the exposed seconds."""
     rows = [("axis", "sent", "takes", "exposed")]
     rows += [
         (axis, byte_count(cost.bytes), seconds_text(cost.seconds), seconds_text(cost.exposed))
@@ -140,7 +142,7 @@ def axis_rows(plan: PlanEstimate) -> str:
 
 
 def launch_lines(question: Question, plan: PlanEstimate, width: int) -> str:
-    """The command that runs a plan, as a shell takes it."""
+    """Return the command that runs a plan, quoted for a shell and broken into lines."""
     own = {override.partition("=")[0] for override in plan.overrides}
     others = [override for override in question.overrides if override.partition("=")[0] not in own]
     words = ["colossus", "launch", question.file, *others, *plan.overrides]
@@ -155,14 +157,14 @@ def launch_lines(question: Question, plan: PlanEstimate, width: int) -> str:
 
 
 def nothing_fits(question: Question, result: SearchResult, width: int) -> ConfigError:
-    """Says what is missing, by kind, of the plan that misses least."""
+    """Return the error of a search in which no plan fits; it shows the memory of the plan that comes nearest."""
     nearest = result.nearest
     assert nearest is not None
     words = textwrap.fill(plan_words(nearest.config), width, initial_indent="    ", subsequent_indent="    ")
     return ConfigError(
         f"{result.nothing_fits(question.devices, question.memory)}:\n"
         f"{words}\n{textwrap.indent(kind_table(nearest.memory.fullest), '    ')}\n"
-        f"  take more --devices, more --memory, a smaller batch or a smaller model",
+        f"  use more --devices, more --memory, a smaller batch or a smaller model",
         question.config.source,
     )
 

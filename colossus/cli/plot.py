@@ -1,4 +1,4 @@
-"""``colossus plot``: the numbers of runs by step, tokens or time, in the terminal or as a picture."""
+"""``colossus plot``: draw the numbers of runs by step, tokens or time, in the terminal or as a picture."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from colossus.launch import run_folder
 from colossus.launch.run_metrics import RunMetrics
 from colossus.picture import FORMATS
 
-#: columns of a terminal from which on two charts stand beside each other; rows of a chart
+#: the fewest columns of a terminal for two charts side by side; rows of a chart
 _WIDE, _ROWS = 110, 16
 
 
 def make_parser() -> Parser:
     parser = Parser(
         "colossus plot",
-        "Draw what the rows of runs (metrics.jsonl) tell: loss and validation, gradient norm, learning rate, speed,\n"
-        "memory, and what else they have. Several runs are drawn over each other, and a run may still be going on.",
+        "Draw the metrics of runs (metrics.jsonl): loss and validation, gradient norm, learning rate, speed, memory,\n"
+        "and others. Several runs share the charts. A run may still be in progress.",
         f"panels: {', '.join(VIEWS)},\n"
-        f"  {', '.join(BARS)} (bytes by axis, with comm.accounting=True; time by part, of a profile), and any key\n"
+        f"  {', '.join(BARS)} (bytes by axis, with comm.accounting=True; time by part, from a profile), and any key\n"
         "  of the rows: rows_touched, experts.blocks.0.mlp.router.tokens, comm.*.calls (a line for each axis)\n"
         "\nexamples:\n"
         "  colossus plot gpt_stdlib\n"
@@ -50,21 +50,21 @@ def make_parser() -> Parser:
         "--x",
         choices=("step", "tokens", "time"),
         default="step",
-        help="tokens: of all steps so far; time: of steps, without evaluations, checkpoints and pauses (default: step)",
+        help="x axis: steps, tokens so far, or time, without evaluations, checkpoints and pauses (default: step)",
     )
     parser.add_argument(
         "--smooth",
         type=positive_integer,
         default=1,
         metavar="N",
-        help="draw means over N steps, and the numbers themselves faint behind them",
+        help="draw means over N steps; a picture shows the numbers themselves faint behind them",
     )
-    parser.add_argument("--panels", metavar="NAME,...", default="", help="which (default: all that have numbers)")
+    parser.add_argument("--panels", metavar="NAME,...", default="", help="panels to draw (default: all with numbers)")
     parser.add_argument(
         "--out",
         type=path_argument,
         metavar="FILE",
-        help=f"draw into this file instead ({', '.join(FORMATS)}); needs the extra colossus[plot]",
+        help=f"draw into this file, not the terminal ({', '.join(FORMATS)}); needs the extra colossus[plot]",
     )
     return parser
 
@@ -72,8 +72,8 @@ def make_parser() -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     paths = {path.resolve(): path for path in map(metrics_of, arguments.runs)}
     metrics = dict(zip(short_names(list(paths)), map(RunMetrics, paths), strict=True))
-    for path, each in zip(paths.values(), metrics.values(), strict=True):
-        if not each.rows:
+    for path, run_metrics in zip(paths.values(), metrics.values(), strict=True):
+        if not run_metrics.rows:
             raise ConfigError(f"{path} has no rows: no step has ended yet")
     names = [name for name in arguments.panels.split(",") if name]
     panels = make_panels(metrics, arguments.x, arguments.smooth, names)
@@ -82,8 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
             save_charts(panels, Path(arguments.out))
         except (ValueError, OSError) as error:
             raise ConfigError(f"--out {error}") from error
-    for (name, each), path in zip(metrics.items(), paths.values(), strict=True):
-        print(f"{name}: {counted(len(each.rows), 'step')}, {path}")
+    for (name, run_metrics), path in zip(metrics.items(), paths.values(), strict=True):
+        print(f"{name}: {counted(len(run_metrics.rows), 'step')}, {path}")
     if arguments.out:
         print(f"drawn in {arguments.out}")
     else:
@@ -93,45 +93,51 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def metrics_of(given: str) -> Path:
-    """The ``metrics.jsonl`` that is meant.
+def metrics_of(name: str) -> Path:
+    """Return the ``metrics.jsonl`` of a run.
+
+    Args:
+        name: that file, a run folder, or the name of a run (the newest run with metrics).
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: there is none.
     """
-    path = Path(given)
+    path = Path(name)
     if path.is_file():
         return path
     if (path / run_folder.METRICS).is_file():
         return path / run_folder.METRICS
     if path.is_dir():
         hint = f"; there are runs in it: {path}/*/" if any(path.glob(f"*/{run_folder.METRICS}")) else ""
-        raise ConfigError(f"{given}: no run folder: it has no {run_folder.METRICS}{hint}")
-    runs = run_folder.of_name(given) if path.name == given else []
-    found = next((run for run in runs if run_folder.has_metrics(run)), None)
-    if found is None:
-        named = f", and no run in runs/{given}-* has rows" if path.name == given else ""
-        raise ConfigError(f"{given}: no such path{named}")
-    return found / run_folder.METRICS
+        raise ConfigError(f"{name}: no run folder: it has no {run_folder.METRICS}{hint}")
+    runs = run_folder.of_name(name) if path.name == name else []
+    folder = next((run for run in runs if run_folder.has_metrics(run)), None)
+    if folder is None:
+        nor_run = f", and no run in runs/{name}-* has rows" if path.name == name else ""
+        raise ConfigError(f"{name}: no such path{nor_run}")
+    return folder / run_folder.METRICS
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """What differs in the paths of runs' rows, cut at ``/`` and ``-``: ``sgp`` and ``d-psgd`` of ``runs/gpt-sgp`` and
-    ``runs/gpt-d-psgd``. Of one run it is the name of its folder."""
+    """Return the part of each run's path that differs from the others, or the folder's name of a single run.
+
+    Paths are cut at ``/`` and ``-``: ``runs/gpt-sgp`` and ``runs/gpt-d-psgd`` become ``sgp`` and ``d-psgd``. If names
+    would be equal, the whole paths are returned.
+    """
     runs = [path.parent if path.name == run_folder.METRICS else path for path in paths]
     if len(runs) == 1:
         return [runs[0].name]
     words = [re.split("(?<=[/-])", str(run)) for run in runs]
     for end in (0, -1):
-        while min(map(len, words)) > 1 and len({each[end] for each in words}) == 1:
-            for each in words:
-                each.pop(end)
-    names = ["".join(each).rstrip("/-") for each in words]
+        while min(map(len, words)) > 1 and len({path_words[end] for path_words in words}) == 1:
+            for path_words in words:
+                path_words.pop(end)
+    names = ["".join(path_words).rstrip("/-") for path_words in words]
     return names if len(set(names)) == len(names) else list(map(str, runs))
 
 
 def print_charts(panels: Sequence[Panel | Bars], width: int) -> None:
-    """Print charts, in a wide terminal two beside each other; in colours where it has them."""
+    """Print charts, side by side if the terminal is wide, in colours if it has them."""
     console = Console(width=width, highlight=False)
     has_colours = console.color_system is not None and not console.no_color
     beside = 2 if width >= _WIDE and len(panels) > 1 else 1

@@ -1,4 +1,4 @@
-"""What the rows of runs tell, as panels of a chart. No torch."""
+"""The metrics of runs as panels of a chart. No torch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from colossus.launch import run_folder
 from colossus.launch.run_metrics import RunMetrics
 from colossus.registry import nearest
 
-#: keys of what evaluations write begin so, behind the name of an average (``ema.``); such numbers are drawn as markers
+#: prefix of the keys of evaluations (after the name of an average: ``ema.``), whose numbers are drawn as markers
 EVALUATED = "validation_"
 
 
 @dataclass(frozen=True)
 class View:
-    """What one panel shows.
+    """A panel: keys of the rows, and how their numbers are drawn.
 
     Attributes:
-        keys: a key of the rows, or a pattern of keys -> what its line is called behind its run's name; what stands for
-            the ``*`` of a pattern is part of the name. ``experts.blocks.0.tokens`` is ``tokens`` in what ``experts``
-            holds of ``blocks.0``; a list has a line for each of its numbers.
-        scale: numbers of the rows times this are of the ``unit``.
-        is_smoothed: whether means over steps tell more than the numbers do.
+        title: title of the panel.
+        keys: key of the rows, or pattern of keys -> label of its line, after the name of the run; the text that a ``*``
+            matches is added. ``experts.blocks.0.tokens`` is the entry ``tokens`` of the entry ``blocks.0`` of
+            ``experts``; a list has a line for each of its numbers.
+        unit: label of the y axis.
+        scale: factor from the numbers of the rows to ``unit``.
+        log_y: whether the y axis is logarithmic.
+        is_smoothed: whether ``--smooth`` applies.
     """
 
     title: str
@@ -55,23 +58,23 @@ VIEWS = {
     "experts": View("tokens of the busiest expert over the mean", {"experts.*.max_over_mean": ""}),
     "entropy": View("entropy of the routers' scores", {"experts.*.entropy": ""}),
 }
-#: of time: seconds in it, its name
+#: units of time: seconds, name
 _UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
 def make_panels(
     metrics: Mapping[str, RunMetrics], x: str = "step", smooth: int = 1, names: Sequence[str] = ()
 ) -> list[Panel | Bars]:
-    """A panel for each of the names.
+    """Return a panel for each name.
 
     Args:
-        metrics: name of a run -> its rows, of which there are some.
+        metrics: metrics of each run by its name; each has rows.
         x: ``step``, ``tokens`` (of all steps so far) or ``time`` (see `RunMetrics.seconds`).
-        smooth: a line shows the mean over this many steps, and faint behind it the numbers themselves.
-        names: of `VIEWS`, of `BARS`, or keys and patterns of the rows; by default all of which there are numbers.
+        smooth: number of steps over which a line shows the mean, with the numbers themselves faint behind it.
+        names: names of `VIEWS` and `BARS`, keys of the rows and patterns of keys; by default all panels with numbers.
 
     Raises:
-        ConfigError: for a name of which no run has numbers, and where none are named and none are there.
+        ConfigError: no run has numbers for a name, or for any panel if there are no names.
     """
     x_label, places = _places(metrics, x)
     keys = list(dict.fromkeys(key for run in metrics.values() for key in run.numbers))
@@ -90,7 +93,7 @@ def make_panels(
         elif names:
             raise ConfigError(_unknown(name, keys))
     if not panels:
-        raise ConfigError(f"the rows have no numbers of any panel; choose some by --panels: {', '.join(keys)}")
+        raise ConfigError(f"the rows have no numbers for any panel; --panels draws one of these: {', '.join(keys)}")
     return panels
 
 
@@ -106,14 +109,14 @@ def _unknown(name: str, keys: Sequence[str]) -> str:
 
 
 def _places(metrics: Mapping[str, RunMetrics], x: str) -> tuple[str, dict[str, list[float]]]:
-    """The label of the x axis, and where the rows of each run stand on it."""
+    """Return the label of the x axis, and the x of each row by run."""
     if x == "step":
-        return "step", {name: list(map(float, each.steps)) for name, each in metrics.items()}
+        return "step", {name: list(map(float, run.steps)) for name, run in metrics.items()}
     if x == "tokens":
-        return "tokens", {name: each.tokens for name, each in metrics.items()}
-    longest = max(each.seconds[-1] for each in metrics.values())
-    unit, label = next(each for each in _UNITS if longest >= 3 * each[0] or each[0] == 1)
-    return f"{label} in steps", {name: [at / unit for at in each.seconds] for name, each in metrics.items()}
+        return "tokens", {name: run.tokens for name, run in metrics.items()}
+    longest = max(run.seconds[-1] for run in metrics.values())
+    unit, label = next((unit, label) for unit, label in _UNITS if longest >= 3 * unit or unit == 1)
+    return f"{label} in steps", {name: [at / unit for at in run.seconds] for name, run in metrics.items()}
 
 
 # -- lines ----------------------------------------------------------------------------------------------------------
@@ -127,13 +130,13 @@ def _panel(
     smooth: int,
     x_label: str,
 ) -> Panel | None:
-    """The panel of a view; None where no run has numbers of it."""
+    """Return the panel of a view, None if no run has numbers for it."""
     labels = {
         key: " ".join(filter(None, (label, part)))
         for pattern, label in view.keys.items()
         for key, part in _matching(pattern, keys).items()
     }
-    # the validation loss has the colour of the loss, and the first line of a run the same one in all panels
+    # The validation loss has the colour of the loss, and the first line of a run has one colour in all panels.
     owners = {key: key.removeprefix(EVALUATED) if key.removeprefix(EVALUATED) in labels else key for key in labels}
     colours = list(dict.fromkeys(owners.values()))
     lines: list[Line] = []
@@ -155,32 +158,35 @@ def _is_evaluated(key: str) -> bool:
 
 
 def _matching(pattern: str, keys: Sequence[str]) -> dict[str, str]:
-    """key -> what of it stands for the ``*`` of the pattern, or behind the pattern's end."""
+    """Return the keys that a pattern matches, each with the parts that the pattern leaves open, ``*`` and a suffix."""
     wanted = re.compile(re.escape(pattern).replace(r"\*", "(.*)") + r"(?:\.(.+))?")
-    found = ((key, wanted.fullmatch(key)) for key in keys)
-    return {key: " ".join(filter(None, match.groups())) for key, match in found if match is not None}
+    matches = ((key, wanted.fullmatch(key)) for key in keys)
+    return {key: " ".join(filter(None, match.groups())) for key, match in matches if match is not None}
 
 
 def _line_name(run: str, key: str, label: str, num_runs: int, num_keys: int) -> str:
-    """What tells the line from the others of its panel: nothing where it is the only one."""
+    """Return the label of a line; it is empty if the panel has no other line."""
     if num_runs > 1:
         return f"{run} {label}".rstrip()
     return label or key if num_keys > 1 else ""
 
 
 def moving_mean(steps: Sequence[int], values: Sequence[float], window: int) -> list[float]:
-    """At each step the mean of the finite values of the ``window`` steps around it; NaN where its own is not finite."""
+    """Return for each step the mean of the finite values of the ``window`` steps around it.
+
+    A step whose own value is not finite gets NaN.
+    """
     means = []
     for step, value in zip(steps, values, strict=True):
         first, end = (bisect_right(steps, step + side) for side in (window // 2 - window, window // 2))
-        finite = [each for each in values[first:end] if math.isfinite(each)]
+        finite = [near for near in values[first:end] if math.isfinite(near)]
         means.append(fmean(finite) if math.isfinite(value) else math.nan)
     return means
 
 
 def gaps(panels: Sequence[Panel | Bars]) -> list[str]:
-    """A sentence for each line with numbers that cannot be drawn."""
-    found = []
+    """Return a sentence for each line that has numbers that cannot be drawn."""
+    sentences = []
     for panel in panels:
         if isinstance(panel, Bars):
             continue
@@ -190,15 +196,18 @@ def gaps(panels: Sequence[Panel | Bars]) -> list[str]:
                 name = f"{panel.title}{line.label and f', {line.label}'}"
                 what = "NaN, infinite or not above zero" if panel.log_y else "NaN or infinite"
                 where = f"first at {panel.x_label} {readable(missing[0])}"
-                found.append(f"{name}: {len(missing)} of {len(line.x)} numbers are {what} ({where}): gaps")
-    return found
+                sentences.append(f"{name}: {len(missing)} of {len(line.x)} numbers are {what} ({where}): gaps")
+    return sentences
 
 
 # -- bars -----------------------------------------------------------------------------------------------------------
 
 
 def _bytes_by_axis(runs: Mapping[str, RunMetrics]) -> Bars | None:
-    """Bytes that the logging rank sends in a step, in the mean over the rows that tell it; None where none does."""
+    """Return the bytes that the logging rank sends in a step, the mean over the rows that have them.
+
+    Without such rows the result is None.
+    """
     means: dict[str, dict[str, float]] = {}
     for name, run in runs.items():
         rows = [row["comm"] for row in run.rows if "comm" in row]
@@ -209,7 +218,7 @@ def _bytes_by_axis(runs: Mapping[str, RunMetrics]) -> Bars | None:
 
 
 def _time_by_part(runs: Mapping[str, RunMetrics]) -> Bars | None:
-    """Where the time of a step goes, in the mean over ranks, by the profiles of runs; None where none has one."""
+    """Return the time of a step by part, the mean over ranks, from the profiles of runs; None if no run has one."""
     means: dict[str, dict[str, float]] = {}
     for name, run in runs.items():
         path = run.path.parent / run_folder.PROFILE
@@ -221,9 +230,9 @@ def _time_by_part(runs: Mapping[str, RunMetrics]) -> Bars | None:
 
 
 def _bars(title: str, sizes: Mapping[str, Mapping[str, float]], unit: str) -> Bars | None:
-    """A bar of each run, with its parts."""
-    names = dict.fromkeys(name for each in sizes.values() for name in each)
-    parts = {name: [each.get(name, 0.0) for each in sizes.values()] for name in names}
+    """Return a bar for each run from its parts, None without runs."""
+    names = dict.fromkeys(name for run_sizes in sizes.values() for name in run_sizes)
+    parts = {name: [run_sizes.get(name, 0.0) for run_sizes in sizes.values()] for name in names}
     return Bars(title, list(sizes), parts, unit) if sizes else None
 
 

@@ -1,4 +1,4 @@
-"""``colossus profile``: where the time of a step goes."""
+"""``colossus profile``: break down the time of a train step."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ examples:
   colossus profile config.py parallel.pipeline=2 --steps 5 --warmup 10 --ranks 0,2
   colossus profile config.py --ranks all --out runs/profile     # a trace of each rank
 
-It trains for a few steps, evaluates and saves nothing, and runs no hooks of the config. All ranks time their steps: the
-table, which is in DIR/profile/summary.json, too, has the part of a step that is forward, backward, the optimizer, and
-what ranks wait for: communication over each axis as far as nothing hides it, other stages of the pipeline, data.
-DIR/profile/rank<N>.trace.json.gz has everything that torch.profiler sees of a rank, for https://ui.perfetto.dev.
-In a run of its own: colossus launch config.py train.profile.steps=(100,103)
+The run trains a few steps, without evaluations, checkpoints and the hooks of the config. All ranks time their steps.
+The table (also in DIR/profile/summary.json) splits a step into forward, backward, optimizer, and waiting: for exposed
+communication over each axis, for other stages of the pipeline, for data.
+DIR/profile/rank<N>.trace.json.gz is the trace of torch.profiler for a rank; open it at https://ui.perfetto.dev.
+To profile steps of a training run: colossus launch config.py train.profile.steps=(100,103)
 
 """
     + EXIT_CODES
@@ -39,12 +39,10 @@ In a run of its own: colossus launch config.py train.profile.steps=(100,103)
 
 def make_parser() -> Parser:
     parser = Parser(
-        "colossus profile", "Train a few steps, and say where the time of a step goes on each rank.", _EPILOG
+        "colossus profile", "Train a few steps, and print how each rank spends the time of a step.", _EPILOG
     )
     parser.add_file()
-    parser.add_argument(
-        "--steps", type=positive_integer, default=3, metavar="N", help="steps that are profiled (default: 3)"
-    )
+    parser.add_argument("--steps", type=positive_integer, default=3, metavar="N", help="steps to profile (default: 3)")
     parser.add_argument(
         "--warmup",
         type=number_argument("a whole number of at least 0", lambda value: value >= 0, int),
@@ -52,28 +50,26 @@ def make_parser() -> Parser:
         metavar="N",
         help="steps before them (default: 5)",
     )
-    parser.add_argument(
-        "--ranks", type=_ranks, default=(0,), metavar="N,N", help="ranks that are traced, or all (default: 0)"
-    )
+    parser.add_argument("--ranks", type=_ranks, default=(0,), metavar="N,N", help="ranks to trace, or all (default: 0)")
     parser.add_nproc("processes (default: the product of the plan's sizes)")
     parser.add_argument(
         "--out", type=path_argument, metavar="DIR", help="the run folder (default: runs/profile-<name>-<time>)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     return parser
 
 
 def _ranks(text: str) -> str | tuple[int, ...]:
     words = text.split(",")
     if text != "all" and not all(word.isdecimal() for word in words):
-        raise argparse.ArgumentTypeError(f"must be numbers of ranks, 0,2, or all, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be ranks with commas between them (0,2) or all, got {text!r}")
     return "all" if text == "all" else tuple(map(int, words))
 
 
 def run(arguments: argparse.Namespace) -> int:
     config = load(arguments)
     if arguments.out and run_folder.has_metrics(Path(arguments.out)):
-        raise ConfigError(f"--out {arguments.out}: holds the metrics of another run already; give another folder")
+        raise ConfigError(f"--out {arguments.out}: holds the metrics of another run already; name another folder")
     first, last = arguments.warmup + 1, arguments.warmup + arguments.steps
     launched = argparse.Namespace(
         file=arguments.file,
@@ -86,7 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def short_run(config: Config, first: int, last: int, ranks: str | tuple[int, ...]) -> list[str]:
-    """Overrides that make of a config a run to the end of step ``last``, whose steps are those of the whole run."""
+    """Return overrides that end a config's run after step ``last``, with the same steps up to there, and profile it.
+
+    Args:
+        config: config of the whole run.
+        first, last: the profiled steps, from 1.
+        ranks: ranks to trace, or ``all``.
+    """
     return [
         f"train.steps={last}",
         f"train.schedule_steps={config.train.schedule_steps}",

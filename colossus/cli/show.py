@@ -1,4 +1,4 @@
-"""``colossus show``: who is where, and what runs when, as text. No process is started, so any plan can be drawn."""
+"""``colossus show``: print the ranks, the pipeline schedule and other facts of a plan. No process is started."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from colossus.schedule.build import make_schedule
 from colossus.schedule.draw import draw, save, summary
 from colossus.schedule.simulate import Times, simulate
 
-#: groups of an axis and ranks of the table that are printed
+#: the most groups of an axis and ranks of the table that are printed
 _MOST_GROUPS, _MOST_RANKS = 4, 64
 
 
 def make_parser() -> Parser:
     parser = Parser(
         "colossus show",
-        "Print who is where: for every rank its coordinate on every axis, and the groups along each axis.\n"
-        "Works for any plan, of any size; nothing is started. With --timeline, what each rank of the pipeline does\n"
-        "when, its bubble and the activations it holds. With --graph, which replica sends to which in each step, and\n"
-        "how fast that brings replicas together. With --strategy, what is sent for each table (sparse=True) and for\n"
-        "the other parameters. With --layers, which modules of the model are split how, and what that saves.\n"
-        "With --lr, the learning rate of each step, and the batch where it grows. With --memory, how much memory each\n"
-        "pipeline rank needs, by kind, and with --limit whether that fits a device.",
+        "Print the coordinates of every rank and the groups along each axis, for a plan of any size. No process is\n"
+        "started. The options print something else instead:\n"
+        "  --timeline  the pipeline schedule over time, with the bubble and the activations of each rank\n"
+        "  --graph     the replicas that each replica sends to in each step, and how fast they reach consensus\n"
+        "  --strategy  the bytes sent for each table (sparse=True) and for the other parameters\n"
+        "  --layers    how each module of the model is split, and the traffic that this saves\n"
+        "  --lr        the learning rate of each step, and the batch if it grows\n"
+        "  --memory    the memory of each pipeline rank by kind; --limit says whether it fits a device",
         OVERRIDES + "\nexamples:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
         "parallel.tensor.depth=2 --nproc 4096\n"
         "  colossus show config.py --timeline parallel.pipeline=4 schedule.type=zb-h1 schedule.microbatches=8\n"
@@ -53,7 +54,7 @@ def make_parser() -> Parser:
         const="",
         type=path_argument,
         metavar="OUT",
-        help=f"draw the pipeline schedule over time; with OUT ({', '.join(FORMATS)}) into this file, too",
+        help=f"draw the pipeline schedule over time, with OUT also into this file ({', '.join(FORMATS)})",
     )
     parser.add_argument(
         "--lr",
@@ -61,35 +62,35 @@ def make_parser() -> Parser:
         nargs="?",
         const="",
         metavar="OUT",
-        help="draw the learning rate by step; with OUT into this file, too",
+        help="draw the learning rate by step, with OUT also into this file",
     )
-    parser.add_argument("--graph", action="store_true", help="peers of a gossip strategy by step, steps to consensus")
-    parser.add_argument("--strategy", action="store_true", help="what the data-parallel strategy sends, by parameter")
-    parser.add_argument("--layers", action="store_true", help="what each module of the model became, what it sends")
-    parser.add_argument("--memory", action="store_true", help="memory of the ranks, by kind, predicted")
+    parser.add_argument("--graph", action="store_true", help="print the peers of a gossip strategy by step")
+    parser.add_argument("--strategy", action="store_true", help="print what the data-parallel strategy sends")
+    parser.add_argument("--layers", action="store_true", help="print what each module of the model became")
+    parser.add_argument("--memory", action="store_true", help="print the predicted memory of the ranks, by kind")
     parser.add_argument(
         "--limit",
         type=size_argument,
         metavar="SIZE",
-        help="with --memory: that of a device, 80GB say; does the plan fit?",
+        help="with --memory: say whether the plan fits a device of this size (80GB)",
     )
-    parser.add_argument("--json", action="store_true", help="with --memory: print it as JSON, in bytes")
+    parser.add_argument("--json", action="store_true", help="with --memory: print JSON, in bytes")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     for name in ("timeline", "lr"):
-        if "=" in (getattr(arguments, name) or ""):  # an override that follows an option which may have a value
+        if "=" in (getattr(arguments, name) or ""):  # argparse took an override for the value of this option
             arguments.overrides.append(getattr(arguments, name))
             setattr(arguments, name, "")
     if (arguments.limit or arguments.json) and not arguments.memory:
-        raise ConfigError("--limit and --json are of --memory: give that, too")
+        raise ConfigError("--limit and --json are options of --memory: add --memory")
     config = load(arguments)
     if arguments.graph:
-        graphs = importlib.import_module("colossus.cli.show_graph")  # numpy takes its time
+        graphs = importlib.import_module("colossus.cli.show_graph")  # imports numpy, which is slow
         print(graphs.render_graph(config))
     elif arguments.strategy:
-        parameters = importlib.import_module("colossus.cli.show_strategy")  # torch takes its time
+        parameters = importlib.import_module("colossus.cli.show_strategy")  # imports torch, which is slow
         print(parameters.render_strategy(config))
     elif arguments.layers:
         layers = importlib.import_module("colossus.cli.show_layers")
@@ -108,18 +109,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def render(config: Config, every_rank: bool = False) -> str:
-    """The plan of a resolved config: arithmetic, batch, parameters, groups by axis, and a table of the ranks."""
+    """Return the plan of a resolved config: its arithmetic, batch, parameters, groups by axis, a table of the ranks."""
     grid = build_grid(config.parallel)
     return "\n\n".join([_head(config), _groups(grid), _rank_table(grid, every_rank)])
 
 
 def render_timeline(config: Config, width: int, picture: str | None = None) -> str:
-    """The pipeline schedule of a resolved config over time, and what it costs; drawn into ``picture``, too, if given.
+    """Return the pipeline schedule of a resolved config over time, with its bubble and activations.
 
-    Times are in forwards of all stages of a rank: a backward takes 2, its dgrad and wgrad 1 each, a transfer 0.
+    The unit of time is the forward of all stages of a rank. A backward takes 2, its dgrad and wgrad 1 each, a transfer
+    0.
+
+    Args:
+        config: the config.
+        width: columns at most.
+        picture: a file to draw it into as well.
 
     Raises:
-        ConfigError: for a schedule that is wrong, naming its first bad action, and for a picture that cannot be drawn.
+        ConfigError: the schedule is wrong (its first bad action is named), or the picture cannot be drawn.
     """
     stages, schedule = config.parallel.pipeline.size, config.schedule
     try:
@@ -148,17 +155,17 @@ def _head(config: Config) -> str:
     assert parallel.data is not None
     batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
     samples = getattr(model_options(config), "samples", "sequences")
-    each = batch // (parallel.data * microbatches)
+    microbatch_size = batch // (parallel.data * microbatches)
     lines = [
         f"plan        {describe_plan(config)}: {describe_processes(world_size(parallel))}",
         f"rank order  {', '.join(parallel.rank_order)} (outermost first)",
-        f"batch       {batch} {samples} = data {parallel.data} x microbatches {microbatches} x {each}",
+        f"batch       {batch} {samples} = data {parallel.data} x microbatches {microbatches} x {microbatch_size}",
         f"model       {_model(config)}",
     ]
     if config.train.batch_ramp is not None:
         lines.insert(3, f"ramp        {config.train.batch_ramp}")
-    of_strategy = strategy_options(config)
-    if of_strategy is not None and (promise := of_strategy.describe(parallel.data)):
+    options = strategy_options(config)
+    if options is not None and (promise := options.describe(parallel.data)):
         lines.append(f"strategy    {name_of(parallel.strategy.type)} ({promise})")
     if servers := num_servers(config, 1):
         lines.append(f"servers     {describe_servers(servers, 1)}")
@@ -183,9 +190,9 @@ def _model(config: Config) -> str:
 
 
 def _groups(grid: RankGrid) -> str:
-    """One line per axis with more than one rank: how many groups, and the first ones."""
-    every = dict.fromkeys(name for public in PUBLIC_NAMES for name in (public, *grid.public[public]))
-    names = [name for name in every if grid.size(name) > 1]
+    """Return a line for each axis with more than one rank: its first groups, and the number of groups."""
+    axis_names = dict.fromkeys(name for public in PUBLIC_NAMES for name in (public, *grid.public[public]))
+    names = [name for name in axis_names if grid.size(name) > 1]
     if not names:
         return "groups      none: one rank has no neighbours"
     width = max(map(len, names))
@@ -201,7 +208,7 @@ def _groups(grid: RankGrid) -> str:
 
 
 def _ranks(grid: RankGrid, leader: int, name: str) -> str:
-    """The group whose lowest rank is ``leader``; of a large one the first two and the last."""
+    """Return the ranks of the group whose lowest rank is ``leader``; of a large group the first two and the last."""
     if grid.size(name) <= 4:
         return " ".join(map(str, grid.group(leader, name)))
     axes = [axis for axis in grid.axes(name) if grid.sizes[axis] > 1]
@@ -213,5 +220,5 @@ def _ranks(grid: RankGrid, leader: int, name: str) -> str:
 def _rank_table(grid: RankGrid, every_rank: bool) -> str:
     shown = grid.world_size if every_rank else min(grid.world_size, _MOST_RANKS)
     rows = [[str(rank), *map(str, grid.coordinates(rank).values())] for rank in range(shown)]
-    left = grid.world_size - shown
-    return aligned([["rank", *grid.names], *rows]) + (f"\n({left} more ranks; --all prints them)" if left else "")
+    more = grid.world_size - shown
+    return aligned([["rank", *grid.names], *rows]) + (f"\n({more} more ranks; --all prints them)" if more else "")

@@ -1,4 +1,4 @@
-"""``colossus show --graph``: who sends to whom in each step, and how fast that brings replicas together."""
+"""``colossus show --graph``: the peers of each replica by step, and how fast replicas reach consensus."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from colossus.graphs.analysis import Consensus, consensus, contraction
 from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.spec import name_of_graph
 
-#: replicas and steps that a table shows
+#: the most replicas and steps of a table
 _ROWS, _STEPS = 32, 12
-#: replicas up to which matrices are multiplied and their norms taken
+#: the most replicas for which matrices are multiplied and their norms computed
 _ANALYSED = 512
 
 
 def render_graph(config: Config) -> str:
-    """The graph of a resolved config: peers by step, contraction, steps to consensus.
+    """Return the graph of a resolved config: peers by step, contraction, steps to consensus.
 
     Raises:
-        ConfigError: for a strategy without a graph.
+        ConfigError: the strategy has no graph, or there is one replica.
     """
     options: Any = strategy_options(config)
     strategy, replicas = name_of(config.parallel.strategy.type), config.parallel.data
@@ -31,10 +31,10 @@ def render_graph(config: Config) -> str:
     if not hasattr(options, "graph"):
         raise ConfigError(f"--graph: strategy {strategy!r} has no graph; parallel.strategy=sgp has one", config.source)
     if replicas == 1:
-        raise ConfigError("--graph: data 1 is one replica, which sends to nobody; parallel.data=4 shows four")
+        raise ConfigError("--graph: a single replica (data 1) sends to nobody; parallel.data=4 shows four")
     graph = make_graph(options.graph, replicas, options.sends_to)
     overlap = options.travels
-    late = f", what is sent travels {counted(overlap, 'step')}" if overlap else ""
+    late = f", messages travel for {counted(overlap, 'step')}" if overlap else ""
     head = (
         f"graph       {name_of_graph(options.graph) or 'matrices'} over data {replicas}\nstrategy    {strategy}{late}"
     )
@@ -47,8 +47,9 @@ def _steps_of(graph: Graph) -> str:
     rows = [["replica", *(f"step {step}" for step in range(steps))]]
     rows += [[str(index), *(_targets(graph, step, index) for step in range(steps))] for index in range(replicas)]
     is_whole = (steps, replicas) == (graph.period, graph.replicas)
-    left = "" if is_whole else f"\n  (the first {counted(replicas, 'replica')} and {counted(steps, 'step')})"
-    return f"sends to    peer:weight, {repeats}; the rest is kept\n{textwrap.indent(aligned(rows), '  ')}{left}"
+    cut = "" if is_whole else f"\n  (the first {counted(replicas, 'replica')} and {counted(steps, 'step')})"
+    head = f"sends to    peer:weight, {repeats}; a replica keeps the rest of the weight"
+    return f"{head}\n{textwrap.indent(aligned(rows), '  ')}{cut}"
 
 
 def _targets(graph: Graph, step: int, index: int) -> str:
@@ -66,13 +67,13 @@ def _number(weight: float) -> str:
 def _speed(graph: Graph, overlap: int) -> str:
     if graph.replicas > _ANALYSED:
         return f"contraction is not computed for more than {_ANALYSED} replicas"
-    found = contraction(graph)
-    of, steps = "product" if found.is_doubly_stochastic else "de-biased product", counted(found.period, "step")
+    product = contraction(graph)
+    name = "product" if product.is_doubly_stochastic else "de-biased product"
     lines = [
-        f"contraction {found.norm:.4g} in {steps} (2-norm of the {of} minus the mean)",
-        f"eigenvalue  {found.eigenvalue:.4g} (second-largest modulus: the contraction in the long run)",
+        f"contraction {product.norm:.4g} in {counted(product.period, 'step')} (2-norm of the {name} minus the mean)",
+        f"eigenvalue  {product.eigenvalue:.4g} (second-largest modulus: the contraction in the long run)",
     ]
-    if not found.is_doubly_stochastic:
+    if not product.is_doubly_stochastic:
         lines.append("weights     become unequal: columns sum to 1, rows do not")
     lines.append(f"consensus   {_consensus(consensus(graph))}, mixing alone")
     if overlap:
@@ -80,9 +81,9 @@ def _speed(graph: Graph, overlap: int) -> str:
     return "\n".join(lines)
 
 
-def _consensus(found: Consensus) -> str:
-    if found.steps is None:
-        return f"not within {found.tolerance:g} in sight"
-    if found.is_exact:
-        return f"exact after {counted(found.steps, 'step')}"
-    return f"within {found.tolerance:g} after {counted(found.steps, 'step')}"
+def _consensus(end: Consensus) -> str:
+    if end.steps is None:
+        return f"not within {end.tolerance:g} in sight"
+    if end.is_exact:
+        return f"exact after {counted(end.steps, 'step')}"
+    return f"within {end.tolerance:g} after {counted(end.steps, 'step')}"

@@ -1,4 +1,4 @@
-"""``colossus show --layers``: which modules are layers of ours, how their weights are split, what they send."""
+"""``colossus show --layers``: the modules that became layers of colossus, the split of their weights, their traffic."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from colossus.tensor_parallel.traffic import matmul_traffic
 _HEADER = ("module", "was", "is", "weight on this rank", "sends", "alone")
 _WHOLE_HEADER = ("whole on each rank", "class", "bytes", "why")
 _NOTE = """\
-sends: bytes of activations that a rank sends for a token, forward and backward; alone: what it would outside of a pair.
-Between two that are a pair (column, row) features stay split."""
+sends: bytes of activations that a rank sends for a token, forward and backward; alone: the same outside of a pair.
+Between the two linears of a pair (column, row) features stay split."""
 
 
 def render_layers(config: Config) -> str:
-    """The layers of a resolved config's model on rank 0, those that differ in nothing but numbers in one line.
+    """Return a table of the layers of a config's model on rank 0; layers whose names differ in numbers share a line.
 
     Raises:
-        ConfigError: for a config without a model, and for a model that cannot be built.
+        ConfigError: the config has no model, or the model cannot be built.
     """
     if config.model is None:
         raise ConfigError("model: the config has none, so there are no layers to show", config.source)
@@ -44,12 +44,12 @@ def render_layers(config: Config) -> str:
         raise
     except ValueError as error:
         raise ConfigError(str(error), config.source) from error
-    found = conversion_of(model) or Conversion({})
-    rows, alone_for, saved = [], [], 0.0
+    conversion = conversion_of(model) or Conversion({})
+    rows, reasons, saved = [], [], 0.0
     for name, module in model.named_modules():
-        swap = found.swaps.get(name)
+        swap = conversion.swaps.get(name)
         if swap is not None and not swap.became and not module._parameters:
-            alone_for.append((name, f"{swap.was} stays: {swap.why}"))
+            reasons.append((name, f"{swap.was} stays: {swap.why}"))
         if not isinstance(module, Layer) or (swap is None and not [*module.parameters(recurse=False)]):
             continue
         sends, alone = _bytes_per_token(module)
@@ -59,29 +59,28 @@ def render_layers(config: Config) -> str:
         shape = " x ".join(map(str, weight.shape)) if weight is not None else "-"
         rows.append((name, swap.was if swap is not None else "-", kind, shape, _size(sends), _size(alone)))
         if swap is not None and swap.why:
-            alone_for.append((name, f"is alone: {swap.why}"))
+            reasons.append((name, f"is alone: {swap.why}"))
     head = f"plan        {describe_plan(config)}\nsaved       {byte_count(max(saved, 0.0))} a token by pairs"
-    whole = _whole_weights(model, found) if context.size("tensor") > 1 else []
+    whole = _whole_weights(model, conversion) if context.size("tensor") > 1 else []
     if context.size("tensor") > 1:
-        nbytes, total = sum(size for *_, size in whole), sum(_full_bytes(each) for each in model.parameters())
+        nbytes, total = sum(size for *_, size in whole), sum(map(_full_bytes, model.parameters()))
         share = f"{nbytes / max(total, 1):.0%}, on each rank"
         head += f"\nwhole       {byte_count(nbytes)} of {byte_count(total)} of weights, {share}"
-    if found.note:
-        head += f"\nnote        {found.note}"
+    if conversion.note:
+        head += f"\nnote        {conversion.note}"
     parts = [head, aligned([_HEADER, *_folded(rows)], left=(0, 1, 2, 3)), _NOTE]
-    if found.shared:
-        parts.append(
-            "one input   " + "\n            ".join(name for (name,) in _folded([(", ".join(e),) for e in found.shared]))
-        )
-    if alone_for:
-        parts.append(aligned(_folded(alone_for), left=(0, 1)))
+    if conversion.shared:
+        shared = _folded([(", ".join(names),) for names in conversion.shared])
+        parts.append("one input   " + "\n            ".join(names for (names,) in shared))
+    if reasons:
+        parts.append(aligned(_folded(reasons), left=(0, 1)))
     if whole:
         parts.append(aligned([_WHOLE_HEADER, *_largest(whole)], left=(0, 1, 3)))
     return "\n\n".join(parts)
 
 
 def _whole_weights(model: nn.Module, conversion: Conversion) -> list[tuple[str, str, str, int]]:
-    """Return name, class, why and bytes of each module whose own parameters every tensor rank has whole."""
+    """Return name, class, reason and bytes of each module whose own parameters are whole on every tensor rank."""
     seen: set[int] = set()
     rows = []
     for name, module in model.named_modules():
@@ -105,7 +104,7 @@ def _why_whole(module: nn.Module, swap: Swap | None) -> str:
     if isinstance(module, nn.MultiheadAttention):
         return "it computes with its weights itself"
     if "gate_up_proj" in module._parameters:
-        return "parallel.expert spreads experts that are gated, [out, in], without biases"
+        return "parallel.expert only spreads gated experts of [out, in] weights without biases"
     if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
         return "norms are whole"
     is_torchs = type(module).__module__.startswith("torch.nn.")
@@ -117,13 +116,16 @@ def _full_bytes(parameter: nn.Parameter) -> int:
 
 
 def _largest(whole: Iterable[tuple[str, str, str, int]]) -> list[tuple[str, ...]]:
-    """Return rows of modules that differ in numbers alone together, the largest first; what is small is one row."""
+    """Return rows of modules, the largest first.
+
+    Modules whose names differ in numbers share a row, and all modules below one percent share the last.
+    """
     sizes: dict[tuple[str, str, str], list[tuple[str, int]]] = {}
     for name, kind, why, size in whole:
         sizes.setdefault((re.sub(r"\b\d+\b", "*", name), kind, why), []).append((name, size))
     rows = [
-        (key[0] if len(each) > 1 else each[0][0], key[1], sum(size for _, size in each), key[2])
-        for key, each in sizes.items()
+        (pattern if len(members) > 1 else members[0][0], kind, sum(size for _, size in members), why)
+        for (pattern, kind, why), members in sizes.items()
     ]
     limit = sum(size for _, _, size, _ in rows) / 100
     small = [size for _, _, size, _ in rows if size < limit]
@@ -134,7 +136,10 @@ def _largest(whole: Iterable[tuple[str, str, str, int]]) -> list[tuple[str, ...]
 
 
 def _bytes_per_token(module: nn.Module) -> tuple[float, float]:
-    """What a linear sends of its activations, and what it would send outside of a pair."""
+    """Return the bytes of activations that a linear sends for a token, and those that it would send outside of a pair.
+
+    Other modules send 0 bytes.
+    """
     if not isinstance(module, Linear) or module.sharding is None:
         return 0.0, 0.0
     shardings, sizes = module.parallel.shardings, module.parallel.sizes
@@ -145,12 +150,11 @@ def _bytes_per_token(module: nn.Module) -> tuple[float, float]:
     target = regions.inner if module.split == "column" else regions.whole
     rows, sent = math.prod(sizes.values()), []
     for sharding, x, y in ((module.sharding, source, target), (alone, regions.whole, regions.whole)):
-        if isinstance(sharding, list):  # its sizes divide in a pair only
+        if isinstance(sharding, list):  # outside of a pair its sizes do not divide
             sent.append(0.0)
             continue
         moved = matmul_traffic(sharding, x, y, (rows, 1, module.in_features), module.out_features, sizes)
-        both = (moved.x, moved.y)
-        elements = sum((each.forward + each.backward).elements for each in both)
+        elements = sum((side.forward + side.backward).elements for side in (moved.x, moved.y))
         sent.append(elements / rows * module.context.precision.compute.itemsize)
     return sent[0], sent[1]
 
@@ -164,8 +168,8 @@ def _size(num_bytes: float) -> str:
 
 
 def _folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows whose first column differs in numbers alone, as one with ``*`` for these."""
-    found: dict[tuple[str, ...], list[str]] = {}
+    """Join the rows whose first column differs only in numbers into one, with ``*`` for the numbers."""
+    names_by_row: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
-        found.setdefault((re.sub(r"\b\d+\b", "*", name), *rest), []).append(name)
-    return [(key[0] if len(names) > 1 else names[0], *key[1:]) for key, names in found.items()]
+        names_by_row.setdefault((re.sub(r"\b\d+\b", "*", name), *rest), []).append(name)
+    return [(key[0] if len(names) > 1 else names[0], *key[1:]) for key, names in names_by_row.items()]

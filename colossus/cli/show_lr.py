@@ -1,4 +1,4 @@
-"""``colossus show --lr``: the learning rate of each step, and the batch where it grows, in numbers and as a chart."""
+"""``colossus show --lr``: the learning rate of each step, and a batch that grows, in numbers and as a chart."""
 
 from __future__ import annotations
 
@@ -13,35 +13,40 @@ from colossus.config import Config, ConfigError, model_options
 from colossus.config.learning_rates import LearningRates
 from colossus.config.plans import name_of
 
-#: points of a line, at most twice as many: more than a picture shows
+#: points of a line, and at most twice as many: a picture shows no more
 _POINTS = 1000
 
 
 def render_learning_rates(config: Config, width: int, picture: str | None = None) -> str:
-    """The learning rates of a config's run, drawn into ``picture``, too, if given. Steps count from 1, as in metrics.
+    """Return the learning rates of a config's run, in numbers and as a chart. Steps count from 1, as in metrics.
+
+    Args:
+        config: the config.
+        width: columns of the chart.
+        picture: a file to draw the chart into as well.
 
     Raises:
-        ConfigError: for a picture that cannot be drawn.
+        ConfigError: the picture cannot be drawn.
     """
     train, schedule, model = config.train, config.lr_schedule, model_options(config)
     rates, sizes = LearningRates(config), train.batch_sizes
-    every = [rates.at(step) for step in range(train.steps)]
+    values = [rates.at(step) for step in range(train.steps)]
     samples, length = getattr(model, "samples", "sequences"), getattr(model, "seq_len", 0)
-    seen = sizes.before(train.steps)
-    of_schedule = {"warmup_steps": schedule.warmup_steps, "min_ratio": schedule.min_ratio, **schedule.options}
-    told = "".join(f", {key} {value}" for key, value in of_schedule.items() if value)
-    top, tokens = max(every), f", {seen * length:,} tokens" if length else ""
+    num_samples = sizes.before(train.steps)
+    options = {"warmup_steps": schedule.warmup_steps, "min_ratio": schedule.min_ratio, **schedule.options}
+    words = "".join(f", {key} {value}" for key, value in options.items() if value)
+    top, tokens = max(values), f", {num_samples * length:,} tokens" if length else ""
     lines = [
         str(config.name),
-        f"schedule       {name_of(schedule.type)}{told}",
-        f"learning rate  {readable(every[0])} in step 1, at most {readable(top)} (step {every.index(top) + 1:,}), "
-        f"{readable(every[-1])} in step {train.steps:,}",
+        f"schedule       {name_of(schedule.type)}{words}",
+        f"learning rate  {readable(values[0])} in step 1, at most {readable(top)} (step {values.index(top) + 1:,}), "
+        f"{readable(values[-1])} in step {train.steps:,}",
     ]
-    panels = [_panel("learning rate", "", train.steps, every.__getitem__)]
+    panels = [_panel("learning rate", "", train.steps, values.__getitem__)]
     if train.batch_ramp is not None:
         lines.append(f"batch          {sizes.at(0)} {samples}, {sizes.full} from step {sizes.full_from + 1:,} on")
         panels.append(_panel("batch", samples, train.steps, sizes.at))
-    lines.append(f"in all         {counted(train.steps, 'step')}, {seen:,} {samples}{tokens}")
+    lines.append(f"in all         {counted(train.steps, 'step')}, {num_samples:,} {samples}{tokens}")
     if picture:
         try:
             save_charts(panels, Path(picture))

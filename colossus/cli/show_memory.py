@@ -1,4 +1,4 @@
-"""``colossus show --memory``: how much memory the ranks of a plan need."""
+"""``colossus show --memory``: the predicted memory of a plan's ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from colossus.planner.memory import predict_memory
 
 
 def render_memory(config: Config, limit: int | None = None, *, as_json: bool = False) -> str:
-    """The memory of a resolved config's plan, as text or as JSON.
+    """Return the memory of a resolved config's plan, as text or as JSON.
 
     Args:
-        limit: bytes of a device, that the plan is compared with.
+        config: the config.
+        limit: bytes of a device; the text says whether the plan fits them.
+        as_json: whether to return JSON.
 
     Raises:
         ConfigError: see `predict_memory`.
@@ -23,22 +25,22 @@ def render_memory(config: Config, limit: int | None = None, *, as_json: bool = F
     plan = predict_memory(config)
     fullest = plan.fullest
     if as_json:
-        found = {"plan": describe_plan(config), **memory_as_json(plan)}
+        numbers = {"plan": describe_plan(config), **memory_as_json(plan)}
         if limit is not None:
-            found |= {"limit": limit, "fits": fullest.total <= limit}
-        return json.dumps(found, indent=1)
+            numbers |= {"limit": limit, "fits": fullest.total <= limit}
+        return json.dumps(numbers, indent=1)
     head = [
         str(config.name),
         f"plan        {describe_plan(config)}",
         f"memory      {byte_count(fullest.total)} on {plan.fullest_rank}, predicted",
     ]
     if limit is not None:
-        left = limit - fullest.total
-        fits = f"fits, {byte_count(left)} are left" if left >= 0 else f"does not fit, {byte_count(-left)} are missing"
+        free = limit - fullest.total
+        fits = f"fits, {byte_count(free)} are left" if free >= 0 else f"does not fit, {byte_count(-free)} are missing"
         head.append(f"limit       {byte_count(limit)}: {fits}")
-        if left < 0:
-            given = byte_count(limit).replace(" ", "")
-            head.append(f"            `colossus plan --memory {given}` finds plans that fit")
+        if free < 0:
+            size = byte_count(limit).replace(" ", "")
+            head.append(f"            `colossus plan --memory {size}` finds plans that fit")
     head += [f"note        {note}" for note in plan.notes]
     sections = ["\n".join(head), kind_table(fullest)]
     if len(plan.ranks) > 1:

@@ -1,4 +1,4 @@
-"""``colossus show --strategy``: what the data-parallel strategy sends in a step for each parameter."""
+"""``colossus show --strategy``: the bytes that the data-parallel strategy sends in a step for each parameter."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from colossus.sparse.tables import survey
 
 _HEADER = ("parameter", "shape", "dense", "gather", "owners", "way")
 _NOTE = """\
-bytes that a rank sends in a step; alpha: the part of a table's rows that a rank touches in a step, as alpha.<table> of
-metrics.jsonl tells"""
+bytes that a rank sends in a step; alpha: the fraction of a table's rows that a rank uses in a step (alpha.<table> in
+metrics.jsonl)"""
 
 
 def render_strategy(config: Config) -> str:
-    """What a resolved config's strategy does with the parameters of its model.
+    """Return a table of the bytes that a resolved config's strategy sends for the parameters of its model.
 
     Raises:
-        ConfigError: for a config without a model, for a model that cannot be built, and for what the strategy refuses.
+        ConfigError: the config has no model, the model cannot be built, or the strategy refuses it.
     """
     parallel, options = config.parallel, strategy_options(config)
-    found, dense = _parameters(config, STRATEGIES.build(parallel.data_strategy))
+    tables, dense = _parameters(config, STRATEGIES.build(parallel.data_strategy))
     rows = []
-    for table in found.tables:
+    for table in tables.tables:
         is_hybrid = isinstance(options, HybridOptions)
         choice = choose(table, options.way_of(table.name)) if is_hybrid else Choice(table, "dense", "sent whole")
         dense_bytes, gather, owners = (
@@ -48,30 +48,30 @@ def render_strategy(config: Config) -> str:
     name = f"zero = {parallel.zero.stage}" if parallel.zero.stage else name_of(parallel.strategy.type)
     promise = options.describe(parallel.data) if options is not None and not parallel.zero.stage else ""
     head = f"strategy    {name}{promise and f' ({promise})'}\nplan        {describe_plan(config)}"
-    return "\n\n".join([head, aligned([_HEADER, *rows], left=(0, 1, 5)), *([_NOTE] if found.tables else [])])
+    return "\n\n".join([head, aligned([_HEADER, *rows], left=(0, 1, 5)), *([_NOTE] if tables.tables else [])])
 
 
 def _parameters(config: Config, strategy: Any) -> tuple[Survey, list[tuple[int, int]]]:
-    """The tables of the model, and of its other parameters (bytes on a rank, ranks that sum the gradient)."""
+    """Return the tables of the model, and (bytes on a rank, ranks that sum the gradient) of each other parameter."""
     if config.model is None:
-        raise ConfigError("model: the config has none, so nothing is known of its parameters", config.source)
-    spec, found, dense = config.model.spec(), Survey(), list[tuple[int, int]]()
+        raise ConfigError("model: the config has none, so there are no parameters to show", config.source)
+    spec, tables, dense = config.model.spec(), Survey(), list[tuple[int, int]]()
 
-    def look(model: nn.Module) -> None:
-        nonlocal found
-        found = survey(model, context)
-        tables = {table.name for table in found.tables}
+    def collect(model: nn.Module) -> None:
+        nonlocal tables
+        tables = survey(model, context)
+        names = {table.name for table in tables.tables}
         for name, param in model.named_parameters():
-            if name not in tables and param.requires_grad and not isinstance(param, UninitializedParameter):
+            if name not in names and param.requires_grad and not isinstance(param, UninitializedParameter):
                 size = param.numel() * context.precision.params.itemsize
                 dense.append((size, context.size(gradient_sum_axes(param, context))))
 
     try:
         context = ParallelContext.from_config(config, connect=False)
-        build(lambda: MODELS.build(spec), context, materialize=False, prepare=look)
-        strategy.check_tables(found)
+        build(lambda: MODELS.build(spec), context, materialize=False, prepare=collect)
+        strategy.check_tables(tables)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(error), config.source) from error
-    return found, dense
+    return tables, dense

@@ -1,4 +1,4 @@
-"""``colossus verify``: is a plan the same run as one process?"""
+"""``colossus verify``: compare a run under a plan with the same run in one process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ def make_parser() -> Parser:
     parser = Parser(
         "colossus verify",
         "Train the model of a config file for a few steps twice, with the same seed and samples, in float64: in one\n"
-        "process without parallelism, and under the plan of the file. Say that they agree, with the largest\n"
-        "difference seen, or name the first thing that differs: an initial value, a sample, the output of a module,\n"
-        "the loss, the gradient of a parameter, the gradient norm, a weight after a step.",
+        "process without parallelism, and under the plan of the file. Print that the two agree, with the largest\n"
+        "difference, or name the first thing that differs: an initial value, a sample, the output of a module, the\n"
+        "loss, the gradient of a parameter, the gradient norm, a weight after a step.",
         OVERRIDES
         + "\nexamples:\n  colossus verify config.py                                      # the plan of the file\n"
         "  colossus verify config.py parallel.data=2 parallel.tensor=2   # another one\n"
         "  colossus verify config.py parallel.tensor.mode=2d parallel.tensor.size=4 parallel.data=1\n"
         "  colossus verify config.py model.num_layers=2 train.global_batch_size=8 --steps 1   # small, so quick\n\n"
-        "The model must fit into one process in float64: verify a small one (fewer layers, smaller batch), it has\n"
-        "the same code. torch.nn.Dropout and F.dropout are turned off in both runs, colossus.layers.Dropout\n"
-        "drops the same in both. The optimizer is that of the file; weights whose gradient is rounding noise are\n"
-        "not compared after its steps. Hooks of the file do not run.\n\n"
+        "The model must fit into one process in float64: verify a small one (fewer layers, a smaller batch), which\n"
+        "runs the same code. torch.nn.Dropout and F.dropout are off in both runs; colossus.layers.Dropout drops the\n"
+        "same elements in both. The optimizer is that of the file; weights whose gradient is rounding noise are not\n"
+        "compared after its steps. Hooks of the file do not run.\n\n"
         "exit codes: 0 they agree, 1 failed at run time, 2 wrong config or usage, 3 they differ,\n"
         "            130 stopped by Ctrl-C\n",
     )
@@ -34,7 +34,7 @@ def make_parser() -> Parser:
         type=number_argument("a number above zero", lambda value: value > 0),
         default=1e-9,
         metavar="T",
-        help="relative difference allowed (default: 1e-9)",
+        help="allowed relative difference (default: 1e-9)",
     )
     return parser
 

@@ -132,9 +132,9 @@ def test_config_error_is_a_short_block(config: str, capsys: pytest.CaptureFixtur
         ([], "usage: colossus COMMAND"),
         (
             ["lunch"],
-            "colossus: no command 'lunch'; did you mean colossus launch? commands: launch, config, show, plan, doctor",
+            "colossus: 'lunch' is no command; did you mean colossus launch? commands: launch, config, show, plan",
         ),
-        (["config.py"], "colossus: no command 'config.py'; did you mean colossus launch config.py? commands:"),
+        (["config.py"], "colossus: 'config.py' is no command; did you mean colossus launch config.py? commands:"),
         (["config"], "colossus config: the following arguments are required: FILE\n  see colossus config --help"),
         (["config", "FILE", "--nproc", "0"], "colossus config: argument --nproc: must be a whole number of at least 1"),
         (["launch", "FILE", "--train.steps=3"], "colossus launch: unrecognized arguments: --train.steps=3\n  overr"),

@@ -131,15 +131,15 @@ def test_the_table(config: str, searched: dict[str, Any], capsys: pytest.Capture
         "model       GPT, fp32",
         "batch       64 sequences, 2,048 tokens a step",
         "devices     16 on 2 hosts, 80.0 GB each",
-        "hardware    H100 (data sheet); between hosts 14 us and 40 GB/s of a device",
+        "hardware    H100 (data sheet); between hosts 14 us and 40 GB/s per device",
         "tried       1,234 plans in 2.5 s",
     ]
     assert plans.splitlines() == [
         "     step  tokens/s    MFU   memory  bubble  exposed  plan",
         "1  1.25 s     1,638  5.0 %  60.0 GB  25.0 %    8.0 %  data 4 x pipeline 4, ZeRO 1, 1f1b, 8",
         "                                                      microbatches, full checkpointing",
-        "2   1.5 s     1,365  4.2 %  67.0 GB   0.0 %   46.7 %  data 2 x tensor 8 (1d), weights held for a",
-        "                                                      step, gathered inputs kept",
+        "2   1.5 s     1,365  4.2 %  67.0 GB   0.0 %   46.7 %  data 2 x tensor 8 (1d), weights gathered once",
+        "                                                      per step, gathered inputs kept",
     ]
     assert memory.splitlines()[0] == "the best    60.0 GB of 80.0 GB on pipeline rank 0 of 4"
     assert [row.split()[:3] for row in memory.splitlines()[1:]] == [
@@ -174,7 +174,7 @@ def test_one_plan_explained(config: str, searched: dict[str, Any], capsys: pytes
     assert ["host", "ranks", "pipeline", "data"] in rows
     assert ["1", "8-15", "2-3", "0-3"] in rows
     assert " ".join(first.split("why ")[1].split()) == (
-        "250 ms (16.7 %) less a step than plan 2, data 2 x tensor 8 (1d), weights held for a step, "
+        "250 ms (16.7 %) less per step than plan 2, data 2 x tensor 8 (1d), weights gathered once per step, "
         "gathered inputs kept: over tensor -700 ms, bubble +300 ms, recomputation +200 ms, over data +100 ms"
     )
     assert main(line(config, "--explain", "2", "--json", "-")) == 0
@@ -277,11 +277,14 @@ REFUSED = [
     (["--explain", "12"], "--explain 12: the list has 10 plans"),
     (["--hardware", "h1000"], "--hardware: 'h1000' has no data sheet here with memory and links; B200, H100"),
     (["--hardware", "none.json"], "none.json: cannot be read as a file of measured times"),
-    (["--hardware", "cpu", "--devices", "64"], "64 ranks at once are not measured on this machine's CPU (8 at most)"),
+    (
+        ["--hardware", "cpu", "--devices", "64"],
+        "this machine's CPU is measured with 8 ranks at most, not with 64 ranks",
+    ),
     (["--memory", "8x"], "--memory: '8x' is no size of memory; write 80GB"),
     (["--network", "10us"], "--network: '10us' is no latency and bandwidth; write 10us,50GB/s"),
     (["--plot", "plan.gif"], "--plot: plan.gif: the picture ends with .svg"),
-    (["--json", "nowhere/plan.json"], "--json nowhere/plan.json: there is no folder nowhere"),
+    (["--json", "nowhere/plan.json"], "--json nowhere/plan.json: the folder nowhere does not exist"),
     (["data=None"], "data: the config has none"),
     (["model=None"], "model: the config has none"),
     (["--hardware", "h100", "--keep", "tensr=2"], "parallel.tensr: no such key; did you mean parallel.tensor?"),

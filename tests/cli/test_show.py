@@ -18,7 +18,7 @@ GOLDEN = """\
 graph       exponential over data 4
 strategy    sgp
 
-sends to    peer:weight, repeats after 2 steps; the rest is kept
+sends to    peer:weight, repeats after 2 steps; a replica keeps the rest of the weight
   replica  step 0  step 1
         0   1:1/2   2:1/2
         1   2:1/2   3:1/2
@@ -104,7 +104,7 @@ def test_the_graph(config: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_weights_that_differ(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, config, "--graph", "parallel.strategy.graph=star", "parallel.strategy.overlap=2")
-    assert "strategy    sgp, what is sent travels 2 steps\n" in text
+    assert "strategy    sgp, messages travel for 2 steps\n" in text
     assert "        0  1:1/4 2:1/4 3:1/4\n        1              0:1/4\n" in text
     assert "contraction 0.75 in 1 step " in text
     assert "consensus   within 1e-06 after 49 steps, mixing alone\n            within 1e-06 after 67 steps with" in text
@@ -118,7 +118,7 @@ def test_weights_that_differ(config: str, capsys: pytest.CaptureFixture[str]) ->
 def test_what_has_no_graph(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     for override, words in {
         "parallel.strategy.type=all_reduce": "--graph: strategy 'all_reduce' has no graph",
-        "parallel.data=1": "--graph: data 1 is one replica",
+        "parallel.data=1": "--graph: a single replica (data 1)",
         "parallel.strategy.graph=[[0.5,0.25,0,0],[0.5,0.25,0,0],[0,0.5,0.5,0.5],[0,0,0.5,0.5]]": "not connected",
     }.items():
         assert main(["show", config, "--graph", override]) == 2
@@ -128,7 +128,7 @@ def test_what_has_no_graph(config: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_the_ways_of_tables(tables: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = shown(capsys, tables, "--strategy")
     assert printed.startswith(SHOWN), printed
-    assert "alpha: the part of a table's rows that a rank touches in a step" in printed
+    assert "alpha: the fraction of a table's rows that a rank uses in a step" in printed
 
 
 def test_every_strategy_says_what_it_does(tables: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def test_tables_limit_and_json(config: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_wrong_options(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", config, "--limit", "80GB"]) == 2
-    assert "--limit and --json are of --memory" in capsys.readouterr().err
+    assert "--limit and --json are options of --memory" in capsys.readouterr().err
     assert main(["show", config, "--memory", "--limit", "8x"]) == 2
     assert "--limit: '8x' is no size of memory; write 80GB" in capsys.readouterr().err
     assert main(["show", config, "--memory", "data=None"]) == 2

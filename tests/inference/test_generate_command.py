@@ -138,7 +138,7 @@ def test_refused_prompts_and_checkpoints(texts: WeightSource, tmp_path: Path, ca
     for words, message in (
         ((str(tmp_path / "gone"), "--prompt", "a"), "there is no such folder"),
         ((folder, "--tokens", "5,259"), "has the token 259, the model has the tokens 0..258"),
-        ((folder, "--tokens", "5,x"), "must be whole numbers with commas"),
+        ((folder, "--tokens", "5,x"), "must be token ids with commas"),
         ((images, "--tokens", "1"), "model 'ViT' gives no next token: generate takes a language model (GPT, .."),
     ):
         code, _, err = run(capfd, *words)

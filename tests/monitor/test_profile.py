@@ -389,7 +389,7 @@ def test_the_command(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["--ranks", "0,2"], "train.profile.ranks: no rank 2: this plan has ranks 0 to 1"),
-        (["--ranks", "0;2"], "argument --ranks: must be numbers of ranks, 0,2, or all, got '0;2'"),
+        (["--ranks", "0;2"], "argument --ranks: must be ranks with commas between them (0,2) or all, got '0;2'"),
         (["--steps", "0"], "argument --steps: must be a whole number of at least 1, got '0'"),
     ],
 )
